@@ -57,9 +57,9 @@ class Batching:
     seed: seed of the order of utterances and steps.
     sort: with ``ascending`` or ``descending``, the first epoch (epoch 1) is ordered by duration and later
         ones are shuffled; with ``null`` or ``random``, all epochs are shuffled.
-    least_steps: about how many optimizer steps a run takes at least: if ``number_of_epochs`` of the corpus have far
-        fewer, each epoch goes through the corpus several times. A recogniser needs a few hundred before it recognises
-        anything; 0: no minimum.
+    least_steps: how many optimizer steps a run takes at least: if ``number_of_epochs`` of the corpus have fewer, each
+        epoch goes through the corpus several times. A recogniser needs a few hundred before it recognises anything; 0:
+        no minimum.
     round_seconds: batches are padded to a multiple of it, as far as ``max_batch_seconds`` allows, so that shapes recur;
         0: no rounding; ``null``: 0.32 on a CPU and with ``--compile``, else 0.16.
     """
@@ -139,7 +139,7 @@ class Plan:
         lengths = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.edges = edges
-        self.passes = max(1, round(batching.least_steps / (len(lengths) * epochs))) if epochs else 1
+        self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
         """How often an epoch goes through the corpus."""
 
     @classmethod

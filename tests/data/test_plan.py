@@ -101,7 +101,7 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
     seconds = corpus(60)
     once = Plan(seconds, Batching(100), epochs=3)
     again = Plan(seconds, Batching(100, least_steps=200), epochs=3)
-    assert once.passes == 1 < again.passes and abs(len(again) * 3 - 200) <= len(once) * 3 / 2
+    assert once.passes == 1 < again.passes and 200 <= 3 * len(again) < 200 + 3 * len(once)
     assert len(again) == again.passes * len(once)
     for epoch in (1, 2, 3):
         made = again.epoch(epoch)
@@ -118,6 +118,12 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
 @pytest.mark.parametrize("epochs, least", [(None, 500), (3, 0), (400, 500)])
 def test_a_run_that_is_long_enough_hears_everything_once_an_epoch(epochs, least):
     assert Plan(corpus(60), Batching(100, least_steps=least), epochs=epochs).passes == 1
+
+
+def test_a_run_has_its_least_steps_and_not_one_pass_more():
+    steps = 2 * len(Plan(corpus(60), Batching(100)))
+    for least, passes in ((steps, 1), (steps + 1, 2), (2 * steps, 2)):
+        assert Plan(corpus(60), Batching(100, least_steps=least), epochs=2).passes == passes
 
 
 def test_steps_depend_on_neither_micro_batches_nor_what_a_device_holds():
