@@ -81,7 +81,7 @@ def test_without_a_ramp_masks_stay_whole_and_with_one_until_somebody_says_what_i
     assert module.strength == SpecAugment(ramp=[0.3, 0.7]).strength == 1.0
 
 
-@pytest.mark.parametrize("ramp", [[0.3], [0.7, 0.3], [-0.1, 0.3], [0.3, 1.1]])
+@pytest.mark.parametrize("ramp", [[0.3], [0.7, 0.3], [-0.1, 0.3], [0.3, 1.1], 0.5, "ab", ["a", 0.5]])
 def test_a_ramp_is_two_shares_in_order(ramp):
     with pytest.raises(ValueError, match="two shares between 0 and 1"):
         SpecAugment(ramp=ramp)
