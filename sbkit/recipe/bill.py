@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,6 +55,23 @@ class Cost:
     @property
     def batch_seconds(self) -> float:
         return self.utterances * self.seconds
+
+
+class Audio(NamedTuple):
+    """The training audio of a run.
+
+    hours : of the corpus
+    passes : how often an epoch goes through it (``Batching.least_steps``)
+    epochs : of the run
+    """
+
+    hours: float
+    passes: int
+    epochs: int
+
+    @property
+    def epoch_hours(self) -> float:
+        return self.hours * self.passes
 
 
 @dataclass(frozen=True)
@@ -205,10 +222,10 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
                 int(max(turns, default=0)))
 
 
-def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:
+def section(bill: Bill, audio: Audio | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:
     """The bill as a table of the report.
 
-    hours : hours of audio in an epoch, if they are known
+    audio : what is trained on, if it is known
     planned : seconds of the planned micro-batch
     tried : results of ``sbkit tune``
     """
@@ -229,18 +246,31 @@ def section(bill: Bill, hours: float | None, planned: float, tried: Sequence[Bat
     device = torch.device(bill.device).type
     rows += [[f"the same, tried by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
     if bill.hours_per_100 is not None:
-        amount = hours if hours is not None else 100.0
-        what = f"hours per epoch, {hours:.1f} h of audio" if hours is not None else "hours per 100 hours of audio"
-        rows.append([f"{what}, one {device}", f"{bill.hours_per_100 * amount / 100:.2f}"])
+        amounts = {"hours per 100 hours of audio": 100.0} if audio is None else _amounts(audio)
+        rows += [[f"{what}, one {device}", _few(bill.hours_per_100 * amount / 100)] for what, amount in amounts.items()]
     values = {
         "parameters": bill.parameters, "frozen": bill.frozen, "weights_bytes": bill.weights, "batch_bytes": cost.memory,
         "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations / cost.batch_seconds,
         "largest_max_batch_seconds": {f"{size} GB": int(bill.largest(size * 1e9)) for size in SIZES},
         "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
-        "hours_per_100_hours": bill.hours_per_100, "measured": bill.measured is not None, "device": bill.device,
+        "hours_per_100_hours": bill.hours_per_100, "audio_hours_per_epoch": audio and audio.epoch_hours,
+        "epochs": audio and audio.epochs, "measured": bill.measured is not None, "device": bill.device,
         "measured_bytes": bill.measured.peak_bytes if bill.measured is not None else None,
     }
     return Section("The bill", ["what", "how much"], rows, _remarks(bill), values)
+
+
+def _amounts(audio: Audio) -> dict[str, float]:
+    """Hours of audio by what takes them."""
+    times = f", {audio.passes} times {_few(audio.hours)} h" if audio.passes > 1 else ""
+    epoch, run = audio.epoch_hours, audio.epoch_hours * audio.epochs
+    return {f"hours per epoch, {_few(epoch)} h of audio{times}": epoch,
+            f"hours of the run, {audio.epochs} epochs": run}
+
+
+def _few(hours: float) -> str:
+    """Hours with at least two digits: 0.0042, 1,234.5."""
+    return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2g}"
 
 
 def _remarks(bill: Bill) -> list[str]:

@@ -13,11 +13,12 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.data.manifest import Manifest
+from sbkit.data.plan import Plan
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
 from sbkit.recipe import batch_size, bill, corpus_check, devices, learning, ownership, parts, trace
 from sbkit.recipe.blind_spots import nothing_from
-from sbkit.recipe.build import Built, build
+from sbkit.recipe.build import build
 from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
@@ -143,7 +144,7 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         return None
     tried = batch_size.remembered(batch_size.place(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("batching"), tried)
-    section = bill.section(made, _hours(built), made.cost.batch_seconds, tried)
+    section = bill.section(made, _audio(traced, device), made.cost.batch_seconds, tried)
     section.remarks += _attention(traced, owned, device, precision, findings)
     return section
 
@@ -161,15 +162,18 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
     return remarks
 
 
-def _hours(built: Built) -> float | None:
-    """Hours of training audio, None if no earlier run has prepared it."""
-    corpus: object = built.hparams.get("corpus")
-    if not hasattr(corpus, "manifest_path") or not corpus.manifest_path("train").exists():
+def _audio(traced: trace.Trace, device: torch.device) -> bill.Audio | None:
+    """The training audio of a run that begins, None if no earlier run has prepared it."""
+    keys = traced.keys
+    if not hasattr(keys.corpus, "manifest_path") or not keys.corpus.manifest_path("train").exists():
         return None
     try:
-        return Manifest.read(corpus.manifest_path("train")).hours
+        train = Manifest.read(keys.corpus.manifest_path("train"))
+        rounding = keys.batching.rounding(device.type, traced.brain.compile)
+        passes = Plan.of(train, keys.batching, keys.augment, keys.epoch_counter.limit, rounding).passes
     except SbkitError:
         return None
+    return bill.Audio(train.hours, passes, keys.epoch_counter.limit)
 
 
 def _device(run_opts: RunOptions | None) -> torch.device:

@@ -39,3 +39,17 @@ def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_ha
 def test_one_that_was_tried_and_fits_is_not(needs_nine):
     tried = BatchSize(gib=8.0, edges=[20.0], fits=[4], most=120.0)
     assert tried.seconds == 72 and warnings(needs_nine, BATCHING, [tried]) == []
+
+
+@pytest.mark.parametrize("audio, shown", [
+    (None, {"hours per 100 hours of audio, one cpu": "50.0"}),
+    (bill.Audio(2000.0, 1, 10), {"hours per epoch, 2,000.0 h of audio, one cpu": "1,000.0",
+                                 "hours of the run, 10 epochs, one cpu": "10,000.0"}),
+    (bill.Audio(0.03, 33, 4), {"hours per epoch, 0.99 h of audio, 33 times 0.03 h, one cpu": "0.49",
+                               "hours of the run, 4 epochs, one cpu": "2.0"}),
+])
+def test_hours_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_through_its_corpus(audio, shown):
+    made = bill.Bill(1, 0, bill.GIB, bill.Cost(3, 20.0, 8 * bill.GIB, 1e9), 50.0, "cpu")
+    section = bill.section(made, audio, 60.0)
+    assert {what: much for what, much in section.rows if what.startswith("hours")} == shown
+    assert section.values["audio_hours_per_epoch"] == (audio and audio.hours * audio.passes)

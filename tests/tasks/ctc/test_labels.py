@@ -83,7 +83,14 @@ def test_a_prepared_corpus_is_compared_with_the_model(prepared):
     report = check(SMALL, prepared())
     assert report.errors == []
     assert [row[:3] for row in report.sections["labels"].rows] == [["train", 20, 20], ["dev", 20, 20]]
-    assert "hours per epoch, 0.0 h of audio, one cpu" in [row[0] for row in report.sections["bill"].rows]
+    assert [row[0] for row in report.sections["bill"].rows][-2:] == [
+        "hours per epoch, 0.0056 h of audio, one cpu", "hours of the run, 2 epochs, one cpu"]
+
+
+def test_an_epoch_that_goes_through_its_corpus_several_times_is_billed_so(prepared):
+    report = check(SMALL, prepared() | {"batching": {"least_steps": 198}})
+    assert [row[0] for row in report.sections["bill"].rows][-2:] == [
+        "hours per epoch, 0.55 h of audio, 99 times 0.0056 h, one cpu", "hours of the run, 2 epochs, one cpu"]
 
 
 def test_utterances_too_short_are_warned_of_and_too_many_are_an_error(prepared):

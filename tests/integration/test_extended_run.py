@@ -1,0 +1,98 @@
+"""A small run whose epochs go through the corpus several times: stopped, resumed and extended, it trains to its end."""
+
+import json
+from pathlib import Path
+
+import processes
+import pytest
+import run_folders
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {**run_folders.TINY, "precision": "fp32", "step_seconds": 6, "max_batch_seconds": 6, "ckpt_interval_minutes": 0,
+         "ckpt_interval_steps": 1, "log_interval": 0, "least_steps": 16, "number_of_epochs": 2}
+PASS, PASSES = 2, 4  # steps; the 8 utterances fill two of them
+LENGTH = PASS * PASSES
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return run_folders.corpus(tmp_path_factory.mktemp("data"), train=8, dev=2, test=2)
+
+
+def words(out, data, **changed):
+    keys = {**SMALL, **changed, "data_folder": data, "output_folder": out}
+    return ["train", "hparams/ctc.yaml", "--noprogressbar", "--no-check", "--device", "cpu",
+            *(word for key, value in keys.items() for word in (f"--{key}", value))]
+
+
+def train(out, data, ranks=1, **changed):
+    return processes.sbkit(*words(out, data, **changed), cwd=ROOT, ranks=ranks, OMP_NUM_THREADS="1").stderr
+
+
+def stop_in_the_second_epoch(out, data):
+    def there():
+        return max(saved(out), default=0) > LENGTH + PASS
+    processes.killed(there, *words(out, data), cwd=ROOT, OMP_NUM_THREADS="1")
+
+
+def saved(out):
+    for path in out.glob("save/CKPT+*/brain.ckpt"):
+        try:
+            yield yaml.safe_load(path.read_text())["optimizer_step"]
+        except FileNotFoundError:  # it has just been deleted
+            continue
+
+
+def weights(out):
+    newest = max((out / "save").glob("CKPT+*"), key=lambda path: yaml.safe_load(
+        (path / "CKPT.yaml").read_text())["unixtime"])
+    return torch.load(newest / "model.ckpt", weights_only=True)
+
+
+def trains_to_its_end(out, epochs, before=0):
+    """Whether all epochs have the same length, and no step but the last has no learning rate.
+
+    before : epochs after which the run had ended once
+    """
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: line["lr"] for line in lines if line["kind"] == "step"}
+    ends = [count * LENGTH - early for count in (before, epochs) for early in (0, 1)]  # told with the next step's rate
+    return set(found) == set(range(1, epochs * LENGTH + 1)) and all(
+        rate > 0 for step, rate in found.items() if step not in ends)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "out"
+    said = train(out, data)
+    assert f"The corpus has {PASS} steps: an epoch goes through it {PASSES} times, and the run has {2 * LENGTH}" in said
+    assert trains_to_its_end(out, 2)
+    return out, weights(out)
+
+
+def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, whole, tmp_path):
+    stop_in_the_second_epoch(tmp_path / "out", data)
+    train(tmp_path / "out", data)
+    found = weights(tmp_path / "out")
+    assert all(torch.equal(value, found[name]) for name, value in whole[1].items())
+
+
+def test_stopped_in_an_epoch_and_extended_on_two_devices_it_trains_to_its_end(data, tmp_path):
+    out = tmp_path / "out"
+    stop_in_the_second_epoch(out, data)
+    said = train(out, data, ranks=2, number_of_epochs=5)
+    assert f"the run has {5 * LENGTH} (least_steps: 16, spread over the 2 epochs that it began with)" in said
+    assert "started with" not in said and trains_to_its_end(out, 5)
+
+
+def test_finished_and_extended_it_trains_to_its_end(data, whole):
+    out = whole[0]
+    said = train(out, data, least_steps=100)
+    assert "All 2 epochs are trained, so only the test is left; a larger number_of_epochs trains on" in said
+    assert max(saved(out)) == 2 * LENGTH
+    train(out, data, number_of_epochs=4)
+    assert max(saved(out)) == 4 * LENGTH and trains_to_its_end(out, 4, before=2)
