@@ -62,7 +62,8 @@ class ASR(Task):
     loss_of_tokens: ClassVar[str | None] = None
     """The name in ``Loss.extras`` of a part that, per token, equals the tokens' entropy until the model learns to hear.
 
-    A run watches it and warns if the model hears nothing. None if the loss has no such part.
+    A run watches it, warns if the model hears nothing, and widens SpecAugment's masks by it (``ramp``). None if the loss
+    has no such part: masks are then whole from the first step on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -130,8 +131,9 @@ class ASR(Task):
     # ------------------------------------------------------------ training
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Compute the loss at chance from the training texts, and begin the run."""
-        self.hearing.chance = self.keys.tokenizer.entropy(texts)
+        """Compute the loss at chance from the training texts if the loss can be compared with it, and begin the run."""
+        if self.loss_of_tokens is not None:
+            self.hearing.chance = self.keys.tokenizer.entropy(texts)
         super().open_run(texts, steps)
         self.alarm.setup = self._setup(steps)
 
@@ -155,17 +157,17 @@ class ASR(Task):
 
     def close_step(self, facts: Facts) -> None:
         """Record a step's loss for the masks that follow it and for the warnings."""
-        self.alarm.count(facts.extras)
-        total, tokens = facts.extras.get(self.loss_of_tokens or "", (facts.total, facts.count))
-        self.hearing.count(facts.number, total, tokens)
+        part = facts.extras.get(self.loss_of_tokens or "")
+        total, tokens = part or (facts.total, facts.count)
+        self.hearing.count(facts.number, total, tokens, comparable=part is not None)
         super().close_step(facts)
 
     def open_step(self, number: int) -> None:
         """Set the learning rate and the strength of masks that follow what the model hears."""
         masks: object = self.keys.spec_augment
         heard = self.hearing.at(number)
-        if self.hearing.known and hasattr(masks, "follow"):
-            masks.follow(heard)
+        if hasattr(masks, "follow"):
+            masks.follow(heard if self.hearing.known else 1.0)  # whole where nobody knows what is heard
         super().open_step(number)
         self._tell(self.alarm.look(number, self.hearing, self.learning_rate))
 

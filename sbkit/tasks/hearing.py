@@ -24,6 +24,10 @@ class Hearing:
     occurs and hears nothing. A CTC loss, for example, falls to it within some dozens of steps and stays there until the
     model begins to hear.
 
+    Only a loss that, per token, stands at chance until something is heard can be compared: another, such as one
+    that is a sum over utterances, has to be counted as not ``comparable``. It is averaged as long as there is none that
+    is, and left out from then on.
+
     chance : NaN if it is not known
 
     >>> hearing = Hearing(chance=3.0)
@@ -36,17 +40,18 @@ class Hearing:
     def __init__(self, chance: float = math.nan):
         self.chance = chance
         self._loss: float | None = None
-        self._recent: list[tuple[int, float]] = []  # steps that don't count yet, and their loss per token
+        self._comparable = True  # the average is of losses that can be compared, or there is none yet
+        self._recent: list[tuple[int, float, bool]] = []  # steps that don't count yet, their loss, and if comparable
 
-    def count(self, step: int, total: float, tokens: float) -> None:
+    def count(self, step: int, total: float, tokens: float, comparable: bool = True) -> None:
         """Record a step's loss, summed over its tokens; one that is not finite is ignored."""
         if tokens > 0 and math.isfinite(total):
-            self._recent.append((step, total / tokens))
+            self._recent.append((step, total / tokens, comparable))
 
     @property
     def known(self) -> bool:
-        """Whether chance is known."""
-        return self.chance > 0
+        """Whether the loss can be compared with chance; what is heard before the first loss is nothing."""
+        return self.chance > 0 and self._comparable
 
     @property
     def loss(self) -> float | None:
@@ -56,8 +61,11 @@ class Hearing:
     def at(self, step: int) -> float:
         """How much is heard when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
         while self._recent and self._recent[0][0] <= step - LAG:
-            _, loss = self._recent.pop(0)
-            self._loss = loss if self._loss is None else self._loss + NEWEST * (loss - self._loss)
+            _, loss, comparable = self._recent.pop(0)
+            if self._loss is None or comparable > self._comparable:
+                self._loss, self._comparable = loss, comparable
+            elif comparable == self._comparable:
+                self._loss += NEWEST * (loss - self._loss)
         if self._loss is None or not self.known:
             return 0.0
         return min(1.0, max(0.0, 1 - self._loss / self.chance))
@@ -65,10 +73,12 @@ class Hearing:
     @mark_as_saver
     def _save(self, path: str | PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as out:
-            yaml.safe_dump({"loss": self._loss, "recent": [list(each) for each in self._recent]}, out)
+            yaml.safe_dump({"loss": self._loss, "comparable": self._comparable,
+                            "recent": [list(each) for each in self._recent]}, out)
 
     @mark_as_loader
     def _load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             state: dict[str, Any] = yaml.safe_load(file)
-        self._loss, self._recent = state["loss"], [(step, loss) for step, loss in state["recent"]]
+        self._loss, self._comparable = state["loss"], state["comparable"]
+        self._recent = [(step, loss, comparable) for step, loss, comparable in state["recent"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any
@@ -31,7 +30,6 @@ SETTLED = 20
 
 @dataclass
 class _State:
-    per_token: bool = False  # the loss has a part that can be compared with chance
     rate: float | None = None  # the highest learning rate so far
     rate_step: int = 0  # the step that first had it
     first: float | None = None  # the loss per token at the start
@@ -68,10 +66,6 @@ class LearningAlarm:
 
     # ------------------------------------------------------------ what it is told
 
-    def count(self, parts: Container[str | None]) -> None:
-        """Record which named parts a step's loss had."""
-        self._state.per_token |= self.part in parts
-
     def look(self, step: int, hearing: Hearing, rate: float | None = None) -> list[Notice]:
         """Return notices when ``step`` begins; ``hearing.at(step)`` has been called before.
 
@@ -82,7 +76,7 @@ class LearningAlarm:
             state.rate, state.rate_step = rate, step
         if loss is None:
             return []
-        chance = hearing.chance if state.per_token and hearing.known else None
+        chance = hearing.chance if hearing.known else None
         heard = None if chance is None else max(0.0, 1 - loss / chance)
         self._seen = seen = Seen(step - 1, loss, chance, heard, state.rate, self._at_full_rate(step),
                                  f"{self.part or 'training'} loss")

@@ -53,7 +53,7 @@ class Notice(NamedTuple):
 class Seen(NamedTuple):
     """The last known state of training, after ``step`` steps, ``full`` of them since the warm-up.
 
-    loss, chance : per token
+    loss, chance : per token; the loss of something else if chance is not known
     heard : as ``Hearing.at``; None if chance is not known
     rate : the highest learning rate so far
     name : of the loss
@@ -199,7 +199,8 @@ def grown(step: int, seen: Seen, ceiling: float, setup: Setup) -> Notice:
     """Notice a loss far above its ``ceiling``: chance, or what it was in the first steps."""
     than = f"chance is {ceiling:.3g}" if ceiling == seen.chance else f"it was {ceiling:.3g} in the first steps"
     headline = "Training has diverged: the loss grows beyond where it began"
-    return _diverged(step, headline, f"It is {seen.loss:.3g} per token; {than}.", seen, setup)
+    unit = "" if seen.chance is None else " per token"
+    return _diverged(step, headline, f"It is {seen.loss:.3g}{unit}; {than}.", seen, setup)
 
 
 def _diverged(step: int, headline: str, detail: str, seen: Seen, setup: Setup) -> Notice:

@@ -14,6 +14,7 @@ from sbkit.nn.spec_augment import SpecAugment
 from sbkit.score.report.data import read
 from sbkit.score.report.findings import findings
 from sbkit.tasks.asr import ASR, Row, score
+from sbkit.tasks.hearing import LAG
 from sbkit.tasks.task import Metric
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
@@ -142,11 +143,11 @@ def test_what_has_no_reference_is_named_and_not_scored(caplog):
     assert len(score(rows[1:2])[0]) == 1 and not caplog.text
 
 
-def following(folder, chance=3.0):
+def following(folder, chance=3.0, task=Parrot):
     """A brain whose masks follow what it hears, and its masks."""
     masks, layer = SpecAugment(ramp=[0.2, 0.6]), torch.nn.Linear(1, 1)
     shelf = Checkpointer(folder, {"model": layer})
-    brain = Parrot({"layer": layer}, hparams={"spec_augment": masks}, run_opts={"device": "cpu"}, checkpointer=shelf)
+    brain = task({"layer": layer}, hparams={"spec_augment": masks}, run_opts={"device": "cpu"}, checkpointer=shelf)
     brain.hearing.chance = chance
     return brain, masks
 
@@ -157,8 +158,8 @@ def begin(brain):
     brain.open_step(brain.optimizer_step + 1)
 
 
-def facts(step, loss):
-    return Facts(99.0 * loss, 7.0, 1.0, False, 1.0, 1.0, {}, {"spelling": (4.0 * loss, 4.0)}, number=step)
+def facts(step, loss, part="spelling"):
+    return Facts(99.0 * loss, 7.0, 1.0, False, 1.0, 1.0, {}, {part: (4.0 * loss, 4.0)}, number=step)
 
 
 def test_masks_follow_what_is_heard_by_the_tokens_part_of_the_loss_and_so_after_resuming(tmp_path):
@@ -187,3 +188,31 @@ def test_without_a_chance_masks_are_whole(tmp_path):
     brain, masks = following(tmp_path, chance=float("nan"))
     begin(brain)
     assert masks.strength == 1.0
+
+
+def test_masks_are_whole_where_the_loss_has_no_part_to_compare_with_chance(tmp_path):
+    brain, masks = following(tmp_path)
+    begin(brain)
+    for step in range(1, 60):
+        brain.close_step(facts(step, 3.1, part="another"))
+        brain.optimizer_step = step
+        brain.open_step(step + 1)
+        assert masks.strength == float(step >= LAG), step  # it isn't known before the first loss is
+    brain.checkpointer.save_checkpoint(meta={"WER": 50.0})
+    brain.checkpointer.wait()
+    again, others = following(tmp_path)
+    begin(again)
+    assert others.strength == 1.0
+
+
+def test_a_task_that_names_no_such_part_has_whole_masks_from_its_first_step(tmp_path):
+    class Silent(Parrot):
+        loss_of_tokens = None
+
+    hparams = {"tokenizer": SimpleNamespace(entropy=lambda texts: 3.0)}
+    for task, strength in ((Parrot, 0.0), (Silent, 1.0)):
+        brain, masks = following(tmp_path / task.__name__, float("nan"), task)
+        vars(brain.keys).update(hparams)
+        brain.open_run(["yes"], 9)
+        begin(brain)
+        assert masks.strength == strength

@@ -59,6 +59,20 @@ def test_where_nobody_says_what_chance_is_nothing_is_known():
     assert not Hearing().known and Hearing(2.0).known
 
 
+def test_a_loss_that_cannot_be_compared_is_followed_until_there_is_one_that_can(tmp_path):
+    hearing = Hearing(3.0)
+    assert hearing.known and hearing.at(1) == 0.0
+    for step, (loss, comparable) in enumerate([(9.0, False), (9.0, False), (1.5, True), (9.0, False)], start=1):
+        hearing.count(step, loss, 1.0, comparable)
+    assert hearing.at(2 + LAG) == 0.0 and hearing.loss == 9.0 and not hearing.known
+    hearing._save(tmp_path / "hearing")
+    again = Hearing(3.0)
+    again._load(tmp_path / "hearing", True)
+    assert not again.known
+    for one in (hearing, again):
+        assert one.at(4 + LAG) == 0.5 and one.known
+
+
 def test_masks_widen_with_what_is_heard():
     torch.manual_seed(0)
     feats = torch.randn(64, 200, 80) + 9

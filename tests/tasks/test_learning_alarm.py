@@ -21,7 +21,7 @@ class Trial:
 
     def __init__(self, steps: int, loss, cer=None, chance: float = CHANCE, rate: float = 0.002, warmup: float = 50,
                  every: int = 40, rows: int = 20, setup: Setup = PLAIN, cut: int | None = None,
-                 folder=None, parts=("ctc",), planned: int | None = None, rise: float | None = None):
+                 folder=None, comparable: bool = True, planned: int | None = None, rise: float | None = None):
         self.hearing, self.alarm, self.told = Hearing(chance), LearningAlarm("ctc"), []
         self.schedule = Schedule(rate, warmup, "linear", rise=rise)
         self.schedule.total_steps = steps
@@ -32,8 +32,7 @@ class Trial:
         noise = random.Random(7)
         for step in range(1, steps + 1):
             self.look(step)
-            self.hearing.count(step, loss(step) + noise.gauss(0, 0.04), 1.0)
-            self.alarm.count(parts)
+            self.hearing.count(step, loss(step) + noise.gauss(0, 0.04), 1.0, comparable)
             if cer is not None and step % every == 0:
                 empty = rows if cer(step) == 100 else 0
                 self.told += self.alarm.validated(step, empty, rows, cer(step))
@@ -114,7 +113,7 @@ def test_a_spike_passes():
 
 def test_where_chance_is_not_known_nothing_is_said_of_it():
     assert not Trial(900, healthy(leaves=9999), chance=math.nan).told
-    assert not Trial(900, healthy(leaves=9999), parts=("other",)).told, "a loss without that part"
+    assert not Trial(900, healthy(leaves=9999), comparable=False).told, "another loss"
 
 
 # ---------------------------------------------------------------- told
@@ -262,7 +261,6 @@ def test_a_run_that_was_resumed_is_told_what_one_never_stopped_is(cut, kind, tmp
 
 def test_a_run_that_goes_on_from_a_checkpoint_without_an_alarm_waits_anew():
     alarm, hearing = LearningAlarm("ctc"), Hearing(CHANCE)
-    alarm.count(["ctc"])
     for step in range(5000, 5300):
         hearing.count(step, CHANCE, 1.0)
         hearing.at(step)
