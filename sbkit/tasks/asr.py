@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,8 +63,8 @@ class ASR(Task):
     loss_of_tokens: ClassVar[str | None] = None
     """The name in ``Loss.extras`` of a part that, per token, equals the tokens' entropy until the model learns to hear.
 
-    A run watches it, warns if the model hears nothing, and widens SpecAugment's masks by it (``ramp``). None if the loss
-    has no such part: masks are then whole from the first step on.
+    A run watches it, warns if the model hears nothing, and widens SpecAugment's masks by it (``ramp``). None if the
+    loss has no such part: masks are then whole from the first step on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -140,13 +141,12 @@ class ASR(Task):
     def _setup(self, planned: int) -> Setup:
         """Return what the alarm's advice depends on."""
         keys = self.keys
-        masks, schedule = keys.spec_augment, keys.schedule
-        peak = None if schedule is None else schedule.peak
-        rise = None if schedule is None or schedule.top()[1] == peak else schedule.rise
+        masks, thaws = keys.spec_augment, self.stepper.freezing.until.values()
         return Setup(
             averages=self.averages_weights, max_norm=self.max_grad_norm, planned=planned,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
-            peak=peak, rise=rise,
+            schedule=keys.schedule if self.opt_class is not None else None,
+            thaw=int(max((step for step in thaws if math.isfinite(step)), default=0)),
             trained="pretrainer" if keys.pretrainer is not None else "init_from" if keys.init_from is not None else "")
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +169,12 @@ class ASR(Task):
         if hasattr(masks, "follow"):
             masks.follow(heard if self.hearing.known else 1.0)  # whole where nobody knows what is heard
         super().open_step(number)
-        self._tell(self.alarm.look(number, self.hearing, self.learning_rate))
+        self._tell(self.alarm.look(number, self.hearing, self._plain_rate()))
+
+    def _plain_rate(self) -> float | None:
+        """The learning rate of the current step, also one that a recipe's own hooks set; None: it is on a device."""
+        rate = self.stepper.learning_rate if self.learning_rate is None else self.learning_rate
+        return None if isinstance(rate, torch.Tensor) else rate
 
     def _tell(self, notices: Iterable[Notice]) -> None:
         """Log notices, which are the same on all ranks, on the main one."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-CHANCE, VALIDATION, DIVERGENCE = "chance", "validation", "divergence"
-KINDS = (DIVERGENCE, CHANCE, VALIDATION)
+from sbkit.train.schedule import Schedule
+
+CHANCE, STANDSTILL, VALIDATION, DIVERGENCE = "chance", "standstill", "validation", "divergence"
+KINDS = (DIVERGENCE, CHANCE, STANDSTILL, VALIDATION)
 
 #: A loss counts as being at chance until it is this share below it. Without hearing anything, a model gains 3 to 4 %
 #: from knowing which letters begin and end an utterance; with the first letters that it hears, 6 % and more.
@@ -17,10 +19,11 @@ HEARS = 2 * NOTHING
 #: of an hour to an hour, at half to three times the rate). Even a corpus of tones, one for each letter, takes 70. Of
 #: runs that start from trained weights this has not been measured.
 USUAL, FEWEST = (100, 230), 60
-#: Steps after the warm-up until a notice: the slowest of those runs needed 175.
-PATIENCE = 400
 #: The peak of the learning rate that most of them had.
 USUAL_RATE = 0.002
+#: Steps at the usual rate until a notice. The slowest run that learnt left chance after 450 steps, which with their
+#: warm-up and decay counted for some 330. One of the flagship's 1,000 steps that hears nothing is told at step 600.
+PATIENCE = 400
 #: The lowest and the highest peak in docs/finetune.md's table of settings with which others' runs have converged, and
 #: that of hparams/ssl.yaml.
 TRAINED_RATES, TRAINED_RATE = (5e-5, 1e-3), 3e-4
@@ -51,11 +54,12 @@ class Notice(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The last known state of training, after ``step`` steps, ``full`` of them since the warm-up.
+    """The last known state of training, after ``step`` steps.
 
     loss, chance : per token; the loss of something else if chance is not known
     heard : as ``Hearing.at``; None if chance is not known
-    rate : the highest learning rate so far
+    rate : the highest learning rate that they were to have; None if it is not known
+    learnt : how many they count for (see ``LearningAlarm``)
     name : of the loss
     """
 
@@ -64,7 +68,7 @@ class Seen(NamedTuple):
     chance: float | None
     heard: float | None
     rate: float | None
-    full: int
+    learnt: float
     name: str = "training loss"
 
     def against_chance(self) -> str:
@@ -99,8 +103,8 @@ class Setup(NamedTuple):
     max_norm : the norm at which gradients are clipped; None: they are not
     masks : features are masked from the first step on
     planned : optimizer steps of the whole run; None: they are not known
-    peak : the learning rate that the recipe's schedule is to rise to; None: there is no schedule
-    rise : the most that it may rise in a step, if that keeps it below ``peak``; None: it doesn't
+    schedule : of the learning rate, as this start of the run has it
+    thaw : steps after which the last part that is frozen for some steps trains
     trained : what the weights come from, if they are trained already: pretrainer or init_from; empty: from nothing
     """
 
@@ -108,15 +112,16 @@ class Setup(NamedTuple):
     max_norm: float | None = None
     masks: bool = False
     planned: int | None = None
-    peak: float | None = None
-    rise: float | None = None
+    schedule: Schedule | None = None
+    thaw: int = 0
     trained: str = ""
 
     @property
     def more_steps(self) -> str:
         """The advice to take more steps than are planned."""
         enough = max(1000, 200 * math.ceil((self.planned or 0) / 100))
-        return f"more steps: --least_steps {enough} or more, a higher --number_of_epochs, or a smaller --step_seconds"
+        return (f"more steps: --least_steps {enough} or more in a new run, a higher --number_of_epochs, or a smaller "
+                "--step_seconds")
 
     @property
     def known(self) -> str:
@@ -127,13 +132,29 @@ class Setup(NamedTuple):
         return (f"It starts from trained weights ({self.trained}), and after how many steps such runs leave chance has "
                 f"not been measured.{table}")
 
+    @property
+    def peak(self) -> float | None:
+        """The learning rate that the recipe says."""
+        return None if self.schedule is None else self.schedule.peak
+
+    def reached(self, step: int, rate: float | None) -> float | None:
+        """Return the highest learning rate of ``step`` steps of this schedule; ``rate`` without one."""
+        if self.schedule is None:
+            return rate
+        warmup, top = self.schedule.top()
+        return top if step >= warmup else self.schedule(step)
+
+    def rises(self, seen: Seen) -> bool:
+        """Whether the learning rate is still in its warm-up."""
+        return self.schedule is not None and seen.step < REACHED * self.schedule.top()[0]
+
     def below_peak(self, seen: Seen) -> bool:
         """Whether the learning rate has not come to what the recipe says."""
         return seen.rate is not None and self.peak is not None and seen.rate < REACHED * self.peak
 
     def too_low(self, rate: float | None) -> bool:
         """Whether nothing can be learnt at this rate."""
-        usual = TRAINED_RATES[0] if self.trained == "pretrainer" else USUAL_RATE
+        usual = TRAINED_RATES[0] if self.trained else USUAL_RATE
         return rate is not None and rate < TOO_LOW * usual
 
 
@@ -155,20 +176,37 @@ def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup
     if validation is not None:
         detail.append(f"In the last validation (step {validation.step:,}) {validation.words()}.")
     assert seen.chance is not None, "the loss stands there"
-    above, few = seen.loss > (1 + NOTHING) * seen.chance, seen.full < PATIENCE
+    above, few = seen.loss > (1 + NOTHING) * seen.chance, seen.learnt < PATIENCE
     headline = "The model has heard nothing yet" if few else "The model hears nothing: its loss stands at chance"
     if above:
         headline = "The model hears nothing: its loss has not even come down to chance"
-    low = setup.too_low(seen.rate)
-    if low and setup.below_peak(seen) and not setup.too_low(setup.peak):
-        advice = [_until_peak(seen, setup)]
-    elif low and above:
-        advice = [_higher(seen, setup), setup.more_steps]
+    if above and setup.too_low(seen.rate if setup.peak is None else setup.peak):
+        advice = [_higher(seen, setup), setup.more_steps, _LABELS]
+    elif setup.below_peak(seen) and (few or setup.too_low(seen.rate)):
+        advice = [_until_peak(seen, setup), _LABELS]
+    elif setup.rises(seen):
+        advice = [_LABELS, *_masks(setup)]
+    elif few:
+        advice = [setup.more_steps, *_gentler(seen, setup), _LABELS]
     else:
-        advice = [setup.more_steps, *_gentler(seen, setup)] if few else [*_gentler(seen, setup), setup.more_steps]
-    detail.append(f"{setup.known} This one has done {seen.step:,}, {seen.full:,} of them since its learning rate "
-                  "stopped rising.")
-    return Notice(CHANCE, step, headline, " ".join(detail), (*advice, _LABELS))
+        advice = [*_gentler(seen, setup), setup.more_steps, _LABELS]
+    detail.append(f"{setup.known} This one has done {seen.step:,}"
+                  + ("." if setup.trained else f", which at its learning rates count for {seen.learnt:,.0f}."))
+    return Notice(CHANCE, step, headline, " ".join(detail), tuple(advice))
+
+
+def standstill(step: int, seen: Seen, best: float, best_step: int, since: int, setup: Setup) -> Notice:
+    """Notice that little is heard, and that it hasn't become more for ``since`` steps."""
+    detail = (f"{_sentence(seen.against_chance())} In the last {since:,} steps it has hardly come lower. At its "
+              f"best, after step {best_step:,}, it was {100 * best:.0f} % below; that of a run that learns comes to "
+              "half of chance and less.")
+    advice = [_LABELS, *_masks(setup)]
+    if setup.too_low(seen.rate):
+        advice.append(_higher(seen, setup))
+    elif not setup.rises(seen):
+        advice.append(_lower(seen, setup))
+    advice.append("a larger model, such as with a higher --d_model")
+    return Notice(STANDSTILL, step, "The model hears little, and has stopped learning", detail, tuple(advice))
 
 
 def deaf(step: int, seen: Seen | None, validation: Validation, setup: Setup) -> Notice:
@@ -208,50 +246,77 @@ def _diverged(step: int, headline: str, detail: str, seen: Seen, setup: Setup) -
     if setup.max_norm:
         clip = f"gradients clipped more: --max_grad_norm {setup.max_norm / 5:.2g} (now {setup.max_norm:g})"
     return Notice(DIVERGENCE, step, headline, f"{detail} The best checkpoint by WER is kept.", (
-        _lower(seen), _warmup(seen), clip, "--precision fp32, to see whether it is the arithmetic"))
+        _lower(seen, setup), *_warmup(setup), clip, "--precision fp32, to see whether it is the arithmetic"))
 
 
 def over(what: str, step: int, since: int, seen: Seen | None) -> Notice:
     """Notice that the problem of step ``since`` has passed."""
-    headline = {CHANCE: "The model hears now", VALIDATION: "Validation hears now",
-                DIVERGENCE: "Training has recovered"}[what]
+    headline = {CHANCE: "The model hears now", STANDSTILL: "The model learns again",
+                VALIDATION: "Validation hears now", DIVERGENCE: "Training has recovered"}[what]
     loss = "" if seen is None or seen.chance is None else f" ({seen.against_chance()})"
     return Notice(what, step, headline, f"The warning of step {since:,} is over{loss}.", holds=False)
 
 
-_USUAL = "Runs from nothing that learn leave chance after {} to {} steps".format(*USUAL)
+_USUAL = "Runs of hparams/ctc.yaml from nothing that learn leave chance after {} to {} steps".format(*USUAL)
 _LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and see whether "
            "`sbkit check` finds labels that are too long for them")
 
 
 def _until_peak(seen: Seen, setup: Setup) -> str:
     """The advice to let the learning rate come to what the recipe says, for lack of which it was too low."""
-    why = "" if setup.rise is None else f", since it may rise by {setup.rise:g} a step (--schedule.rise)"
-    return f"{setup.more_steps}: the learning rate has come to {seen.rate:.2g} of {setup.peak:g}{why}"
+    schedule = setup.schedule
+    assert schedule is not None, "there is a peak"
+    warmup, top = schedule.top()
+    come = f"the learning rate has come to {seen.rate:.2g} of {schedule.peak:g}"
+    if setup.planned is not None and warmup > setup.planned:
+        return (f"a shorter warm-up: --schedule.warmup 0.2, a share of the run (it takes {warmup:,.0f} steps, the "
+                f"run has {setup.planned:,}, and {come})")
+    why = "" if top == schedule.peak else f", since it may rise by {schedule.rise:g} a step (--schedule.rise)"
+    return f"{setup.more_steps}: {come}{why}"
 
 
 def _higher(seen: Seen, setup: Setup) -> str:
-    if setup.trained == "pretrainer":
+    if setup.trained:
         lowest, highest = TRAINED_RATES
-        return (f"a higher learning rate: --lr {TRAINED_RATE:g} (its peak is {seen.rate:.2g}; others' runs from "
-                f"trained encoders had {lowest:g} to {highest:g})")
-    return f"a higher learning rate: --lr {USUAL_RATE:g} (its peak is {seen.rate:.2g})"
+        return (f"a higher learning rate: --lr {TRAINED_RATE:g} ({_now(seen, setup)}; others' runs from trained "
+                f"encoders had {lowest:g} to {highest:g})")
+    return (f"a higher learning rate: --lr {USUAL_RATE:g} ({_now(seen, setup)}; a model that is wider than that of "
+            "hparams/ctc.yaml takes less)")
+
+
+def _masks(setup: Setup) -> list[str]:
+    wait = "masks that wait until something is heard: --spec_augment.ramp '[0.3,0.7]', or --spec_augment null"
+    return [wait] if setup.masks else []
 
 
 def _gentler(seen: Seen | None, setup: Setup) -> list[str]:
-    masks = ["masks that wait until something is heard: --spec_augment.ramp '[0.3,0.7]', or --spec_augment null"]
-    rises = seen is not None and setup.below_peak(seen)
-    return [*([] if rises else [_warmup(seen)]), _lower(seen), *(masks if setup.masks else [])]
+    below = seen is not None and setup.below_peak(seen)
+    return [*([] if below else _warmup(setup)), _lower(seen, setup), *_masks(setup)]
 
 
-def _warmup(seen: Seen | None) -> str:
-    had = 0 if seen is None else seen.step - seen.full
-    return f"a longer warm-up: --schedule.warmup {max(150, 2 * had)}"
+def _warmup(setup: Setup) -> list[str]:
+    """The advice to take a warm-up twice as long, if the run has room for it."""
+    if setup.schedule is None:
+        return ["a longer warm-up of the learning rate"]
+    steps = max(150, 2 * round(setup.schedule.top()[0]))
+    fits = setup.planned is None or steps <= setup.planned
+    return [f"a longer warm-up: --schedule.warmup {steps}"] if fits else []
 
 
-def _lower(seen: Seen | None) -> str:
-    now = "" if seen is None or seen.rate is None else f": --lr {seen.rate / 3:.2g} (its peak is {seen.rate:.2g})"
-    return f"a third of the learning rate{now}"
+def _lower(seen: Seen | None, setup: Setup) -> str:
+    third = "a third of the learning rate"
+    if seen is None or seen.rate is None:
+        return third
+    lr = "" if setup.schedule is None else f": --lr {seen.rate / 3:.2g}"
+    return f"{third}{lr} ({_now(seen, setup)})"
+
+
+def _now(seen: Seen, setup: Setup) -> str:
+    """Say what the learning rate is, which is known."""
+    if setup.schedule is None:
+        return f"it is {seen.rate:.2g}"
+    return f"it has come to {seen.rate:.2g} of {setup.peak:.2g}" if setup.below_peak(seen) else (
+        f"its peak is {seen.rate:.2g}")
 
 
 def _sentence(words: str) -> str:

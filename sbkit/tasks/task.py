@@ -198,7 +198,8 @@ class Task(Brain):
         """Called before each optimizer step, counted from 1, when its learning rate has been set."""
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Give the schedule the number of optimizer steps, and call ``begin_run``."""
+        """Give the schedule the number of optimizer steps, tell where it can't do what it says, and call ``begin_run``.
+        """
         schedule = self.keys.schedule
         if schedule is not None:
             schedule.total_steps = steps
@@ -206,6 +207,11 @@ class Task(Brain):
             if schedule.gentler and ranks.is_main():
                 logger.info("The learning rate rises by at most %g a step (schedule.rise): to %.3g in %d steps",
                             schedule.rise, rate, warmup)
+            if warmup > steps and ranks.is_main():
+                logger.warning(
+                    "The warm-up takes %d steps and the run has %d, so the learning rate comes to %.3g of %g: take a "
+                    "shorter one, such as --schedule.warmup 0.2, a share of the run",
+                    warmup, steps, schedule(steps), schedule.peak)
         self.begin_run(texts, steps)
 
     @property

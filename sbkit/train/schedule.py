@@ -41,6 +41,12 @@ class Schedule:
                  rise: float | None = None):
         if shape not in _SHAPES:
             raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(_SHAPES)}")
+        if not peak >= 0:
+            raise SbkitError(f"schedule peak is {peak:g}, but can't be below 0",
+                             hint="write a number above 0: in most recipes it is the key lr")
+        if not warmup >= 0:
+            raise SbkitError(f"schedule warmup is {warmup:g}, but can't be below 0",
+                             hint="write a share of the run, such as 0.2, or steps; 0: none")
         if rise is not None and rise <= 0:
             raise SbkitError(f"schedule rise is {rise:g}, so the rate could never rise",
                              hint="write a number above 0, or null for none")

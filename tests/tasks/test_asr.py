@@ -113,7 +113,10 @@ def test_blank_transcripts_after_many_steps_are_warned_of_once(tmp_path, caplog)
     caplog.set_level(logging.INFO)
     brain, *_ = run_test(tmp_path, batch("a"))
     brain.close_stage(Stage.TRAIN, 0.0, 1)
+    brain.learning_rate = 0.002  # as if a schedule had set it
     for epoch, (step, heard) in enumerate([(40, ""), (480, ""), (520, ""), (560, "yes")], start=1):
+        for number in range(brain.optimizer_step + 1, step + 1):
+            brain.open_step(number)
         brain.open_stage(Stage.VALID, epoch)
         brain.rows, brain.optimizer_step = [Row("a", "yes", heard)], step
         brain.close_stage(Stage.VALID, 0.0, epoch)
@@ -216,3 +219,23 @@ def test_a_task_that_names_no_such_part_has_whole_masks_from_its_first_step(tmp_
         brain.open_run(["yes"], 9)
         begin(brain)
         assert masks.strength == strength
+
+
+class Thermostat(Parrot):
+    """Sets the rate of its optimizer itself, in a hook of its own."""
+
+    def begin_step(self, step):
+        self.optimizer.param_groups[0]["lr"] = step * 1e-6
+
+
+def test_what_a_recipe_does_with_its_rate_and_its_parts_is_known_to_the_alarm():
+    layer = torch.nn.Linear(1, 1)
+    hparams = {"freeze": {"layer.weight": 30, "layer.bias": 20}}
+    opt = {"opt_class": lambda params: torch.optim.SGD(params, lr=1.0)}
+    brain = Thermostat({"layer": layer}, hparams=hparams, run_opts={"device": "cpu"}, **opt)
+    brain.alarm.setup = brain._setup(9000)
+    assert brain.alarm.setup.thaw == 30 and brain.alarm.setup.schedule is None
+    begin(brain)
+    for step in range(2, 101):
+        brain.open_step(step)
+    assert brain.alarm._state.learnt == pytest.approx(sum(range(31, 101)) * 1e-6 / 0.002)

@@ -102,6 +102,15 @@ def test_a_hook_that_does_not_call_super_loses_nothing(tmp_path):
     assert len(brain.checkpointer.list_checkpoints()) >= 1
 
 
+@pytest.mark.parametrize(("warmup", "told"), [(8, True), (4, False), (0.9, False)])
+def test_a_warm_up_longer_than_the_run_is_told_before_it_starts(warmup, told, caplog):
+    brain = Counts({"head": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=9.0),
+                   {"schedule": Schedule(peak=0.1, warmup=warmup)}, {"device": "cpu"})
+    brain.open_run(["one"], 4)
+    assert ("The warm-up takes 8 steps and the run has 4, so the learning rate comes to 0.05 of 0.1: take a shorter "
+            "one, such as --schedule.warmup 0.2" in caplog.text) is told
+
+
 def test_recordings_that_could_not_be_read_are_told_where_evaluate_batch_is_a_recipes_own(caplog):
     brain = Counts({"head": torch.nn.Linear(1, 1)}, hparams={"epoch_counter": range(1)}, run_opts={"device": "cpu"})
     brain.on_stage_end = lambda *_: None

@@ -72,6 +72,13 @@ def test_a_rate_that_could_never_rise_is_refused():
         Schedule(peak=1.0, rise=0)
 
 
+@pytest.mark.parametrize("given", [{"peak": -0.1}, {"peak": float("nan")}, {"peak": 1.0, "warmup": -1}])
+def test_a_rate_or_a_warm_up_below_nothing_is_refused(given):
+    with pytest.raises(SbkitError, match=f"schedule {list(given)[-1]} is (-|nan).* can't be below 0"):
+        Schedule(**given)
+    assert Schedule(peak=0.0, warmup=0)(1) == 0.0
+
+
 def test_noam_falls_with_the_square_root():
     schedule = Schedule(peak=1.0, warmup=100, shape="noam")
     assert schedule(400) == pytest.approx(0.5)
