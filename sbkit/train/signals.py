@@ -161,8 +161,9 @@ class StopSignals(_Caught):
             self._first = now
             launcher.stopping()
             if os.environ.get("LOCAL_RANK", "0") == "0":
+                sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
                 os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
-                            "stopping (press Ctrl-C again to stop at once)\n".encode())
+                            f"stopping{sooner}\n".encode())
         elif signum == signal.SIGINT and now - self._first > echo:
             os._exit(128 + signal.SIGINT)
 

@@ -36,6 +36,7 @@ def test_a_signal_is_noted_and_nothing_else_happens(signum, capfd):
     assert signal.getsignal(signum) == before
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"{signum.name}: saving a checkpoint")
+    assert ("press Ctrl-C again" in lines[0]) == (signum == signal.SIGINT), "nobody pressed it for the others"
 
 
 def test_outside_a_run_signals_do_what_they_did():
