@@ -16,6 +16,8 @@ MOST = 7
 _WORSE = 1.15  # times the rate of all others: a group with a higher rate is reported
 _WORTH = 0.03  # least share of all errors that is reported
 _WAITING = 0.1  # least share of a step spent waiting for data that is reported
+_LOST = 60.0  # least seconds of waiting that are reported: nobody speeds up a run that waited for less
+_DEAF = 90.0  # CER in per cent from which single errors tell nothing: one that only guesses letters comes to it
 _LEFT_OUT = 0.02  # least share of rows left out that is reported
 
 
@@ -31,7 +33,9 @@ class Finding(NamedTuple):
 def findings(run: RunData, suspects: Sequence[Suspect] = ()) -> list[Finding]:
     """List what stands out in a run, the most important first."""
     found = [*_warnings(run), *_training(run), *_data(run)]
-    if run.results is not None and run.results.edits.sum():
+    if run.results is not None and run.results.characters.rate >= _DEAF:
+        found += _deaf(run, run.results)
+    elif run.results is not None and run.results.edits.sum():
         found += [*_labels(run.results, suspects), *_groups(run.results), *_kinds(run.results), *_words(run.results)]
     return sorted(found, key=lambda finding: -finding.weight)[:MOST]
 
@@ -42,7 +46,16 @@ def _warnings(run: RunData) -> Iterator[Finding]:
         advice = "; ".join(line.get("advice") or ())
         when = "" if line.get("at_end") else f"Reported at step {line.get('step', 0):,}. "
         yield Finding(math.inf, line["headline"], f"{when}{line['detail']}"
-                      + (f" What to try, most likely cause first: {advice}." if advice else ""), "curves")
+                      + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
+
+
+def _deaf(run: RunData, results: Results) -> Iterator[Finding]:
+    """Yield that next to nothing was heard, unless training was warned of it and said what to try."""
+    if not run.warnings:
+        yield Finding(
+            3.0, f"Next to nothing was heard: CER {rate(results.characters.rate, 1)}",
+            "Which words are wrong tells nothing at such a rate. See whether the model has learnt (the curves), and "
+            "whether language, alphabet and recordings of the test are those that it learnt from.", "curves")
 
 
 def _labels(results: Results, suspects: Sequence[Suspect]) -> Iterator[Finding]:
@@ -137,21 +150,37 @@ def _training(run: RunData) -> Iterator[Finding]:
                 min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
                 f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
                 "model may help.", "curves")
-    waiting = [epoch["time_shares"].get("data", 0.0) for epoch in run.epochs if epoch.get("time_shares")]
-    if waiting and np.mean(waiting) > _WAITING:
-        yield Finding(
-            float(np.mean(waiting)), f"The device waited for data during {percent(np.mean(waiting))} of a step",
-            "More num_workers, a faster disk or shards (sbkit shard) give that time back.", "curves")
-    held = [epoch["core_wait_share"] for epoch in run.epochs if epoch.get("core_wait_share") is not None]
-    if held and np.mean(held) > _WAITING:
-        yield Finding(
-            float(np.mean(held)), f"Training waited for a core during {percent(np.mean(held))} of the time",
-            "All its threads wait for the slowest: set OMP_NUM_THREADS to the number of free cores.", "curves")
+    yield from _waiting(run)
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield Finding(
             0.2, f"{skipped} steps were skipped because something was not finite",
             "The run's folder culprits/ says which utterances and layers; sbkit replay shows more.", "curves")
+
+
+def _waiting(run: RunData) -> Iterator[Finding]:
+    """Yield what training waited for, if that was long enough for somebody to care."""
+    data = _waited([(epoch["time_shares"].get("data", 0.0), epoch.get("train_seconds") or 0.0) for epoch in run.epochs
+                    if epoch.get("time_shares")])
+    if data:
+        on_cpu = bool(run.starts) and run.starts[-1].get("device") == "cpu"
+        advice = ("Reading takes cores from training here: WAV needs less of them than MP3, and more num_workers help "
+                  "only where cores are free." if on_cpu else
+                  "More num_workers, a faster disk or shards (sbkit shard) give that time back.")
+        yield Finding(data, f"The device waited for data during {percent(data)} of a step", advice, "curves")
+    core = _waited([(epoch["core_wait_share"], epoch.get("train_seconds") or 0.0) for epoch in run.epochs
+                    if epoch.get("core_wait_share") is not None])
+    if core:
+        yield Finding(
+            core, f"Training waited for a core during {percent(core)} of the time",
+            "All its threads wait for the slowest: set OMP_NUM_THREADS to the number of free cores.", "curves")
+
+
+def _waited(epochs: Sequence[tuple[float, float]]) -> float:
+    """Return the mean share of waiting of epochs (share, seconds of training); 0 if it isn't worth a finding."""
+    mean = float(np.mean([share for share, _ in epochs])) if epochs else 0.0
+    lost = sum(share * seconds for share, seconds in epochs)
+    return mean if mean > _WAITING and lost >= _LOST else 0.0
 
 
 def _data(run: RunData) -> Iterator[Finding]:

@@ -140,10 +140,30 @@ def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
     assert "10.0\N{NO-BREAK SPACE}% of the training rows were left out" in told
     metrics = run / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"data": 0.02', '"data": 0.3').replace(
-        '"skipped_steps": 0', '"skipped_steps": 2, "core_wait_share": 0.4'))
+        '"skipped_steps": 0', '"skipped_steps": 2, "core_wait_share": 0.4').replace(
+        '"train_seconds": 12.5', '"train_seconds": 125'))
     told = headlines(run)
     assert "waited for data during 30" in told and "12 steps were skipped" in told
     assert "Training waited for a core during 40" in told
+
+
+def waited(folder, device, seconds):
+    """What the findings say about data of a run of six epochs, which waited for it for a third of the time."""
+    run = run_folders.run_that_tells(folder, None)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"data": 0.02', '"data": 0.33').replace(
+        '"train_seconds": 12.5', f'"train_seconds": {seconds / 6}').replace(
+        '"devices": 2', f'"devices": 2, "device": "{device}"'))
+    return [one.detail for one in findings(read(run)) if "waited for data" in one.headline]
+
+
+def test_waiting_of_some_seconds_is_no_finding(tmp_path):
+    assert waited(tmp_path, "cuda", seconds=170) == [] and len(waited(tmp_path, "cuda", seconds=190)) == 1
+
+
+def test_more_readers_are_no_advice_where_they_take_the_cores_of_training(tmp_path):
+    assert waited(tmp_path, "cuda", seconds=600)[0].startswith("More num_workers")
+    assert waited(tmp_path, "cpu", seconds=600)[0].startswith("Reading takes cores from training here")
 
 
 def warned(run, *lines):
@@ -160,11 +180,29 @@ def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
     heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="") for one in run_folders.told(60)]
     run = run_folders.run_that_tells(tmp_path, heard)
     found = warned(run, ("chance", "Nothing yet", True, False))
-    assert found[0] == ("Nothing yet", "Reported at step 500. So it is. What to try, most likely cause first: try "
+    assert found[0] == ("Nothing yet", "Reported at step 500. So it is. What to try, the likeliest first: try "
                                        "this; or <that>.")
     found = warned(run, ("chance", "Nothing at all", True, True))
     assert found[0][0] == "Nothing at all" and found[0][1].startswith("So it is. What to try")
     assert "Nothing yet" not in str(found), "said again at the end, it stands there once"
+
+
+def deaf(tmp_path):
+    """A run whose model hears a letter here and there, of which findings would be many."""
+    heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="e" if i % 9 == 0 else "")
+             for i, one in enumerate(run_folders.told(60))]
+    return run_folders.run_that_tells(tmp_path, heard)
+
+
+def test_which_words_are_wrong_is_no_finding_while_nothing_is_heard(tmp_path):
+    told = headlines(deaf(tmp_path))
+    assert "Next to nothing was heard: CER 9" in told and "The WER was still falling" in told
+    assert not any(noise in told for noise in ("missed", "Nothing was heard in", "wrong", "speakers"))
+
+
+def test_that_nothing_is_heard_is_told_once(tmp_path):
+    found = str(warned(deaf(tmp_path), ("chance", "Nothing yet", True, True)))
+    assert "Nothing yet" in found and "Next to nothing" not in found and "missed" not in found
 
 
 def test_what_has_passed_is_no_finding(tmp_path):
