@@ -122,6 +122,17 @@ def test_the_readme_is_short():
     assert len(prose("README.md").split()) <= 1100
 
 
+def test_symptoms_are_quoted_as_they_are_said():
+    """What the page about trouble quotes stands in some message, if with other capitals and names in place of dots."""
+    said = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "sbkit").rglob("*.py")))
+    said = re.sub(r'"\s*\n\s*f?"', "", said).lower()  # a text over two lines
+    symptoms = "".join(re.findall(r"^\|([^|]*)\|", prose("docs/troubleshooting.md"), re.MULTILINE))
+    quoted = [either or other for either, other in re.findall(r'`([^`]+)`|"([^"]+)"', symptoms)]
+    assert len(quoted) > 8
+    assert not [text for text in quoted if not text.startswith("--")  # which is typed
+                and not all(part.strip().lower() in said for part in text.split("..."))]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if not page.endswith("RESULTS.md")])  # which tells of the past
 def test_files_that_a_page_names_are_there(page):
     named = re.findall(r"`((?:sbkit|tests|tools|hparams|recipes)/[\w./-]+)`", prose(page))
