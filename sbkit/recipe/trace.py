@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import re
 import traceback
@@ -203,6 +204,7 @@ def _watched(found: Trace) -> Iterator[None]:
 def _noting(call: Callable[..., Any], key: str, module: nn.Module, found: Trace) -> Callable[..., Any]:
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> object:
+        _refuse_misfit(call, key, module, found.task, args, kwargs)
         out = call(*args, **kwargs)
         first = out
         while isinstance(first, (tuple, list)) and first:
@@ -215,6 +217,32 @@ def _noting(call: Callable[..., Any], key: str, module: nn.Module, found: Trace)
 
 
 # ---------------------------------------------------------------------------------------------- what went wrong
+
+
+def _refuse_misfit(call: Callable[..., Any], key: str, module: nn.Module, task: TaskClass, args: tuple[Any, ...],
+                   kwargs: Mapping[str, Any]) -> None:
+    """Raise if a part of the recipe doesn't take what it is called with, which Python tells by counts alone."""
+    try:
+        taken = inspect.signature(call)
+    except (ValueError, TypeError):  # C functions may have none
+        return
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError:
+        given = " and ".join([*map(_shown, args), *(f"{name} {_shown(value)}" for name, value in kwargs.items())])
+        declared = task.Keys.declared().get(key) if task is not None else None
+        raise SbkitError(
+            f"it is called with {given}, but {type(module).__name__}.{call.__name__} takes "
+            f"{listed(taken.parameters) or 'nothing'}",
+            hint="wrap it in a module that takes what is given" + (f"; this key is {declared.what}" if declared else "")
+        ) from None
+
+
+def _shown(value: object) -> str:
+    """The type and shape of an argument."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} [{', '.join(['B', *map(str, value.shape[1:])])}]"
 
 
 def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module | None]:

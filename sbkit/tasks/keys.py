@@ -84,4 +84,5 @@ class RecogniserKeys(TaskKeys):
     init_tokenizer: str = key("new: one is made from this corpus, and rows of pieces that both have are taken; keep: "
                               "that of init_from", "new", OneOf(("new", "keep")))
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
-        "what masks features in training, such as sbkit.nn.spec_augment.SpecAugment", None)
+        "what masks features [B, T, F] in training, given the frames of each utterance [B] too, such as "
+        "sbkit.nn.spec_augment.SpecAugment", None)

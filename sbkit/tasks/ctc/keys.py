@@ -28,7 +28,8 @@ class CTCKeys(RecogniserKeys):
 
     compute_features: nn.Module | None = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; "
                                              "null: the encoder takes waveforms", None)
-    normalize: nn.Module | None = key("features to normalised ones, such as SpeechBrain's InputNormalization", None)
+    normalize: nn.Module | None = key("what normalises features [B, T, F], given the length of each utterance [B] as a "
+                                      "share of T, such as SpeechBrain's InputNormalization", None)
     CNN: nn.Module | None = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd",
                                 None)
     Transformer: nn.Module | None = key("the encoder (and decoder): a SpeechBrain transformer", None)
