@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Whether hparams/ctc.yaml always learns: pairs of corpus, length, tokens, seed, learning rate and processes.
 
-    python tools/bench_convergence.py --out results/convergence            # some thirty runs; results are kept
-    python tools/bench_convergence.py --out results/convergence --list     # what would run
+    python tools/bench_convergence.py --out results/convergence --plan     # which runs, and about how long they take
+    python tools/bench_convergence.py --out results/convergence
     python tools/bench_convergence.py --out results/convergence --workers 2 --recordings FOLDER
 
+Each result is a file in the folder of --out, so the same command continues where it was stopped; short runs come first.
 A run has learnt if the character error rate of its validation came below 75 %: one that hears nothing stays near 100 %,
 and one that has only learnt which letters are frequent near 90 %.
-``--recordings``: a folder with a ``train.csv`` of a few real clips, which are validated on as well. Other options, such
-as ``--spec_augment.ramp null``, go to every run.
+``--recordings``: a folder with a ``train.csv`` of a few real clips, which are validated on as well. Other keys of the
+recipe, such as ``--spec_augment.ramp null``, go to every run.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from sbkit.system.console import table
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-RECIPE = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
+from sbkit.errors import SbkitError  # noqa: E402
+from sbkit.system.console import table  # noqa: E402
+from tools.recipe_keys import check_keys  # noqa: E402
+
+RECIPE = ROOT / "hparams" / "ctc.yaml"
 LEARNT = 75.0
 RECORDINGS = "recordings"
 #: What is varied. Each pair of values of two factors occurs in some run, if ``possible`` allows it.
@@ -39,6 +46,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 SMALL = {"d_model": 96, "nhead": 2, "num_encoder_layers": 4, "d_ffn": 384, "cnn_first_channels": 16, "cnn_channels": 16}
 PIECES = {RECORDINGS: 20, 0.1: 80, 0.3: 80, 1.0: 100}
+OWN = ("number_of_epochs", "seed", "lr", "token_type", "output_neurons", "data_folder", "output_folder")
+#: For estimates before any run: seconds of audio a second on one core, seconds of start and end, audio of all updates.
+GUESSED_SPEED, GUESSED_REST, LEAST_AUDIO = {"small": 200.0, "flagship": 90.0}, 20.0, 15_000.0
 
 
 def possible(run: dict[str, Any]) -> bool:
@@ -91,9 +101,9 @@ def words_of(run: dict[str, Any], recordings: Path | None, peak: float) -> list[
 def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float,
           more: list[str]) -> dict[str, Any] | None:
     """Train one run, and keep its result as JSON, which a second call reads; None if the run failed."""
-    kept = out / f"{name_of(run)}.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
+    found = result(run, out)
+    if found is not None:
+        return found
     folder, began = out / name_of(run), time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run['processes']}",
@@ -111,8 +121,37 @@ def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float,
              "wer": [line["valid_WER"] for line in lines if "valid_WER" in line][-1],
              "told": sum(line.get("kind") == "warning" for line in lines), "seconds": round(time.monotonic() - began)}
     shutil.rmtree(folder)
-    kept.write_text(json.dumps(found) + "\n")
+    kept(run, out).write_text(json.dumps(found) + "\n")
     return found
+
+
+def kept(run: dict[str, Any], out: Path) -> Path:
+    return out / f"{name_of(run)}.json"
+
+
+def result(run: dict[str, Any], out: Path) -> dict[str, Any] | None:
+    """Read a run's result; None if it has not run yet."""
+    return json.loads(kept(run, out).read_text()) if kept(run, out).exists() else None
+
+
+def guess(run: dict[str, Any]) -> float:
+    """Guess the seconds of a run on one core, of which its processes share the audio."""
+    audio = max(LEAST_AUDIO, 3600 * run["epochs"] * (run["corpus"] if run["corpus"] != RECORDINGS else 0.01))
+    return GUESSED_REST + audio / GUESSED_SPEED[run["model"]]
+
+
+def estimates(runs: list[dict[str, Any]], out: Path) -> tuple[list[tuple[dict[str, Any], float]], int]:
+    """Return the missing runs with their minutes, by the speed of those that are done, and how many those are."""
+    done = [found for run in runs if (found := result(run, out))]
+    slower = median(found["seconds"] / guess(found) for found in done) if done else 1.0
+    return [(run, slower * guess(run) / 60) for run in runs if result(run, out) is None], len(done)
+
+
+def announced(missing: list[tuple[dict[str, Any], float]], done: int, workers: int) -> str:
+    """Format how many runs there are to do, and how long they take."""
+    minutes = sum(each for _, each in missing) / workers
+    return (f"{len(missing)} of {len(missing) + done} runs are missing: about {minutes:.0f} min with --workers {workers}"
+            f"{'' if done else ', guessed for idle cores'}")
 
 
 def to_hear(given: Path, out: Path) -> Path:
@@ -141,19 +180,36 @@ def shown(results: list[dict[str, Any]]) -> str:
     return table(head, rows)
 
 
-def main() -> None:
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line into the program's options and the keys for every run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of results and logs")
     parser.add_argument("--recordings", type=Path, help="a folder with a train.csv of a few clips; without it none")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--peak", type=float, default=0.002, help="the recipe's lr, which is varied")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--workers", type=int, default=1, help="runs at the same time (1)")
+    parser.add_argument("--peak", type=float, default=0.002, help="the recipe's lr, which is varied (0.002)")
+    parser.add_argument("--plan", action="store_true", help="print which runs are missing, and how long they take")
     args, more = parser.parse_known_args()
+    if args.workers < 1:
+        parser.error("--workers is 1 or more")
+    if args.recordings and not (args.recordings / "train.csv").is_file():
+        parser.error(f"--recordings: there is no {args.recordings / 'train.csv'}")
+    try:
+        check_keys(RECIPE, more, OWN)
+    except SbkitError as error:
+        parser.error(str(error))
+    return args, more
+
+
+def main() -> None:
+    args, more = parse()
     corpora = tuple(each for each in FACTORS["corpus"] if each != RECORDINGS or args.recordings)
-    runs = design({**FACTORS, "corpus": corpora})
-    if args.list:
-        print("\n".join(map(name_of, runs)))
+    runs = sorted(design({**FACTORS, "corpus": corpora}), key=guess)
+    missing, done = estimates(runs, args.out)
+    if args.plan:
+        print(table(["run", "minutes"], [[name_of(run), round(minutes, 1)] for run, minutes in missing]))
+        print(announced(missing, done, args.workers))
         return
+    print(announced(missing, done, args.workers), file=sys.stderr, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     recordings = to_hear(args.recordings, args.out.resolve() / "clips") if args.recordings else None
     with ThreadPoolExecutor(args.workers) as pool:

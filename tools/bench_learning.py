@@ -31,6 +31,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -43,7 +44,9 @@ from tools.learning import systems  # noqa: E402
 from tools.learning.figure import figure  # noqa: E402
 from tools.learning.results import SYSTEMS, Asked, Cell, Length, Results, matrix  # noqa: E402
 from tools.learning.table import table as as_markdown  # noqa: E402
+from tools.recipe_keys import check_keys  # noqa: E402
 
+OWN = ("number_of_epochs", "seed", "data_folder", "language", "output_folder")  # keys of its own runs
 SPEED_EPOCHS = 2  # of a run that measures a system's speed
 
 
@@ -85,6 +88,10 @@ def parse() -> argparse.Namespace:
     unknown = [system for system in words(args.systems) if system not in SYSTEMS]
     if unknown:
         parser.error(f"there is no system {unknown[0]}: choose of {', '.join(SYSTEMS)}")
+    try:
+        check_keys(systems.RECIPE, keys, OWN)
+    except SbkitError as error:
+        parser.error(str(error))
     return args
 
 
@@ -109,7 +116,16 @@ class Bench:
 
     def plan(self) -> int:
         """Print each missing run with an estimate of its time, and the sum."""
-        rows, total, unknown, guessed = [], 0.0, 0, False
+        rows, summary = self.estimates()
+        self.tell_skipped()
+        print(table(["corpus", "system", "seed", "run of", "epochs", "minutes", "by speed"], rows))
+        print(summary)
+        return 0
+
+    def estimates(self) -> tuple[list[list[Any]], str]:
+        """Return a row for each missing run, with an estimate of its time, and the sum in words."""
+        rows: list[list[Any]] = []
+        total, unknown, guessed = 0.0, 0, False
         for asked in self.asked:
             epochs = self.results.fitted(asked.corpus, asked.system, asked.length)
             if epochs and self.results.get(Cell(asked.corpus, asked.system, asked.seed, epochs)):
@@ -120,16 +136,14 @@ class Bench:
             guessed |= not measured
             rows.append([asked.corpus, asked.system, asked.seed, str(asked.length), epochs,
                          None if minutes is None else round(minutes, 1), "measured" if measured else "guessed"])
-        self.tell_skipped()
-        print(table(["corpus", "system", "seed", "run of", "epochs", "minutes", "by speed"], rows))
-        print(f"{len(rows)} of {len(self.asked)} runs are missing: about {total:.0f} min"
-              f"{f', and {unknown} on a corpus of unknown length' if unknown else ''}"
-              f"{'; guesses become measurements once a system has run' if guessed else ''}")
-        return 0
+        return rows, (f"{len(rows)} of {len(self.asked)} runs are missing: about {total:.0f} min"
+                      f"{f', and {unknown} on a corpus of unknown length' if unknown else ''}"
+                      f"{'; guesses become measurements once a system has run' if guessed else ''}")
 
     def run(self) -> int:
         """Make the missing runs; one that fails is reported and left for the next call."""
         self.tell_skipped()
+        print(self.estimates()[1], file=sys.stderr, flush=True)
         failed = 0
         for asked in self.asked:
             try:

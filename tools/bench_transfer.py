@@ -33,9 +33,11 @@ sys.path.insert(0, str(ROOT))
 
 from sbkit.errors import SbkitError  # noqa: E402
 from sbkit.system.console import atomic_write  # noqa: E402
+from tools.recipe_keys import check_keys  # noqa: E402
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 SCRATCH, TRANSFER = "scratch", "init_from"
+OWN = ("data_folder", "language", "seed", "number_of_epochs", "init_from", "output_folder")  # keys of its own runs
 
 
 def main() -> int:
@@ -62,6 +64,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--at-most", type=float, default=0.5, help="the largest ratio of the WERs that passes")
     args, rest = parser.parse_known_args()
     args.keys = rest
+    try:
+        check_keys(RECIPE, rest, OWN)
+    except SbkitError as error:
+        parser.error(str(error))
     return args
 
 

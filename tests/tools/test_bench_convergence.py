@@ -1,6 +1,8 @@
 """The recipe as shipped learns whatever is asked of it: the design of the benchmark's runs, and a cheap one of them."""
 
 import itertools
+import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +26,49 @@ def test_every_pair_of_values_that_is_possible_occurs_in_some_run(lists):
 
 def test_the_design_is_small():
     assert len(bench.design(bench.FACTORS)) <= 30
+
+
+def ran(monkeypatch, tmp_path, *words):
+    """The runs that a command line starts, none of which trains."""
+    found = []
+    monkeypatch.setattr(bench, "train", lambda run, *more: found.append(run))
+    monkeypatch.setattr(sys, "argv", ["bench_convergence.py", "--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit, match="runs failed"):
+        bench.main()
+    return found
+
+
+@pytest.mark.parametrize("words, told", [
+    (["--list"], "has no key list"), (["--lr_", "3"], "did you mean --lr?"), (["plan"], "cannot read"),
+    (["--lr", "0.1"], "--lr is set by this program"), (["--spec_augment.rump", "null"], "did you mean ramp?"),
+    (["--recordings", "/nowhere"], "there is no /nowhere/train.csv"), (["--workers", "0"], "--workers is 1 or more")])
+def test_words_that_no_run_understands_start_none(words, told, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_convergence.py", "--out", str(tmp_path), *words])
+    monkeypatch.setattr(bench, "train", None)
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_runs_are_announced_and_short_ones_come_first(monkeypatch, tmp_path, capsys):
+    runs = ran(monkeypatch, tmp_path, "--spec_augment.ramp", "null")
+    assert [bench.guess(run) for run in runs] == sorted(bench.guess(run) for run in runs)
+    said = capsys.readouterr().err
+    assert said.startswith(f"{len(runs)} of {len(runs)} runs are missing: about ") and "guessed" in said
+
+
+def test_the_plan_has_the_runs_in_their_order_and_learns_the_speed(monkeypatch, tmp_path, capsys):
+    runs = ran(monkeypatch, tmp_path)
+    for run in runs[:3]:
+        bench.kept(run, tmp_path).write_text(json.dumps({**run, "seconds": 3 * bench.guess(run)}))
+    monkeypatch.setattr(sys, "argv", ["bench_convergence.py", "--out", str(tmp_path), "--plan", "--workers", "2"])
+    capsys.readouterr()
+    bench.main()
+    lines = capsys.readouterr().out.splitlines()
+    minutes = 3 * sum(map(bench.guess, runs[3:])) / 60
+    assert lines[-1] == (f"{len(runs) - 3} of {len(runs)} runs are missing: about {minutes / 2:.0f} min "
+                         "with --workers 2")
+    assert [line.split()[0] for line in lines if "seed" in line] == [bench.name_of(run) for run in runs[3:]]
 
 
 @pytest.mark.slow

@@ -193,6 +193,19 @@ def test_only_what_is_missing_is_run(machine, tmp_path, monkeypatch, capsys):
     assert "2 of 4 runs are missing" in capsys.readouterr().out and len(machine.ran) == 4
 
 
+def test_words_that_no_run_understands_start_none(machine, tmp_path, monkeypatch, capsys):
+    for words, told in ((["--list"], "has no key list"), (["--seed", "2"], "--seed is set by this program")):
+        with pytest.raises(SystemExit):
+            bench(tmp_path, monkeypatch, *words)
+        assert told in capsys.readouterr().err
+    assert machine.ran == []
+
+
+def test_how_much_there_is_to_do_is_said_first(machine, tmp_path, monkeypatch, capsys):
+    assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "", "--least_steps", "5") == 0
+    assert "2 of 2 runs are missing: about 4 min" in capsys.readouterr().err.splitlines()[0]
+
+
 def test_minutes_alone_begin_with_a_run_that_tells_the_speed(machine, tmp_path, monkeypatch):
     assert bench(tmp_path, monkeypatch, "--epochs", "", "--minutes", "3") == 0
     assert machine.ran == [("sbkit", 2), ("sbkit", 6), ("stock", 2), ("stock", 6)]
