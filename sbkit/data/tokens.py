@@ -29,6 +29,11 @@ _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a 
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
 
 
+def _set_to(size: int | str) -> str:
+    """The advice to ask for so many entries, by the key of recipes that ``vocab_size`` follows there."""
+    return f"set output_neurons (which the tokenizer's vocab_size follows) to {size}"
+
+
 class Tokenizer:
     """Converts text to token ids and back. The constructor touches no file; call :meth:`prepare` or :meth:`load`.
 
@@ -158,7 +163,7 @@ class Tokenizer:
         if self.vocab_size not in (None, size):
             raise SbkitError(
                 f"{self.path} has {size} entries, but the recipe says vocab_size {self.vocab_size}",
-                hint=f"set vocab_size (and output_neurons) to {size}")
+                hint=_set_to(size))
         self._processor = processor
         return self
 
@@ -231,7 +236,7 @@ class Tokenizer:
             raise SbkitError(
                 f"tokenizer: vocab_size is {self.vocab_size}, but a char model of this text has exactly "
                 f"{processor.vocab_size()} entries",
-                hint=f"set vocab_size (and output_neurons) to {processor.vocab_size()}")
+                hint=_set_to(processor.vocab_size()))
         vocab = "".join(f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}\n"
                         for i in range(processor.vocab_size()))
         stored = {"fingerprint": fingerprint, "options": self.options(), "texts": len(texts),
@@ -250,13 +255,11 @@ class Tokenizer:
         if match := _TOO_LARGE.search(str(error)):
             return SbkitError(
                 f"tokenizer: vocab_size {self.vocab_size} is too large for this text",
-                hint=f"a {self.model_type} model of it can have {match[1]} entries at most: set vocab_size "
-                     "(and output_neurons) to that or less")
+                hint=f"a {self.model_type} model of it can have {match[1]} entries at most: {_set_to(match[1])} or less")
         if match := _TOO_SMALL.search(str(error)):
             return SbkitError(
                 f"tokenizer: vocab_size {self.vocab_size} is too small for this text",
-                hint=f"its characters alone need {match[1]}: set vocab_size (and output_neurons) to that or "
-                     "more, or lower character_coverage")
+                hint=f"its characters alone need {match[1]}: {_set_to(match[1])} or more, or lower character_coverage")
         return SbkitError(f"tokenizer: SentencePiece cannot train on this text ({error})")
 
     # ------------------------------------------------------------------- use

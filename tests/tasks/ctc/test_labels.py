@@ -109,7 +109,7 @@ def test_the_tokenizer_on_disk_decides_the_size(prepared):
     model = Path(given["output_folder"]) / "save" / "10_unigram.model"
     (error,) = check(SMALL, given | {"output_neurons": 12, "tokenizer": {"model": str(model)}}).errors
     assert error.key == "output_neurons" and "has 10 entries" in error.message
-    assert error.suggestion == "set vocab_size (and output_neurons) to 10"
+    assert error.suggestion == "set output_neurons (which the tokenizer's vocab_size follows) to 10"
 
 
 def test_labels_can_be_looked_at_after_preparing(prepared):
