@@ -83,6 +83,12 @@ class Declared(NamedTuple):
         return _is_any(self.hint) or type(None) in _options(self.hint) or (not self.needed and self.default is None)
 
     @property
+    def built(self) -> bool:
+        """Whether it may only be an object or null: by its annotation, which names a class and no type of scalars."""
+        scalars = {"Any", "object", *(kind.__name__ for kind in _SCALARS)}
+        return _is_any(self.hint) and scalars.isdisjoint(each.strip() for each in self.kind.split("|"))
+
+    @property
     def wanted(self) -> str:
         """The values it may have, in words; empty if any object may be its value."""
         if self.allowed is not None:

@@ -136,3 +136,15 @@ def test_tune_tries_with_it(tmp_path, monkeypatch):
     request = parse([str(SMALL), "--device", "cpu", "--consistency", "0.2"])
     with trial(request, torch.device("cpu")) as made:
         assert made.brain.keys.consistency == 0.2 and made.brain.views == 2
+
+
+@pytest.mark.parametrize("words, told", [
+    ("--spec_augment none", "spec_augment: it is the text 'none', and must be an object or null; write null"),
+    ("--normalize false", "normalize: it is False, and must be an object or null; write null"),
+    ("--CNN None", "CNN: 'None' is a text, not null; write null"),
+    ("--tokenizer none", "tokenizer: it is the text 'none', and must be an object; write !new: and its class"),
+    ("--spec_augment null", ""), ("--fsdp true", ""), ("--spec_augment !new:torch.nn.Identity", "")])
+def test_a_text_for_an_object_is_told_without_building_anything(words, told):
+    report = check(SMALL, parse_overrides(words.split()), run=False)
+    found = [str(each) for each in report.findings if each.key == words.split()[0][2:]]
+    assert found == ([f"command line: warning: {told}"] if told else [])
