@@ -150,8 +150,8 @@ def estimates(runs: list[dict[str, Any]], out: Path) -> tuple[list[tuple[dict[st
 def announced(missing: list[tuple[dict[str, Any], float]], done: int, workers: int) -> str:
     """Format how many runs there are to do, and how long they take."""
     minutes = sum(each for _, each in missing) / workers
-    return (f"{len(missing)} of {len(missing) + done} runs are missing: about {minutes:.0f} min with --workers {workers}"
-            f"{'' if done else ', guessed for idle cores'}")
+    return (f"{len(missing)} of {len(missing) + done} runs are missing: about {minutes:.0f} min "
+            f"with --workers {workers}{'' if done else ', guessed for idle cores'}")
 
 
 def to_hear(given: Path, out: Path) -> Path:

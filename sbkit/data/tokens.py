@@ -255,7 +255,8 @@ class Tokenizer:
         if match := _TOO_LARGE.search(str(error)):
             return SbkitError(
                 f"tokenizer: vocab_size {self.vocab_size} is too large for this text",
-                hint=f"a {self.model_type} model of it can have {match[1]} entries at most: {_set_to(match[1])} or less")
+                hint=f"a {self.model_type} model of it can have {match[1]} entries at most: "
+                     f"{_set_to(match[1])} or less")
         if match := _TOO_SMALL.search(str(error)):
             return SbkitError(
                 f"tokenizer: vocab_size {self.vocab_size} is too small for this text",
