@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from sbkit.errors import SbkitError  # noqa: E402
 from sbkit.system.console import table  # noqa: E402
-from tools.recipe_keys import check_keys  # noqa: E402
+from tools.learning.recipe_keys import check_keys  # noqa: E402
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 LEARNT = 75.0

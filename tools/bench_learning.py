@@ -42,9 +42,9 @@ from sbkit.system.cores import usable_cores  # noqa: E402
 from tools.learning import corpora as corpus_list  # noqa: E402
 from tools.learning import systems  # noqa: E402
 from tools.learning.figure import figure  # noqa: E402
+from tools.learning.recipe_keys import check_keys  # noqa: E402
 from tools.learning.results import SYSTEMS, Asked, Cell, Length, Results, matrix  # noqa: E402
 from tools.learning.table import table as as_markdown  # noqa: E402
-from tools.recipe_keys import check_keys  # noqa: E402
 
 OWN = ("number_of_epochs", "seed", "data_folder", "language", "output_folder")  # keys of its own runs
 SPEED_EPOCHS = 2  # of a run that measures a system's speed

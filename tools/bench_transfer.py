@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from sbkit.errors import SbkitError  # noqa: E402
 from sbkit.system.console import atomic_write  # noqa: E402
-from tools.recipe_keys import check_keys  # noqa: E402
+from tools.learning.recipe_keys import check_keys  # noqa: E402
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 SCRATCH, TRANSFER = "scratch", "init_from"

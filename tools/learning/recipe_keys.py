@@ -21,4 +21,5 @@ def check_keys(recipe: Path, words: list[str], own: Collection[str] = ()) -> Non
     if taken := sorted(request.overrides.keys() & own):
         raise SbkitError(f"--{taken[0]} is set by this program, for each run as its plan says", hint=options)
     if wrong := check(request.path, request.overrides, run=False).errors:
-        raise SbkitError("; ".join(map(str, wrong)), hint=options)
+        raise SbkitError("; ".join(f"{each.key}: {each.message}" for each in wrong),
+                         hint=wrong[0].suggestion if wrong[0].suggestion.startswith("did you") else options)
