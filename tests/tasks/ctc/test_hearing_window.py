@@ -49,7 +49,7 @@ SLOW = Augment([SpeedPerturb(speeds=[0.9])])
     (keys(28.0, SLOW), "error", "28 s are let in, 31.1 s when they are slowed down", "max_duration: 27 under corpus"),
     (keys(None), "warning", "of any length are let in, and the encoder hears at most 30 s", "max_duration: 30"),
     (keys(27.0, SLOW), None, "", ""), (keys(None, most=None), None, "", ""), (keys(99.0, most=None), None, "", "")],
-    ids=str)
+    ids=["slowed down", "any length", "short", "any, no limit", "long, no limit"])
 def test_speech_that_is_slowed_down_counts_and_any_length_is_doubtful(given, severity, told, mend):
     findings, place = Findings(), Place("x", 1)
     node = SimpleNamespace(value={}, place=place, key="corpus", place_of=lambda name: place,
