@@ -55,7 +55,7 @@ def _check_declared(root: Node, known: Declared, value: object, findings: Findin
     elif known.name not in BY_PART and (problem := known.problem(given)):
         hint = COMPLETE if given is None and known.needed else ""
         _tell(root, known.name, f"it {problem}", findings, hint)
-    elif known.built and not isinstance(value, Node) and value not in (None, "None"):  # of which texts are told
+    elif known.built and isinstance(value, (str, bool)) and value != "None":  # which is told for any key
         null = "" if known.needed else " or null"
         findings.warning("setting", root.place_of(known.name), known.name,
                          f"it is {_shown(value)}, and must be an object{null}",
