@@ -93,6 +93,8 @@ class Validation(NamedTuple):
 
     def words(self) -> str:
         """Describe it as part of a sentence."""
+        if not self.empty:
+            return f"the CER is {self.cer:.1f} %"
         return f"{self.empty:,} of {self.rows:,} transcripts are empty, CER {self.cer:.1f} %"
 
 

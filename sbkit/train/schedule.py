@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 
 from sbkit.errors import SbkitError
 
-_SHAPES = ("cosine", "linear", "noam", "constant")
+Shape = Literal["cosine", "linear", "noam", "constant"]
 
 
 class Schedule:
@@ -37,10 +38,10 @@ class Schedule:
     [0.1, 1.0, 0.5, 0.0]
     """
 
-    def __init__(self, peak: float, warmup: float = 0.1, shape: str = "cosine", final: float = 0.0,
+    def __init__(self, peak: float, warmup: float = 0.1, shape: Shape = "cosine", final: float = 0.0,
                  rise: float | None = None):
-        if shape not in _SHAPES:
-            raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(_SHAPES)}")
+        if shape not in get_args(Shape):
+            raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(get_args(Shape))}")
         if not peak >= 0:
             raise SbkitError(f"schedule peak is {peak:g}, but can't be below 0",
                              hint="write a number above 0: in most recipes it is the key lr")
