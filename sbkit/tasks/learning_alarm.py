@@ -51,6 +51,7 @@ class _State:
     gained_step: int = 0
     gained_learnt: float = 0.0
     falls_since: int | None = None
+    seen: list[Any] | None = None  # the last Seen
     validation: list[Any] | None = None  # the last Validation
     raised: dict[str, int] = field(default_factory=dict)  # warnings that still hold, and their steps
     told: dict[str, int] = field(default_factory=dict)  # how often warnings were given
@@ -80,7 +81,6 @@ class LearningAlarm:
         self.setup = Setup()
         self.part = part
         self._state = _State()
-        self._seen: Seen | None = None
 
     # ------------------------------------------------------------ what it is told
 
@@ -97,8 +97,9 @@ class LearningAlarm:
             return []
         chance = hearing.chance if hearing.known else None
         heard = None if chance is None else max(0.0, 1 - loss / chance)
-        self._seen = seen = Seen(step - 1, loss, chance, heard, self.setup.reached(step - 1, rate),
-                                 state.learnt, f"{self.part or 'training'} loss")
+        seen = Seen(step - 1, loss, chance, heard, self.setup.reached(step - 1, rate), state.learnt,
+                    f"{self.part or 'training'} loss")
+        state.seen = list(seen)
         if state.first is None and step > SETTLED:
             state.first = loss
         if chance is not None and heard is not None:
@@ -135,6 +136,10 @@ class LearningAlarm:
         return [self._notice(what, step)._replace(at_end=True) for what in words.KINDS if what in state.raised]
 
     # ------------------------------------------------------------ what it finds
+
+    @property
+    def _seen(self) -> Seen | None:
+        return None if self._state.seen is None else Seen(*self._state.seen)
 
     @property
     def _validation(self) -> words.Validation | None:

@@ -19,8 +19,6 @@ from sbkit.train.resumable_file import ResumableFile  # noqa: E402
 
 logger = get_logger(__name__)
 
-_PLAIN_BELOW = 10_000.0  # the least number that is written with an exponent
-
 
 @register_checkpoint_hooks
 class TrainLog(FileTrainLogger):
@@ -59,13 +57,6 @@ class TrainLog(FileTrainLogger):
         self._file.append(line)
         if verbose:
             logger.info(line)
-
-    def _item_to_string(self, key: str, value: object, dataset: str | None = None) -> str:
-        """Format a value as SpeechBrain does, but rates and losses above 100 as those below."""
-        if isinstance(value, float) and 1.0 <= value < _PLAIN_BELOW:
-            value = f"{value:.{self.precision}f}"
-        formatted: str = super()._item_to_string(key, value, dataset)
-        return formatted
 
     def start_afresh(self) -> None:
         """Drop the lines of an earlier start of this run, which left no checkpoint."""

@@ -35,11 +35,15 @@ class FeedForward(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """States [B, T, D] to [B, T, D]."""
         wide = self.intermediate_dense(states)
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and torch.is_grad_enabled() and self._would_keep()):
             return self.output_dropout(self._narrowed(wide))
         random = getattr(self.intermediate_dropout, "p", 1.0) > 0
         out = checkpoint(self._narrowed, wide, use_reentrant=False, preserve_rng_state=random)
         return self.output_dropout(cast(Tensor, out))
+
+    def _would_keep(self) -> bool:
+        """Whether the second layer would keep its input (it trains), and nothing in it is random (no adapters)."""
+        return type(self.output_dense) is nn.Linear and self.output_dense.weight.requires_grad
 
     def _narrowed(self, wide: Tensor) -> Tensor:
         out: Tensor = self.output_dense(self.intermediate_dropout(self.intermediate_act_fn(wide)))

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2FeedForward
 
+from sbkit.nn.adapters import LoRA
 from sbkit.nn.pretrained.encoder import Encoder
 from sbkit.nn.pretrained.feed_forward import FeedForward, lighten
 
@@ -54,6 +55,30 @@ def test_it_computes_the_same(dropout, act):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_adapters_within_draw_the_same_masks_in_backward(rate):
+    theirs, ours = pair()
+    for module in (theirs, ours):
+        torch.manual_seed(3)
+        LoRA(module, ["*_dense"], rank=2, dropout=rate)
+        with torch.no_grad():
+            for each in module.parameters():
+                each.add_(0.1 * torch.randn_like(each))
+    x = torch.randn(2, 5, 8)
+    expected, found = passed(theirs, x), passed(ours, x)
+    assert torch.equal(found[0], expected[0])
+    grads = [each for each in zip(found[1], expected[1], strict=True) if each[1] is not None]
+    assert len(grads) == 5 and all(torch.equal(one, other) for one, other in grads)
+
+
+def test_what_is_frozen_is_computed_once():
+    _, ours = pair()
+    ours["ff"].output_dense.requires_grad_(False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        passed(ours, torch.randn(2, 5, 8))
+    assert {each.key: each.count for each in profile.key_averages()}["aten::gelu"] == 1
+
+
 def test_it_keeps_one_wide_result_less():
     theirs, ours = pair()
     x = torch.randn(2, 5, 8)
@@ -70,7 +95,7 @@ def test_no_product_is_computed_again():
 
 
 @pytest.mark.parametrize("kind", ["wav2vec2-layer", "hubert-group", "wavlm-group", "w2v-bert"])
-def test_encoders_of_every_family_have_it(kind, tmp_path):
+def test_encoders_of_these_families_have_it(kind, tmp_path):
     encoder = Encoder(str(make(tmp_path / kind, kind)), dropout=0.0)
     found = [module for module in encoder.modules() if isinstance(module, FeedForward)]
     assert len(found) == (4 if kind == "w2v-bert" else 2)
