@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained import families, source, tensors
 from sbkit.nn.pretrained.options import Options
-from sbkit.nn.pretrained.source import Settings, is_folder
+from sbkit.nn.pretrained.source import Settings, check_language, is_folder
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,16 @@ class Encoder(nn.Module):
                  mask_feature_prob: float | None = None, mask_feature_length: int | None = None,
                  whole_window: bool = False, adapter_language: str | None = None):
         super().__init__()
+        if adapter_language is not None:
+            check_language(adapter_language)
         here = isinstance(source, str) and is_folder(source)
-        copy = Settings.kept(source, folder) or (None if here else Settings.lent(source, init_from))
+        kept = Settings.kept(source, folder)
+        if source is None and init_from is not None and not any(Path(folder or "").glob("CKPT+*")):
+            kept = None  # an earlier start, which left no checkpoint, may have had another init_from
+        copy = kept or (None if here else Settings.lent(source, init_from))
         self.settings, self.folder = copy or Settings.of(_named(source, init_from)), folder
+        if adapter_language is not None:
+            self.settings = replace(self.settings, adapter_language=adapter_language)
         self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,
                                mask_feature_length, whole_window)
         self.network: families.Network = families.build(self.settings, self.options)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Settings:
     """The contents of its config.json."""
     preprocessor: dict[str, Any]
     """The contents of its preprocessor_config.json; empty if there is none."""
+    adapter_language: str | None = field(default=None, compare=False)
+    """The language whose adapters a run loaded into it."""
 
     @classmethod
     def of(cls, source: str) -> Settings:
@@ -49,7 +51,13 @@ class Settings:
         path = None if folder is None else Path(folder) / _KEPT
         if path is None or not path.is_file():
             return None
-        settings = cls(**_object(path))
+        try:
+            settings = cls(**_object(path))
+        except TypeError:
+            settings = cls("", {}, {})
+        if not (settings.source and isinstance(settings.source, str) and isinstance(settings.config, dict)
+                and isinstance(settings.preprocessor, dict) and isinstance(settings.adapter_language, str | None)):
+            return None  # a tokenizer's file may have the same name
         return settings if source in (None, settings.source) else None
 
     @classmethod
@@ -113,19 +121,24 @@ def weights(source: str) -> list[Path]:
         if not several:
             return [path]
         files = _object(path).get("weight_map")
-        shards = set(files.values()) if isinstance(files, dict) else set()
+        shards = list(files.values()) if isinstance(files, dict) else []
         if not shards or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
             raise SbkitError(f"{path} names no files of weights", hint="download it again")
-        return [_shard(source, shard, path) for shard in sorted(shards)]
+        return [_shard(source, shard, path) for shard in sorted(set(shards))]
     raise SbkitError(f"the encoder's source {source} has no weights",
                      hint=f"it must have one of {', '.join(WEIGHTS)}")
 
 
-def adapter(source: str, language: str) -> Path:
-    """Return the path of the adapter that MMS has for a language, by its code there, such as ``fra``."""
-    if not _LANGUAGE.fullmatch(language):
+def check_language(language: object) -> None:
+    """Refuse what can't be MMS's code of a language; it becomes part of a file's name."""
+    if not (isinstance(language, str) and _LANGUAGE.fullmatch(language)):
         raise SbkitError(f"adapter_language is {language!r}, which is no code of a language",
                          hint="MMS has codes such as fra or uig-script_arabic")
+
+
+def adapter(source: str, language: str) -> Path:
+    """Return the path of the adapter that MMS has for a language, by its code there, such as ``fra``."""
+    check_language(language)
     name, folder = _ADAPTER.format(language), local(source)
     try:
         return find(source, name)

@@ -12,6 +12,7 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import is_added
 from sbkit.nn.pretrained import Encoder, families
+from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe.parts import Parts
 from sbkit.recipe.report import listed
 from sbkit.runs.initial import adapters, statistics
@@ -131,7 +132,20 @@ class Match:
                                  f"{listed(differing, most=_FIELDS)}",
                                  hint="give the recipe the encoder that it was trained from, or keep this one as it "
                                       f'is pretrained: --init_leave "[{key}]"')
+            self._check_language(key, module, there, paths)
             self._check_rest(module, paths)
+
+    def _check_language(self, key: str, encoder: Encoder, there: Settings | None, paths: Iterable[str]) -> None:
+        """Refuse adapters of another language than the one that the recipe names: they would take its place."""
+        wanted, had = encoder.adapter_language, None if there is None else there.adapter_language
+        taken = set(self.taken()).intersection(paths)
+        if wanted in (None, had) or not any(".adapter_layer." in path for path in taken):
+            return
+        whose = f"the adapters of {had}" if had else "adapters of its own"
+        raise SbkitError(
+            f"init_from: {key or 'the encoder'} of {self.source.told} has {whose}, and adapter_language is {wanted}",
+            hint=f"take those of {wanted} from {encoder.source}: --init_leave \"['*.adapter_layer.*']\"; or keep "
+                 "these: --adapter_language null")
 
     def _check_rest(self, encoder: Encoder, paths: Iterable[str]) -> None:
         """Refuse a pretrained encoder that isn't there any more, if there are tensors that only it could give."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,9 @@ class Adapted(nn.Module):
 
 
 def base_file(folder: Path, named: str) -> Path:
-    """Return the file of the base with this hash in a folder of checkpoints."""
+    """Return the file of the base with this hash in a folder of checkpoints; the hash may come from elsewhere."""
+    if not re.fullmatch("[0-9a-f]{64}", named):
+        raise SbkitError(f"a checkpoint in {folder} names its base by {named[:80]!r}, which is no hash", hint=_AGAIN)
     return folder / f"base-{named[:16]}.safetensors"
 
 

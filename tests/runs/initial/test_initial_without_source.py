@@ -8,6 +8,7 @@ import encoders
 import pytest
 import torch
 from run_folders import corpus, run_with_model
+from safetensors.torch import load_file, save_file
 from starts import state, target
 
 from sbkit.errors import SbkitError
@@ -143,3 +144,51 @@ def test_what_no_checkpoint_would_hold_is_not_taken(home, data, tmp_path):
                     "        recoverables:\n            model: !ref <ctc_lin>\n")
     with pytest.raises(SbkitError, match=r"such as model.0.network.\S+, would be taken, but no checkpoint of this run"):
         begun(tmp_path / "new", data, home / "run", path)
+
+
+def language_adapter(source, language, value):
+    model = load_file(Path(source) / "model.safetensors")
+    layers = {name: torch.full_like(tensor, value) for name, tensor in model.items() if ".adapter_layer." in name}
+    save_file(layers, Path(source) / f"adapter.{language}.safetensors")
+
+
+def adapters_of(brain):
+    return {float(value.unique()) for name, value in state(brain).items() if ".adapter_layer." in name}
+
+
+def test_adapters_of_another_language_are_not_taken_in_its_place(data, tmp_path):
+    source = str(encoders.make(tmp_path / "mms", "mms-adapters"))
+    language_adapter(source, "fra", 7.0)
+    language_adapter(source, "deu", 9.0)
+    run = kept(tmp_path / "fra", data, encoder_source=source, adapter_language="fra")
+    Encoder(source, run / "save", adapter_language="fra").keep()
+    with pytest.raises(SbkitError, match="has the adapters of fra, and adapter_language is deu") as caught:
+        begun(tmp_path / "refused", data, run, encoder_source=source, adapter_language="deu")
+    leave = ["*.adapter_layer.*"]
+    assert str(leave) in caught.value.hint
+    brain = begun(tmp_path / "left", data, run, encoder_source=source, adapter_language="deu", init_leave=leave)
+    assert adapters_of(brain) == {9.0}
+    assert is_all_of(begun(tmp_path / "same", data, run, encoder_source=source, adapter_language="fra"), run)
+
+
+@pytest.mark.parametrize("code", ["../../x", False, 12])
+def test_what_is_no_code_of_a_language_is_refused_without_a_source_too(home, tmp_path, code):
+    with pytest.raises(SbkitError, match="no code of a language"):
+        Encoder(None, init_from=home / "run", adapter_language=code)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"source": "x"}', '{"a": 1, "b": 2}', "[]", '{"source": 1, "config": []}',
+                                     '{"source": "x", "config": [], "preprocessor": {}}'])
+def test_a_file_of_the_same_name_is_not_taken_for_an_encoders(tmp_path, content):
+    (tmp_path / "encoder.json").write_text(content)
+    with pytest.raises(SbkitError):
+        Encoder(None, init_from=tmp_path)
+
+
+def test_a_copy_of_an_earlier_start_does_not_outlast_another_init_from(home, data, tmp_path):
+    other = kept(tmp_path / "other", data, encoder_source=str(encoders.make(tmp_path / "hubert", "hubert-group")))
+    folder = tmp_path / "new"
+    Encoder(None, folder, init_from=home / "run").keep()
+    assert Encoder(None, folder, init_from=other).settings.config["model_type"] == "hubert"
+    (folder / "CKPT+x").mkdir()
+    assert Encoder(None, folder, init_from=other).settings.config["model_type"] == "wav2vec2"

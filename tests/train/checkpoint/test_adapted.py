@@ -8,7 +8,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.adapters import LoRA
 from sbkit.train.averaging import EMA, average
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.checkpoint.adapted import Adapted
+from sbkit.train.checkpoint.adapted import Adapted, base_file
 
 
 def made(folder, seed=0, rank=2):
@@ -95,3 +95,9 @@ def test_what_holds_no_frozen_base_is_refused(tmp_path):
         Adapted(nn.ModuleList([encoder]), encoder, tmp_path)
     with pytest.raises(SbkitError, match="not part of the model"):
         Adapted(nn.ModuleList([nn.Linear(2, 2)]), encoder, tmp_path)
+
+
+@pytest.mark.parametrize("named", ["x/../../../y", "", "0" * 63, "G" * 64])
+def test_a_base_is_named_by_a_hash_alone(tmp_path, named):
+    with pytest.raises(SbkitError, match="which is no hash"):
+        base_file(tmp_path, named)
