@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sbkit.errors import SbkitError  # noqa: E402
+from sbkit.recipe.includes import read_plain  # noqa: E402
 from sbkit.system.console import table  # noqa: E402
 from tools.learning.recipe_keys import check_keys  # noqa: E402
 
@@ -186,7 +187,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, required=True, help="folder of results and logs")
     parser.add_argument("--recordings", type=Path, help="a folder with a train.csv of a few clips; without it none")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time (1)")
-    parser.add_argument("--peak", type=float, default=0.002, help="the recipe's lr, which is varied (0.002)")
+    peak = float(str(read_plain(RECIPE)["lr"]))
+    parser.add_argument("--peak", type=float, default=peak, help=f"the rate to vary (the recipe's: {peak:g})")
     parser.add_argument("--plan", action="store_true", help="print which runs are missing, and how long they take")
     args, more = parser.parse_known_args()
     if args.workers < 1:

@@ -287,7 +287,7 @@ def _higher(seen: Seen, setup: Setup) -> str:
 
 
 def _masks(setup: Setup) -> list[str]:
-    wait = "masks that wait until something is heard: --spec_augment.ramp '[0.3,0.7]', or --spec_augment null"
+    wait = "masks that wait until something is heard: --spec_augment.ramp '[0.6,1.0]', or --spec_augment null"
     return [wait] if setup.masks else []
 
 

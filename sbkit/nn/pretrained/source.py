@@ -17,7 +17,8 @@ CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 #: Files of weights in the order in which they are looked for, and whether each is an index of several files.
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
-_KEPT = "encoder.json"  # the copy in a run's folder
+_KEPT = "encoder.json"  # the copy in a run's folder, and what it holds
+_FIELDS = {"source": str, "config": dict, "preprocessor": dict, "adapter_language": str | None}
 _LISTED = 30  # languages that a message names
 _ADAPTER, _LANGUAGE = "adapter.{}.safetensors", re.compile(r"[\w-]+")  # of MMS, for a language
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -51,13 +52,10 @@ class Settings:
         path = None if folder is None else Path(folder) / _KEPT
         if path is None or not path.is_file():
             return None
-        try:
-            settings = cls(**_object(path))
-        except TypeError:
-            settings = cls("", {}, {})
-        if not (settings.source and isinstance(settings.source, str) and isinstance(settings.config, dict)
-                and isinstance(settings.preprocessor, dict) and isinstance(settings.adapter_language, str | None)):
+        values = {"adapter_language": None, **_object(path)}
+        if values.keys() != _FIELDS.keys() or not all(isinstance(values[name], _FIELDS[name]) for name in _FIELDS):
             return None  # a tokenizer's file may have the same name
+        settings = cls(**values)
         return settings if source in (None, settings.source) else None
 
     @classmethod
