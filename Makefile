@@ -9,6 +9,9 @@ SPEECH ?= results/demo-speech
 # Tests wait for processes, ports and disks a third of their time, so there are more of them at once than cores.
 TESTERS ?= $(shell $(PYTHON) -c 'import os; n = os.cpu_count() or 1; print(min(2 * n, n + 4))')
 
+# Python keeps what it compiles, whatever the shell says: tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo demo-speech test test-fast lint format docs bench gpu clean
 
 help:
