@@ -205,8 +205,10 @@ class Task(Brain):
             schedule.total_steps = steps
             warmup, rate = schedule.top()
             if schedule.gentler and ranks.is_main():
-                logger.info("The learning rate rises by at most %g a step (schedule.rise): to %.3g in %d steps",
-                            schedule.rise, rate, warmup)
+                logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
+                           "The learning rate rises by at most %g a step (schedule.rise): to %.3g in %d steps%s",
+                           schedule.rise, rate, warmup, "" if rate == schedule.peak else
+                           f", so it doesn't reach the {schedule.peak:g} of the recipe (--schedule.rise null lets it)")
             if warmup > steps and ranks.is_main():
                 logger.warning(
                     "The warm-up takes %d steps and the run has %d, so the learning rate comes to %.3g of %g: take a "

@@ -111,6 +111,21 @@ def test_a_warm_up_longer_than_the_run_is_told_before_it_starts(warmup, told, ca
             "one, such as --schedule.warmup 0.2" in caplog.text) is told
 
 
+@pytest.mark.parametrize(("peak", "level", "reached"), [(0.2, "WARNING", "0.00125"), (0.002, "INFO", "0.00125"),
+                                                        (0.001, "INFO", "0.001"), (0.0001, "", "")])
+def test_a_peak_that_rise_keeps_out_of_reach_is_told(peak, level, reached, caplog):
+    brain = Counts({"head": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=9.0),
+                   {"schedule": Schedule(peak=peak, warmup=0.1, rise=1.25e-5)}, {"device": "cpu"})
+    with caplog.at_level("INFO"):
+        brain.open_run(["one"], 200)
+    said = [record for record in caplog.records if "rises by at most" in record.message]
+    assert [record.levelname for record in said] == [level] * bool(level)
+    if said:
+        assert f"to {reached} in " in said[0].message
+        assert (f"it doesn't reach the {peak:g} of the recipe (--schedule.rise null lets it)" in said[0].message) is (
+            peak > 0.00125)
+
+
 def test_recordings_that_could_not_be_read_are_told_where_evaluate_batch_is_a_recipes_own(caplog):
     brain = Counts({"head": torch.nn.Linear(1, 1)}, hparams={"epoch_counter": range(1)}, run_opts={"device": "cpu"})
     brain.on_stage_end = lambda *_: None
