@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -34,10 +35,10 @@ def utterances(count: int, words: tuple[int, int], difficulties: Sequence[float]
     """Draw pairs of reference and transcript, with a few frequent words and many rare ones."""
     sizes = rng.choices([2, 3, 3, 4, 4, 5, 6, 7, 8, 10], k=5000)
     vocabulary = ["".join(rng.choices("etaoinshrdlu", k=size)) for size in sizes]
-    weights = [1 / (rank + 2) for rank in range(len(vocabulary))]
+    weights = list(itertools.accumulate(1 / (rank + 2) for rank in range(len(vocabulary))))
     pairs = []
     for _ in range(count):
-        reference = rng.choices(vocabulary, weights, k=rng.randint(*words))
+        reference = rng.choices(vocabulary, cum_weights=weights, k=rng.randint(*words))
         difficulty = rng.choice(difficulties)
         transcript = []
         for word in reference:
@@ -45,9 +46,9 @@ def utterances(count: int, words: tuple[int, int], difficulties: Sequence[float]
             if fate >= difficulty:
                 transcript.append(word)
             elif fate < 0.7 * difficulty:
-                transcript += rng.choices(vocabulary, weights)
+                transcript += rng.choices(vocabulary, cum_weights=weights)
             elif fate < 0.85 * difficulty:
-                transcript += [word, *rng.choices(vocabulary, weights)]
+                transcript += [word, *rng.choices(vocabulary, cum_weights=weights)]
         pairs.append((reference, transcript))
     return pairs
 
