@@ -97,6 +97,7 @@ def test_a_pointer_on_a_curve_reads_its_values(browser, page):
     assert browser.run("document.querySelector('.tip:not([hidden])').getBoundingClientRect().right") <= 1280
 
 
+@pytest.mark.slow
 def test_light_and_dark_differ_and_text_can_be_read_in_both(browser, page):
     contrast = """(() => {
       const style = getComputedStyle(document.body);

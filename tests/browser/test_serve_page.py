@@ -158,6 +158,7 @@ def test_settled_words_of_a_line_are_told_from_those_that_may_change(browser, st
     quiet(browser, streaming)
 
 
+@pytest.mark.slow
 def test_a_server_with_a_key_asks_for_it(browser, tmp_path):
     with serving.serving(bundles.make(tmp_path / "level"), keys=["sesame"]) as server:
         browser.open(f"{server.url}/")

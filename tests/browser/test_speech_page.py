@@ -111,6 +111,7 @@ def test_a_server_that_only_speaks_shows_nothing_to_speak_into(browser, alone):
     assert read(browser, "fine", "other: ben").endswith("s. Save")
 
 
+@pytest.mark.slow
 def test_a_server_that_only_hears_shows_nothing_to_write_into(browser, tmp_path):
     with serving.serving(bundles.make(tmp_path / "level")) as server:
         opened(browser, server)

@@ -167,6 +167,7 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path, where, value):
         Codes(folder)
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text() | st.integers(), lambda children: st.lists(
     children, max_size=3) | st.dictionaries(st.sampled_from(["format", "version", "books", "shards"]), children)))
 def test_whatever_json_a_manifest_is_it_is_an_error_of_ours(tmp_path_factory, values):

@@ -35,6 +35,7 @@ def working_against_it(rng, rows, width, size):
     return logits
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_of_whatever_logits_give_no_invalid_id():
     rows, most = 3, 20
     rng = np.random.default_rng(0)

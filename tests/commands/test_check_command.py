@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from sbkit import cli
 from sbkit.recipe.report import JSON_FORMAT, Finding, Report
 
@@ -10,6 +12,7 @@ SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
 BROKEN = Path(__file__).parents[1] / "recipe" / "broken"
 
 
+@pytest.mark.slow
 def test_a_good_recipe_is_told_on_stdout(capsys):
     assert cli.main(["check", str(SMALL)]) == 0
     out, err = capsys.readouterr()
@@ -27,6 +30,7 @@ def test_mistakes_go_to_stderr_with_exit_code_1(capsys):
     assert lines[-1].startswith(f"{SMALL}: 2 errors (")
 
 
+@pytest.mark.slow
 def test_run_options_that_cannot_be_are_told(capsys):
     words = ["--max_grad_norm", "-1", "--grad_accumulation_factor", "0", "--nonfinite_patience", "0", "--d_model", "8"]
     assert cli.main(["check", str(SMALL), *words]) == 1
@@ -55,6 +59,7 @@ def test_json_is_for_programs(capsys):
         "suggestion": "did you mean num_blocks?", "column": 5}]
 
 
+@pytest.mark.slow
 def test_json_of_a_good_recipe_has_numbers(capsys):
     assert cli.main(["check", str(SMALL), "--json"]) == 0
     sections = json.loads(capsys.readouterr().out)["sections"]

@@ -293,6 +293,7 @@ def test_a_full_disk_is_one_error(release, tmp_path, monkeypatch):
         prepare(release, tmp_path / "m")
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_one_after_the_other(release, tmp_path):
     code = ("import sys; from sbkit.data.corpus import Corpus\n"
             "print(len(Corpus(sys.argv[1], folder=sys.argv[2]).prepare(show_progress=False)['train']))")

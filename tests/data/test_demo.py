@@ -32,6 +32,7 @@ def corpus(tmp_path_factory):
     return demo.make_demo_corpus(tmp_path_factory.mktemp("demo"), hours=0.05, workers=2, show_progress=False)
 
 
+@pytest.mark.slow
 def test_has_the_files_and_columns_of_a_release(corpus):
     assert corpus.name == "en"
     for name in ("train", "dev", "test", "validated", "invalidated", "other"):
@@ -97,6 +98,7 @@ def test_a_large_plan_keeps_the_splits_apart():
     assert not by_split["train"] & (by_split["dev"] | by_split["test"])
 
 
+@pytest.mark.slow
 def test_a_grammar_that_is_used_up_repeats_only_within_a_split():
     plan = demo._plan(1000, numbers_grammar(range(3)), demo._voices("nl", 7), seed=7)
     by_split = collections.defaultdict(set)
@@ -127,6 +129,7 @@ def test_expand_capitalises_and_says_an():
     assert any(" an " in text for text in texts)
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes_with_any_number_of_workers(corpus, tmp_path):
     alone = demo.make_demo_corpus(tmp_path, hours=0.05, workers=1, show_progress=False)
     files = sorted(path.relative_to(corpus) for path in corpus.rglob("*") if path.is_file())
@@ -175,6 +178,7 @@ def studio(tmp_path_factory):
                                  voices=["en-us+f2", "en-us"])
 
 
+@pytest.mark.slow
 def test_ones_own_voices_speak_all_splits_steadily(studio):
     rows = {name: read(studio / f"{name}.tsv") for name in ("train", "dev", "test")}
     assert {row["client_id"] for row in rows["train"]} == {"en-us+f2", "en-us"}
@@ -205,6 +209,7 @@ def test_an_existing_corpus_is_used_again_and_a_foreign_folder_is_left_alone(cor
         demo.make_demo_corpus(corpus.parent, hours=0.05, seed=2)
 
 
+@pytest.mark.slow
 def test_a_language_without_a_grammar_counts_and_its_transcripts_are_digits(tmp_path):
     folder = demo.make_demo_corpus(tmp_path, hours=0.01, language="nl", workers=1, show_progress=False)
     rows = read(folder / "train.tsv")
@@ -225,6 +230,7 @@ def test_common_voice_codes_find_their_espeak_language(code, name):
     assert demo._espeak_name(code) == name
 
 
+@pytest.mark.slow
 def test_a_failure_half_way_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise SbkitError("the disk is full")

@@ -414,6 +414,7 @@ def run_script(manifest: Manifest, tmp_path: Path, method: str = "fork") -> tupl
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_run_and_leaves_no_workers(manifest, tmp_path):
     process, workers = run_script(manifest, tmp_path)
     assert len(workers) == 2 and all(map(alive, workers))

@@ -98,6 +98,7 @@ def each_point(to, disturb, exchange):
         at += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
 @pytest.mark.parametrize("disturb", [Killer, lambda at: Failing(at, False), lambda at: Failing(at, True)],
                          ids=["killed", "one error", "errors from there on"])

@@ -181,6 +181,7 @@ def test_a_report_opens_no_urls_unless_told_to(server):
     assert Clips(1, Remote(("http",))).get(one)[0].startswith("data:audio/mpeg")
 
 
+@pytest.mark.slow
 def test_processes_that_measure_know_what_is_allowed(server, monkeypatch):
     monkeypatch.setattr(measure, "_WORTH_PROCESSES", 1)
     seconds, causes = measure.measure([f"{server.url}/a"] * 2, workers=2, remote=Remote(("http",)), show_progress=False)

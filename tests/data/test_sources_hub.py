@@ -94,6 +94,7 @@ def prepared(home: Path, *cases: dict, **other: str) -> list:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_config_of_a_dataset_is_downloaded_and_prepared(hub, tmp_path):
     """As a user does it, over a line that breaks; offline, what was loaded once will do."""
     root, source = Path(__file__).resolve().parents[2], "hf://owner/name?config=fr"
@@ -114,6 +115,7 @@ def test_a_config_of_a_dataset_is_downloaded_and_prepared(hub, tmp_path):
     assert "HF_HUB_OFFLINE forbids to ask" in unknown and "unset HF_HUB_OFFLINE" in unknown
 
 
+@pytest.mark.slow
 def test_streaming_keeps_no_file_and_a_line_that_stays_broken_is_told(hub, files, tmp_path):
     """All through a proxy; nothing half-written is left."""
     broken = "de/train-00000-of-00001.parquet"
@@ -130,6 +132,7 @@ def test_streaming_keeps_no_file_and_a_line_that_stays_broken_is_told(hub, files
         assert not [*(tmp_path / folder).rglob("*.csv"), *(tmp_path / folder).rglob("*.tar")]
 
 
+@pytest.mark.slow
 def test_each_mistake_is_one_message_that_says_what_to_do(hub, tmp_path):
     page = f"{hub.url}/datasets/owner"
     cases = [

@@ -56,6 +56,7 @@ def test_an_option_names_only_splits():
         check_splits("only", ("train", "valid"))
 
 
+@pytest.mark.slow
 def test_they_are_defined_once():
     home = Path(sbkit.__file__).parent
     found = [str(path.relative_to(home)) for path in sorted(home.rglob("*.py"))

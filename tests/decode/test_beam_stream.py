@@ -51,6 +51,7 @@ def whole(search, log_probs, frame=FRAME):
 HOW = st.sampled_from(["alone", "hot words", "words", "pieces", "lexicon"])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 60), sharp=st.sampled_from([0.3, 2.0, 6.0]), how=HOW,
        data=st.data())
@@ -60,6 +61,7 @@ def test_words_times_and_confidences_are_those_of_the_whole_search(seed, frames,
     assert heard.settled == whole(searches[how], log_probs, NO_PAUSE)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(labels=runs(len(PIECES), (1, 1, 2, 3, 9, 18, 40)), sharp=st.sampled_from([2.0, 4.0, 8.0]), how=HOW,
        data=st.data())
@@ -69,6 +71,7 @@ def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(lab
     assert in_pieces == listen(stream(searches[how]), [log_probs])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 120), sharp=st.sampled_from([0.3, 1.0, 2.0]), how=HOW,
        data=st.data())
@@ -161,6 +164,7 @@ LONG = {
 NOISE = {"babble": 0.3, "mumbling": 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*LONG, *NOISE])
 def test_memory_is_constant(kind, searches):
     _listen_for(120, kind, searches["words"])

@@ -35,6 +35,7 @@ def say(labels):
     return log_probs_of(labels, len(PIECES))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]))
 def test_words_times_and_confidences_are_those_of_the_whole_to_the_last_bit(labels, data, separator):
@@ -47,6 +48,7 @@ def test_words_times_and_confidences_are_those_of_the_whole_to_the_last_bit(labe
     assert all(expected[count].start - expected[count - 1].end >= PAUSE_SECONDS for count in counts[:-1])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]))
 def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(labels, data, separator):
@@ -65,6 +67,7 @@ def test_words_that_are_too_long_end_at_the_same_frames_whatever_the_pieces(labe
         assert in_pieces == listen(stream(), [log_probs], finish=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(runs(len(PIECES)), st.data())
 def test_shown_words_are_those_of_the_whole_heard_so_far(labels, data):
@@ -124,6 +127,7 @@ LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 def test_an_hour_takes_constant_memory(kind):
     pattern = LONG[kind]

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from sbkit.cli import main
 from sbkit.doctor import examination
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding
@@ -16,6 +18,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 def test_this_machine_is_told_in_a_table_of_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == 0
@@ -27,6 +30,7 @@ def test_this_machine_is_told_in_a_table_of_80_columns(capsys, monkeypatch):
     assert lines[-1].startswith("nothing is in the way of sbkit")
 
 
+@pytest.mark.slow
 def test_nothing_of_torch_is_imported_here():
     code = "import sys; from sbkit.cli import main; main(['doctor']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

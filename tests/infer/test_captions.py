@@ -64,6 +64,7 @@ def at(monkeypatch):
     return width
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(width=st.integers(4, 40), lines=st.lists(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=6), max_size=3),
        space=st.sampled_from([" ", ""]))

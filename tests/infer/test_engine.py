@@ -76,6 +76,7 @@ def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
         engine.run([bundles.say("a")])
 
 
+@pytest.mark.slow
 def test_a_process_can_train_after_a_program_was_closed(bundle):
     """Without a gradient in the worker before it loads, torch 2.11 crashes in about every other process."""
     code = (f"import torch; from sbkit.infer.engine import Engine; Engine({str(bundle)!r}, 'torch', 'cpu').close(); "
@@ -141,6 +142,7 @@ def test_a_broken_device_is_remembered(bundle):
 # ---------------------------------------------------------------- compiled models
 
 
+@pytest.mark.slow
 def test_cuda_graphs_live_in_the_worker_alone():
     """torch keeps their state in the thread that imports them first: reachable within it, and from nowhere else."""
     code = textwrap.dedent("""

@@ -81,6 +81,7 @@ def test_long_recordings_say_what_short_ones_say_wherever_they_are_cut(model, sa
     assert found.duration == pytest.approx(len(ids) * 0.04)
 
 
+@pytest.mark.slow
 def test_an_hour_is_heard_as_it_is_said(model, tmp_path):
     """And in little memory: its samples alone are 230 MB."""
     said = "the brave teacher finds an old ladder near green river after dinner"
@@ -128,6 +129,7 @@ def test_what_can_not_be_read_is_an_error_that_names_it(model, tmp_path):
     assert model.transcribe(bundles.say("fine")).text == "fine", "the model goes on"
 
 
+@pytest.mark.slow
 def test_many_of_all_lengths_come_back_in_order_whatever_the_batches(model):
     rng = np.random.default_rng(0)
     said = [" ".join(rng.choice(["ab", "cde", "f", "ghij"], rng.integers(1, 40))) for _ in range(60)]

@@ -137,6 +137,7 @@ def test_case_is_that_of_the_symbols_if_they_have_only_one():
         pieces("AB", symbols=["<pad>", *"aB"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["word ", "x", "é. "])
 def test_a_book_needs_no_more_memory_than_a_sentence(word):
     blocks = (word * 1_000 for _ in range(10))

@@ -81,6 +81,7 @@ def test_standard_input_to_standard_output(bundle):
     assert b"s of speech" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(bundle, tmp_path, monkeypatch, capsys):
     (tmp_path / "book.txt").write_text("abc. " * 400)
     most = 0

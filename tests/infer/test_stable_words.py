@@ -34,6 +34,7 @@ RUNS = st.lists(st.tuples(st.integers(0, len(PIECES) - 1) | st.just(0), st.sampl
                 min_size=1, max_size=40)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(RUNS, st.data(), st.sampled_from(["▁", None]), st.sampled_from([None, None, None, {"beam": 2, "token_beam": 2}]))
 def test_it_is_what_decoding_everything_at_the_end_says(runs, data, separator, search):

@@ -46,6 +46,7 @@ def test_listening_imports_nothing_of_training(tmp_path):
     assert done.stdout.decode().splitlines() == ["hello there", "0 []"], done.stderr
 
 
+@pytest.mark.slow
 def test_it_starts_in_a_second_and_a_half(clip):
     """Of its own processor time, and the best of three: another process may keep the machine busy."""
     import resource

@@ -44,6 +44,7 @@ def cut(signal, cuts):
     return np.split(signal, sorted(min(at, len(signal)) for at in cuts))
 
 
+@pytest.mark.slow
 def test_words_come_while_the_stream_goes_on(model):
     stream = model.stream(chunk=160)
     shown = [(stream.text(heard.settled), stream.text(heard.partial), round(heard.seconds, 2))
@@ -72,6 +73,7 @@ def test_a_pause_ends_a_line_and_so_does_the_end(model):
     assert 0.7 <= lines[0][1] - spoken[1].end <= 0.74
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", [{}, {"beam": 8}], ids=["greedy", "beam"])
 def test_every_way_of_cutting_it_hears_the_same(model, search):
     signal = bundles.say(SAID)[: 16 * 4 * bundles.FRAME + 77]
@@ -250,6 +252,7 @@ def size_of(*things):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "minutes"), [(16_000, 60), (48_000, 12)])
 def test_an_hour_takes_the_memory_and_the_time_per_chunk_of_a_minute(model, rate, minutes):
     minute = np.concatenate([bundles.say(SAID), np.zeros(10 * bundles.RATE, np.float32), bundles.say(SAID * 3)])

@@ -72,6 +72,7 @@ class Slow:
         return self.search.finish()
 
 
+@pytest.mark.slow
 def test_streams_at_different_places_each_hear_their_own(engine):
     rng = np.random.default_rng(0)
     texts = [" ".join("".join(rng.choice(list("abcdefg"), rng.integers(1, 6))) for _ in range(20)) for _ in range(24)]

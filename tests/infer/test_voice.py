@@ -31,6 +31,7 @@ def voice(bundle):
         yield loaded
 
 
+@pytest.mark.slow
 def test_what_is_heard_is_what_was_written(voice):
     speech = voice.speak(TEXT)
     assert voices.heard(speech.samples) == "hello there. good bye, all of you!"

@@ -37,6 +37,7 @@ def result(run, name):
     return json.loads((run / "evaluations" / name / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_each_checkpoint_is_a_row_and_a_folder(run, capsys):
     assert evaluate(run, "--checkpoint", "best", "last", "epoch1") == 0
     table = capsys.readouterr().out
@@ -79,6 +80,7 @@ def test_two_evaluations_can_be_compared(run, capsys):
     assert "points of WER" in page and "evaluations/test-last" in page and "CKPT+epoch1</dd>" in page
 
 
+@pytest.mark.slow
 def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
     other = run_folders.corpus(home / "other", test=4, validated=6)
     lines = (other / "test.csv").read_text().splitlines()
@@ -194,6 +196,7 @@ def test_a_folder_that_is_no_run_is_told_so(home, capsys):
     assert "is not a run: it has no hyperparams.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_language_model_is_weighed_on_dev_and_used_on_test(run, tmp_path, capsys):
 
     model = tmp_path / "three.arpa"
@@ -241,6 +244,7 @@ def test_a_run_with_a_decoder_is_searched_jointly(home, capsys):
     assert result(joint, "test-best-joint-beam4-nbest2")["decoder"] == {"joint": True, "ctc_weight": 0.4, "beam": 4}
 
 
+@pytest.mark.slow
 def test_a_result_keeps_others_and_says_which_it_replaces(run, tmp_path, capsys):
     out = ("--out", tmp_path)
     assert evaluate(run, "--beam", 5, *out) == evaluate(run, "--beam", 6, *out) == evaluate(run, *out) == 0

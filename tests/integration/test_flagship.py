@@ -126,6 +126,7 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(words, says, tmp_path, caps
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_mistakes_in_a_recipe_are_told_at_once_by_check_and_train_with_exit_code_1(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = ["hparams/ctc.yaml", "--d_modle", "3", "--output_folder", str(tmp_path), "--data_folder", "nowhere"]
@@ -138,6 +139,7 @@ def test_mistakes_in_a_recipe_are_told_at_once_by_check_and_train_with_exit_code
     assert "--data_folder: nowhere: no such file or folder" in told[0][1]
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_path, capsys):
     wrong = ["train", "hparams/nope.yaml"]
     assert "Traceback" not in start([sys.executable, "-m", "sbkit.cli", *wrong], ROOT, tmp_path, code=2).stderr
@@ -145,6 +147,7 @@ def test_the_process_ends_with_that_code_and_debug_shows_the_traceback_too(tmp_p
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_last_lines_say_what_was_wrong(tmp_path):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
              "hparams/ctc.yaml", "--d_modell", "3"]

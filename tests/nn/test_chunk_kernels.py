@@ -74,6 +74,7 @@ def assert_same(one, other, tolerance=1e-5):
         assert (ours - theirs).norm() < 5 * tolerance * theirs.norm().clamp(min=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("attention", ["RoPEMHA", "RelPosMHAXL"])
 @settings(deadline=None, max_examples=15)
@@ -89,6 +90,7 @@ def test_whole_utterances_in_chunks_are_speechbrains(attention, by_kernels, fram
     assert_same(outcome(fast, x, config), expected)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4), size=st.integers(1, 12), left=st.integers(0, 4),
        dropout=st.sampled_from([0.0, 0.2]), attention=st.sampled_from(["RoPEMHA", "RelPosMHAXL"]))

@@ -120,6 +120,7 @@ def test_every_part_is_what_torch_computes(kind, dropout, mask):
     assert set(calls) == every(kind)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 9),
        st.sampled_from([1, 3, 31]), st.sampled_from([1, 2, 3, 5]), st.sampled_from(BOTH))
@@ -507,6 +508,7 @@ def test_what_was_cut_off_or_may_be_anothers_is_compiled_anew(spoil, fresh):
     assert library.load() is None and built.read_bytes() == whole and not built.stat().st_mode & 0o077
 
 
+@pytest.mark.slow
 def test_they_use_the_openmp_that_torch_uses_whatever_else_was_imported():
     code = "torch; from sbkit.nn.native import library; print(library._openmp())"
     found = [subprocess.run([sys.executable, "-c", f"import {first}{code}"], capture_output=True, text=True,
@@ -519,6 +521,7 @@ def test_a_model_without_such_layers_compiles_nothing(fresh):
     assert not library.loaded() and not fresh.exists()
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_all_get_them(fresh):
     start = "from sbkit.nn.native import library; import sys; sys.exit(library.load() and 1)"
     running = [subprocess.Popen([sys.executable, "-c", start]) for _ in range(3)]

@@ -189,6 +189,7 @@ def test_a_compiled_model_calls_it_as_it_is():
         compiled(torch.tensor([[1, 5]]), torch.ones(5, 2))
 
 
+@pytest.mark.slow
 def test_importing_it_does_not_import_the_compiler():
     code = "import sys, sbkit.nn.guard, sbkit.nn.ctc; sys.exit('torch._dynamo' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -103,6 +103,7 @@ def test_autocast_changes_nothing():
     assert torch.equal(found, layer(signals))
 
 
+@pytest.mark.slow
 def test_an_exported_graph_has_products_where_it_has_transforms():
     signals, layer = waves(), FilterBank(scale=32768.0)
     open_ = {"signals": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
@@ -112,6 +113,7 @@ def test_an_exported_graph_has_products_where_it_has_transforms():
         torch.testing.assert_close(program.module()(waves(samples, 2)), layer(waves(samples, 2)), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_mirrored_ends_are_exported_with_open_sizes():
     layer, lengths = FilterBank(snip_edges=False), torch.tensor([12_345, 4_000])
     open_ = {"signals": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},

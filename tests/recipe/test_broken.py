@@ -84,6 +84,7 @@ def test_how_deep_a_recipe_may_be_is_counted_whatever_python_allows(tmp_path, re
         assert [finding.line for finding in findings] == told
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_left_out_is_told_once(tmp_path):
     text = (FOLDER.parent / "small.yaml").read_text(encoding="utf-8")
     path = tmp_path / "recipe.yaml"
@@ -92,6 +93,7 @@ def test_a_layer_that_is_left_out_is_told_once(tmp_path):
     assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == [("not-owned", "ctc_lin")]
 
 
+@pytest.mark.slow
 def test_a_list_of_layers_under_modules_is_told_once(tmp_path):
     text = (FOLDER.parent / "small.yaml").read_text(encoding="utf-8")
     path = tmp_path / "recipe.yaml"
@@ -100,6 +102,7 @@ def test_a_list_of_layers_under_modules_is_told_once(tmp_path):
     assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == [("no-module", "modules.model")]
 
 
+@pytest.mark.slow
 def test_a_partial_of_an_optimizer_makes_one_later(tmp_path):
     text = (FOLDER.parent / "small.yaml").read_text(encoding="utf-8")
     path = tmp_path / "recipe.yaml"

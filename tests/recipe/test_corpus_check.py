@@ -16,6 +16,7 @@ def elsewhere(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_corpus_on_another_machine_is_a_warning(elsewhere, tmp_path):
     report = check(elsewhere)
     assert [(each.code, Path(each.file), each.line) for each in report.warnings] == [("no-corpus", elsewhere, 3)]
@@ -23,6 +24,7 @@ def test_a_corpus_on_another_machine_is_a_warning(elsewhere, tmp_path):
     assert not report.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starting, given", [(True, {}), (True, {"data_folder": "./gone"}),
                                              (False, {"data_folder": "./gone"})])
 def test_a_corpus_that_is_missing_where_the_run_starts_is_an_error(elsewhere, starting, given):

@@ -63,6 +63,7 @@ def test_a_whole_object_may_be_given_too(tmp_path):
     assert made.schedule.peak == 0.5
 
 
+@pytest.mark.slow
 def test_the_check_says_what_the_run_would(tmp_path):
     assert check(chained(tmp_path), {"log_interval": 3}).errors == []
     assert [str(error) for error in check(chained(tmp_path), {"log_interval": -3, "tensorboard": 2}).errors] == [
@@ -70,6 +71,7 @@ def test_the_check_says_what_the_run_would(tmp_path):
         "command line: error: tensorboard: it is 2, and must be true or false"]
 
 
+@pytest.mark.slow
 def test_it_is_no_typo_of_one_that_is_written(tmp_path):
     """keep_everi is; of a recipe that writes one of the two ids the other is not."""
     text = SMALL.read_text().replace("ctc_weight: 0.3", "ctc_weight: 1.0").replace("bos_index: 1\n", "")
@@ -79,6 +81,7 @@ def test_it_is_no_typo_of_one_that_is_written(tmp_path):
     assert check(path).errors == [] and check(tmp_path / "base.yaml", {"bos_index": 1}).errors == []
 
 
+@pytest.mark.slow
 def test_what_only_a_script_may_say_is_told_in_a_recipe_of_a_task(tmp_path):
     """A task evaluates in shares whatever share_validation is."""
     found = check(chained(tmp_path, "share_validation: true\n"))
@@ -86,6 +89,7 @@ def test_what_only_a_script_may_say_is_told_in_a_recipe_of_a_task(tmp_path):
         ("share_validation", "nothing reads this key, and no reference names it")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words, load_says, check_says", [
     ("--log_intervall 3", "has no key for --log_intervall (did you mean --log_interval?)",
      "has no key log_intervall; did you mean --log_interval?"),
@@ -112,6 +116,7 @@ def test_where_the_task_is_not_found_it_is_refused(brain, tmp_path):
         load.load(path, {"log_interval": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", "include", "command line"])
 def test_the_task_is_the_one_that_wins(where, mine, tmp_path):
     path = chained(tmp_path, {"file": f"brain: {mine}\n", "include": f"    brain: {mine}\n"}.get(where, ""))
@@ -127,6 +132,7 @@ def test_without_a_run_a_task_of_ones_own_is_not_imported(tmp_path, mine):
     assert [error.key for error in check(path, {"colour": 3}, run=False).errors] == ["--colour"]
 
 
+@pytest.mark.slow
 def test_tune_tries_with_it(tmp_path, monkeypatch):
     import torch
 

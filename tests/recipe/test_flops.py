@@ -38,11 +38,13 @@ def brain_of(hparams, **more):
     return trace.build_brain(hparams["brain"], hparams, **more)
 
 
+@pytest.mark.slow
 def test_it_is_what_the_formulas_say(hparams):
     found = flops.operations_per_second(brain_of(hparams, intermediate_ctc=0.0), SECONDS) * SECONDS
     assert found == pytest.approx(by_hand(), rel=0.05)
 
 
+@pytest.mark.slow
 def test_it_is_what_torch_counts(tmp_path):
     brain = brain_of(load.load(RECIPE, {**TINY, "ctc_weight": 0.3, "output_folder": str(tmp_path)}))
     with FlopCounterMode(display=False) as theirs:
@@ -61,6 +63,7 @@ def test_nothing_of_the_recipe_is_touched(hparams):
     assert all(torch.equal(value, before[name]) for name, value in hparams["model"].state_dict().items())
 
 
+@pytest.mark.slow
 def test_what_the_loss_does_not_reach_costs_nothing(hparams):
     alone = flops.operations_per_second(brain_of(hparams), SECONDS)
     within = flops.operations_per_second(brain_of(hparams, intermediate_ctc=0.0), SECONDS)

@@ -104,6 +104,7 @@ def test_a_read_without_one_is_not(line):
     assert own_defaults(ast.parse(line)) == []
 
 
+@pytest.mark.slow
 def test_no_file_has_one():
     found = {name: lines for name, path in FILES.items()
              if (lines := own_defaults(ast.parse(path.read_text(encoding="utf-8"))))}
@@ -121,6 +122,7 @@ def test_what_is_no_name_is_not(line):
     assert names_read(ast.parse(line)) == []
 
 
+@pytest.mark.slow
 def test_every_name_that_is_read_is_declared():
     declared = {*CTC.Keys.declared(), *RUN_OPTIONS}
     found = {name: undeclared for name, path in FILES.items() if (undeclared := [

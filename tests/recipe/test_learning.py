@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +54,7 @@ SMALL = Path(__file__).parent / "small.yaml"
 FLAGSHIP = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 
 
+@pytest.mark.slow
 def test_the_check_has_it_with_the_rates_of_layers():
     given = {"freeze": {"CNN": True, "ctc_lin": 5}, "learning_rates": {"ctc_lin": 10}, "layer_decay": 0.5}
     report = check(FLAGSHIP, given)
@@ -63,10 +65,12 @@ def test_the_check_has_it_with_the_rates_of_layers():
     assert " to " in rows["Transformer"][2] and rows["Transformer"][1] == ""
 
 
+@pytest.mark.slow
 def test_the_check_has_none_where_all_learns_alike():
     assert "learning" not in check(SMALL).sections
 
 
+@pytest.mark.slow
 def test_rates_by_depth_that_no_layers_can_have_are_an_error():
     (error,) = check(SMALL, {"layer_decay": 0.5}).errors
     assert (error.where, error.key, error.message) == ("command line", "layer_decay", "no layers repeat in this model")

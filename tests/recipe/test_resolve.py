@@ -68,6 +68,7 @@ def documents(draw):
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=documents())
 def test_values_are_hyperpyyamls_or_there_is_a_message(tmp_path, text):

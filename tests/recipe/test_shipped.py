@@ -72,6 +72,7 @@ def depth(name: str) -> dict:
     return {"num_encoder_layers": 1, "num_decoder_layers": 1} if rests else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_passes_the_check(name, tmp_path):
     report = check(ROOT / name, stand_ins(name, tmp_path) | depth(name))
@@ -91,6 +92,7 @@ def test_plain_hyperpyyaml_loads_and_builds_a_shipped_recipe(name, tmp_path):
     assert sum(p.numel() for p in hparams["model"].parameters()) > 1e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hparams/ctc.yaml", "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"])
 def test_the_check_builds_what_hyperpyyaml_builds(name, tmp_path):
     given, findings = stand_ins(name, tmp_path), Findings()
@@ -126,6 +128,7 @@ def test_a_loss_that_a_pretrained_encoder_has_no_part_for_is_refused(tmp_path, g
     assert told in error.message and error.suggestion.startswith(mend)
 
 
+@pytest.mark.slow
 def test_a_pretrained_encoder_that_trains_is_in_a_checkpoint(tmp_path):
     path = tmp_path / "head_alone.yaml"
     path.write_text(f"recipe: !include:{ROOT / 'hparams' / 'ssl.yaml'}\n    checkpointer:\n        recoverables:\n"
@@ -136,6 +139,7 @@ def test_a_pretrained_encoder_that_trains_is_in_a_checkpoint(tmp_path):
     assert check(path, given | {"freeze": {"encoder": True}}).errors == []
 
 
+@pytest.mark.slow
 def test_the_recipe_with_houlsbys_adapters_on_the_page_passes_the_check(tmp_path):
     page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
     [block] = [block for block in page.split("\n\n") if "Houlsby\n" in block]

@@ -69,6 +69,7 @@ def head(tmp_path, name):
     return path
 
 
+@pytest.mark.slow
 def test_shapes_are_those_of_a_real_batch(tmp_path):
     found = check(SMALL, {"output_folder": str(tmp_path)}).sections["shapes"].values
     hparams = load(SMALL, {"output_folder": str(tmp_path)})
@@ -81,11 +82,13 @@ def test_shapes_are_those_of_a_real_batch(tmp_path):
     assert found["subsampling"] == 2 and found["frames_per_second"] == 50
 
 
+@pytest.mark.slow
 def test_an_lstm_is_no_mistake_on_a_machine_without_a_driver(tmp_path):
     report = check(head(tmp_path, "Recurrent"), {"output_folder": str(tmp_path)})
     assert [str(error) for error in report.errors] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not gpu_stand_ins(), reason="this torch needs a driver to stand in for a GPU")
 def test_a_constant_that_stays_on_the_cpu_is_an_error_where_the_forward_meets_it(tmp_path):
     report = check(head(tmp_path, "Uneasy"))
@@ -99,6 +102,7 @@ def test_a_forward_that_reads_values_is_no_mistake(tmp_path):
     assert any(note.startswith("the forward after ctc_lin, which reads values") for note in report.notes)
 
 
+@pytest.mark.slow
 def test_features_that_cope_with_any_device_are_not_told(tmp_path):
     report = check(SMALL)
     assert report.errors == [] and report.warnings == []
@@ -125,6 +129,7 @@ def test_stand_ins_take_no_memory_and_end():
 # ------------------------------------------------------------------------------------------------ the bill
 
 
+@pytest.mark.slow
 def test_the_bill_counts_what_a_step_holds(tmp_path):
     values = check(SMALL).sections["bill"].values
     model = load(SMALL, {"output_folder": str(tmp_path)})["model"]
@@ -136,12 +141,14 @@ def test_the_bill_counts_what_a_step_holds(tmp_path):
     assert values["batch_seconds"] == 40 and not values["measured"]
 
 
+@pytest.mark.slow
 def test_memory_and_operations_grow_with_the_batch():
     small, large = (check(SMALL, {"batching": {"max_batch_seconds": n}}).sections["bill"].values for n in (20, 80))
     assert 3.5 < large["batch_bytes"] / small["batch_bytes"] < 4.5
     assert large["operations_per_second_of_audio"] == pytest.approx(small["operations_per_second_of_audio"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_counted_memory_is_what_a_step_allocates(tmp_path):
     """Against the bytes that torch really keeps for backward in the same forward."""
     values = check(SMALL).sections["bill"].values

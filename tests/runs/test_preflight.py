@@ -31,6 +31,7 @@ def test_a_good_run_says_one_line(capsys):
     assert request(SMALL, "--no-check").check is False
 
 
+@pytest.mark.slow
 def test_a_bill_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monkeypatch, capsys):
     made, make = [], bill.make
     monkeypatch.setattr(bill, "make", lambda *args: made.append(make(*args)) or made[-1])

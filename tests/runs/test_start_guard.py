@@ -116,6 +116,7 @@ def refused(folder, number):
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_killed_at_any_operation_the_next_start_still_puts_back_all(folder):
     before, operation = texts(folder), 0
     while killed_at(operation, lambda: refused(folder, 1)):
@@ -137,6 +138,7 @@ def begun(folder):
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_killed_while_a_run_begins_it_has_begun_or_not(folder):
     found, operation = [], 0
     while killed_at(operation, lambda: begun(folder)):

@@ -29,6 +29,7 @@ def check(references, hypotheses):
     assert ours == [speechbrain(*pair) for pair in zip(references, hypotheses, strict=True)]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(SEQUENCES, SEQUENCES), max_size=6))
 def test_equal_speechbrain_on_any_batch(pairs):

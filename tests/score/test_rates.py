@@ -33,6 +33,7 @@ def both(pairs, unit="word"):
     return ours, theirs
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(PAIRS, st.sampled_from(["word", "character"]))
 def test_summary_equals_speechbrain(pairs, unit):

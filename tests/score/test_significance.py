@@ -21,6 +21,7 @@ def run(wrong, names=None, words=10):
     return rates
 
 
+@pytest.mark.slow
 def test_interval_covers_the_true_rate():
     rng = np.random.default_rng(0)
     inside = 0
@@ -48,6 +49,7 @@ def test_interval_matches_the_normal_approximation():
     assert high - low == pytest.approx(2 * spread, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_real_difference_is_significant_and_chance_is_not():
     rng = np.random.default_rng(3)
     difficulty = rng.choice([0.0, 0.1, 0.4], size=1000)
@@ -125,6 +127,7 @@ def test_many_utterances_have_the_interval_that_drawing_them_would_give(monkeypa
     assert np.abs(np.subtract(quick, slow)).max() < 0.06 * width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share, likely", [(0.98, True), (1.4, False)])
 def test_many_utterances_are_compared_as_drawing_them_would(share, likely, monkeypatch):
     drawn = np.random.default_rng(1)

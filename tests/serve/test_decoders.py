@@ -73,6 +73,7 @@ def test_samples_are_those_that_transcribe_hears(decoders, rate):
     np.testing.assert_array_equal(decode(decoders, data), np.concatenate(list(Recording(data).blocks(bundles.RATE))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code, words", [
     ("os._exit(1)", "its decoder ended"), ("os.kill(os.getpid(), 11)", "its decoder ended"),
     ("time.sleep(60)", "took too long"), ("while True: pass", "its decoder ended|took too long"),

@@ -43,6 +43,7 @@ def test_who_asks_for_nothing_gives_way_and_is_told_why(bundle, caplog):
         assert len(told) == 1 and "4 connections" in told[0].getMessage()
 
 
+@pytest.mark.slow
 def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bundle):
     with serving.serving(bundle, limits=Limits(decoders=1, max_connections=2)) as server:
         with server.held() as go:

@@ -128,6 +128,7 @@ def rude(rng, port, samples, silent):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_whatever_comes_is_refused_with_a_reason_and_the_next_good_request_is_right(bundle, samples):
     """What is damaged may be audio still; it goes on until so many were refused."""
@@ -195,6 +196,7 @@ def received(socket):
     return messages
 
 
+@pytest.mark.slow
 def test_whatever_comes_through_a_socket_ends_it_with_a_reason_and_the_next_session_is_right(bundle):
     rng = random.Random(7)
     start = json.dumps({"type": "start", "model": "level", "sample_rate": bundles.RATE})

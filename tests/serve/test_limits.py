@@ -98,6 +98,7 @@ def test_the_official_client_sees_413(small):
         assert refused.value.status_code == 413 and refused.value.code == "upload_too_large"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["FLAC", "MP3", "OGG"])
 def test_a_bomb_of_silence_is_refused_by_its_length(small, format):
     """Hours in some kilobytes."""

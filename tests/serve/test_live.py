@@ -90,6 +90,7 @@ def test_the_clients_own_rate_is_resampled(server):
         assert "".join(each["text"] for each in settled(speak(socket, signal, 4800))).replace(" ", "")[:3] == "abc"
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data):
@@ -132,6 +133,7 @@ def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data
     assert most <= (longest + 3) * RATE
 
 
+@pytest.mark.slow
 def test_hours_of_speech_are_held_in_seconds_of_memory():
     """A tail never grows beyond what the model hears at once, with or without pauses, with or without words."""
     def endless(until):

@@ -334,6 +334,7 @@ def flood(socket):
             socket.send(data)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_ended_by_name_and_slows_nobody(server, monkeypatch):
     monkeypatch.setattr(outbox, "MOST_MESSAGES", 4)
 

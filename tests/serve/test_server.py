@@ -50,6 +50,7 @@ class Poison:
         return os.system, (f"touch {Poison.trace}",)
 
 
+@pytest.mark.slow
 def test_a_poisoned_bundle_next_to_a_good_model_does_nothing(tmp_path):
     """Neither the YAML that calls nor any pickle is opened: loading, answering, ending."""
     bundle = bundles.make(tmp_path / "poisoned")
@@ -75,6 +76,7 @@ def test_a_poisoned_bundle_next_to_a_good_model_does_nothing(tmp_path):
     assert process.returncode == 0 and not Poison.trace.exists()
 
 
+@pytest.mark.slow
 def test_serving_imports_neither_torch_nor_speechbrain_nor_hyperpyyaml(bundle):
     code = textwrap.dedent(f"""
         import sys, threading, time
@@ -89,6 +91,7 @@ def test_serving_imports_neither_torch_nor_speechbrain_nor_hyperpyyaml(bundle):
     assert done.stdout == "hi []\n", done.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_what_is_in_flight_and_takes_nothing_new(bundle, tmp_path):
     """The client who was let in gets all of the answer; then the process ends with 0."""
     process = start(bundle, "--port", 0, "--threads", 1)
@@ -128,6 +131,7 @@ def test_a_stop_while_the_models_are_loaded_is_no_error(bundle, monkeypatch):
     assert server.serve(server.ServeRequest([str(bundle)], port=0)) == 0 and ended
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_live_session_finish(bundle):
     process = start(f"level={bundle}", "--port", 0, "--threads", 1)
     url = ready(process)
@@ -171,6 +175,7 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_one_deadline_ends_all_even_a_model_that_never_comes_back(bundle):
     """A live session, a request in the model and an upload that trickles: none of them adds its own time."""
     process = subprocess.Popen(
@@ -208,6 +213,7 @@ def test_a_blank_key_does_not_open_the_server_to_everybody(bundle, monkeypatch, 
         server.serve(server.ServeRequest([str(bundle)], port=0))
 
 
+@pytest.mark.slow
 def test_refused_sockets_are_no_errors_in_the_log(bundle):
     process = start(f"level={bundle}", "--port", 0, "--threads", 1, env={server.KEY_VARIABLE: "secret"})
     url = ready(process)
@@ -227,6 +233,7 @@ def test_a_port_that_is_taken_is_one_line_at_once(bundle):
             "choose another port with --port")
 
 
+@pytest.mark.slow
 def test_a_broken_bundle_ends_the_start_with_its_reason(bundle, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(bundle, broken)

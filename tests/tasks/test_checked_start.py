@@ -25,11 +25,13 @@ def errors(folder, **keys):
     return check(RECIPE, given, starting=True).errors
 
 
+@pytest.mark.slow
 def test_a_start_that_fits_passes_with_another_vocabulary(run, tmp_path):
     assert not errors(tmp_path, init_from=str(run), init_leave=["Transformer.decoder"])
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_the_report_says_what_will_be_taken(run, tmp_path):
     given = {**TINY, "output_folder": str(tmp_path / "new"), "init_from": str(run), "init_average": 5,
              "init_leave": ["Transformer.decoder"]}
@@ -49,6 +51,7 @@ def test_a_source_that_is_not_there(tmp_path):
     assert (error.code, error.key) == ("start", "init_from") and error.message.endswith("nowhere is not there")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key, value, words", [
     ("init_leave", ["ctc_line"], "nothing is called 'ctc_line'"),
     ("init_checkpoint", "epoch9", "there is no checkpoint 'epoch9'"),

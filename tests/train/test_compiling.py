@@ -67,6 +67,7 @@ def test_layers_are_compiled_once_for_all_lengths_and_stay_what_they_were():
     assert compiling.graphs() - before == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_a_flagship_layer_compiles_once_for_all_lengths(with_kernels):
     if with_kernels and library.load() is not None:
@@ -98,6 +99,7 @@ def conformer(layers=1):
     return model
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_leaves_nothing_in_the_memory_of_its_graphs(monkeypatch):
     """SpeechBrain's memo of rotary tables, filled while CUDA graphs warm up, would lie where a replay writes."""
     monkeypatch.setattr(attention._get_precomputed_values, "memo", {})

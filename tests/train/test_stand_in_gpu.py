@@ -89,6 +89,7 @@ def step_on_stand_ins(*args, **overrides):
             brain.stepper.ema.update()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [
     {}, {"precision": "bf16"}, {"precision": "fp16"}, {"ctc_weight": 0.3}, {"ctc_weight": 0.3, "precision": "fp16"},
     {"consistency": 0.2}, {"intermediate_ctc": 0.3, "num_encoder_layers": 2}, {"ema_decay": 0.99},

@@ -65,6 +65,7 @@ def test_it_says_how_many_bits_it_takes():
     assert coder().bit_rate == pytest.approx(996.58, abs=0.01)
 
 
+@pytest.mark.slow
 def test_both_directions_can_be_exported_with_any_size(utterances):
     codec = coder()
 

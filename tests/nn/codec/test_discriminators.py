@@ -39,6 +39,7 @@ def test_telling_apart_trains_them_and_not_what_is_made(sides):
         "each.0.last.bias", "each.1.last.bias"}, "what is too high for the one is too low for the other"
 
 
+@pytest.mark.slow
 def test_they_learn_to_tell_two_kinds_of_sound_apart(sides):
     against, _, noise, samples = sides
     tone = torch.sin(0.3 * torch.arange(4000.0)).repeat(2, 1) * (noise != 0)

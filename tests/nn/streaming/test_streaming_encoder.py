@@ -85,6 +85,7 @@ def streamed(step, features, frames, steps, size):
     return [torch.cat(row) for row in rows]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("fast", [True, False])
 @settings(deadline=None, max_examples=25)
@@ -175,6 +176,7 @@ def exported(step):
     return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_exported_it_gives_the_same_for_any_batch_and_chunk(tmp_path):
     step = StreamingEncoder(recogniser()).eval()

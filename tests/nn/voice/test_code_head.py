@@ -21,6 +21,7 @@ def head_of(quantiser, logits):
     return head, torch.zeros(1, 1, 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(levels=LEVELS, books=st.integers(1, 3), data=st.data())
 def test_no_logits_at_all_give_a_choice_that_does_not_exist(levels, books, data):

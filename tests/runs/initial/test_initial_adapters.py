@@ -69,6 +69,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.slow
 def test_a_plain_recipe_takes_the_merged_weights(run, english, tmp_path, caplog):
     brain, told = started(tmp_path, english, caplog, init_from=str(run))
     assert same(state(brain), merged(run))
@@ -102,6 +103,7 @@ def test_the_mean_of_several(run, english, tmp_path, caplog, rank):
     assert same(state(brain), merged(run, mean_of=2)) and "the mean of 2 checkpoints" in told
 
 
+@pytest.mark.slow
 def test_of_a_run_with_a_moving_average_that(english, tmp_path, caplog):
     averaged = run_with_model(tmp_path / "averaged", english, recipe=overlay(tmp_path), rates=(70.0,), ema_decay=0.9)
     (folder,) = averaged.glob("save/*epoch1*")

@@ -52,6 +52,7 @@ def errors(tmp_path, run, **keys):
                           "init_from": str(run), **keys}, starting=True).errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, fields", [
     ("whisper", "model_type: wav2vec2 there, whisper here"),
     ("hubert-group", "model_type: wav2vec2 there, hubert here, feat_extract_norm: layer there, group here, "
@@ -66,6 +67,7 @@ def test_another_encoder_is_refused_in_the_check_and_at_the_start(data, run, tmp
     assert (error.code, error.key) == ("start", "init_from") and fields in error.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whisper", "hubert-group"])
 def test_another_encoder_that_is_left_out_is_kept_as_pretrained(data, run, tmp_path, caplog, kind):
     before, after, rows = begun(tmp_path, data, kind, run, caplog, init_leave=["encoder"], mask_time_prob=0)
@@ -104,6 +106,7 @@ def test_what_pretraining_did_not_have_is_drawn_anew(data, run, tmp_path, caplog
     assert told["encoder.network.encoder.layer_norm.weight"] == ("kept", "as pretrained: it isn't there")
 
 
+@pytest.mark.slow
 def test_an_encoder_that_differs_in_nothing_but_training_is_the_same(data, run, tmp_path, caplog):
     more = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "mask_time_prob": 0.4, "layerdrop": 0.0, "vocab_size": 77,
             "num_negatives": 3, "initializer_range": 0.5}

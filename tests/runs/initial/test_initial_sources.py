@@ -95,6 +95,7 @@ def test_a_damaged_checkpoint_is_not_counted_in_the_mean(run, english, tmp_path,
     assert "the mean of 2 checkpoints, and not of 3: there are no more" in table
 
 
+@pytest.mark.slow
 def test_a_moving_average_takes_the_place_of_the_weights(english, tmp_path, caplog):
     from sbkit.runs.restore import load_run
 
@@ -111,6 +112,7 @@ def test_a_moving_average_takes_the_place_of_the_weights(english, tmp_path, capl
     assert torch.equal(after["model.3.w.bias"], kept["weights"]["3.w.bias"])
 
 
+@pytest.mark.slow
 def test_the_mean_of_several_moving_averages(english, tmp_path, caplog):
     from sbkit.runs.restore import load_run
 
@@ -230,6 +232,7 @@ def test_a_file_may_call_its_tensors_by_key_by_path_or_as_a_part_does(run, engli
         assert torch.equal(before["model.3.w.weight"], after["model.3.w.weight"])
 
 
+@pytest.mark.slow
 def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, english, tmp_path, caplog):
     other = run_with_model(tmp_path / "other", english, rates=(50.0,))
     text = (other / "hyperparams.yaml").read_text()
@@ -252,6 +255,7 @@ def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, eng
 # ------------------------------------------------------------------ another vocabulary
 
 
+@pytest.mark.slow
 def test_rows_of_equal_tokens_are_taken_and_others_drawn_anew(run, tmp_path, caplog):
     data = spanish(tmp_path / "es", train=5, dev=1, test=1)
     before, after, table = started(tmp_path, data, caplog, init_from=str(run))
@@ -378,6 +382,7 @@ def test_a_file_that_is_damaged_or_half_written(run, english, tmp_path, name):
     assert str(path) in error.message and "not whole" in error.message and error.hint
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_one_that_was_named_is_not(run, english, tmp_path, caplog):
     copied = Path(shutil.copytree(run, tmp_path / "copied"))
     (path,) = copied.glob("save/*epoch2*/model.ckpt")
@@ -395,6 +400,7 @@ def test_a_model_of_another_shape_is_told_whole(run, english, tmp_path):
     assert "--init_leave" in error.hint
 
 
+@pytest.mark.slow
 def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, english, tmp_path, caplog):
     error = refusal(english, tmp_path, run, n_mels=40, **{"Transformer": {"input_size": 40}})
     assert "Transformer.custom_src_module" in error.message

@@ -65,6 +65,7 @@ def started(tmp_path, data, caplog, **keys):
     return brain.hparams.normalize, [" ".join(line.split()) for line in table.splitlines()[1:]]
 
 
+@pytest.mark.slow
 def test_an_encoderasr_folder_gives_its_statistics(folder, norm, english, tmp_path, caplog):
     own, rows = started(tmp_path, english, caplog, init_from=str(folder), **GLOBAL)
     assert own.count == norm.count
@@ -83,6 +84,7 @@ def test_what_is_named_counts_anew(folder, english, tmp_path, caplog):
     assert own.count == 0 and "normalize 161 left there init_leave" in rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [1, 2])
 def test_a_run_gives_those_of_its_best_checkpoint(norm, english, tmp_path, caplog, average):
     path = tmp_path / "global.yaml"

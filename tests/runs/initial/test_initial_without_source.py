@@ -66,6 +66,7 @@ def is_all_of(brain, run):
     return all(torch.equal(value, mine[f"model.{name}"]) for name, value in weights(run).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_begins_without_the_source_of_the_one_before(home, data, tmp_path, named):
     brain = begun(tmp_path, data, home / "run", encoder_source=str(home / "source") if named else None)
@@ -96,6 +97,7 @@ def test_a_run_without_masking_lends_its_encoder_to_one_with(home, data, tmp_pat
     assert brain.hparams.encoder.network.masked_spec_embed.requires_grad
 
 
+@pytest.mark.slow
 def test_lora_begins_on_a_run_and_a_run_on_lora(home, data, tmp_path):
     more = {"language": "en", "precision": "fp32", "encoder_source": None}
     brain = begun(tmp_path / "lora", data, home / "run", LORA, **more)
@@ -106,6 +108,7 @@ def test_lora_begins_on_a_run_and_a_run_on_lora(home, data, tmp_path):
     begun(tmp_path / "whole", data, home / "lora")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run, keys, why, first", [
     ("run", {"init_leave": ["encoder"]}, "init_leave", "feature_extractor.conv_layers.0.conv.weight"),
     ("half", {}, "the run .* lacks them", "encoder.layers.1.attention.k_proj.weight")])
@@ -156,6 +159,7 @@ def adapters_of(brain):
     return {float(value.unique()) for name, value in state(brain).items() if ".adapter_layer." in name}
 
 
+@pytest.mark.slow
 def test_adapters_of_another_language_are_not_taken_in_its_place(data, tmp_path):
     source = str(encoders.make(tmp_path / "mms", "mms-adapters"))
     language_adapter(source, "fra", 7.0)

@@ -166,6 +166,7 @@ def _other(tmp_path, run):
     return run_folders.run_that_tells(tmp_path / "other", heard, epochs=3)
 
 
+@pytest.mark.slow
 def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
     run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
     other = _other(tmp_path, run)
@@ -247,6 +248,7 @@ def test_damaged_files_are_named(tmp_path):
         write_report(run)
 
 
+@pytest.mark.slow
 def test_utterances_without_a_reference_are_not_scored(tmp_path, wav):
     heard = run_folders.told(wav=wav)
     heard[3] = dataclasses.replace(heard[3], reference="")

@@ -163,6 +163,7 @@ def test_parts_that_contradict_each_other_are_errors_where_they_stand(tmp_path, 
     assert all(error.where for error in found)
 
 
+@pytest.mark.slow
 def test_the_check_says_how_many_bits_a_second_takes(tmp_path):
     report = check(RECIPE, {**SMALL, "output_folder": str(tmp_path)})
     assert not report.errors and report.sections["shapes"].values["head"]

@@ -34,6 +34,7 @@ def keys(max_duration, augment=None, most=30.0):
                            corpus=SimpleNamespace(max_duration=max_duration), sample_rate=16_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_duration, problem", [
     (40.0, "utterances of 40 s are let in, and the encoder hears at most 30 s"), (30.0, None)])
 def test_the_check_tells_of_a_limit_that_the_encoder_has_and_the_corpus_not(tmp_path, whisper, max_duration, problem):

@@ -46,6 +46,7 @@ def task(request):
     return brain
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_best_of_all_sequences_by_the_scores_of_training(task):
     feats, frames = torch.randn(3, 5, SIZE), torch.tensor([5, 3, 4])

@@ -79,6 +79,7 @@ def prepared(tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_a_prepared_corpus_is_compared_with_the_model(prepared):
     report = check(SMALL, prepared())
     assert report.errors == []
@@ -87,12 +88,14 @@ def test_a_prepared_corpus_is_compared_with_the_model(prepared):
         "hours per epoch, 0.0056 h of audio, one cpu", "hours of the run, 2 epochs, one cpu"]
 
 
+@pytest.mark.slow
 def test_an_epoch_that_goes_through_its_corpus_several_times_is_billed_so(prepared):
     report = check(SMALL, prepared() | {"batching": {"least_steps": 198}})
     assert [row[0] for row in report.sections["bill"].rows][-2:] == [
         "hours per epoch, 0.55 h of audio, 99 times 0.0056 h, one cpu", "hours of the run, 2 epochs, one cpu"]
 
 
+@pytest.mark.slow
 def test_utterances_too_short_are_warned_of_and_too_many_are_an_error(prepared):
     given = prepared(seconds=0.12)  # 13 frames, 7 after subsampling
     long = ["abcabcabcabcabcabcabc"]
@@ -104,6 +107,7 @@ def test_utterances_too_short_are_warned_of_and_too_many_are_an_error(prepared):
     assert [(f.code, f.severity) for f in check(SMALL, given).errors] == [("too-short", "error")] * 2
 
 
+@pytest.mark.slow
 def test_the_tokenizer_on_disk_decides_the_size(prepared):
     given = prepared()
     model = Path(given["output_folder"]) / "save" / "10_unigram.model"

@@ -224,6 +224,7 @@ def test_a_limit_holds_for_each_size(run, capsys):
     assert "(chunk: 640 ms) is more than --max-wer 1" in told and "(chunk: whole)" in told
 
 
+@pytest.mark.slow
 def test_a_search_is_tuned_and_shows_what_it_would_have_found_after_each_chunk(run, tmp_path, capsys):
     lm.build(Manifest.read(run / "manifests" / "train.csv").texts, tmp_path / "words.arpa", order=2)
     search = "--lm", tmp_path / "words.arpa", "--tune-lm", "--beam", 4

@@ -69,6 +69,7 @@ def test_a_state_is_packed_into_caches_and_back(shape, around, drawn):
             assert torch.equal(part, found)
 
 
+@pytest.mark.slow
 def test_each_step_gives_what_the_graph_for_streams_gives(stream, written):
     """In a batch of streams that are over at different times, from features of the same windows."""
     config, made = described(stream.graph), stream.graph

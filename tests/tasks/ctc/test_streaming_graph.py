@@ -104,6 +104,7 @@ def test_features_of_any_filter_bank_are_computed_in_it(changes):
         np.testing.assert_allclose(found, reference(made, chunks=CHUNKS.config(4))(signal), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["onnx", "torch"])
 def test_what_is_written_gives_the_same_for_any_batch_and_chunk(name, written, model):
     agrees(opened(name, written[name]), model, described(StreamingGraph(model)), 1e-4)

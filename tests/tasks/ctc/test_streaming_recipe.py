@@ -102,6 +102,7 @@ def test_the_check_tries_the_front_end_whatever_its_weights_are(data, tmp_path):
     assert "sees features of the frames that follow" in findings[0].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {}, {"Transformer": {"attention_type": "RelPosMHAXL"}}, {"compute_features": {"frame_length": 8.0}}])
 def test_the_check_warns_of_just_what_the_export_refuses(data, tmp_path, changes):

@@ -238,6 +238,7 @@ def test_the_check_refuses_encoders_that_have_no_chunks(given, told, tmp_path):
     assert len(found) == 1 and found[0].code == "chunks" and told in found[0].message
 
 
+@pytest.mark.slow
 def test_the_check_takes_a_front_end_that_looks_back_alone(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"""recipe: !include:{SMALL}

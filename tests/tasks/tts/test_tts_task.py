@@ -228,6 +228,7 @@ def checked(tmp_path, **given):
     return {finding.key: finding for finding in report.findings if finding.severity == "error"}
 
 
+@pytest.mark.slow
 def test_a_recipe_without_bundles_is_checked_as_a_whole_and_says_which_are_missing(tmp_path):
     found = checked(tmp_path)
     assert set(found) == {"codec", "recogniser"}

@@ -78,6 +78,7 @@ def test_sweep_removes_what_a_dead_process_was_writing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["CKPT+other"]
 
 
+@pytest.mark.slow
 def test_sweep_leaves_what_a_living_process_is_writing(tmp_path):
     script = ("import sys, time; from pathlib import Path; from sbkit.train.checkpoint import files as f\n"
               f"held = f.begin(Path(sys.argv[1]), {NAME!r}); print('ready', flush=True); time.sleep(60)")

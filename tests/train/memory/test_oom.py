@@ -70,6 +70,7 @@ def train(cls, micros=1, world=(0, 1), **kwargs):
     return toy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls, micros", [(Narrow, 1), (InBackward, 1), (Narrow, 2), (InBackward, 2)])
 def test_a_step_in_parts_is_the_step_it_would_have_been(cls, micros, caplog):
     whole = train(ToyBrain, micros)
@@ -83,6 +84,7 @@ def test_a_step_in_parts_is_the_step_it_would_have_been(cls, micros, caplog):
     assert "computed in 2 parts" in told[0]
 
 
+@pytest.mark.slow
 def test_what_failed_once_is_not_tried_again(caplog):
     toy = train(Narrow)
     assert toy.attempts == 2  # eight rows, then four
@@ -91,6 +93,7 @@ def test_what_failed_once_is_not_tried_again(caplog):
     assert told[2].startswith("5 micro-batches of this epoch did not fit into memory")
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_counts_by_its_share_of_utterances():
     whole, parts = train(Wide), train(Scalar)
     assert parts.attempts == 2 and whole.attempts == 0
@@ -118,6 +121,7 @@ def test_earlier_micro_batches_are_repeated_with_the_numbers_they_had():
     assert parts[0] == second and len(parts) == 2  # the one that failed begins where it began
 
 
+@pytest.mark.slow
 def test_a_single_utterance_that_does_not_fit_ends_the_run():
     class Full(Narrow):
         fits = 0
@@ -157,6 +161,7 @@ class Whole:
         return (batch_of(range(i, i + 7)) for i in range(0, 21, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scalar", [False, True])
 def test_an_evaluation_in_halves_is_the_evaluation_it_would_have_been(scalar, caplog):
     narrow, wide = brain(NarrowToo, hparams={"scalar": scalar}), brain(NarrowToo, hparams={"scalar": False})
@@ -262,6 +267,7 @@ def train_with_little(rank, size, megabytes):
 on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a process to a bound of memory")
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_process_without_memory_for_its_step_goes_on_in_parts():
     ((apart, steps, told),) = results(train_with_little, 0, 32, 135, world=1)

@@ -24,6 +24,7 @@ def trial(tmp_path, monkeypatch):
         yield made
 
 
+@pytest.mark.slow
 def test_a_trial_takes_real_steps_on_noise(trial):
     before = [p.clone() for p in trial.brain.modules.parameters()]
     assert trial.fits(2, 1.5)
@@ -34,6 +35,7 @@ def test_a_trial_takes_real_steps_on_noise(trial):
     assert not (Path.cwd() / "results" / "small").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_lengths_are_those_of_the_prepared_corpus_wherever_its_manifests_lie(inside, tmp_path, monkeypatch):
     """Such as manifests that several runs share, outside of the output folder of each."""
@@ -45,6 +47,7 @@ def test_the_lengths_are_those_of_the_prepared_corpus_wherever_its_manifests_lie
         assert made.edges[-1] == 3.0
 
 
+@pytest.mark.slow
 def test_a_recipe_without_an_output_folder_is_tried(tmp_path, monkeypatch):
     monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
     path = tmp_path / "recipe.yaml"
@@ -54,6 +57,7 @@ def test_a_recipe_without_an_output_folder_is_tried(tmp_path, monkeypatch):
         assert made.edges[-1] == 20.0
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -77,11 +81,13 @@ def test_a_process_with_little_memory_says_what_fits():
             bounded.fits(1, -1)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_can_not_be_measured(trial):
     with pytest.raises(SbkitError, match="sbkit tune finds the largest"):
         trials.time_steps(lambda batch: False, trial.batch(1, 1.0), torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_measured_steps_stand_in_the_bill(capsys, monkeypatch):
     from sbkit import cli
 

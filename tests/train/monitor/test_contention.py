@@ -140,6 +140,7 @@ def test_an_epochs_line_has_its_share(monkeypatch, tmp_path):
     assert epoch["kind"] == "epoch" and epoch["core_wait_share"] == 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not contention._waited(), reason="this system doesn't tell how long threads waited")
 def test_a_busy_core_is_seen(monkeypatch):
     """By the kernel's own counts: this process and another one share a core."""
