@@ -1,5 +1,6 @@
 """What all tests need: Ctrl-C as in a terminal, quiet imports, as many cards as they ask for, kernels of their own."""
 
+import gc
 import signal
 import sys
 from collections import Counter
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 # How long one example takes is up to how busy the machine is.
 settings.register_profile("sbkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # CI is shared
 settings.load_profile("sbkit")
+
+# What is imported and collected at first stays, and looking through it for garbage is a tenth of the tests' time.
+gc.disable()
 
 # A shell that starts us in the background has us, and what we start, ignore Ctrl-C, and nohup the end of a terminal.
 # Tests of them need them.
@@ -30,6 +34,11 @@ def pytest_collection_modifyitems(items):
     for name in lazy:
         del sys.modules[name]
     yield
+
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -22,7 +22,7 @@ from sbkit.system.processes import free_port, torchrun_environment
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pandas", "sbkit.tasks.ctc", "sbkit.commands.train",
-                                 "sbkit.recipe.load"])
+                                 "sbkit.recipe.load", "sbkit.runs.training", "sbkit.infer.bundles", "settled"])
 
 
 class Outcome(NamedTuple):
