@@ -163,11 +163,12 @@ class ASR(Task):
         super().close_step(facts)
 
     def open_step(self, number: int) -> None:
-        """Set the learning rate and the strength of masks that follow what the model hears."""
-        masks: object = self.keys.spec_augment
+        """Set the learning rate and the strength of masks, which follow what the model hears."""
         heard = self.hearing.at(number)
-        if hasattr(masks, "follow"):
-            masks.follow(heard if self.hearing.known else 1.0)  # whole where nobody knows what is heard
+        followers: tuple[object, ...] = (self.keys.spec_augment, self.keys.schedule)
+        for each in followers:
+            if hasattr(each, "follow"):
+                each.follow(heard if self.hearing.known else 1.0)  # whole where nobody knows what is heard
         super().open_step(number)
         self._tell(self.alarm.look(number, self.hearing, self._plain_rate()))
 

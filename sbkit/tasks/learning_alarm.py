@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any
@@ -29,7 +30,7 @@ FALLEN, BACK, LOWEST = 0.5, 0.4, 0.1
 GROWN, SHRUNK = 1.5, 1.25
 #: A standstill: no more than ``STANDS`` was ever heard, and for ``PATIENCE`` steps, and for this share of the run, that
 #: has not grown by ``GAIN``. Real runs gained 6 % and more in as many, also those with few data and word pieces.
-STANDS, STANDING_SHARE, GAIN = 0.4, 0.1, 0.02
+STANDS, STANDING_SHARE, GAIN = 0.4, 0.1, 0.04
 #: How often a notice of each kind is given and taken back, in a run that goes up and down.
 MOST_TOLD = 2
 #: Steps that a fall has to last: more than the twenty that the moving average spans, and than a run that goes on at a
@@ -133,7 +134,10 @@ class LearningAlarm:
             state.raised.setdefault(CHANCE, step)
         if not state.raised and self._validation is not None and self._validation.deaf(DEAF):
             state.raised[VALIDATION] = step
-        return [self._notice(what, step)._replace(at_end=True) for what in words.KINDS if what in state.raised]
+        notices = [self._notice(what, step) for what in words.KINDS if what in state.raised]
+        if not notices and seen is not None and seen.heard is not None and state.best < STANDS:
+            notices = [words.little(step, seen, self.setup)]
+        return [notice._replace(at_end=True) for notice in notices]
 
     # ------------------------------------------------------------ what it finds
 
@@ -149,7 +153,7 @@ class LearningAlarm:
         """What a step at this learning rate counts for."""
         usual = words.USUAL_RATE
         if self.setup.schedule is not None:
-            _, peak = self.setup.schedule.top()
+            peak = min(self.setup.schedule.top()[1], self.setup.schedule.unheard or math.inf)
             usual = max(peak, min(usual, MOST_TIMES * peak))
         return min(1.0, rate / usual) if usual > 0 else 0.0
 

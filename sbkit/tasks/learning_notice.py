@@ -211,6 +211,13 @@ def standstill(step: int, seen: Seen, best: float, best_step: int, since: int, s
     return Notice(STANDSTILL, step, "The model hears little, and has stopped learning", detail, tuple(advice))
 
 
+def little(step: int, seen: Seen, setup: Setup) -> Notice:
+    """Notice at the end of training that little was learnt, however slowly it went on."""
+    detail = f"{_sentence(seen.against_chance())} That of a run that learns comes to half of chance and less."
+    rate = _higher(seen, setup) if setup.too_low(seen.rate) else _lower(seen, setup)
+    return Notice(STANDSTILL, step, "The model hears little", detail, (rate, setup.more_steps, *_masks(setup), _LABELS))
+
+
 def deaf(step: int, seen: Seen | None, validation: Validation, setup: Setup) -> Notice:
     """Notice a validation no better than empty transcripts, which training may or may not be as well."""
     detail = [f"In the validation after step {validation.step:,} {validation.words()}; empty transcripts make 100 %."]

@@ -1,4 +1,4 @@
-"""Learning rate schedules as pure functions of the optimizer step, with no state to save."""
+"""Learning rate schedules as functions of the optimizer step and of what the model hears, with no state to save."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from sbkit.errors import SbkitError
 
 Shape = Literal["cosine", "linear", "noam", "constant"]
+
+#: The model's score, between 0 (chance) and 1 (no loss), from which it hears, and from which it hears clearly.
+HEARS, CLEARLY = 0.1, 0.4
 
 
 class Schedule:
@@ -29,6 +32,9 @@ class Schedule:
     rise : float, optional
         The most that the rate may rise in a step of a warm-up that is a share of the run. A peak that is too high for
         that is reached later; one that couldn't be reached in the first half of the run is lowered.
+    unheard : float, optional
+        The highest rate while the model hears nothing (see ``follow``). It rises to the schedule's with what is heard:
+        a rate at which a model learns on can be too high for one that has yet to begin.
 
     Example
     -------
@@ -39,7 +45,7 @@ class Schedule:
     """
 
     def __init__(self, peak: float, warmup: float = 0.1, shape: Shape = "cosine", final: float = 0.0,
-                 rise: float | None = None):
+                 rise: float | None = None, unheard: float | None = None):
         if shape not in get_args(Shape):
             raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(get_args(Shape))}")
         if not peak >= 0:
@@ -51,8 +57,14 @@ class Schedule:
         if rise is not None and rise <= 0:
             raise SbkitError(f"schedule rise is {rise:g}, so the rate could never rise",
                              hint="write a number above 0, or null for none")
+        if unheard is not None and unheard <= 0:
+            raise SbkitError(f"schedule unheard is {unheard:g}, so nothing could be learnt",
+                             hint="write a number above 0, or null for none")
         self.peak, self.warmup, self.shape, self.final, self.rise = peak, warmup, shape, final, rise
+        self.unheard = unheard
         self.total_steps = 0  # set once the length of the run is known
+        self.limit = math.inf
+        """The highest rate for what the model hears now; none unless ``follow`` sets it."""
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 1."""
@@ -83,9 +95,16 @@ class Schedule:
     def _warmup(self) -> float:
         return max(1.0, self.warmup if self.warmup >= 1 else self.warmup * self.total_steps)
 
+    def follow(self, score: float) -> None:
+        """Set the limit for a model's score, between 0 (chance) and 1 (no loss)."""
+        if self.unheard is not None:
+            share = (score - HEARS) / (CLEARLY - HEARS)
+            above = max(0.0, self.top()[1] - self.unheard)
+            self.limit = self.unheard + max(0.0, share) * above if share < 1 else math.inf
+
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the rate for optimizer step ``step``, times ``lr_scale`` for groups that have one, and return it."""
-        lr = self(step)
+        lr = min(self(step), self.limit)
         for group in optimizer.param_groups:
             scaled = lr * group.get("lr_scale", 1.0)
             if isinstance(group["lr"], torch.Tensor):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from sbkit.tasks.task import Metric
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.metrics import MetricsLog
+from sbkit.train.schedule import Schedule
 from sbkit.train.step import Facts
 from sbkit.train.train_log import TrainLog
 
@@ -147,10 +149,12 @@ def test_what_has_no_reference_is_named_and_not_scored(caplog):
 
 
 def following(folder, chance=3.0, task=Parrot):
-    """A brain whose masks follow what it hears, and its masks."""
+    """A brain whose masks and learning rate follow what it hears, and its masks."""
     masks, layer = SpecAugment(ramp=[0.2, 0.6]), torch.nn.Linear(1, 1)
     shelf = Checkpointer(folder, {"model": layer})
-    brain = task({"layer": layer}, hparams={"spec_augment": masks}, run_opts={"device": "cpu"}, checkpointer=shelf)
+    schedule = Schedule(peak=0.003, warmup=1, shape="constant", unheard=0.001)
+    brain = task({"layer": layer}, partial(torch.optim.SGD, lr=9.0), {"spec_augment": masks, "schedule": schedule},
+                 run_opts={"device": "cpu"}, checkpointer=shelf)
     brain.hearing.chance = chance
     return brain, masks
 
@@ -168,19 +172,20 @@ def facts(step, loss, part="spelling"):
 def test_masks_follow_what_is_heard_by_the_tokens_part_of_the_loss_and_so_after_resuming(tmp_path):
     brain, masks = following(tmp_path)
     begin(brain)
-    assert masks.strength == 0.0
+    assert masks.strength == 0.0 and brain.learning_rate == 0.001
     for step in range(1, 60):
         brain.close_step(facts(step, 1.8))
         brain.optimizer_step = step
         brain.open_step(step + 1)
     assert masks.strength == pytest.approx(0.5)  # 1.8 of 3.0: heard 0.4, half way from 0.2 to 0.6
+    assert brain.learning_rate == pytest.approx(0.003)
     brain.close_step(facts(60, 0.3))  # known already, and not followed yet
     brain.checkpointer.save_checkpoint(meta={"WER": 50.0})
     brain.checkpointer.wait()
 
     again, others = following(tmp_path)
     begin(again)
-    assert others.strength == pytest.approx(0.5)
+    assert others.strength == pytest.approx(0.5) and again.learning_rate == pytest.approx(0.003)
     for each, mask in ((brain, masks), (again, others)):
         each.optimizer_step = 62
         each.open_step(63)
@@ -190,7 +195,7 @@ def test_masks_follow_what_is_heard_by_the_tokens_part_of_the_loss_and_so_after_
 def test_without_a_chance_masks_are_whole(tmp_path):
     brain, masks = following(tmp_path, chance=float("nan"))
     begin(brain)
-    assert masks.strength == 1.0
+    assert masks.strength == 1.0 and brain.learning_rate == 0.003
 
 
 def test_masks_are_whole_where_the_loss_has_no_part_to_compare_with_chance(tmp_path):

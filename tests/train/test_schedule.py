@@ -1,4 +1,4 @@
-"""The learning rate is a pure function of the step."""
+"""The learning rate is a function of the step, and of what is heard where it says so."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.errors import SbkitError
-from sbkit.train.schedule import Schedule
+from sbkit.train.schedule import CLEARLY, HEARS, Schedule
 
 
 @pytest.mark.parametrize("shape, slow", [("cosine", 0.5 ** 0.5), ("linear", 0.5)])
@@ -65,6 +65,44 @@ def test_a_warm_up_in_steps_is_taken_as_it_is():
     schedule = Schedule(peak=1.0, warmup=3, shape="linear", rise=0.01)
     schedule.total_steps = 1000
     assert not schedule.gentler and schedule.top() == (3, 1.0)
+
+
+def test_a_high_rate_waits_until_something_is_heard():
+    schedule, optimizer = limited(peak=0.003, unheard=0.002)
+    found = []
+    for score in (0.0, 0.1, 0.25, 0.4, 1.0):
+        schedule.follow(score)
+        found.append(schedule.apply(optimizer, 100))
+    assert found == pytest.approx([0.002, 0.002, 0.0025, 0.003, 0.003])
+    schedule.follow(0.0)
+    assert schedule.apply(optimizer, 10) == schedule(10) < 0.002, "it is a limit, not a rate"
+    assert optimizer.param_groups[0]["lr"] == schedule(10)
+
+
+@given(peak=st.floats(1e-5, 1), unheard=st.none() | st.floats(1e-5, 1), step=st.integers(1, 1000),
+       scores=st.lists(st.floats(0, 1), min_size=2, max_size=2).map(sorted))
+def test_who_hears_more_may_learn_as_fast_as_who_hears_less(peak, unheard, step, scores):
+    schedule, optimizer = limited(peak, unheard)
+    rates = []
+    for score in scores:
+        schedule.follow(score)
+        rates.append(schedule.apply(optimizer, step))
+    assert 0 <= rates[0] <= rates[1] <= schedule(step)
+    if unheard is None or unheard >= peak or scores[0] >= CLEARLY:
+        assert rates[0] == schedule(step)
+    if unheard is not None and scores[0] <= HEARS:
+        assert rates[0] <= unheard
+
+
+def limited(peak, unheard):
+    schedule = Schedule(peak=peak, warmup=0.1, shape="linear", unheard=unheard)
+    schedule.total_steps = 1000
+    return schedule, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def test_a_rate_at_which_nothing_could_be_learnt_is_refused():
+    with pytest.raises(SbkitError, match="unheard is 0, so nothing could be learnt"):
+        Schedule(peak=1.0, unheard=0)
 
 
 def test_a_rate_that_could_never_rise_is_refused():

@@ -193,7 +193,7 @@ def test_the_second_ctrl_c_leaves_at_once_even_while_c_code_waits(waits):
         script.send(signal.SIGINT)
         start = time.monotonic()
         returned, _, err = script.end()
-    assert returned == 130 and time.monotonic() - start < 2
+    assert returned == 130 and time.monotonic() - start < 5
     assert "press Ctrl-C again to stop at once" in err
 
 
