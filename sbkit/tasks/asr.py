@@ -156,7 +156,7 @@ class ASR(Task):
             self._tell(self.alarm.end(self.optimizer_step))
 
     def close_step(self, facts: Facts) -> None:
-        """Record a step's loss for the masks that follow it and for the warnings."""
+        """Record a step's loss for the masks and the rate that follow it, and for the warnings."""
         part = facts.extras.get(self.loss_of_tokens or "")
         total, tokens = part or (facts.total, facts.count)
         self.hearing.count(facts.number, total, tokens, comparable=part is not None)

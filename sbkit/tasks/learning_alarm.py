@@ -30,6 +30,7 @@ FALLEN, BACK, LOWEST = 0.5, 0.4, 0.1
 GROWN, SHRUNK = 1.5, 1.25
 #: A standstill: no more than ``STANDS`` was ever heard, and for ``PATIENCE`` steps, and for this share of the run, that
 #: has not grown by ``GAIN``. Real runs gained 6 % and more in as many, also those with few data and word pieces.
+#: Whoever ends below ``STANDS`` is told then, however it went on.
 STANDS, STANDING_SHARE, GAIN = 0.4, 0.1, 0.04
 #: How often a notice of each kind is given and taken back, in a run that goes up and down.
 MOST_TOLD = 2

@@ -11,8 +11,8 @@ from sbkit.errors import SbkitError
 
 Shape = Literal["cosine", "linear", "noam", "constant"]
 
-#: The model's score, between 0 (chance) and 1 (no loss), from which it hears, and from which it hears clearly.
-HEARS, CLEARLY = 0.1, 0.4
+#: The limit of ``unheard`` is lifted between these scores of a model, of which 0 is chance and 1 is no loss.
+LIFTED = (0.1, 0.4)
 
 
 class Schedule:
@@ -98,7 +98,7 @@ class Schedule:
     def follow(self, score: float) -> None:
         """Set the limit for a model's score, between 0 (chance) and 1 (no loss)."""
         if self.unheard is not None:
-            share = (score - HEARS) / (CLEARLY - HEARS)
+            share = (score - LIFTED[0]) / (LIFTED[1] - LIFTED[0])
             above = max(0.0, self.top()[1] - self.unheard)
             self.limit = self.unheard + max(0.0, share) * above if share < 1 else math.inf
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.errors import SbkitError
-from sbkit.train.schedule import CLEARLY, HEARS, Schedule
+from sbkit.train.schedule import LIFTED, Schedule
 
 
 @pytest.mark.parametrize("shape, slow", [("cosine", 0.5 ** 0.5), ("linear", 0.5)])
@@ -88,9 +88,9 @@ def test_who_hears_more_may_learn_as_fast_as_who_hears_less(peak, unheard, step,
         schedule.follow(score)
         rates.append(schedule.apply(optimizer, step))
     assert 0 <= rates[0] <= rates[1] <= schedule(step)
-    if unheard is None or unheard >= peak or scores[0] >= CLEARLY:
+    if unheard is None or unheard >= peak or scores[0] >= LIFTED[1]:
         assert rates[0] == schedule(step)
-    if unheard is not None and scores[0] <= HEARS:
+    if unheard is not None and scores[0] <= LIFTED[0]:
         assert rates[0] <= unheard
 
 
