@@ -79,10 +79,21 @@ def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
         brain.on_fit_start()
         brain.open_step(brain.optimizer_step + 1)
         brain.stepper.freezing.train()
-        # The run itself will warn of unused layers.
-        logging.getLogger("sbkit.train.distributed.parallel").setLevel(logging.ERROR)
         durations = _durations(request, recipe, Path(folder))
-        yield Trial(brain, durations, device, batch_size.place(model, recipe.keys, brain.precision, device))
+        with _quiet("sbkit.train.distributed.parallel"):  # the run itself will warn of unused layers
+            yield Trial(brain, durations, device, batch_size.place(model, recipe.keys, brain.precision, device))
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Let a logger report nothing but errors."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _durations(request: arguments.Request, recipe: load.Recipe, folder: Path) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Trials take real steps on noise; those with little memory end in an answer, whatever becomes of their process."""
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -33,6 +34,15 @@ def test_a_trial_takes_real_steps_on_noise(trial):
     batch = trial.batch(3, 2.0)
     assert batch.padded_seconds == 6.0 and batch.tokens.min() >= 1 and batch.tokens.max() < 20
     assert not (Path.cwd() / "results" / "small").exists()
+
+
+@pytest.mark.slow
+def test_a_trial_warns_of_no_unused_layers_and_a_run_after_it_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
+    logger = logging.getLogger("sbkit.train.distributed.parallel")
+    with trials.trial(arguments.parse([str(SMALL), "--device", "cpu"]), torch.device("cpu")):
+        assert not logger.isEnabledFor(logging.WARNING)
+    assert logger.isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.slow
