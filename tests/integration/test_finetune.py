@@ -161,7 +161,7 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
 def test_whisper_hears_recordings_that_are_longer_than_its_window(home):
     encoders.make(home / "whisper", "whisper", encoder_layers=1)
     command = [{"encoder": "whisper"}.get(word, word) for word in words("whisper", *STILL)]
-    python("-m", "sbkit", *command, cwd=home)
+    sbkit(home, *command)
     sbkit(home, "export", "results/whisper", "--to", "hears", "--formats", "onnx")
     assert json.loads((home / "hears" / "config.json").read_text())["longest_seconds"] == 30
     soundfile.write(home / "long.wav", np.concatenate([tone("low", 33, 1), tone("high", 33, 2)]), 16_000)

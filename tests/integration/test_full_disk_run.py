@@ -1,11 +1,9 @@
 """A run whose disk fills up ends with one line, loses nothing, and goes on when there is room."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import run_folders
 from disks import REFUSED, small_disk
@@ -27,9 +25,8 @@ def train(home, out, *more):
             "precision": "fp32", "device": "cpu"}
     words = [str(word) for name, value in keys.items() for word in (f"--{name}", value)]
     words += ["--no-check", "--noprogressbar", *more]
-    done = subprocess.run([sys.executable, ROOT / "train.py", ROOT / "hparams" / "ctc.yaml", *words],
-                          capture_output=True, text=True, timeout=400,
-                          env={**os.environ, "SBKIT_CACHE": str(home / "cache")})
+    done = processes.program(processes.command, str(home), "train", str(ROOT / "hparams" / "ctc.yaml"), *words,
+                             timeout=400, SBKIT_CACHE=str(home / "cache"))
     return done.returncode, done.stderr
 
 
