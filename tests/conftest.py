@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.enable()
     gc.freeze()
+    if "sbkit.recipe.speed" in sys.modules:  # one product of matrices tells a CPU's speed well enough here
+        sys.modules["sbkit.recipe.speed"].LOOK_SECONDS = 0.0
 
 
 def pytest_runtest_setup(item):
