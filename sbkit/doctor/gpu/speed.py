@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sbkit.doctor.gpu.bench import ProgramFailed
 from sbkit.doctor.gpu.catalogue import FINETUNE_RATIO, LEAST_MFU, STEP_RATIO
 from sbkit.doctor.gpu.corpus import corpus
 
@@ -60,14 +61,21 @@ def measured(bench: Bench, recipe: str, precisions: str) -> dict[str, Any]:
 
 def _run(bench: Bench, tool: str, precisions: str, words: Sequence[str]) -> dict[str, Any]:
     out = bench.folder / "bench.json"
-    command = [sys.executable, str(bench.checkout / "tools" / tool), "--device", bench.device,
+    command = [str(bench.checkout / "tools" / tool), "--device", bench.device,
                "--rounds", str(bench.size(2, 1)), "--precisions", bench.size(precisions, "fp32"), "--json", str(out),
                *words]
     print(" ".join(command), flush=True)
-    done = subprocess.run(command, cwd=bench.checkout, stdin=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        raise ProgramFailed(f"tools/{tool} ended with code {done.returncode}")
+    bench.call(_referee, command)
     return json.loads(out.read_text(encoding="utf-8"))
+
+
+def _referee(command: list[str]) -> None:
+    """Be a program under ``tools``, with all imports done; each side that it starts imports its own."""
+    tools = Path(command[0]).parent
+    os.chdir(tools.parent)
+    sys.path.insert(0, str(tools))
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def ratio(sides: dict[str, list[float]]) -> float:
