@@ -37,7 +37,7 @@ def sherpa_hears_streams() -> bool:
 
 
 def _make(home: Path) -> None:
-    """Of one layer: that a second follows, test_streaming_graph.py and test_sherpa_stream.py show of what is exported."""
+    """Of one layer: that a second follows, test_streaming_graph.py and test_sherpa_stream.py show of such graphs."""
     (home / "run").mkdir()
     run = trained(home / "run", corpus(home / "data", train=6, dev=2, test=3), num_encoder_layers=1)
     target = ["--target", "sherpa"] if sherpa_hears_streams() else []

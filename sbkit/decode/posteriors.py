@@ -219,20 +219,20 @@ def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.nd
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         return np.where(keys[at] == wanted, probs[at], 0.0)
 
-    mass, run = np.zeros(len(token)), np.zeros(len(token), np.int64)
-    here, alive = event.copy(), np.arange(len(token))
-    while len(alive):
-        now = here[alive]
-        run[alive] += batch.run[now]
-        mass[alive] += prob(now, token[alive]) * batch.run[now]
-        following = now + 1
-        inside = following < limit[alive]
-        alive, now, following = alive[inside], now[inside], following[inside]
-        close = batch.frame[following] == batch.frame[now] + batch.run[now]
-        held = prob(following, token[alive])
-        goes_on = close & (held > 0) & (held >= batch.blank[following])
-        alive = alive[goes_on]
-        here[alive] += 1
+    # Each event up to the limits, and which token it may continue: all at once, since a token may last for long.
+    longest = np.maximum(limit - event, 1)
+    owner = np.repeat(np.arange(len(token)), longest)
+    begin = np.cumsum(longest) - longest
+    each = np.arange(len(owner)) + (event - begin)[owner]
+    held, lasts = prob(each, token[owner]), batch.run[each]
+    close = batch.frame[each] == batch.frame[each - 1] + batch.run[each - 1]
+    stops = ~(close & (held > 0) & (held >= batch.blank[each]))
+    stops[begin] = False
+    stopped = np.cumsum(stops)
+    alive = stopped == stopped[begin][owner]
+    # These sums add one after another, as a stream and a recording must to the last bit.
+    mass, run = (np.bincount(owner[alive], column[alive], minlength=len(token)) for column in (held * lasts, lasts))
+    run = run.astype(np.int64)
     starts = batch.frame[event].astype(np.int64)
     columns = (token, starts, starts + run, (mass / run).astype(np.float32))
     cuts = np.cumsum(sizes)[:-1]
