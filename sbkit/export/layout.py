@@ -151,7 +151,8 @@ class Streaming:
     and the next state out.
 
     A stream is continued by its mirror image, ``before`` samples at its beginning and ``after`` at its end. The first
-    window begins where that does, and each further one ``overlap`` samples before the end of the one before.
+    window begins where that does, and each further one ``ahead`` frames and ``overlap`` samples before the end of the
+    one before.
     """
 
     chunks: list[int]
@@ -159,12 +160,14 @@ class Streaming:
     left: int
     """Output frames before its chunk that a frame sees."""
     overlap: int
-    """Samples that two windows share."""
+    """Samples of a feature frame beyond those of the step to the next."""
     before: int
     after: int
     state: dict[str, dict[str, Any]]
     """Inputs that hold the state: ``type`` (float32 or int64) and ``shape``, to which a batch adds a first dimension.
     The next state is in the outputs of these names after ``next_``. A stream begins with zeros."""
+    ahead: int = 0
+    """The last output frames of a full window, which the next one begins with and says."""
     models: dict[str, str] = field(default_factory=dict)
     """The file of each format."""
 
@@ -174,7 +177,9 @@ class Streaming:
         if not isinstance(self.chunks, list) or not self.chunks or not all(is_whole(size, 1) for size in self.chunks):
             raise SbkitError(f"{told}: chunks is {self.chunks!r}, but must be a list of whole numbers above 0")
         check_sizes(told, self, "left")
-        check_sizes(told, self, "overlap", "before", "after", least=0)
+        check_sizes(told, self, "overlap", "before", "after", "ahead", least=0)
+        if self.ahead >= min(self.chunks):
+            raise SbkitError(f"{told}: ahead is {self.ahead}, but must be below the smallest of chunks")
         if not isinstance(self.state, dict) or not self.state or not all(map(_is_tensor, self.state.values())):
             raise SbkitError(f"{told}: state must give each name a type, {' or '.join(TYPES)}, and a shape, not "
                              f"{self.state!r}")

@@ -15,7 +15,7 @@ class Window(NamedTuple):
     samples: np.ndarray
     """``[S]`` float32."""
     frames: int
-    """Feature frames that are real, fewer than others only at a stream's end."""
+    """Feature frames that are real, fewer than others only in a stream's last window."""
 
 
 class Windows:
@@ -35,12 +35,16 @@ class Windows:
         self.size, self.samples = self.hop + config.streaming.overlap, config.window(chunk)
         self.frames = chunk * config.subsampling
         """Feature frames of a full window."""
+        self.moves = self.frames - config.streaming.ahead * config.subsampling
+        """Feature frames from the first of a full window to the first of the next."""
+        self.seconds = self.moves * self.hop / config.sample_rate
+        """What a full window adds to those before it."""
         self.reset()
 
     def reset(self) -> None:
         """Begin another stream."""
-        self.seen = self.given = self._start = 0
-        """Samples that came and frames that were given so far, and the first sample that is kept."""
+        self.seen = self.next_frame = self._start = 0
+        """Samples that came, the next window's first frame, and the first sample that is kept."""
         self._kept = np.zeros(0, np.float32)
 
     @property
@@ -61,16 +65,16 @@ class Windows:
     def finish(self) -> list[Window]:
         """Return the windows that remain at the stream's end; then another one may begin."""
         windows = []
-        left = (self.before + self.seen + self.after - self.size) // self.hop + 1 - self.given
+        left = (self.before + self.seen + self.after - self.size) // self.hop + 1 - self.next_frame
         while left > 0:
             windows.append(self._next(min(left, self.frames)))
-            left -= self.frames
+            left -= self.moves if left >= self.frames else left
         self.reset()
         return windows
 
     def _first(self) -> int:
         """Return the place of the next window's first sample; below 0: in the mirror image."""
-        return self.given * self.hop - self.before
+        return self.next_frame * self.hop - self.before
 
     def _next(self, frames: int) -> Window:
         window = np.zeros(self.samples, np.float32)
@@ -81,7 +85,7 @@ class Windows:
             places = np.arange(first, first + used) % (2 * self.seen)
             places = np.minimum(places, 2 * self.seen - 1 - places)  # those beyond an end are in its mirror image
             window[:used] = self._kept[places - self._start]
-        self.given += frames
+        self.next_frame += self.moves
         return Window(window, frames)
 
     def _forget(self) -> None:

@@ -101,7 +101,7 @@ class Session:
     @property
     def waiting_seconds(self) -> float:
         """The seconds of whole chunks that were fed and not heard yet: how far the machine is behind."""
-        return len(self._waiting) * self.chunk_seconds
+        return len(self._waiting) * self._windows.seconds
 
     def close(self) -> None:
         """Let go of the stream, wherever it is: nothing more is heard of it, and nobody is told."""

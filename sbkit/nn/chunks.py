@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +16,14 @@ from sbkit.errors import SbkitError
 
 #: Keeps these random numbers apart from those of the plan, which come from the same seed.
 _STREAM = int.from_bytes(b"chunks", "little")
+
+
+@dataclass
+class Seen(DynChunkTrainConfig):
+    """What frames see of a stream that comes in chunks of ``chunk_size``, with a left context of so many chunks."""
+
+    ahead: int = 0
+    """The last frames of a chunk, which are looked at, and heard with the next one."""
 
 
 class Chunks:
@@ -29,13 +38,15 @@ class Chunks:
     left : how many encoder frames before its chunk a frame sees, multiples of every size; each is drawn equally often
     whole : the share of steps that see whole utterances
     validate : the size for validation, with the most left context; ``null``: whole utterances
+    ahead : the last frames of a chunk that are only looked at when it is heard live, and heard again with the next one,
+        which sees what follows them; 0: none. Training isn't changed by it
 
     >>> Chunks(sizes=[8], whole=0.0).at(seed=1, step=0)
     DynChunkTrainConfig(chunk_size=8, left_context_size=8)
     """
 
     def __init__(self, sizes: Sequence[int] = (8, 16, 32), left: Sequence[int] = (64,), whole: float = 0.4,
-                 validate: int | None = 16):
+                 validate: int | None = 16, ahead: int = 0):
         for name, values in (("sizes", sizes), ("left", left)):
             if not isinstance(values, (list, tuple)) or not values or not all(map(_counts, values)):
                 raise ValueError(f"{name} is {values!r}, not a list of whole numbers above 0")
@@ -48,6 +59,10 @@ class Chunks:
                 step = math.lcm(*sizes)
                 raise ValueError(f"left is {context}, not a multiple of each of sizes ({_listed(odd)}): multiples of "
                                  f"{step} are, such as {step * max(1, round(context / step))}")
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or not 0 <= ahead < min(sizes):
+            raise ValueError(f"ahead is {ahead!r}, not a whole number from 0 to below the smallest of sizes "
+                             f"({min(sizes)})")
+        self.ahead = ahead
         self.sizes, self.left, self.whole, self.validate = sorted(set(sizes)), sorted(set(left)), whole, validate
 
     def at(self, seed: int, step: int) -> DynChunkTrainConfig | None:
@@ -55,9 +70,10 @@ class Chunks:
         rng = np.random.Generator(np.random.PCG64([seed % 2**64, step, _STREAM]))
         if rng.random() < self.whole:
             return None
-        return self.config(int(rng.choice(self.sizes)), int(rng.choice(self.left)))
+        size, left = int(rng.choice(self.sizes)), int(rng.choice(self.left))
+        return DynChunkTrainConfig(size, left // size)
 
-    def config(self, size: int, left: int | None = None) -> DynChunkTrainConfig:
+    def config(self, size: int, left: int | None = None) -> Seen:
         """Return what evaluation with chunks of this size sees; raises for what the model wasn't trained for.
 
         left : left context in frames; None: the most it was trained for
@@ -67,13 +83,13 @@ class Chunks:
             if value not in known:
                 raise SbkitError(f"the model wasn't trained for {what} of {value} frames",
                                  hint=f"it was for {_listed(known)}")
-        return DynChunkTrainConfig(size, left // size)
+        return Seen(size, left // size, self.ahead)
 
     def in_milliseconds(self, frame_seconds: float) -> dict[int, int]:
         """Map milliseconds to each size, for encoder frames of so many seconds."""
         return {round(1000 * frame_seconds * size): size for size in self.sizes}
 
-    def validation(self) -> DynChunkTrainConfig | None:
+    def validation(self) -> Seen | None:
         """Return what validation sees, None for whole utterances."""
         return None if self.validate is None else self.config(self.validate)
 

@@ -11,9 +11,9 @@ from sbkit.export.windows import Windows
 SIZE, HOP = 40, 16
 
 
-def config(before=12, after=20):
-    streaming = Streaming(chunks=[1, 3], left=6, overlap=SIZE - HOP, before=before, after=after,
-                          state={"seen": {"type": "int64", "shape": []}})
+def config(before=12, after=20, ahead=0):
+    streaming = Streaming(chunks=[3] if ahead else [1, 3], ahead=ahead, left=6, overlap=SIZE - HOP, before=before,
+                          after=after, state={"seen": {"type": "int64", "shape": []}})
     return Config(sample_rate=1_600, hop_samples=HOP, subsampling=2, vocabulary=5, streaming=streaming)
 
 
@@ -44,6 +44,24 @@ def test_for_any_split_they_hold_the_frames_of_the_whole(before, after, samples,
     last = windows.finish()
     assert all(window.frames == windows.frames for window in last[:-1])
     np.testing.assert_array_equal(frames_in(windows, full + last), frames_of(signal, before, after))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@given(st.integers(0, 700), st.lists(st.integers(0, 700), max_size=9))
+@settings(max_examples=60, deadline=None)
+def test_each_begins_with_what_the_one_before_only_looked_at(ahead, samples, cuts):
+    signal, moves = np.arange(1, samples + 1, dtype=np.float32), 2 * (3 - ahead)
+    windows, whole = Windows(config(ahead=ahead), 3), frames_of(signal, 12, 20)
+    full = [window for piece in np.split(signal, sorted(min(cut, samples) for cut in cuts))
+            for window in windows.feed(piece)]
+    given = full + windows.finish()
+    assert all(window.frames == windows.frames == 6 for window in [*full, *given[:-1]])
+    for number, window in enumerate(given):
+        expected = whole[number * moves : number * moves + 6]
+        np.testing.assert_array_equal(frames_in(windows, [window]), expected)
+    said = moves * len(given[:-1]) + given[-1].frames if given else 0
+    assert len(whole) == said, "the last one says the rest"
+    assert windows.seconds == moves * HOP / 1_600
 
 
 def test_a_window_comes_with_its_last_sample_and_what_is_kept_stays_small():

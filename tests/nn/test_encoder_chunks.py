@@ -9,7 +9,7 @@ from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
-from sbkit.nn.chunks import Chunks, seen_in_chunks
+from sbkit.nn.chunks import Chunks, Seen, seen_in_chunks
 
 DRAWN = Chunks(sizes=[4, 8, 16], left=[16, 32], whole=0.25)
 
@@ -34,8 +34,15 @@ def test_another_seed_and_another_step_draw_something_else():
     assert steps[0] != steps[1] and len({str(each) for each in steps[0]}) == 7
 
 
+def test_what_is_only_looked_at_changes_what_a_stream_hears_and_no_step_of_training():
+    ahead = Chunks(sizes=[4, 8, 16], left=[16, 32], whole=0.25, ahead=3)
+    assert [ahead.at(1, step) for step in range(20)] == [DRAWN.at(1, step) for step in range(20)]
+    assert not any(isinstance(ahead.at(1, step), Seen) for step in range(20))
+    assert ahead.config(8) == Seen(8, 4, 3) and ahead.validation() == Seen(16, 2, 3)
+
+
 def test_what_it_was_not_trained_for_is_refused_with_what_it_was():
-    assert DRAWN.config(8) == DynChunkTrainConfig(8, 4) and DRAWN.config(8, 16) == DynChunkTrainConfig(8, 2)
+    assert DRAWN.config(8) == Seen(8, 4) and DRAWN.config(8, 16) == Seen(8, 2)
     assert DRAWN.validation() == DRAWN.config(16) and Chunks(validate=None).validation() is None
     with pytest.raises(SbkitError, match="wasn't trained for chunks of 12 frames") as error:
         DRAWN.config(12)
@@ -53,6 +60,8 @@ def test_what_it_was_not_trained_for_is_refused_with_what_it_was():
     ({"left": [64, 40]}, r"left is 40, not a multiple of each of sizes \(16, 32\): multiples of 32 are, such as 32"),
     ({"whole": 1.0}, "whole is 1.0, not a share of steps from 0 to below 1"), ({"whole": "half"}, "whole is 'half'"),
     ({"validate": 12}, r"validate is 12, not one of sizes \(8, 16, 32\) or null"),
+    ({"ahead": 8}, r"ahead is 8, not a whole number from 0 to below the smallest of sizes \(8\)"),
+    ({"ahead": -1}, "ahead is -1"), ({"ahead": True}, "ahead is True"), ({"ahead": 1.0}, "ahead is 1.0"),
 ])
 def test_what_a_recipe_gives_it_is_checked(given, told):
     with pytest.raises(ValueError, match=told):

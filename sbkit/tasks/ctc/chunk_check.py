@@ -31,17 +31,22 @@ def sees_no_further(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Report which parts of a recipe with ``chunks`` look further ahead than a chunk; returns whether none does.
 
     Parts that don't, but for which a stream has no step, get a warning: such a model learns, transcribes and is
-    evaluated in chunks, and its bundle is for whole recordings alone.
+    evaluated in chunks, and its bundle is for whole recordings alone. Frames that are ``ahead`` need that step.
     """
     if keys.chunks is None:
         return True
     fits = {"encoder": _encoder(keys, built, findings), "compute_features": _features(keys, built, findings),
             "normalize": _normalization(keys, built, findings), "frontend": _front_end(keys, built, findings)}
     model = recognizer(keys)
+    stepless = set(requirements.of_step(model)) if keys.chunks.ahead else set()
     for lack in requirements.of_stream(model):
-        if fits[lack.part]:
+        if lack in stepless and fits[lack.part]:
+            findings.error("chunks", *_named(built.nodes["chunks"], "ahead"), "frames ahead are heard step by step, as "
+                           f"a stream is, and that isn't possible here: {lack.told}",
+                           f"use {lack.instead}, or write ahead: 0")
+        elif fits[lack.part]:
             _warn(lack, keys, built, findings)
-    return all(fits.values())
+    return all(fits.values()) and not stepless
 
 
 def _encoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:

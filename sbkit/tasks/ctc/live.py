@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor
 
 from sbkit.data.batch import Batch
@@ -16,6 +15,7 @@ from sbkit.decode.beam_stream import BeamStream
 from sbkit.decode.greedy import align, greedy
 from sbkit.decode.spans import Word, words
 from sbkit.errors import SbkitError
+from sbkit.nn.chunks import Seen
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score.chunk_size import WHOLE
 from sbkit.score.latency import Shown, shown
@@ -40,8 +40,8 @@ def frame_seconds(model: Recognizer, keys: CTCKeys) -> float:
 class Live:
     """Hears each utterance of a test in chunks of each size that was asked for.
 
-    The encoder hears an utterance at once, masked as if it came chunk by chunk, which gives the same scores. What was
-    shown after a chunk is what a stream's search shows of the scores up to there.
+    The encoder hears the utterances of a batch at once, as if each came chunk by chunk, which gives a stream's scores.
+    What was shown after a chunk is what a stream's search shows of the scores up to there.
 
     Arguments
     ---------
@@ -56,6 +56,7 @@ class Live:
         self.frame_seconds = frame_seconds(model, keys)
         sizes = keys.chunks.in_milliseconds(self.frame_seconds)
         self._sizes = {one: self._size(one, sizes) for one in (*self.chunk, None)}
+        self._ahead = keys.chunks.ahead
 
     def _size(self, chunk: int | None, sizes: dict[int, int]) -> int | None:
         if chunk is not None and chunk not in sizes:
@@ -63,7 +64,7 @@ class Live:
                              hint=f"it was for {', '.join(map(str, sorted(sizes)))} and {WHOLE}")
         return None if chunk is None else sizes[chunk]
 
-    def config(self, chunk: int | None) -> DynChunkTrainConfig | None:
+    def config(self, chunk: int | None) -> Seen | None:
         """Return what each frame sees with chunks of this size, which was asked for; None: the whole utterance."""
         size = self._sizes[chunk]
         assert self.keys.chunks is not None, "the constructor refuses that"
@@ -95,6 +96,7 @@ class Live:
         finals: list[Text] = []
         for chunk, each in zip(self.chunk, scores, strict=False):
             cuts = [self._cuts(chunk, count) for count in frames.tolist()]
+            ahead = 0 if self._sizes[chunk] is None else self._ahead
             log_probs = each.float().log_softmax(-1)
             if search is None:
                 grown = self._greedily(log_probs, frames, cuts)
@@ -103,16 +105,17 @@ class Live:
             else:
                 grown = self._by_streams(search, log_probs, cuts)
             for i, texts in enumerate(grown):
-                times = [min(cut * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
+                times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
                 seen[i].append(shown([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
             finals = finals or [texts[-1] for texts in grown]
         for name, said, final, live in zip(batch.ids, batch.texts, finals, seen, strict=True):
             yield Row(name, said, final.text, final.confidence, final.nbest, tuple(live))
 
     def _cuts(self, chunk: int | None, frames: int) -> list[int]:
-        """Return the frames at which the chunks of an utterance end, the last of them its end."""
+        """Return the frames up to which an utterance is said with each chunk, the last of them its end."""
         size = self._sizes[chunk]
-        return [*range(size, frames, size), frames] if size else [frames]
+        moves = size and size - self._ahead
+        return [*range(moves, frames - self._ahead, moves), frames] if moves else [frames]
 
     def _greedily(self, log_probs: Tensor, frames: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
         """Transcribe the beginnings of utterances: a token is there from its first frame on."""

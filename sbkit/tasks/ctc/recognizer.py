@@ -10,8 +10,9 @@ from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.nn.chunks import Chunks, seen_in_chunks
+from sbkit.nn.chunks import Chunks, Seen, seen_in_chunks
 from sbkit.nn.lengths import LengthRule, N, feature_frames, lengths_to_mask, takes_lengths
+from sbkit.nn.streaming.layers import in_turn
 
 # Zero frames appended to every utterance before the convolutions, more than their kernels reach, so that the last
 # frames of an utterance are the same alone and in a batch.
@@ -133,8 +134,11 @@ class Recognizer:
 
         chunks : what each frame sees, for SpeechBrain's Conformer; None: the whole utterance
         """
+        heard = frames
         source, frames = self.embed(feats, frames)
-        if chunks is not None:
+        if isinstance(chunks, Seen) and chunks.ahead:
+            encoded = in_turn(self.encoder, source, heard, self.frontend_rule.factor, chunks)
+        elif chunks is not None:
             with seen_in_chunks(self.encoder.encoder, frames, chunks):
                 encoded = self.encoder.encode(source, frames / source.shape[1], dynchunktrain_config=chunks)
         elif hasattr(self.encoder, "encode"):

@@ -92,7 +92,8 @@ class Step(nn.Module):
         """
         state = unpacked((cache_last_channel, cache_last_time, cache_last_channel_len), self.convolution)
         log_probs, counts, after = self.step(audio_signal.transpose(1, 2), length, state)
-        return self.written(log_probs), counts * self.written.repeats, *packed(after)
+        said = log_probs.shape[1] - self.step.ahead  # sherpa-onnx hears full windows alone, and all that is returned
+        return self.written(log_probs[:, :said]), counts.clamp(max=said) * self.written.repeats, *packed(after)
 
 
 class Stream(Target):
@@ -114,6 +115,8 @@ class Stream(Target):
         self.frames = milliseconds * _SAMPLE_RATE // _HOP // 1000
         """Features of a window."""
         self.chunk = self.frames // graph.step.subsampling
+        self.moves = self.frames - graph.step.ahead * graph.step.subsampling
+        """Features from one window to the next."""
         self.bands = graph.bank.mel.shape[1]
 
     @property
@@ -131,7 +134,7 @@ class Stream(Target):
         caches = packed(self.graph.step.state(_BATCH))
         example = (torch.randn(_BATCH, self.bands, self.frames), torch.tensor([self.frames, self.frames - 1]), *caches)
         program = trace_module(Step(self.graph.step, config), example, dict.fromkeys(INPUTS, (0,)))
-        facts = {"window_size": self.frames, "chunk_shift": self.frames,
+        facts = {"window_size": self.frames, "chunk_shift": self.moves,
                  "subsampling_factor": self.graph.step.subsampling, "vocab_size": config.vocabulary - 1,
                  **{f"{name}_dim{i}": size for name, cache in zip(_CACHES[:2], caches[:2], strict=True)
                     for i, size in enumerate(cache.shape[1:], 1)},
@@ -161,8 +164,9 @@ class Stream(Target):
 
         def heard(signal: np.ndarray) -> np.ndarray:
             whole = followed(signal, self.tail)
-            windows = (self.graph.bank.frames(len(whole)) - 1) // self.frames  # a frame must follow each
-            return run(whole)[: windows * self.chunk]
+            behind = self.graph.bank.frames(len(whole)) - 1 - self.frames  # a frame must follow each window
+            windows = behind // self.moves + 1
+            return run(whole)[: windows * self.moves // self.graph.step.subsampling]
 
         return heard
 

@@ -41,7 +41,7 @@ class StreamingGraph(nn.Module):
 
     def forward(self, samples: Tensor, frames: Tensor, keys: Tensor, values: Tensor, convolution: Tensor, front: Tensor,
                 seen: Tensor) -> tuple[Tensor, ...]:
-        """Compute log-probabilities [B, C, V], how many of C there are [B], and the next state.
+        """Compute log-probabilities [B, C, V], how many of C are said [B], and the next state.
 
         Arguments
         ---------
@@ -63,7 +63,8 @@ class StreamingGraph(nn.Module):
         before = -bank.first
         after = 0 if bank.snip_edges else bank.size - bank.hop + bank.hop // 2 - before
         return Streaming(
-            chunks=self.chunks, left=self.step.left, overlap=bank.size - bank.hop, before=before, after=after,
+            chunks=self.chunks, ahead=self.step.ahead, left=self.step.left, overlap=bank.size - bank.hop,
+            before=before, after=after,
             state={name: {"type": str(part.dtype).removeprefix("torch."), "shape": list(part.shape[1:])}
                    for name, part in state._asdict().items()})
 

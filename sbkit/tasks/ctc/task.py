@@ -23,6 +23,7 @@ from sbkit.nn.ctc import CTCLoss, ctc_loss
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.guard import guard_indices
 from sbkit.nn.pretrained import Encoder
+from sbkit.nn.streaming import requirements
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
@@ -89,6 +90,8 @@ class CTC(ASR):
             feature_statistics.load(self.keys.normalize)
         # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
         self.recognizer = recognizer(self.keys)
+        if self.keys.chunks is not None and self.keys.chunks.ahead:
+            requirements.refuse(requirements.of_step(self.recognizer))
         self.decoder = self.keys.decoder
         self.tested_in: DynChunkTrainConfig | None = None
         """What each frame sees in a test; None: the whole utterance."""
@@ -157,7 +160,9 @@ class CTC(ASR):
         if model.chunks is not None:
             sizes, left = (", ".join(f"{frame * each:g}" for each in several)
                            for several in (model.chunks.sizes, model.chunks.left))
-            lines.append(f"trained to run live in chunks of {sizes} ms, each with {left} ms before it")
+            again = f"; its last {frame * model.chunks.ahead:g} ms are heard again with the next" \
+                if model.chunks.ahead else ""
+            lines.append(f"trained to run live in chunks of {sizes} ms, each with {left} ms before it{again}")
         return lines, {"subsampling": model.subsampling, "frames_per_second": 1000 / frame}
 
     def token_tables(self) -> TokenTables | None:

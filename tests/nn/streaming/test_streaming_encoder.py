@@ -27,6 +27,7 @@ from sbkit.tasks.ctc.streaming_graph import StreamingGraph
 
 BANDS, LABELS, EACH = 12, 7, 4
 CHUNKS = Chunks(sizes=[1, 2, 4, 8], left=[8, 16], validate=4)
+AHEAD = {ahead: Chunks(sizes=[4, 8], left=[8, 16], validate=4, ahead=ahead) for ahead in (1, 3)}
 
 
 class Scaled(nn.Module):
@@ -61,15 +62,17 @@ def whole(model, features, frames, config):
     return model.ctc_lin(encoded).log_softmax(-1), counts
 
 
-def pieces(features, frames, steps, size):
+def pieces(features, frames, steps, size, ahead):
     """Chunks of each row, whose first is at its number of ``steps``; what isn't real is NaN."""
-    width = size * EACH
-    for number in range(max(steps) + -(-features.shape[1] // width)):
+    width, moves = size * EACH, (size - ahead) * EACH
+    over = [False] * len(features)
+    for number in range(max(steps) + features.shape[1] // moves + 1):
         piece, there = torch.full((len(features), width, BANDS), float("nan")), torch.zeros(len(features)).long()
         for row, (first, n) in enumerate(zip(steps, frames.tolist(), strict=True)):
-            begin = (number - first) * width
-            if 0 <= begin < n:
+            begin = (number - first) * moves
+            if 0 <= begin < n and not over[row]:
                 there[row] = min(width, n - begin)
+                over[row] = n - begin < width
                 piece[row, : there[row]] = features[row, begin : begin + there[row]]
         yield piece, there
 
@@ -77,9 +80,10 @@ def pieces(features, frames, steps, size):
 def streamed(step, features, frames, steps, size):
     """Log-probabilities of each row, put together of its chunks."""
     state, rows = step.state(len(features)), [[] for _ in features]
-    for piece, there in pieces(features, frames, steps, size):
+    for piece, there in pieces(features, frames, steps, size, step.ahead):
         log_probs, counts, state = step(piece, there, state)
-        assert log_probs.shape[1] == size and counts.tolist() == [-(-n // EACH) for n in there.tolist()]
+        assert log_probs.shape[1] == size
+        assert counts.tolist() == [-(-n // EACH) - step.ahead * (n == EACH * size) for n in there.tolist()]
         for row, count in enumerate(counts.tolist()):
             rows[row].append(log_probs[row, :count])
     return [torch.cat(row) for row in rows]
@@ -101,6 +105,65 @@ def test_chunk_by_chunk_is_the_masked_whole(fast, lengths, size, left, taps, see
         expected, counts = whole(model, features[row : row + 1, :n], frames[row : row + 1], CHUNKS.config(size, left))
         assert len(found[row]) == counts
         torch.testing.assert_close(found[row], expected[0], atol=1e-4, rtol=1e-4)
+
+
+def by_speechbrain(model, features, config):
+    """Log-probabilities of one utterance: SpeechBrain's own streaming layers, whose contexts end where its chunk's
+    frames do that are ahead."""
+    source = model.frontend(model.normalize(features)).flatten(2)
+    layers, left, ahead = model.encoder.encoder.layers, config.left_context_size_frames(), config.ahead
+    contexts = [layer.make_streaming_context(10_000) for layer in layers]
+    start, said = 0, []
+    while start * EACH < features.shape[1]:
+        full = features.shape[1] - start * EACH >= config.chunk_size * EACH
+        x = model.encoder.custom_src_module(source[:, start : start + config.chunk_size])
+        moves = x.shape[1] - ahead * full
+        for layer, context in zip(layers, contexts, strict=True):
+            convolved = []
+            watch = layer.convolution_module.register_forward_pre_hook(
+                lambda _, args, into=convolved: into.extend(args))
+            x, _ = layer.forward_streaming(x, context)
+            watch.remove()
+            there = context.mha_left_context.shape[1] - ahead
+            context.mha_left_context = context.mha_left_context[:, max(0, there - left) : there]
+            context.dcconv_left_context = convolved[0][:, : convolved[0].shape[1] - ahead]
+            context.dcconv_left_context = context.dcconv_left_context[:, -layer.convolution_module.padding:]
+        said.append(model.encoder.encoder.norm(x)[:, :moves])
+        start += config.chunk_size if not full else moves
+    return model.ctc_lin(torch.cat(said, 1)).log_softmax(-1)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("ahead", AHEAD)
+@settings(deadline=None, max_examples=20)
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), size=st.sampled_from([4, 8]),
+       left=st.sampled_from([8, 16]), taps=st.sampled_from([3, 7, 15]), seed=st.integers(0, 99), data=st.data())
+def test_looking_ahead_it_is_speechbrains_own_step_and_the_whole(ahead, lengths, size, left, taps, seed, data):
+    model, frames = recogniser(AHEAD[ahead], fast=False, taps=taps), torch.tensor(lengths)
+    features = torch.randn(len(lengths), max(lengths), BANDS, generator=torch.Generator().manual_seed(seed))
+    steps = data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
+    config = AHEAD[ahead].config(size, left)
+    found = streamed(StreamingEncoder(model, left).eval(), features, frames, steps, size)
+    together, counts = whole(model, features, frames, config)
+    for row, n in enumerate(lengths):
+        [expected] = by_speechbrain(model, features[row : row + 1, :n], config)
+        assert len(found[row]) == len(expected) == counts[row]
+        torch.testing.assert_close(found[row], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(together[row, : counts[row]], expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_frame_hears_those_ahead_of_its_chunk_and_none_behind_them():
+    model, features = recogniser(AHEAD[3]), torch.randn(1, 40, BANDS)
+    expected, counts = whole(model, features, torch.tensor([40]), AHEAD[3].config(8, 16))
+    for place, first in ((4 * 4, 0), (5 * 4, 0), (8 * 4, 5)):  # chunks of eight, from each to the next five
+        later = features.clone()
+        later[:, place:] += 1.0
+        found, _ = whole(model, later, torch.tensor([40]), AHEAD[3].config(8, 16))
+        same = (found - expected).abs().amax((0, 2)) < 1e-5
+        assert same[:first].all() and not same[first:].any(), place
+    assert counts.tolist() == [10]
 
 
 @torch.no_grad()
@@ -154,14 +217,15 @@ def live(model, signal, sizes, config):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [CHUNKS.config(2, 8), CHUNKS.config(8, 16)], ids=["short", "long"])
+@pytest.mark.parametrize(("chunks", "config"), [(CHUNKS, CHUNKS.config(2, 8)), (CHUNKS, CHUNKS.config(8, 16)),
+                                               (AHEAD[3], AHEAD[3].config(8, 16))], ids=["short", "long", "ahead"])
 @pytest.mark.parametrize("sizes", [[1], [7, 1600, 333, 160, 2], [100_000]], ids=["single", "any", "at-once"])
-def test_samples_in_pieces_of_any_size_give_what_the_whole_waveform_does(sizes, config):
-    model = recogniser()
+def test_samples_in_pieces_of_any_size_give_what_the_whole_waveform_does(sizes, chunks, config):
+    model = recogniser(chunks)
     norm = GlobalNorm(BANDS, "statistics")
     norm.take(torch.full((BANDS,), -4.0), torch.full((BANDS,), 3.0))
     bank = FilterBank(n_mels=BANDS, snip_edges=False)
-    whole = Recognizer(bank, model.encoder, model.ctc_lin, model.frontend, norm, n_features=BANDS, chunks=CHUNKS)
+    whole = Recognizer(bank, model.encoder, model.ctc_lin, model.frontend, norm, n_features=BANDS, chunks=chunks)
     signal = 0.1 * torch.randn(9_317, generator=torch.Generator().manual_seed(3))
     [expected], [count] = whole.log_probs(signal[None], torch.tensor([len(signal)]), config)
     found = live(whole, signal, sizes, config)

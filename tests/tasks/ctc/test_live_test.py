@@ -61,9 +61,9 @@ def batch(text, seconds, tokens=None):
                  tokens=torch.tensor([tokens]), token_lengths=torch.tensor([len(tokens)]))
 
 
-def seen(chunk, paths, text, seconds, **more):
+def seen(chunk, paths, text, seconds, chunks=CHUNKS, **more):
     """The row of an utterance; a path for each size, and that of the whole."""
-    live = listener(chunk)
+    live = listener(chunk, chunks)
     [row] = live.rows([said(path) for path in paths], torch.tensor([len(paths[0])]), batch(text, seconds, **more), None)
     return row
 
@@ -75,6 +75,14 @@ def test_a_word_is_shown_at_the_end_of_its_last_chunk():
     assert row.live[0].latencies == pytest.approx([0.0, 0.04, 0.0], abs=1e-6), "chunks of two frames"
     assert row.live[1].latencies == pytest.approx([0.08, 0.12, 0.0], abs=1e-6), "chunks of four, the last cut short"
     assert row.live[2].latencies == pytest.approx([0.32, 0.2, 0.0], abs=1e-6), "all at the end"
+
+
+def test_what_is_only_looked_at_is_said_with_the_next_chunk():
+    ahead = Chunks(sizes=[4], left=[4], validate=None, ahead=2)  # each says two frames, 0.08 s before its end
+    row = seen([160, None], ["_a-_b--_cc"] * 3, "a b c", 0.4, ahead)
+    assert row.live[0].text == "a b c"
+    assert row.live[0].latencies == pytest.approx([0.08, 0.12, 0.0], abs=1e-6)
+    assert row.live[1].latencies == pytest.approx([0.32, 0.2, 0.0], abs=1e-6)
 
 
 def test_each_size_has_its_own_transcript_and_the_first_is_the_tests():

@@ -1,0 +1,153 @@
+"""The layers of SpeechBrain's Conformer on one chunk of a stream, and whole utterances heard chunk by chunk.
+
+A stream's chunk may end with frames that are *ahead*: they are looked at, and heard again at the beginning of the next
+chunk, so that what is said of a frame never depends on the few that happen to precede the end of its chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sbkit.nn.chunks import Seen
+from sbkit.nn.fast.attention import rotary_table
+from sbkit.nn.fast.fused import Layer
+from sbkit.nn.lengths import lengths_to_mask
+
+
+class Kept(NamedTuple):
+    """What the layers take from the chunks before: zeros at the beginning of a stream, and of constant size."""
+
+    keys: Tensor
+    """``[B, L, left, D]`` of the last frames of each layer, not rotated: only distances between places matter."""
+    values: Tensor
+    """``[B, L, left, D]``."""
+    convolution: Tensor
+    """``[B, L, D, K // 2]``, the last inputs of each layer's depthwise convolution."""
+    seen: Tensor
+    """``[B]`` int64: how many of ``left`` there are."""
+
+
+def nothing_kept(encoder: Layer, batch: int, left: int) -> Kept:
+    """Make what the layers of a ``TransformerASR`` keep of streams that begin."""
+    layers = encoder.encoder.layers
+    width, around = layers[0].mha_layer.embed_dim, layers[0].convolution_module.padding
+    weight = layers[0].mha_layer.in_proj_weight
+    window = weight.new_zeros(batch, len(layers), left, width)
+    return Kept(window, window.clone(), weight.new_zeros(batch, len(layers), width, around),
+                torch.zeros(batch, dtype=torch.int64, device=weight.device))
+
+
+def step(encoder: Layer, x: Tensor, counts: Tensor, kept: Kept, ahead: int = 0) -> tuple[Tensor, Kept]:
+    """Compute encoder states [B, T', D] of a chunk, and what is kept for the next one.
+
+    Arguments
+    ---------
+    encoder : a ``TransformerASR`` of Conformer layers
+    x : [B, T', D'], what the front end gives
+    counts : [B], how many of T' are real
+    ahead : how many of T' the next chunk begins with
+    """
+    layers, left = encoder.encoder.layers, kept.keys.shape[2]
+    x = encoder.custom_src_module(x)
+    window = _Window(left, ahead, x, counts, kept.seen, layers[0].mha_layer.head_dim)
+    after = []
+    for number, layer in enumerate(layers):
+        x, *parts = _layer_step(layer, x, window, *(part[:, number] for part in kept[:3]))
+        after.append(parts)
+    keys, values, convolution = (torch.stack(parts, 1) for parts in zip(*after, strict=True))
+    seen = (kept.seen + window.moves).clamp(max=left)
+    return encoder.encoder.norm(x), Kept(keys, values, convolution, seen)
+
+
+def in_turn(encoder: Layer, source: Tensor, frames: Tensor, subsampling: int, seen: Seen) -> Tensor:
+    """Compute encoder states [B, T', D] of whole utterances as streams that come chunk by chunk.
+
+    Arguments
+    ---------
+    source : [B, T', D'], what a front end gives that sees no later features
+    frames : [B] feature frames
+    subsampling : feature frames per encoder frame
+    """
+    size, moves, longest = seen.chunk_size, seen.chunk_size - seen.ahead, source.shape[1]
+    steps = max(0, longest - seen.ahead) // moves + 1
+    source = functional.pad(source, (0, 0, 0, (steps - 1) * moves + size - longest))
+    kept = nothing_kept(encoder, len(source), seen.left_context_size_frames())
+    left, alive, out = frames, frames > 0, None
+    for start in range(0, steps * moves, moves):
+        counts = torch.div(left + subsampling - 1, subsampling, rounding_mode="floor").clamp(0, size)
+        x, kept = step(encoder, source[:, start : start + size], counts, kept, seen.ahead)
+        out = x.new_zeros(*source.shape[:2], x.shape[2]) if out is None else out
+        out[:, start : start + size] = torch.where(alive[:, None, None], x, out[:, start : start + size])
+        alive = alive & (left >= size * subsampling)  # another chunk follows one that is full, even if only with these
+        left = left - moves * subsampling
+    assert out is not None, "there is a step at least"
+    return out[:, :longest]
+
+
+class _Window:
+    """The places that the frames of a chunk see: the left context, then the chunk itself."""
+
+    def __init__(self, left: int, ahead: int, x: Tensor, counts: Tensor, seen: Tensor, head: int):
+        self.left, self.size = left, x.shape[1]
+        self.moves = self.size - ahead
+        """Frames from this chunk's first to the next one's."""
+        self._turns = [table[:, None] for table in rotary_table(left + self.size, head, x.dtype, x.device)]
+        self.kept = lengths_to_mask(counts, self.size)[..., None]
+        """``[B, T', 1]``, True for real frames of the chunk."""
+        place = torch.arange(left + self.size, device=x.device)
+        heard = (place >= left - seen[:, None]) & (place < left + counts[:, None])
+        never = torch.finfo(x.dtype).min / 2  # finite: no NaN in rows that hear nothing
+        self.bias = torch.zeros_like(heard, dtype=x.dtype).masked_fill(~heard, never)[:, None, None]
+        """``[B, 1, 1, left + T']``, added to scores."""
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Rotate [B, N, H, K] by the last N places of the window."""
+        cosines, sines = (table[self.left + self.size - x.shape[1]:] for table in self._turns)
+        return x * cosines + _swapped(x) * sines
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """Swap the values of each pair [..., 2 i] and [..., 2 i + 1]."""
+    if not torch.compiler.is_exporting():
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    # Runtimes move one number at a time to swap two; a product with ones and zeros is exact, and ten times as fast.
+    pairs = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).unflatten(-1, (-1, 2))
+    return torch.matmul(x, pairs.flip(-1).flatten(-2))
+
+
+def _layer_step(layer: Layer, x: Tensor, window: _Window, keys: Tensor, values: Tensor,
+                convolution: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute one layer of a chunk [B, T', D], and the states of its attention and its convolution for the next."""
+    x = x + 0.5 * layer.ffn_module1(x)
+    attended, keys, values = _attend(layer.mha_layer, layer.norm1(x), window, keys, values)
+    x = x + attended
+    convolved, convolution = _convolve(layer.convolution_module, x, window, convolution)
+    x = x + convolved
+    return layer.norm2(x + 0.5 * layer.ffn_module2(x)), keys, values, convolution
+
+
+def _attend(mha: Layer, x: Tensor, window: _Window, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute attention of a chunk to its window, and the keys and values [B, left, D] for the next chunk."""
+    heads, size = mha.num_heads, mha.head_dim
+    qkv = functional.linear(x, mha.in_proj_weight).unflatten(-1, (heads, 3 * size))
+    query, key, value = qkv.split(size, -1)
+    keys, values = torch.cat([keys, key.flatten(2)], 1), torch.cat([values, value.flatten(2)], 1)
+    query = window.turned(query).transpose(1, 2)
+    key = window.turned(keys.unflatten(-1, (heads, size))).permute(0, 2, 3, 1)
+    weights = (torch.matmul(query * mha.scale, key) + window.bias).softmax(-1)
+    out = torch.matmul(weights, values.unflatten(-1, (heads, size)).transpose(1, 2))
+    places = slice(window.moves, window.moves + window.left)
+    return mha.out_proj(out.transpose(1, 2).flatten(2)), keys[:, places], values[:, places]
+
+
+def _convolve(module: Layer, x: Tensor, window: _Window, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the convolution module of a chunk, and the inputs [B, D, K // 2] for the next chunk."""
+    pointwise, conv = module.bottleneck[0], module.conv
+    gated = functional.glu(functional.linear(module.layer_norm(x), pointwise.weight.squeeze(-1), pointwise.bias))
+    inputs = torch.cat([before, gated.masked_fill(~window.kept, 0.0).transpose(1, 2)], 2)
+    out = functional.conv1d(functional.pad(inputs, (0, module.padding)), conv.weight, conv.bias, groups=conv.groups)
+    return module.after_conv(out.transpose(1, 2)), inputs[..., window.moves : window.moves + before.shape[2]]
