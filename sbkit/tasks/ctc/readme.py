@@ -117,12 +117,12 @@ _STREAMS = """{files}: a chunk of a stream and a state in, its log-probabilities
 {chunks} output frames ({milliseconds} ms), and all chunks of a stream of the same size. Continue the stream by its
 mirror image, {before} samples before its beginning and {after} after its end. The window of a chunk of C frames has
 {frame} C + {overlap} samples (`samples` [batch, {frame} C + {overlap}] float32); the first begins where that
-continuation does, each further one {frame} C samples later, the last is padded with zeros. `frames` [batch] int64: how
-many of its {subsampling} C feature frames are real, {hop} samples from one to the next and {size} in each; fewer at a
-stream's end, 0 for a stream of the batch that has nothing to be heard now, whose state then stays.
+continuation does, each further one {frame} {moves} samples later, the last is padded with zeros. `frames` [batch]
+int64: how many of its {subsampling} C feature frames are real, {hop} samples from one to the next and {size} in each;
+fewer in a stream's last window, 0 for a stream of the batch that has nothing to be heard now, whose state then stays.
 
-Outputs: `log_probs` [batch, C, {vocabulary}], `counts` [batch], how many of C are real, and the state under `next_` and
-its name. Zeros begin a stream.
+Outputs: `log_probs` [batch, C, {vocabulary}], `counts` [batch], how many of C are said{again}, and the state under
+`next_` and its name. Zeros begin a stream.
 """
 
 
@@ -178,7 +178,9 @@ def _streams(name: str, config: Config, streaming: Streaming) -> str:
         files=_listed([f"`{file}`" for file in files.values()]), chunks=_listed(streaming.chunks),
         milliseconds=_listed([f"{1000 * size * config.frame_seconds:g}" for size in streaming.chunks]),
         before=streaming.before, after=streaming.after, frame=config.hop_samples * config.subsampling,
-        overlap=streaming.overlap, subsampling=config.subsampling, hop=config.hop_samples,
+        overlap=streaming.overlap, moves=f"(C - {streaming.ahead})" if streaming.ahead else "C",
+        again=f" (the next window begins with the last {streaming.ahead} of a full one, and says them)"
+        if streaming.ahead else "", subsampling=config.subsampling, hop=config.hop_samples,
         size=config.hop_samples + streaming.overlap, vocabulary=config.vocabulary))
     return "### Streams\n\n" + "\n".join(parts)
 
