@@ -7,6 +7,7 @@ import torch
 from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.nnet import attention
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import nn
 from toys import ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
@@ -91,6 +92,18 @@ def test_a_flagship_layer_compiles_once_for_all_lengths(with_kernels):
         model.encode(torch.randn(4, length, 8), torch.tensor([1.0, 0.8, 0.5, 0.3])).sum().backward()
         counts.append(compiling.graphs() - before)
     assert counts[0] > 0 and counts[1:] == [0, 0, 0, 0], "a length compiled anew"
+
+
+@pytest.mark.slow
+def test_a_convolution_in_chunks_compiles_once_for_all_lengths():
+    module = conformer().train().layers[0].convolution_module
+    batches = [torch.randn(16, length, 8) for length in (20, 24, 33, 8)]  # of which some are whole chunks
+    expected = [module(x, dynchunktrain_config=DynChunkTrainConfig(8, 1)) for x in batches]
+    assert compiling.compile_blocks(nn.ModuleDict({"model": module}), ["model"], "cpu") == 1
+    before = compiling.graphs()
+    found = [module(x, dynchunktrain_config=DynChunkTrainConfig(8, 1)) for x in batches]
+    torch.testing.assert_close(found, expected)
+    assert compiling.graphs() - before == 1
 
 
 def conformer(layers=1):

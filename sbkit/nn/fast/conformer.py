@@ -51,7 +51,9 @@ class ConvolutionModule(Conformer.ConvolutionModule):
         """Convolve [B, T, D] with zeros behind the chunk of each frame, as if chunks came one by one."""
         assert not self.causal and self.dilation == 1, "SpeechBrain's chunks need a centred convolution"
         b, t, columns = x.shape
-        conv, around, rest = self.conv, self.padding, -t % size
+        conv, around = self.conv, self.padding
+        # A compiled graph always cuts a rest off, since one with nothing to cut off would be another graph.
+        rest = size - t % size if torch.compiler.is_compiling() else -t % size
         before = functional.pad(x, (0, 0, around, rest)).unfold(1, around + size, size)  # [B, N, D, around + size]
         chunks = functional.pad(before, (0, around)).flatten(0, 1)
         out = functional.conv1d(chunks, conv.weight, conv.bias, groups=conv.groups)
