@@ -78,7 +78,7 @@ def evaluate(request: EvaluateRequest) -> int:
             if bundle := request.recogniser or brain.recogniser:
                 brain.take_recogniser(Opened().recogniser(bundle, recipe.keys.sample_rate))
             results = list(_results(request, recipe, brain, name, path, remote))
-            return _tell(results, request.max_wer) if ranks.is_main() else 0
+            return _tell(results, request) if ranks.is_main() else 0
     finally:
         ranks.shutdown()
 
@@ -109,12 +109,16 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
         yield scored._replace(replaced=ranks.run_on_main(evaluation.write, scored, manifest))
 
 
-def _tell(results: Sequence[Result], max_wer: float | None) -> int:
-    columns = [name for name, _ in results[0].came.lines_of_table()[0]]
-    print(table(
-        ["checkpoint", "utterances", "hours", *columns, "real-time factor"],
-        [[facts["checkpoint"], facts["utterances"], facts["hours"], *(value for _, value in line),
-          f"{facts['real_time_factor']:.4f}"] for came, facts, *_ in results for line in came.lines_of_table()]))
+def _tell(results: Sequence[Result], request: EvaluateRequest) -> int:
+    columns, max_wer = [name for name, _ in results[0].came.lines_of_table()[0]], request.max_wer
+    rows = []
+    for came, facts, *_ in results:  # what lines share stands in the first of them
+        shared = [facts["checkpoint"].removesuffix(request.label()), facts["utterances"], facts["hours"]]
+        factor = f"{facts['real_time_factor']:.4f}"
+        for line in came.lines_of_table():
+            rows.append([*shared, *(value for _, value in line), factor])
+            shared, factor = [""] * len(shared), ""
+    print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))
     for scored in results:
         print(scored.facts["folder"])
         if scored.replaced:

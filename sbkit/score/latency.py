@@ -115,7 +115,7 @@ class LiveRates:
         return {**asdict(self), "chunk": self.chunk or chunk_size.WHOLE}
 
 
-COLUMNS = ("chunk", "WER %", "95 % interval", "latency s", f"{LATE} % within s", "changed of 100 words")
+COLUMNS = ("chunk", "WER %", "95 % interval", "latency s", f"{LATE} % within s", "changed %")
 
 
 def rates(chunk: int | None, said: Sequence[tuple[str, str]], seen: Sequence[Shown]) -> LiveRates:
