@@ -284,14 +284,17 @@ class Brain(sb.core.Brain):
     def untouched(self) -> Iterator[None]:
         """Undo on exit all that computing losses and gradients of stand-ins changed.
 
-        That is gradients, state that layers update in forward, and random number generators.
+        That is gradients, state that layers update in forward, what a task keeps in attributes of its own, such as a
+        running mean, and random number generators.
         """
-        objective, found = self.stepper.objective, self.stepper.objective.found
+        objective, found, own = self.stepper.objective, self.stepper.objective.found, vars(self).copy()
         beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
         try:
             with sandbox.untouched([self.modules, *beside], self.device):
                 yield
         finally:
+            vars(self).clear()
+            vars(self).update(own)
             self.modules.zero_grad(set_to_none=True)
             objective.found = found
 

@@ -18,8 +18,10 @@ from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.nnet import attention
 from speechbrain.nnet.normalization import BatchNorm2d
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from sbkit.errors import SbkitError
 from sbkit.nn import accelerate as accelerating
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast import fused
@@ -418,6 +420,11 @@ def test_a_kernel_refuses_what_it_would_misread():
     for bad in (good.double(), good.t(), good.to("meta"), good[:, ::2]):
         with pytest.raises(TypeError, match="no kernel takes"):
             library.call("glu_forward", torch.float32, bad, good, None, good, 4, 4, 1)
+    with FakeTensorMode():
+        bad = torch.zeros(4, 8)
+    with pytest.raises(SbkitError, match="a tensor without values") as told:
+        library.call("glu_forward", torch.float32, bad, good, None, good, 4, 4, 1)
+    assert "registered buffer" in told.value.hint
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
+from sbkit.errors import SbkitError
 from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
 
@@ -102,6 +104,10 @@ def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
 def _address(x: torch.Tensor, dtype: torch.dtype) -> int:
     if x.device.type != "cpu" or not x.is_contiguous() or x.dtype not in (dtype, torch.float32, torch.uint8):
         raise TypeError(f"no kernel takes a tensor on {x.device} in {x.dtype} with strides {x.stride()}")
+    if isinstance(x, FakeTensor):  # its address would end the process
+        raise SbkitError("a step got a tensor without values: a stand-in, with which the run counted its work as it "
+                         "started", hint="code of yours keeps tensors from one forward to the next, in a list or an "
+                         "object; keep them in a registered buffer, or in an attribute of the Brain")
     return x.data_ptr()
 
 
