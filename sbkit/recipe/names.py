@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -120,20 +121,24 @@ def hparams_read(cls: type) -> set[str]:
 
 def hparams_named(cls: type) -> tuple[set[str], set[str]]:
     """Attributes of ``self.hparams`` that the code of a Brain reads, and names that it gives to getattr or hasattr."""
-    read: set[str] = set()
-    tested: set[str] = set()
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in ("speechbrain", "builtins") or base.__name__ == "Brain":
-            continue  # SpeechBrain sets defaults for what it reads
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        asked = {a.value for call in ast.walk(tree) if isinstance(call, ast.Call)
-                 and getattr(call.func, "id", "") in ("getattr", "hasattr") for a in call.args
-                 if isinstance(a, ast.Constant) and isinstance(a.value, str)}
-        read |= {node.attr for node in ast.walk(tree)
-                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-                 and isinstance(node.value, ast.Attribute) and node.value.attr == "hparams"} - asked
-        tested |= asked
-    return read, tested
+    parts = [_named_in(base) for base in cls.__mro__]
+    return {name for read, _ in parts for name in read}, {name for _, tested in parts for name in tested}
+
+
+@functools.lru_cache(maxsize=64)
+def _named_in(base: type) -> tuple[frozenset[str], frozenset[str]]:
+    """The same for what stands in one class, which most recipes share."""
+    nothing: frozenset[str] = frozenset()
+    if base.__module__.partition(".")[0] in ("speechbrain", "builtins") or base.__name__ == "Brain":
+        return nothing, nothing  # SpeechBrain sets defaults for what it reads
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))))
+    except (OSError, TypeError, SyntaxError):
+        return nothing, nothing
+    tested = frozenset(a.value for call in nodes if isinstance(call, ast.Call)
+                       and getattr(call.func, "id", "") in ("getattr", "hasattr") for a in call.args
+                       if isinstance(a, ast.Constant) and isinstance(a.value, str))
+    read = frozenset(node.attr for node in nodes
+                     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+                     and isinstance(node.value, ast.Attribute) and node.value.attr == "hparams")
+    return read - tested, tested

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -200,7 +201,9 @@ class ShallowComposer(Composer):
             self.depth -= 1
 
 
+@functools.lru_cache(maxsize=16)
 def _compose(text: str) -> yaml_nodes.Node | None:
+    """Parse a text, once for all that are based on it; what is returned is only read."""
     yaml = YAML(pure=True)
     yaml.Composer = ShallowComposer
     return yaml.compose(text)
