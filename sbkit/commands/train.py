@@ -79,7 +79,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     if follows:
         request.overrides.update({key: value for key, value in follows.items() if key in recipe.hparams})
         recipe = load.opened(load.load(request.path, request.overrides), request.path)
-        ranks.run_on_main(preparation.open_folder, folder, request)
+        ranks.run_on_main(preparation.save_recipe, folder, request)
     if request.check:
         ranks.run_on_main(preflight.before_training, recipe)
     done = ranks.run_on_main(completion.done, recipe.keys, request)

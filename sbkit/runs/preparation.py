@@ -26,7 +26,7 @@ def open_folder(folder: str | Path, request: Request) -> None:
 
     try:
         with disk.told(folder):
-            _save_recipe(Path(folder), request)
+            save_recipe(folder, request)
             create_experiment_directory(
                 folder, log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=False)
             Path(folder, ENVIRONMENT).write_text(inventory(), encoding="utf-8")
@@ -35,10 +35,11 @@ def open_folder(folder: str | Path, request: Request) -> None:
                          hint="choose another place with --output_folder") from error
 
 
-def _save_recipe(folder: Path, request: Request) -> None:
+def save_recipe(folder: str | Path, request: Request) -> None:
     """Write the resolved recipe with SpeechBrain's header and under SpeechBrain's name for it."""
     from sbkit.recipe import load
 
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     head = f"# Generated {date.today()} from:\n# {os.path.abspath(request.path)}\n# yamllint disable\n"
     (folder / RECIPE).write_text(head + load.merged(request.path, request.overrides), encoding="utf-8")
