@@ -3,9 +3,11 @@
 import inspect
 import textwrap
 from fractions import Fraction
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import parse_overrides
@@ -164,3 +166,18 @@ def test_arguments_within_brackets_reach_their_object(tmp_path):
     path.write_text("a: !new:collections.OrderedDict\n    steps: [!new:fractions.Fraction {numerator: 1, "
                     "denominator: 3}, !new:fractions.Fraction [2, 3], 1]\n")
     assert load(path, {})["a"]["steps"] == [Fraction(1, 3), Fraction(2, 3), 1]
+
+
+def test_a_recipe_is_read_whole_each_time_and_nobody_changes_anothers(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("near: !apply:collections.deque []\nsizes: &sizes {a: 1}\n"
+                    "more:\n  <<: *sizes\n  b: 2\nsame: *sizes\n")
+    written = []
+    for _ in range(2):
+        text = StringIO()
+        YAML().dump(read_plain(path), text)
+        written.append(text.getvalue())
+        read_plain(path)["sizes"]["a"] = 3
+    assert written[0] == written[1] == path.read_text()
+    tree = read_plain(path)
+    assert tree["same"] is tree["sizes"]
