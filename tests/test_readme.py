@@ -75,6 +75,7 @@ def test_a_command_is_understood(words, monkeypatch):
     load.check_overrides(request.path, request.overrides)
 
 
+@pytest.mark.slow
 def test_the_worked_example_builds(tmp_path, monkeypatch):
     """The Branchformer, put in the Conformer's place from the command line as the page about models shows it."""
     [words] = [words for words in commands("docs/models.md") if "branchformer" in words]
@@ -85,6 +86,7 @@ def test_the_worked_example_builds(tmp_path, monkeypatch):
     assert report.sections["shapes"].values["ctc_lin"]
 
 
+@pytest.mark.slow
 def test_the_recipe_whose_encoder_has_weights_builds(tmp_path):
     """As the page about models shows it, resting on this checkout's flagship."""
     [block] = [block for block in re.findall(r"(?:^ {4}.*\n)+", prose("docs/models.md"), re.M) if "Pretrainer" in block]

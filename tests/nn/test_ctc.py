@@ -139,12 +139,12 @@ def test_lengths_that_cannot_be_are_refused(frames, labels, named):
         ctc_loss(torch.zeros(1, 4, 3), torch.tensor([[1, 2]]), torch.tensor(frames), torch.tensor(labels))
 
 
-@pytest.mark.parametrize("part", ["short", pytest.param("long", marks=pytest.mark.slow)])
-def test_the_gpu_kernels_compute_the_same(part):
+@pytest.mark.slow
+def test_the_gpu_kernels_compute_the_same():
     """Triton's interpreter must be chosen before Triton is first imported, hence another process."""
     pytest.importorskip("triton", minversion="3.6", reason="older interpreters of Triton fail with today's numpy")
     found = subprocess.run(
-        [sys.executable, __file__, part], capture_output=True, text=True, timeout=500,
+        [sys.executable, __file__], capture_output=True, text=True, timeout=500,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert found.returncode == 0, found.stdout + found.stderr
@@ -208,7 +208,7 @@ def compare(logits, *rest, device="cpu", loss=1e-5, gradient=1e-5) -> None:
     torch.testing.assert_close(mine.grad.cpu(), theirs.grad.float(), rtol=1e-4, atol=gradient)
 
 
-def interpret(part: str) -> None:
+def interpret() -> None:
     """What that process does: the kernels on the CPU against torch, and the rehearsal a GPU begins with."""
     import numpy
     from triton.runtime import interpreter
@@ -223,16 +223,18 @@ def interpret(part: str) -> None:
     interpreter._patch_lang_tensor = patched
     quiet = {"set_sync_debug_mode": lambda mode: None, "get_sync_debug_mode": lambda: 0}
     with mock.patch.multiple(torch.cuda, **quiet):
-        {"short": interpret_short, "long": interpret_long}[part](ctc._kernels_work.__wrapped__, torch.device("cpu"))
+        interpreted(ctc._kernels_work.__wrapped__, torch.device("cpu"))
 
 
-def interpret_short(work, cpu) -> None:
+def interpreted(work, cpu) -> None:
     from sbkit.nn.ctc_kernels import Sequences
 
     for seed, labels, frames in ((0, 7, 14), (1, 1, 9), (2, 0, 5), (3, 20, 45), (4, 3, 1), (5, 5, 2)):
         compare(*random_case(seed, labels=labels, frames=frames))
     for labels in (5, 40):
         compare(*long_case(labels), gradient=1e-4)
+    compare(*long_case(100), gradient=1e-3)
+    assert work(cpu, ctc._block(1023))
 
     wrong = ctc._by_kernels(torch.zeros(2, 3, 4).log_softmax(-1), torch.tensor([[1, 2], [1, 2]]),
                             torch.tensor([4, 3]), torch.tensor([2, 2]), 0)
@@ -242,11 +244,6 @@ def interpret_short(work, cpu) -> None:
     with mock.patch.object(Sequences, "apply", lambda emit, *rest: sound(emit, *rest) + (rest[-1] > 64)):
         assert work(cpu, 64), "of 17 labels"
         assert not work(cpu, 128), "wrong kernels for 60 labels must not be used, though those for 17 are right"
-
-
-def interpret_long(work, cpu) -> None:
-    compare(*long_case(100), gradient=1e-3)
-    assert work(cpu, ctc._block(1023))
 
 
 @pytest.mark.gpu
@@ -273,4 +270,4 @@ def test_no_host_sync_on_a_gpu():
 
 
 if __name__ == "__main__":
-    interpret(sys.argv[1])
+    interpret()
