@@ -128,7 +128,10 @@ def in_a_process(job):
 
 
 def next_start(folder):
-    """What is found after a kill, by us and by SpeechBrain, and whether a new save leaves all tidy."""
+    """What is found after a kill, by us and by SpeechBrain, and whether a new save leaves all tidy.
+
+    In this process: nothing kills it, and a fork takes longer than it does.
+    """
     run = Run(folder)
     number = run.recover()
     assert Run(folder, stock.Checkpointer).recover() == number
@@ -172,7 +175,7 @@ def saved_after(folder, at, asynchronous, name, finely):
     fresh(folder, name)
     killed, operations = in_a_process(saving(folder, at, asynchronous, name, finely))
     assert killed == bool(at)
-    return operations, in_a_process(lambda: next_start(folder))[1]
+    return operations, next_start(folder)
 
 
 def killed_again_while_tidying(folder, first):
@@ -186,7 +189,7 @@ def killed_again_while_tidying(folder, first):
             Killer(at)
             Run(folder)
         killed = in_a_process(start)[0]
-        found.append(in_a_process(lambda: next_start(folder))[1])
+        found.append(next_start(folder))
         if not killed:
             return {"first": first, "found": found}
         at += 1
@@ -209,7 +212,7 @@ def at_random(folder, times, seed):
         time.sleep(random.uniform(0.02, 0.3))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        number = in_a_process(lambda: next_start(folder))[1]
+        number = next_start(folder)
         saved = int(progress.read_text() or number)  # killed while noting it: any will do
         assert saved <= number <= saved + 1, f"{saved} was saved, {number} is found"
         found.append(number)
