@@ -291,7 +291,7 @@ def test_codes_of_a_codec_that_was_trained_on_are_those_of_another(bundle, token
     out = tmp_path / "out"
     shutil.copytree(run, out)
     train(out, data, "--number_of_epochs", "3")
-    processes.sbkit("export", out, "--to", tmp_path / "later", "--checkpoint", "last", "--formats", "onnx", "--clips",
+    processes.sbkit("export", out, "--to", tmp_path / "later", "--checkpoint", "last", "--formats", "torch", "--clips",
                     "2", cwd=ROOT, **ENVIRONMENT)
     assert main(["resynthesize", str(tmp_path / "later"), str(tokens), "--to", str(tmp_path / "sounds")]) == 2
     said = capsys.readouterr().err
