@@ -38,6 +38,9 @@ class Session:
         self.chunk, self.state, self.search = chunk, state, search
         self.rate, self.chunk_seconds = config.sample_rate, chunk * config.frame_seconds
         self._windows = Windows(config, chunk)
+        assert config.streaming is not None, "asked of models that take streams"
+        self.ahead_seconds = config.streaming.ahead * config.frame_seconds
+        """How much of a chunk is only looked at, and heard with the next one."""
         self._enter, self._on_heard = enter, on_heard
         self._changed = threading.Condition()
         self._waiting: deque[Window] = deque()

@@ -48,6 +48,8 @@ class Hearing(ABC):
 
     chunk_seconds: float | None = None
     """Seconds that are heard at a time; None where that depends on what was said."""
+    ahead_seconds: float | None = None
+    """How much of them is only looked at, and heard again with what follows; None as above."""
 
     def __init__(self, served: ServedModel, seconds: float):
         self._served, self._seconds = served, seconds
@@ -115,7 +117,7 @@ class ByChunks(Hearing):
             loop.call_soon_threadsafe(self._changed.set)
 
         self._session = streams.open(served.decoder.stream(), chunk_ms, tell)
-        self.chunk_seconds = self._session.chunk_seconds
+        self.chunk_seconds, self.ahead_seconds = self._session.chunk_seconds, self._session.ahead_seconds
         self._lines = Lines(served.chunk_seconds)
         self._heard = 0.0
 

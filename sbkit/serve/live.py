@@ -8,7 +8,8 @@ The client sends one JSON text, then binary frames of 16-bit little-endian mono 
 
 The server sends JSON texts; times are seconds from the first sample:
 
-    {"type": "ready", "model": "NAME", "sample_rate": 48000, "chunk_seconds": 0.32}    null: decodes the tail
+    {"type": "ready", "model": "NAME", "sample_rate": 48000, "chunk_seconds": 0.32, "ahead_seconds": 0.16}
+                                                                      null, both: decodes the tail
     {"type": "partial", "start": 3.1, "text": "...", "settled": "...", "heard": 4.8}   the line; replaces the last
     {"type": "final", "start": 3.1, "end": 5.6, "text": "...", "words": [{"word", "start", "end", "confidence"}]}
     {"type": "done", "duration": 61.2}                                after "stop"; then it closes

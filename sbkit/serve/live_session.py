@@ -37,7 +37,7 @@ class LiveSession:
         self._hearing = hearing(served, chunk_ms, limits.request_seconds)
         self._outbox = Outbox(served.vocabulary, websocket.send_json)
         self._ready = {"type": "ready", "model": served.name, "sample_rate": rate,
-                       "chunk_seconds": self._hearing.chunk_seconds}
+                       "chunk_seconds": self._hearing.chunk_seconds, "ahead_seconds": self._hearing.ahead_seconds}
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -162,6 +162,10 @@ class ASR(Task):
         self.hearing.count(facts.number, total, tokens, comparable=part is not None)
         super().close_step(facts)
 
+    @property
+    def knows_what_is_heard(self) -> bool:
+        return self.loss_of_tokens is not None
+
     def open_step(self, number: int) -> None:
         """Set the learning rate and the strength of masks, which follow what the model hears."""
         heard = self.hearing.at(number)

@@ -99,7 +99,8 @@ class LearningAlarm:
             return []
         chance = hearing.chance if hearing.known else None
         heard = None if chance is None else max(0.0, 1 - loss / chance)
-        seen = Seen(step - 1, loss, chance, heard, self.setup.reached(step - 1, rate), state.learnt,
+        best = None if heard is None else max(heard, state.best)
+        seen = Seen(step - 1, loss, chance, heard, self.setup.reached(step - 1, rate, best), state.learnt,
                     f"{self.part or 'training'} loss")
         state.seen = list(seen)
         if state.first is None and step > SETTLED:
@@ -137,7 +138,8 @@ class LearningAlarm:
             state.raised[VALIDATION] = step
         notices = [self._notice(what, step) for what in words.KINDS if what in state.raised]
         if not notices and seen is not None and seen.heard is not None and state.best < STANDS:
-            notices = [words.little(step, seen, self.setup)]
+            learns = state.learnt - state.gained_learnt < words.PATIENCE
+            notices = [words.little(step, seen, self.setup, learns)]
         return [notice._replace(at_end=True) for notice in notices]
 
     # ------------------------------------------------------------ what it finds

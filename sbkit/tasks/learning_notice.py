@@ -139,20 +139,31 @@ class Setup(NamedTuple):
         """The learning rate that the recipe says."""
         return None if self.schedule is None else self.schedule.peak
 
-    def reached(self, step: int, rate: float | None) -> float | None:
-        """Return the highest learning rate of ``step`` steps of this schedule; ``rate`` without one."""
+    def reached(self, step: int, rate: float | None, best: float | None) -> float | None:
+        """Return the highest learning rate of ``step`` steps of this schedule; ``rate`` without one.
+
+        best : the most that was heard so far; None: nobody knows
+        """
         if self.schedule is None:
             return rate
         warmup, top = self.schedule.top()
-        return top if step >= warmup else self.schedule(step)
+        highest = top if step >= warmup else self.schedule(step)
+        return highest if best is None else min(highest, self.schedule.limit_at(best))
+
+    def held(self, seen: Seen) -> bool:
+        """Whether the learning rate stands at what it may be until something is heard."""
+        unheard = None if self.schedule is None else self.schedule.unheard
+        return unheard is not None and seen.rate is not None and self.peak is not None and (
+            REACHED * unheard <= seen.rate <= unheard < self.peak)
 
     def rises(self, seen: Seen) -> bool:
         """Whether the learning rate is still in its warm-up."""
-        return self.schedule is not None and seen.step < REACHED * self.schedule.top()[0]
+        return self.schedule is not None and seen.step < REACHED * self.schedule.top()[0] and not self.held(seen)
 
     def below_peak(self, seen: Seen) -> bool:
-        """Whether the learning rate has not come to what the recipe says."""
-        return seen.rate is not None and self.peak is not None and seen.rate < REACHED * self.peak
+        """Whether the learning rate has not come to what the recipe says, and more steps would let it."""
+        return (seen.rate is not None and self.peak is not None and seen.rate < REACHED * self.peak
+                and not self.held(seen))
 
     def too_low(self, rate: float | None) -> bool:
         """Whether nothing can be learnt at this rate."""
@@ -211,11 +222,12 @@ def standstill(step: int, seen: Seen, best: float, best_step: int, since: int, s
     return Notice(STANDSTILL, step, "The model hears little, and has stopped learning", detail, tuple(advice))
 
 
-def little(step: int, seen: Seen, setup: Setup) -> Notice:
-    """Notice at the end of training that little was learnt, however slowly it went on."""
+def little(step: int, seen: Seen, setup: Setup, learns: bool) -> Notice:
+    """Notice at the end of training that little was learnt; ``learns``: it was still learning then."""
     detail = f"{_sentence(seen.against_chance())} That of a run that learns comes to half of chance and less."
     rate = _higher(seen, setup) if setup.too_low(seen.rate) else _lower(seen, setup)
-    return Notice(STANDSTILL, step, "The model hears little", detail, (rate, setup.more_steps, *_masks(setup), _LABELS))
+    advice = (setup.more_steps, rate) if learns else (rate, setup.more_steps)
+    return Notice(STANDSTILL, step, "The model hears little", detail, (*advice, *_masks(setup), _LABELS))
 
 
 def deaf(step: int, seen: Seen | None, validation: Validation, setup: Setup) -> Notice:
@@ -299,7 +311,7 @@ def _masks(setup: Setup) -> list[str]:
 
 
 def _gentler(seen: Seen | None, setup: Setup) -> list[str]:
-    below = seen is not None and setup.below_peak(seen)
+    below = seen is not None and (setup.below_peak(seen) or setup.held(seen))
     return [*([] if below else _warmup(setup)), _lower(seen, setup), *_masks(setup)]
 
 
@@ -316,7 +328,8 @@ def _lower(seen: Seen | None, setup: Setup) -> str:
     third = "a third of the learning rate"
     if seen is None or seen.rate is None:
         return third
-    lr = "" if setup.schedule is None else f": --lr {seen.rate / 3:.2g}"
+    key = "--schedule.unheard" if setup.held(seen) else "--lr"
+    lr = "" if setup.schedule is None else f": {key} {seen.rate / 3:.2g}"
     return f"{third}{lr} ({_now(seen, setup)})"
 
 
@@ -324,6 +337,8 @@ def _now(seen: Seen, setup: Setup) -> str:
     """Say what the learning rate is, which is known."""
     if setup.schedule is None:
         return f"it is {seen.rate:.2g}"
+    if setup.held(seen):
+        return f"it is held at {seen.rate:.2g} until something is heard"
     return f"it has come to {seen.rate:.2g} of {setup.peak:.2g}" if setup.below_peak(seen) else (
         f"its peak is {seen.rate:.2g}")
 

@@ -209,12 +209,20 @@ class Task(Brain):
                            "The learning rate rises by at most %g a step (schedule.rise): to %.3g in %d steps%s",
                            schedule.rise, rate, warmup, "" if rate == schedule.peak else
                            f", so it doesn't reach the {schedule.peak:g} of the recipe (--schedule.rise null lets it)")
+            if schedule.unheard is not None and not self.knows_what_is_heard and ranks.is_main():
+                logger.warning("schedule.unheard has no effect here: what is heard is known of a recogniser whose loss "
+                               "has a part per token (loss_of_tokens); leave it out")
             if warmup > steps and ranks.is_main():
                 logger.warning(
                     "The warm-up takes %d steps and the run has %d, so the learning rate comes to %.3g of %g: take a "
                     "shorter one, such as --schedule.warmup 0.2, a share of the run",
                     warmup, steps, schedule(steps), schedule.peak)
         self.begin_run(texts, steps)
+
+    @property
+    def knows_what_is_heard(self) -> bool:
+        """Whether training tells how much of what was said is heard, which ``schedule.unheard`` waits for."""
+        return False
 
     @property
     def peak_rate(self) -> float | None:

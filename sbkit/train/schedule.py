@@ -97,10 +97,14 @@ class Schedule:
 
     def follow(self, score: float) -> None:
         """Set the limit for a model's score, between 0 (chance) and 1 (no loss)."""
-        if self.unheard is not None:
-            share = (score - LIFTED[0]) / (LIFTED[1] - LIFTED[0])
-            above = max(0.0, self.top()[1] - self.unheard)
-            self.limit = self.unheard + max(0.0, share) * above if share < 1 else math.inf
+        self.limit = self.limit_at(score)
+
+    def limit_at(self, score: float) -> float:
+        """Return the highest rate for a model of this score."""
+        share = (score - LIFTED[0]) / (LIFTED[1] - LIFTED[0])
+        if self.unheard is None or share >= 1:
+            return math.inf
+        return self.unheard + max(0.0, share) * max(0.0, self.top()[1] - self.unheard)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the rate for optimizer step ``step``, times ``lr_scale`` for groups that have one, and return it."""

@@ -52,7 +52,8 @@ def settled(messages):
 def test_words_come_while_somebody_speaks_and_are_settled_at_pauses(server):
     signal = np.concatenate([bundles.say("hello there"), PAUSE, bundles.say("good people"), PAUSE])
     with connect(server.live) as socket:
-        assert start(socket) == {"type": "ready", "model": "level", "sample_rate": RATE, "chunk_seconds": None}
+        assert start(socket) == {"type": "ready", "model": "level", "sample_rate": RATE, "chunk_seconds": None,
+                                 "ahead_seconds": None}
         messages = speak(socket, signal)
     finals = settled(messages)
     assert [each["text"] for each in finals] == ["hello there", "good people"]

@@ -65,7 +65,8 @@ def lines(messages):
 def test_words_come_chunk_by_chunk_and_lines_end_at_pauses(server):
     signal = np.concatenate([bundles.say("hello there"), PAUSE, bundles.say("good people"), PAUSE])
     with connect(server.live) as socket:
-        assert start(socket) == {"type": "ready", "model": "level", "sample_rate": RATE, "chunk_seconds": 0.32}
+        assert start(socket) == {"type": "ready", "model": "level", "sample_rate": RATE, "chunk_seconds": 0.32,
+                                 "ahead_seconds": 0.0}
         messages = speak(socket, signal)
     assert lines(messages) == ["hello there", "good people"]
     assert messages[-1] == {"type": "done", "duration": pytest.approx(len(signal) / RATE, abs=0.001)}

@@ -22,9 +22,9 @@ class Trial:
     def __init__(self, steps: int, loss, cer=None, chance: float = CHANCE, rate: float = 0.002, warmup: float = 50,
                  every: int = 40, rows: int = 20, setup: Setup = PLAIN, cut: int | None = None,
                  folder=None, comparable: bool = True, planned: int | None = None, rise: float | None = None,
-                 shape: str = "constant"):
+                 shape: str = "constant", unheard: float | None = None):
         self.hearing, self.alarm, self.told = Hearing(chance), LearningAlarm("ctc"), []
-        self.schedule = Schedule(rate, warmup, shape, rise=rise)
+        self.schedule = Schedule(rate, warmup, shape, rise=rise, unheard=unheard)
         self.schedule.total_steps = steps
         self.setup = setup._replace(planned=steps if planned is None else planned, schedule=self.schedule)
         self._prepare()
@@ -47,8 +47,9 @@ class Trial:
         self.alarm.setup = self.setup
 
     def look(self, step: int) -> None:
-        self.hearing.at(step)
-        self.told += self.alarm.look(step, self.hearing, self.schedule(step))
+        heard = self.hearing.at(step)
+        self.schedule.follow(heard if self.hearing.known else 1.0)
+        self.told += self.alarm.look(step, self.hearing, min(self.schedule(step), self.schedule.limit))
 
     def _resume(self, folder) -> None:
         saved = (self.hearing, self.alarm)
@@ -353,8 +354,24 @@ def test_one_that_learns_a_little_all_the_time_is_told_at_the_end():
     said = trial.told[0].text()
     assert said.startswith("At the end of training: the model hears little. The ctc loss is")
     assert "That of a run that learns comes to half of chance and less" in said
-    assert trial.told[0].advice[0].startswith("a third of the learning rate: --lr 0.00067")
-    assert "--least_steps" in trial.told[0].advice[1]
+    assert trial.told[0].advice[1].startswith("a third of the learning rate: --lr 0.00067")
+    assert "--least_steps" in trial.told[0].advice[0], "it was still learning"
+
+
+def test_a_rate_that_waits_for_something_to_be_heard_is_what_is_told_and_to_be_lowered():
+    """Three times the recipe's rate: it never rose above what it may be before something is heard."""
+    [told, _] = Trial(4000, lambda step: CHANCE, rate=0.009, warmup=0.2, rise=1.25e-5, unheard=0.0015).told
+    assert told.step == 599, "a rise that is held is no warm-up that may still help"
+    assert told.advice[0] == ("a third of the learning rate: --schedule.unheard 0.0005 (it is held at 0.0015 until "
+                              "something is heard)")
+    assert not any("--lr" in each or "warm-up" in each for each in told.advice)
+
+
+def test_once_something_was_heard_the_rate_is_that_of_the_schedule():
+    learnt = healthy(leaves=200, falls=200)
+    trial = Trial(3000, lambda step: learnt(step) if step < 2000 else CHANCE, rate=0.003, warmup=300, unheard=0.0015)
+    [told] = [each for each in trial.told if each.what == "divergence" and not each.at_end]
+    assert told.advice[0].startswith("a third of the learning rate: --lr 0.001 (its peak is 0.003)")
 
 
 def test_one_that_hardly_learns_any_more_is_told_before_it_ends():

@@ -109,6 +109,7 @@ class Speaker:
             told = [json.loads(data) for opcode, data in self._frames() if opcode == _TEXT]
         if told[0]["type"] != "ready":
             raise SystemExit(f"the server refuses a session: {told[0]}")
+        self._ahead = told[0].get("ahead_seconds") or 0.0
         self.socket.setblocking(False)
 
     def _receive(self) -> bytes:
@@ -180,7 +181,8 @@ class Speaker:
 
     def _hear(self, message: dict[str, Any], now: float) -> None:
         if message["type"] == "partial":
-            self._found.latencies.append(now - self.began - message["heard"])
+            came = message["heard"] + (0.0 if self.stopped else self._ahead)  # the end of what it was heard in
+            self._found.latencies.append(now - self.began - came)
             if self._shown:
                 self._found.gaps.append(now - self._shown)
             self._shown = now

@@ -9,6 +9,7 @@ from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.nnet.attention import RoPEMHA
 
 from sbkit.errors import SbkitError
+from sbkit.nn.adapters import HOULSBY
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.fast.fused import Layer
 from sbkit.nn.kaldi import FilterBank
@@ -54,10 +55,19 @@ def of_step(recognizer: Parts) -> Iterator[Lack]:
     elif not isinstance(layers.layers[0].mha_layer, RoPEMHA):
         yield Lack("encoder", f"its attention is {layers.attention_type}, and a stream's is by rotary positions",
                    "attention_type: RoPEMHA", "attention_type")
+    elif _adapted(layers):
+        yield Lack("encoder", "adapters add to what its layers, or their attention or convolution, return, and a step "
+                   "runs the parts of these", "LoRA, or adapters of other parts, such as *.ffn_module1")
     if not hasattr(recognizer.frontend, "forward_step"):
         named = "it has no front end" if recognizer.frontend is None else \
             f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances alone"
         yield Lack("frontend", named, "sbkit.nn.causal.CausalFrontEnd")
+
+
+def _adapted(layers: Layer) -> bool:
+    """Whether there is an adapter after a module whose forward a step doesn't call."""
+    parts = [part for each in layers.layers for part in (each, each.mha_layer, each.convolution_module)]
+    return any(hasattr(part, HOULSBY) for part in (layers, *parts))
 
 
 def of_stream(recognizer: FromSamples) -> Iterator[Lack]:

@@ -179,7 +179,7 @@ def _streams(name: str, config: Config, streaming: Streaming) -> str:
         milliseconds=_listed([f"{1000 * size * config.frame_seconds:g}" for size in streaming.chunks]),
         before=streaming.before, after=streaming.after, frame=config.hop_samples * config.subsampling,
         overlap=streaming.overlap, moves=f"(C - {streaming.ahead})" if streaming.ahead else "C",
-        again=f" (the next window begins with the last {streaming.ahead} of a full one, and says them)"
+        again=f" (not the last {streaming.ahead} of a full window, with which the next one begins, if only with these)"
         if streaming.ahead else "", subsampling=config.subsampling, hop=config.hop_samples,
         size=config.hop_samples + streaming.overlap, vocabulary=config.vocabulary))
     return "### Streams\n\n" + "\n".join(parts)

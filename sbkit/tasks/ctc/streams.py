@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.clips import Clips
 from sbkit.export.companion import Companion
@@ -17,6 +19,8 @@ from sbkit.export.layout import Config
 from sbkit.export.runners import Call, Runner, opened
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window, Windows
+from sbkit.nn.chunks import Seen
+from sbkit.nn.streaming.layers import in_turn
 from sbkit.tasks.ctc import streaming_graph
 from sbkit.tasks.ctc.compared import Heard, compared, reference
 from sbkit.tasks.ctc.recognizer import Recognizer
@@ -49,17 +53,40 @@ class Streams(Companion):
     def metadata(self, config: Config) -> dict[str, str]:
         return {**super().metadata(config), "subsampling_factor": str(config.subsampling),
                 "vocab_size": str(config.vocabulary), "blank_id": str(config.blank_id),
-                "chunks": ",".join(map(str, self.graph.chunks)), "left": str(self.graph.step.left)}
+                "chunks": ",".join(map(str, self.graph.chunks)), "left": str(self.graph.step.left),
+                "ahead": str(self.graph.step.ahead)}
 
     def comparisons(self, clips: Clips, config: Config, folder: Path) -> Mapping[str, Heard]:
         vocabulary, chunks = Vocabulary.read(folder, config), self.recognizer.chunks
         assert chunks is not None, "others are refused"
+        _check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
         return {_way(config, size): compared(clips, vocabulary, reference(self.recognizer, chunks=chunks.config(size)),
                                              self.decode, config.sample_rate) for size in self.graph.chunks}
 
     def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:
         call = opened(name, path)
         return {_way(config, size): functools.partial(run, call, config, size) for size in self.graph.chunks}
+
+
+@torch.no_grad()
+def _check_steps(recognizer: Recognizer, signal: Tensor) -> None:
+    """Raise unless a clip [S] sounds the same step by step as in the chunks that the model learnt in.
+
+    What a stream with frames ahead should give is itself computed by steps, so comparing it with a graph says nothing
+    about them.
+    """
+    chunks = recognizer.chunks
+    assert chunks is not None, "others are refused"
+    seen = Seen(chunks.sizes[-1], chunks.left[-1] // chunks.sizes[-1])
+    feats, frames = recognizer.features(signal[None], torch.tensor([len(signal)]))
+    learnt, counts = recognizer.encode(feats, frames, seen)
+    stepped = in_turn(recognizer.encoder, recognizer.embed(feats, frames)[0], frames, recognizer.subsampling, seen)
+    apart = [recognizer.ctc_lin(states[:, : int(counts)]).float().log_softmax(-1) for states in (learnt, stepped)]
+    if not torch.allclose(*apart, atol=1e-3, rtol=1e-3):
+        raise SbkitError("the encoder gives something else step by step, as a stream is heard, than in the chunks that "
+                         "it learnt in: log-probabilities differ by up to "
+                         f"{float((apart[0] - apart[1]).abs().max()):.2g}",
+                         hint="code of yours changes what its layers compute; without that it can run on a stream")
 
 
 def run(call: Call, config: Config, chunk: int, signals: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -17,6 +17,7 @@ from sbkit.export import graph
 from sbkit.export.layout import Config
 from sbkit.export.windows import Windows
 from sbkit.nn.accelerate import accelerate
+from sbkit.nn.adapters import Houlsby, LoRA, is_added
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.global_norm import GlobalNorm
@@ -277,6 +278,28 @@ def test_exported_it_gives_the_same_for_any_batch_and_chunk(tmp_path):
 def test_what_has_no_step_is_refused(given, told):
     with pytest.raises(SbkitError, match=told):
         StreamingEncoder(recogniser(**given))
+
+
+@pytest.mark.parametrize("target", ["encoder", "encoder.layers.*", "*.mha_layer", "*.convolution_module"])
+def test_adapters_that_a_step_would_pass_by_are_refused(target):
+    model = recogniser()
+    Houlsby(model.encoder, target, width=16)
+    with pytest.raises(SbkitError, match="adapters add to what its layers, or their attention or convolution, return"):
+        StreamingEncoder(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("adapters, target", [(Houlsby, "*.ffn_module1"), (LoRA, "*.out_proj")])
+def test_other_adapters_are_heard_by_steps_too(adapters, target):
+    model, features = recogniser(AHEAD[1], fast=False), torch.randn(1, 40, BANDS)
+    before, _ = whole(model, features, torch.tensor([40]), AHEAD[1].config(8, 16))
+    adapters(model.encoder, target)
+    for name, weights in model.encoder.named_parameters():
+        if is_added(name):
+            weights.add_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)))
+    found, _ = whole(model, features, torch.tensor([40]), AHEAD[1].config(8, 16))
+    assert not torch.allclose(found, before, atol=0.1)
+    torch.testing.assert_close(found, by_speechbrain(model, features, AHEAD[1].config(8, 16)), atol=1e-4, rtol=1e-4)
 
 
 def test_a_left_context_that_it_was_not_trained_for_is_refused():

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import onnx
 import pytest
+import torch
 from streaming_bundles import exported
 from streaming_runs import trained
 
@@ -50,10 +51,19 @@ def test_the_bundle_has_it_in_every_format_and_says_how_to_run_it(made):
     config = Config.read(made)
     assert set(layout.STREAMS.values()) <= names and config.streaming.models == layout.STREAMS
     assert set(config.files) == names - {"config.json"}
-    assert (config.streaming.chunks, config.streaming.left) == ([8, 16, 32], 64)
+    assert (config.streaming.chunks, config.streaming.left, config.streaming.ahead) == ([8, 16, 32], 64, 4)
     readme = (made / "README.md").read_text()
     assert "### Streams" in readme and "`stream.onnx`, `stream.int8.onnx`, `stream.pt2`" in readme
     assert "640 C + 240 samples" in readme and "320, 640, 1280 ms" in readme and "stream, 640 ms, onnx" in readme
+
+
+def test_layers_that_compute_something_else_by_steps_are_refused(shared):
+    recognizer = source.open_run(shared.run).exported.recognizer
+    signal = 0.1 * torch.randn(60_000, generator=torch.Generator().manual_seed(1))
+    streams._check_steps(recognizer, signal)
+    recognizer.encoder.encoder.layers[0].register_forward_hook(lambda layer, given, out: (out[0].roll(1, -1), out[1]))
+    with pytest.raises(SbkitError, match="gives something else step by step, as a stream is heard"):
+        streams._check_steps(recognizer, signal)
 
 
 def test_parity_is_of_every_format_and_chunk(made):
