@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ Files = list[tuple[Path, Mapping[str, Tree]]]
 
 def read_plain(path: Path) -> dict[str, Tree]:
     """Read a YAML as a tree with its tags, which the caller may change; nothing is imported or built."""
-    return _read(path, _copied)
+    return _read(path, _parsed)
 
 
 def _parsed(text: str) -> Tree:
@@ -30,16 +29,6 @@ def _parsed(text: str) -> Tree:
 
 
 _parsed_once = functools.lru_cache(maxsize=16)(_parsed)
-
-
-@functools.lru_cache(maxsize=16)
-def _kept(text: str) -> bytes:
-    return pickle.dumps(_parsed_once(text))
-
-
-def _copied(text: str) -> Tree:
-    """A tree of one's own, in a thirtieth of the time of parsing; ``copy.deepcopy`` loses tags of empty lists."""
-    return pickle.loads(_kept(text))
 
 
 def _read(path: Path, parsed: Callable[[str], Tree]) -> dict[str, Tree]:

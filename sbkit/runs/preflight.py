@@ -16,7 +16,7 @@ def before_run(request: Request) -> None:
 
     report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
     if report.errors:  # one message, so that torchrun's last lines contain it all
-        raise SbkitError(f"{report.verdict()}; --no-check would start the run as it is\n{report.problems()}",
+        raise SbkitError(f"{report.verdict()}; --no-check skips this check\n{report.problems()}",
                          exit_code=1)
     if report.problems():
         print(report.problems(), file=sys.stderr, flush=True)

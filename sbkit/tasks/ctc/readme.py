@@ -119,7 +119,8 @@ mirror image, {before} samples before its beginning and {after} after its end. T
 {frame} C + {overlap} samples (`samples` [batch, {frame} C + {overlap}] float32); the first begins where that
 continuation does, each further one {frame} {moves} samples later, the last is padded with zeros. `frames` [batch]
 int64: how many of its {subsampling} C feature frames are real, {hop} samples from one to the next and {size} in each;
-fewer in a stream's last window, 0 for a stream of the batch that has nothing to be heard now, whose state then stays.
+fewer in a stream's last window, which no other follows; 0 for a stream of the batch that has nothing to be heard now,
+whose state then stays.
 
 Outputs: `log_probs` [batch, C, {vocabulary}], `counts` [batch], how many of C are said{again}, and the state under
 `next_` and its name. Zeros begin a stream.

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from speechbrain.utils.checkpoints import (
     torch_save_once_per_node,
 )
 
-from sbkit.errors import SbkitError, first_line, summary
+from sbkit.errors import SbkitError, summary
 from sbkit.train.checkpoint.files import CheckpointError
 
 T = TypeVar("T")
@@ -162,9 +163,10 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
         with plain_numbers():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), first_line(error)[:200])
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest is torch's advice to load it all the same
         raise CheckpointError(
-            f"{path} holds more than tensors and numbers, so loading it could run code ({reason})",
+            f"{path} holds more than tensors and numbers{f', such as {named[1]}' if named else ''}, so loading it could "
+            "run code",
             hint="save it again as a state dict, or give the recoverable a load hook of its own",
         ) from error
 
