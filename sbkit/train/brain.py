@@ -287,14 +287,14 @@ class Brain(sb.core.Brain):
         That is gradients, state that layers update in forward, what a task keeps in attributes of its own, such as a
         running mean, and random number generators.
         """
-        objective, found, own = self.stepper.objective, self.stepper.objective.found, vars(self).copy()
+        objective, found, own = self.stepper.objective, self.stepper.objective.found, self.__dict__.copy()
         beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
         try:
             with sandbox.untouched([self.modules, *beside], self.device):
                 yield
         finally:
-            vars(self).clear()
-            vars(self).update(own)
+            self.__dict__.clear()
+            self.__dict__.update(own)
             self.modules.zero_grad(set_to_none=True)
             objective.found = found
 

@@ -81,11 +81,12 @@ def _check_steps(recognizer: Recognizer, signal: Tensor) -> None:
     feats, frames = recognizer.features(signal[None], torch.tensor([len(signal)]))
     learnt, counts = recognizer.encode(feats, frames, seen)
     stepped = in_turn(recognizer.encoder, recognizer.embed(feats, frames)[0], frames, recognizer.subsampling, seen)
-    apart = [recognizer.ctc_lin(states[:, : int(counts)]).float().log_softmax(-1) for states in (learnt, stepped)]
-    if not torch.allclose(*apart, atol=1e-3, rtol=1e-3):
+    apart, other = (recognizer.ctc_lin(states[:, : int(counts)]).float().log_softmax(-1)
+                    for states in (learnt, stepped))
+    if not torch.allclose(apart, other, atol=1e-3, rtol=1e-3):
         raise SbkitError("the encoder gives something else step by step, as a stream is heard, than in the chunks that "
                          "it learnt in: log-probabilities differ by up to "
-                         f"{float((apart[0] - apart[1]).abs().max()):.2g}",
+                         f"{float((apart - other).abs().max()):.2g}",
                          hint="code of yours changes what its layers compute; without that it can run on a stream")
 
 

@@ -164,9 +164,9 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest is torch's advice to load it all the same
+        such = f", such as {named[1]}" if named else ""
         raise CheckpointError(
-            f"{path} holds more than tensors and numbers{f', such as {named[1]}' if named else ''}, so loading it could "
-            "run code",
+            f"{path} holds more than tensors and numbers{such}, so loading it could run code",
             hint="save it again as a state dict, or give the recoverable a load hook of its own",
         ) from error
 
