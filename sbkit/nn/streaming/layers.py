@@ -1,7 +1,7 @@
 """The layers of SpeechBrain's Conformer on one chunk of a stream, and whole utterances heard chunk by chunk.
 
-A stream's chunk may end with frames that are *ahead*: they are looked at, and heard again at the beginning of the next
-chunk, so that what is said of a frame never depends on the few that happen to precede the end of its chunk.
+A stream's chunk may end with frames that are *ahead*: the others see them, and they are heard again at the beginning of
+the next chunk, where they see what follows them.
 """
 
 from __future__ import annotations
