@@ -110,6 +110,8 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
 
 
 def _tell(results: Sequence[Result], request: EvaluateRequest) -> int:
+    from sbkit.runs.layout import REPORT
+
     columns, max_wer = [name for name, _ in results[0].came.lines_of_table()[0]], request.max_wer
     rows = []
     for came, facts, *_ in results:  # what lines share stands in the first of them
@@ -120,7 +122,7 @@ def _tell(results: Sequence[Result], request: EvaluateRequest) -> int:
             shared, factor = [""] * len(shared), ""
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))
     for scored in results:
-        print(scored.facts["folder"])
+        print(f"errors, to look at and listen to: {Path(scored.facts['folder']) / REPORT}")
         if scored.replaced:
             print(f"  replaced the result of {scored.replaced}; another --name keeps both")
         for what, ids in (("could not be read", list(scored.facts["damaged"])),

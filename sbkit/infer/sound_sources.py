@@ -53,16 +53,18 @@ class Pcm:
         self.warning: str | None = None
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        held, beginning = b"", Beginning()
+        held, beginning, empty = b"", Beginning(), True
         while data := self._file.read1(_AT_ONCE):
             if (kind := beginning.file(data)) is not None:
                 raise SbkitError(f"{self.name} begins like a {kind} file, but must be 16-bit samples alone",
                                  hint="sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 "
                                       f"-ar {self.rate} -")
-            held += data
+            held, empty = held + data, False
             whole = len(held) // 2 * 2
             yield _samples(held[:whole])
             held = held[whole:]
+        if empty:
+            self.warning = f"{self.name} was empty: nothing was heard"
         if held:
             self.warning = f"{self.name} ended within a sample: is it 16-bit PCM of one channel?"
 

@@ -124,6 +124,7 @@ def test_a_few_bytes_are_heard_and_half_a_sample_is_told(bundle, monkeypatch, tm
     captured = capsys.readouterr()
     assert [each["type"] for each in facts(captured.out)] == ["end"]
     assert ("ended within a sample" in captured.err) == bool(len(data) % 2)
+    assert ("was empty: nothing was heard" in captured.err) == (not data)
 
 
 def test_samples_that_are_cut_anywhere_are_the_same_samples():

@@ -17,6 +17,12 @@ import numpy as np, onnxruntime, soundfile
 session = onnxruntime.InferenceSession("model.onnx")        # model.int8.onnx: smaller, 8-bit weights
 signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 log_probs, frames = session.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})
+
+tokens = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]
+tokens = ["" if len(token) > 1 and token[0] == "<" else token for token in tokens]  # </s> and the like are no text
+best = [{blank}, *log_probs[0, :frames[0]].argmax(-1)]  # of each frame, behind a blank
+text = "".join(tokens[now] for last, now in zip(best, best[1:]) if now not in (last, {blank}))
+print(text.replace("▁", " ").strip())
 ```
 
 Inputs: `signals` [batch, samples] float32, shorter ones padded with zeros, and `lengths` [batch] int64. Outputs:
@@ -88,7 +94,7 @@ import json, numpy as np, onnxruntime
 session = onnxruntime.InferenceSession("{file}")
 parts = json.load(open("config.json"))["streaming"]["state"]
 state = {{name: np.zeros([1, *part["shape"]], part["type"]) for name, part in parts.items()}}
-for window, frames in windows:  # of one stream, in order
+for window, frames in windows(signal):
     given = {{"samples": window[None], "frames": np.array([frames]), **state}}
     log_probs, counts, *after = session.run(None, given)
     state = dict(zip(state, after))
@@ -99,7 +105,7 @@ import json, torch
 model = torch.export.load("{file}").module()
 parts = json.load(open("config.json"))["streaming"]["state"]
 state = [torch.zeros([1, *part["shape"]], dtype=getattr(torch, part["type"])) for part in parts.values()]
-for window, frames in windows:  # of one stream, in order
+for window, frames in windows(signal):
     log_probs, counts, *state = model(torch.from_numpy(window)[None], torch.tensor([frames]), *state)
 ```
 """,
@@ -123,7 +129,19 @@ fewer in a stream's last window, which no other follows; 0 for a stream of the b
 whose state then stays.
 
 Outputs: `log_probs` [batch, C, {vocabulary}], `counts` [batch], how many of C are said{again}, and the state under
-`next_` and its name. Zeros begin a stream.
+`next_` and its name. Zeros begin a stream. Of a recording that is there as a whole:
+
+```python
+def windows(signal, chunk={chunk}):
+    full, step, samples = {subsampling} * chunk, {subsampling} * (chunk{ahead}), {frame} * chunk + {overlap}
+    mirrored = np.pad(signal, ({before}, {after}), "symmetric")
+    left = (len(mirrored) - {size}) // {hop} + 1
+    while left > 0:
+        frames = min(left, full)
+        heard = mirrored[:{hop} * (frames - 1) + {size}]
+        yield np.pad(heard, (0, samples - len(heard))), frames
+        left, mirrored = left - step if frames == full else 0, mirrored[{hop} * step:]
+```
 """
 
 
@@ -141,7 +159,7 @@ def sherpa_stream(rate: int, milliseconds: int, bands: int, version: str) -> str
 
 def text(name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
     """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
-    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
+    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "blank": config.blank_id,
               "frame": 1000 * config.frame_seconds}
     trained = config.trained
     parts = [f"""# {name}
@@ -182,7 +200,9 @@ def _streams(name: str, config: Config, streaming: Streaming) -> str:
         overlap=streaming.overlap, moves=f"(C - {streaming.ahead})" if streaming.ahead else "C",
         again=f" (not the last {streaming.ahead} of a full window, with which the next one begins, if only with these)"
         if streaming.ahead else "", subsampling=config.subsampling, hop=config.hop_samples,
-        size=config.hop_samples + streaming.overlap, vocabulary=config.vocabulary))
+        size=config.hop_samples + streaming.overlap, vocabulary=config.vocabulary,
+        chunk=streaming.chunks[len(streaming.chunks) // 2],
+        ahead=f" - {streaming.ahead}" if streaming.ahead else ""))
     return "### Streams\n\n" + "\n".join(parts)
 
 

@@ -312,7 +312,7 @@ class CTC(ASR):
         if (chunks := self.keys.chunks) is not None and chunks.validate is not None:
             size = 1000 * frame_seconds(self.recognizer, self.keys) * chunks.validate
             found.remark = (f"the test heard whole utterances, and validations heard chunks of {size:.0f} ms; "
-                            f"sbkit evaluate RUN --chunk {size:.0f},whole compares both")
+                            f"sbkit evaluate {self.keys.folder} --chunk {size:.0f},whole compares both")
         return found
 
     def exported(self, run: Path) -> Recogniser:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from unittest import mock
 
 import numpy as np
 import onnx
 import pytest
+import soundfile
 import torch
 from streaming_bundles import exported
 from streaming_runs import trained
@@ -18,6 +20,7 @@ from sbkit.export import graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import opened
+from sbkit.export.windows import Windows
 from sbkit.tasks.ctc import exported as recogniser
 from sbkit.tasks.ctc import streams
 from sbkit.tasks.ctc.streaming_graph import StreamingGraph
@@ -55,6 +58,28 @@ def test_the_bundle_has_it_in_every_format_and_says_how_to_run_it(made):
     readme = (made / "README.md").read_text()
     assert "### Streams" in readme and "`stream.onnx`, `stream.int8.onnx`, `stream.pt2`" in readme
     assert "640 C + 240 samples" in readme and "320, 640, 1280 ms" in readme and "stream, 640 ms, onnx" in readme
+
+
+def test_its_readme_shows_how_to_run_it_without_sbkit_and_hears_our_own_words(made, monkeypatch, tmp_path, capsys):
+    signal = 0.1 * np.random.default_rng(1).standard_normal(40_000).astype(np.float32)
+    soundfile.write(tmp_path / "clip.wav", signal, 16_000, subtype="FLOAT")
+    blocks = re.findall(r"```python\n(.*?)```", (made / "README.md").read_text(), re.S)
+    whole, stream, cuts = (next(block for block in blocks if said in block)
+                           for said in ("soundfile.read", '"stream.onnx"', "def windows"))
+    monkeypatch.chdir(made)
+    given = {}
+    exec(whole.replace("clip.wav", str(tmp_path / "clip.wav")) + cuts + stream, given)
+    with sbkit.infer.load(made, model="onnx", device="cpu") as model:
+        assert capsys.readouterr().out.strip() == model.transcribe(tmp_path / "clip.wav").text
+    config = Config.read(made)
+    for length in (1, 90, 640, 2_000, *range(10_200, 10_400, 40), 40_000):
+        for chunk in config.streaming.chunks:
+            ours = Windows(config, chunk)
+            expected = [*ours.feed(signal[:length]), *ours.finish()]
+            found = list(given["windows"](signal[:length], chunk))
+            assert [frames for _, frames in found] == [window.frames for window in expected]
+            np.testing.assert_array_equal([each for each, _ in found], [window.samples for window in expected])
+    assert given["counts"] == [-(-list(given["windows"](signal))[-1][1] // 4)]
 
 
 def test_layers_that_compute_something_else_by_steps_are_refused(shared):
