@@ -1,13 +1,17 @@
-"""The recipe as shipped learns whatever is asked of it: the design of the benchmark's runs, and a cheap one of them."""
+"""The recipe as shipped learns whatever is asked of it: the design of the benchmark's runs, and three cheap ones."""
 
+import csv
 import itertools
 import json
+import re
 import sys
 
 import pytest
+import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbkit.data.demo import make_demo_corpus
 from tools import bench_convergence as bench
 
 values = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(tuple)
@@ -71,9 +75,38 @@ def test_the_plan_has_the_runs_in_their_order_and_learns_the_speed(monkeypatch, 
     assert [line.split()[0] for line in lines if "seed" in line] == [bench.name_of(run) for run in runs[3:]]
 
 
+SMALL = {"tokens": "char", "model": "small"}
+
+
 @pytest.mark.slow
 def test_a_short_run_at_three_times_the_rate_learns(tmp_path):
     """Of a tenth of an hour, in 582 steps of 5 s: a fifth of the benchmark's own runs. Half as many are warned of."""
-    run = {"corpus": 0.1, "epochs": 3, "tokens": "char", "seed": 5, "rate": 3.0, "processes": 1, "model": "small"}
+    run = {"corpus": 0.1, "epochs": 3, "seed": 5, "rate": 3.0, "processes": 1, **SMALL}
     found = bench.train(run, tmp_path, None, peak=0.002, more=["--step_seconds", "5", "--least_steps", "400"])
     assert found["cer"] < bench.LEARNT and not found["told"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run, steps", [({"epochs": 6, "seed": 5, "rate": 1 / 3, "processes": 1}, "600"),
+                                        ({"epochs": 12, "seed": 3, "rate": 3.0, "processes": 2}, "300")])
+def test_thirty_clips_are_learnt_gently_and_in_a_hurry(run, steps, clips, tmp_path):
+    copies = bench.to_hear(clips, tmp_path / "clips")
+    found = bench.train({"corpus": bench.RECORDINGS, **run, **SMALL}, tmp_path, copies, peak=0.003,
+                        more=["--step_seconds", "5", "--least_steps", steps])
+    assert found["cer"] < bench.LEARNT and not found["told"]
+
+
+@pytest.fixture
+def clips(tmp_path):
+    """A folder with a train.csv of thirty clips."""
+    spoken = make_demo_corpus(tmp_path / "spoken", hours=0.05, workers=1)
+    rows = [["ID", "duration", "wav", "spk_id", "wrd"]]
+    with open(spoken / "train.tsv", newline="", encoding="utf-8") as file:
+        for each in itertools.islice(csv.DictReader(file, delimiter="\t"), 30):
+            clip = spoken / "clips" / each["path"]
+            text = re.sub("[^a-z ]", "", each["sentence"].lower())
+            rows.append([clip.stem, soundfile.info(clip).duration, clip, each["client_id"], text])
+    with open(tmp_path / "train.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+    assert len(rows) == 31
+    return tmp_path
