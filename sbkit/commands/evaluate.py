@@ -122,7 +122,7 @@ def _tell(results: Sequence[Result], request: EvaluateRequest) -> int:
             shared, factor = [""] * len(shared), ""
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))
     for scored in results:
-        print(f"errors, to look at and listen to: {Path(scored.facts['folder']) / REPORT}")
+        print(f"{scored.facts['folder']}  (errors, to look at and listen to: {REPORT})")
         if scored.replaced:
             print(f"  replaced the result of {scored.replaced}; another --name keeps both")
         for what, ids in (("could not be read", list(scored.facts["damaged"])),

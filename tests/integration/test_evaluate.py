@@ -257,7 +257,8 @@ def test_a_result_keeps_others_and_says_which_it_replaces(run, tmp_path, capsys)
     [line] = [line for line in lines if "replaced the result of" in line]
     assert f"(WER {json.loads((tmp_path / 'test-best-hot' / 'result.json').read_text())['WER']:.2f})" in line
     assert "; another --name keeps both" in line
-    assert lines[lines.index(line) - 1].endswith(f": {tmp_path / 'test-best-hot' / 'report.html'}")
+    assert lines[lines.index(line) - 1].startswith(f"{tmp_path / 'test-best-hot'}  (")
+    assert (tmp_path / "test-best-hot" / "report.html").is_file()
 
 
 def score_on_a_rank(run, name):

@@ -9,6 +9,17 @@ from sbkit.export.layout import Config, Streaming
 from sbkit.export.parity import Comparison
 from sbkit.export.readme import compared
 
+_WORDS = """### From log-probabilities to words
+
+```python
+symbols = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]  # of each token: symbol, id
+
+def text(log_probs):  # [frames, {vocabulary}] of one recording
+    best = log_probs.argmax(-1).tolist()
+    said = [symbols[now] for last, now in zip([{blank}, *best], best) if now != last and now not in {silent}]
+    return {joined}
+```
+"""
 _USE = {
     layout.ONNX: """### ONNX Runtime, without sbkit
 
@@ -17,12 +28,7 @@ import numpy as np, onnxruntime, soundfile
 session = onnxruntime.InferenceSession("model.onnx")        # model.int8.onnx: smaller, 8-bit weights
 signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 log_probs, frames = session.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})
-
-tokens = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]
-tokens = ["" if len(token) > 1 and token[0] == "<" else token for token in tokens]  # </s> and the like are no text
-best = [{blank}, *log_probs[0, :frames[0]].argmax(-1)]  # of each frame, behind a blank
-text = "".join(tokens[now] for last, now in zip(best, best[1:]) if now not in (last, {blank}))
-print(text.replace("▁", " ").strip())
+print(text(log_probs[0, :frames[0]]))
 ```
 
 Inputs: `signals` [batch, samples] float32, shorter ones padded with zeros, and `lengths` [batch] int64. Outputs:
@@ -36,6 +42,7 @@ import torch
 program = torch.export.load("model.pt2")  # on a GPU: torch.export.passes.move_to_device_pass(program, "cuda")
 model = program.module()
 log_probs, frames = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
+print(text(log_probs[0, :frames[0]]))
 ```
 """,
     layout.SPEECHBRAIN: """### SpeechBrain
@@ -94,10 +101,13 @@ import json, numpy as np, onnxruntime
 session = onnxruntime.InferenceSession("{file}")
 parts = json.load(open("config.json"))["streaming"]["state"]
 state = {{name: np.zeros([1, *part["shape"]], part["type"]) for name, part in parts.items()}}
+heard = []
 for window, frames in windows(signal):
     given = {{"samples": window[None], "frames": np.array([frames]), **state}}
     log_probs, counts, *after = session.run(None, given)
     state = dict(zip(state, after))
+    heard.append(log_probs[0, :counts[0]])
+print(text(np.concatenate(heard)))
 ```
 """,
     layout.TORCH: """```python
@@ -105,8 +115,11 @@ import json, torch
 model = torch.export.load("{file}").module()
 parts = json.load(open("config.json"))["streaming"]["state"]
 state = [torch.zeros([1, *part["shape"]], dtype=getattr(torch, part["type"])) for part in parts.values()]
+heard = []
 for window, frames in windows(signal):
     log_probs, counts, *state = model(torch.from_numpy(window)[None], torch.tensor([frames]), *state)
+    heard.append(log_probs[0, :counts[0]])
+print(text(torch.cat(heard)))
 ```
 """,
 }
@@ -129,9 +142,11 @@ fewer in a stream's last window, which no other follows; 0 for a stream of the b
 whose state then stays.
 
 Outputs: `log_probs` [batch, C, {vocabulary}], `counts` [batch], how many of C are said{again}, and the state under
-`next_` and its name. Zeros begin a stream. Of a recording that is there as a whole:
+`next_` and its name. Zeros begin a stream. The windows of a recording that is there as a whole, and how to hear them:
 
 ```python
+import numpy as np
+
 def windows(signal, chunk={chunk}):
     full, step, samples = {subsampling} * chunk, {subsampling} * (chunk{ahead}), {frame} * chunk + {overlap}
     mirrored = np.pad(signal, ({before}, {after}), "symmetric")
@@ -157,9 +172,17 @@ def sherpa_stream(rate: int, milliseconds: int, bands: int, version: str) -> str
                                  bands="" if bands == 80 else f", feature_dim={bands}")
 
 
+def words(config: Config) -> str:
+    """Write the section on how log-probabilities become words."""
+    joined = '"".join(said).replace("▁", "")' if config.word_separator is None else \
+        f'" ".join("".join(said).replace("{config.word_separator}", " ").split())'
+    return _WORDS.format(vocabulary=config.vocabulary, blank=config.blank_id, joined=joined,
+                         silent=sorted({config.blank_id, *config.silent_ids}))
+
+
 def text(name: str, config: Config, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
     """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
-    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "blank": config.blank_id,
+    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
               "frame": 1000 * config.frame_seconds}
     trained = config.trained
     parts = [f"""# {name}
@@ -177,6 +200,7 @@ model = sbkit.infer.load("{name}")
 print(model.transcribe("clip.mp3").text)
 ```
 """]
+    parts.append(words(config))
     parts += [_USE[each].format(**values) for each in _USE if each in config.models]
     if config.streaming is not None and config.streaming.models:
         parts.append(_streams(name, config, config.streaming))
@@ -184,16 +208,13 @@ print(model.transcribe("clip.mp3").text)
     if not config.batching:
         parts.append("Run one utterance at a time: layers of this model see a batch's padding.\n")
     parts.append(compared(comparison))
-    parts.append("`tokens.txt` has one line, `symbol id`, for each token.\n")
     return "\n".join(parts)
 
 
 def _streams(name: str, config: Config, streaming: Streaming) -> str:
     files = streaming.models
     used = {layout.ONNX: files.get(layout.ONNX, files.get(layout.INT8)), layout.TORCH: files.get(layout.TORCH)}
-    parts = [_LIVE.format(name=name)]
-    parts += [_STREAM_USE[each].format(file=file) for each, file in used.items() if file is not None]
-    parts.append(_STREAMS.format(
+    parts = [_LIVE.format(name=name), _STREAMS.format(
         files=_listed([f"`{file}`" for file in files.values()]), chunks=_listed(streaming.chunks),
         milliseconds=_listed([f"{1000 * size * config.frame_seconds:g}" for size in streaming.chunks]),
         before=streaming.before, after=streaming.after, frame=config.hop_samples * config.subsampling,
@@ -202,7 +223,8 @@ def _streams(name: str, config: Config, streaming: Streaming) -> str:
         if streaming.ahead else "", subsampling=config.subsampling, hop=config.hop_samples,
         size=config.hop_samples + streaming.overlap, vocabulary=config.vocabulary,
         chunk=streaming.chunks[len(streaming.chunks) // 2],
-        ahead=f" - {streaming.ahead}" if streaming.ahead else ""))
+        ahead=f" - {streaming.ahead}" if streaming.ahead else "")]
+    parts += [_STREAM_USE[each].format(file=file) for each, file in used.items() if file is not None]
     return "### Streams\n\n" + "\n".join(parts)
 
 

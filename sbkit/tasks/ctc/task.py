@@ -39,6 +39,7 @@ from sbkit.tasks.ctc.labels import check_labels
 from sbkit.tasks.ctc.live import Live, frame_seconds
 from sbkit.tasks.ctc.model import hop_samples, recognizer
 from sbkit.tasks.ctc.parts import parts_fit
+from sbkit.tasks.ctc.recognizer import GUARD_FRAMES
 from sbkit.tasks.ctc.taps import stack, tapped
 from sbkit.tasks.ctc.vocabulary import check_sizes, token_tables
 from sbkit.tasks.ctc.window import refuse_longer
@@ -157,6 +158,8 @@ class CTC(ASR):
         features = "" if model.compute_features is None else f"features every {hop:g} ms, subsampled by " \
             f"{model.subsampling}: "
         lines = [f"{features}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"]
+        if model.frontend is not None:
+            lines.append(f"the front end gets {GUARD_FRAMES} feature frames of zeros more, and their output is cut off")
         if model.chunks is not None:
             sizes, left = (", ".join(f"{frame * each:g}" for each in several)
                            for several in (model.chunks.sizes, model.chunks.left))
