@@ -92,7 +92,7 @@ def test_a_short_run_at_three_times_the_rate_learns(tmp_path):
 @pytest.mark.parametrize("run, steps", [({"epochs": 6, "seed": 5, "rate": 1 / 3, "processes": 1}, "600"),
                                         ({"epochs": 12, "seed": 3, "rate": 3.0, "processes": 2}, "300")])
 def test_thirty_clips_are_learnt_gently_and_in_a_hurry(run, steps, clips, tmp_path):
-    """As of the benchmark's recordings, but of a synthesised voice and in steps of 5 s."""
+    """As the benchmark's recordings, but synthesised, and in steps of 5 s."""
     copies = bench.to_hear(clips, tmp_path / "clips")
     found = bench.train({"corpus": bench.RECORDINGS, **run, **SMALL}, tmp_path, copies, PEAK,
                         ["--step_seconds", "5", "--least_steps", steps])
