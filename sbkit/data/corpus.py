@@ -225,8 +225,13 @@ class Corpus:
         return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
 
     def check_there(self) -> None:
-        """Refuse a local source that doesn't exist."""
-        if self.source is not None and not isinstance(self.source, Source):
+        """Refuse a local source that doesn't exist, and a demo corpus that nobody can speak."""
+        if self.source is None:
+            from sbkit.data.demo import espeak_name  # needs the optional speech synthesiser
+
+            if not self._demo_folder().exists():
+                espeak_name(self.language or "en")
+        elif not isinstance(self.source, Source):
             check_there(self.source)
 
     def _open(self, show_progress: bool) -> Source:
@@ -239,15 +244,20 @@ class Corpus:
                            data_root=self.data_root, show_progress=show_progress)
 
     def _demo(self, show_progress: bool) -> Path:
-        """Make the demo corpus, once per user: the folder's name contains everything it depends on."""
-        from sbkit.data.demo import FORMAT, make_demo_corpus  # needs the optional speech synthesiser
+        """Make the demo corpus, once per user."""
+        from sbkit.data.demo import make_demo_corpus  # needs the optional speech synthesiser
 
-        language = self.language or "en"
-        spoken = "".join(f"{voice}-" for voice in self.demo_voices)
-        name = f"demo-{language}-{spoken}{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
-        return make_demo_corpus(cache_folder() / name, hours=self.demo_hours, language=language,
+        return make_demo_corpus(self._demo_folder(), hours=self.demo_hours, language=self.language or "en",
                                 seed=self.demo_seed, workers=self.workers, show_progress=show_progress,
                                 voices=self.demo_voices)
+
+    def _demo_folder(self) -> Path:
+        """Return where the demo corpus is: the name contains everything it depends on."""
+        from sbkit.data.demo import FORMAT
+
+        spoken = "".join(f"{voice}-" for voice in self.demo_voices)
+        name = f"demo-{self.language or 'en'}-{spoken}{self.demo_hours:g}h-seed{self.demo_seed}-v{FORMAT}"
+        return cache_folder() / name
 
     def _options(self) -> dict[str, Any]:
         return {

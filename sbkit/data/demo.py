@@ -119,7 +119,7 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         raise SbkitError(f"hours must lie between 0 and 1000, not {hours}")
     if workers is not None and workers < 1:
         raise SbkitError(f"workers must be at least 1, not {workers}")
-    espeak_name = _espeak_name(language)
+    spoken = espeak_name(language)
     folder = Path(out) / language
     made_with: dict[str, Any] = {"format": FORMAT, "hours": float(hours), "language": language, "seed": seed}
     if voices:
@@ -128,9 +128,9 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         return folder
 
     with _temporary_folder(folder) as aside, _pool(workers, language) as run:
-        base = next((name for name, dialects in DIALECTS.items() if espeak_name in dialects), espeak_name)
-        grammar = GRAMMARS.get(base) or _numbers(espeak_name, run)
-        speakers = _studio(voices) if voices else _voices(espeak_name, seed)
+        base = next((name for name, dialects in DIALECTS.items() if spoken in dialects), spoken)
+        grammar = GRAMMARS.get(base) or _numbers(spoken, run)
+        speakers = _studio(voices) if voices else _voices(spoken, seed)
         count = _count_clips(hours, grammar, speakers["train"], seed, run)
         clips = _plan(count, grammar, speakers, seed)
         (aside / "clips").mkdir()
@@ -151,14 +151,15 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     return folder
 
 
-def _espeak_name(language: str) -> str:
+def espeak_name(language: str) -> str:
+    """What espeak-ng calls a language; an error if it can't speak it."""
     known = demo_voice.languages()
     code = language.lower().replace("_", "-")
     for name in (code, ESPEAK_NAMES.get(code), code.split("-")[0]):
         if name in known:
             return name
     raise SbkitError(
-        f"espeak-ng, which speaks the embedded corpus, knows no language '{language}'",
+        f"espeak-ng, which speaks the demo corpus, knows no language '{language}'",
         hint=f"it speaks sentences in {' '.join(sorted(GRAMMARS))} and numbers in every other language of "
              "espeak-ng, such as fi nl pl pt tr uk vi",
     )
@@ -175,7 +176,7 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
     if not isinstance(found, dict) or any(
             found.get(key) != value for key, value in {"voices": None, **made_with}.items()):
         raise SbkitError(
-            f"{folder} exists already and is not this embedded corpus "
+            f"{folder} exists already and is not this demo corpus "
             f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",
             hint="choose another folder or remove it first",
         )
@@ -194,7 +195,7 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
             yield aside
     except OSError as error:
         reason = error.strerror or error
-        raise SbkitError(f"cannot write the embedded corpus to {folder}: {reason}") from error
+        raise SbkitError(f"cannot write the demo corpus to {folder}: {reason}") from error
     finally:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Texts of the embedded corpus: small grammars for some languages, and lists of numbers for all others.
+"""Texts of the demo corpus: small grammars for some languages, and lists of numbers for all others.
 
 A grammar is a table of slots; ``expand`` picks one alternative of a slot and fills the slots named in it. Each grammar
 yields more than 100,000 sentences over 90 to 150 words: too many to learn by heart, so a model has to recognise words.

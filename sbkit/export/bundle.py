@@ -70,7 +70,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None) -> int:
     with publish.room_beside(to) as aside:
         comparison, config = _fill(aside, trained, request)
         publish.publish(aside, to, request.force)
-    print(comparison.table())
+    print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
 

@@ -56,7 +56,7 @@ class Pcm:
         held, beginning, empty = b"", Beginning(), True
         while data := self._file.read1(_AT_ONCE):
             if (kind := beginning.file(data)) is not None:
-                raise SbkitError(f"{self.name} begins like a {kind} file, but must be 16-bit samples alone",
+                raise SbkitError(f"{self.name} begins like a file ({kind}), but must be 16-bit samples alone",
                                  hint="sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 "
                                       f"-ar {self.rate} -")
             held, empty = held + data, False

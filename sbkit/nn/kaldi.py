@@ -53,6 +53,10 @@ class FilterBank(nn.Module):
         if window not in _WINDOWS or mel not in _FILTERS:
             raise ValueError(f"window is {window!r} and mel {mel!r}, but they must be among {', '.join(_WINDOWS)} and "
                              f"{', '.join(_FILTERS)}")
+        top = high if high > 0 else sample_rate / 2 + high
+        if not 0 <= low < top <= sample_rate / 2:
+            raise ValueError(f"the bands go from {low:g} to {top:g} Hz, but must lie between 0 and half the sample "
+                             f"rate, {sample_rate / 2:g} Hz")
         self.sample_rate, self.snip_edges, self.remove_dc = sample_rate, snip_edges, remove_dc
         self.settings = {"sample_rate": sample_rate, "n_mels": n_mels, "frame_length": frame_length,
                          "frame_shift": frame_shift, "low": low, "high": high, "preemphasis": preemphasis,
@@ -65,7 +69,6 @@ class FilterBank(nn.Module):
         """The sample at which the first frame begins; below 0: in the mirror image."""
         self.register_buffer("window", _WINDOWS[window](self.size).float(), persistent=False)
         self.register_buffer("fourier", fourier(self.size, self.bins), persistent=False)
-        top = high if high > 0 else sample_rate / 2 + high
         self.register_buffer("mel", _FILTERS[mel](sample_rate, self.bins, n_mels, low, top), persistent=False)
 
     def frames(self, samples: N) -> N:

@@ -38,6 +38,7 @@ def _merged(path: Path, overrides: Mapping[str, Any], inside: tuple[Path, ...], 
     update(tree, overrides, path, whole)
     _File(path, tree, inside).walk(tree, "")
     _in_block_style(tree, set())
+    _comments_behind_references(tree, set())
     text = io.StringIO()
     YAML().dump(tree, text)
     return text.getvalue()
@@ -58,6 +59,26 @@ def _in_block_style(tree: object, seen: set[int]) -> bool:
         tree.fa.set_block_style()
         return True
     return any(inside)
+
+
+def _comments_behind_references(tree: object, seen: set[int]) -> None:
+    """Keep a comment behind a reference to an object in its place: ruamel.yaml would write it into the object."""
+    if not isinstance(tree, (CommentedMap, CommentedSeq)):
+        return
+    seen.add(id(tree))
+    keys = list(tree) if isinstance(tree, CommentedMap) else list(range(len(tree)))
+    for at, key in enumerate(keys):
+        child = tree[key]
+        if id(child) not in seen:
+            _comments_behind_references(child, seen)
+        elif isinstance(tree, CommentedMap) and key in tree.ca.items and tree.ca.items[key][2] is not None:
+            comment, tree.ca.items[key][2] = tree.ca.items[key][2], None
+            comment.value = comment.value.removeprefix("\n")
+            if at + 1 < len(keys):
+                tree.ca.items.setdefault(keys[at + 1], [None] * 4)[1] = [comment]
+            else:
+                tree.ca.comment = tree.ca.comment or [None, None]
+                tree.ca.end = [comment]
 
 
 def update(tree: Tree, given: Mapping[str, Any], path: Path, whole: frozenset[int] = frozenset(), within: str = "",

@@ -1,4 +1,4 @@
-"""The embedded corpus: a true Common Voice layout, honest splits, the same bytes every time."""
+"""The demo corpus: a true Common Voice layout, honest splits, the same bytes every time."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_language_that_cannot_be_spoken_is_named_and_nothing_stays(tmp_path, l
 @pytest.mark.parametrize("code, name", [("zh-CN", "cmn"), ("zh-HK", "yue"), ("sv-SE", "sv"), ("en", "en"),
                                         ("ga-IE", "ga"), ("nn-NO", "nb"), ("en-US", "en-us")])
 def test_common_voice_codes_find_their_espeak_language(code, name):
-    assert demo._espeak_name(code) == name
+    assert demo.espeak_name(code) == name
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path, monkeypatch):
 
 def test_an_unwritable_folder_is_a_plain_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SbkitError, match="cannot write the embedded corpus"):
+    with pytest.raises(SbkitError, match="cannot write the demo corpus"):
         demo.make_demo_corpus(tmp_path / "file" / "out", hours=0.01, workers=1, show_progress=False)
 
 

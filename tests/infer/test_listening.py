@@ -84,8 +84,8 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
 
 
 @pytest.mark.parametrize(("data", "options", "told"), [
-    (b"RIFF\0\0\0\0WAVEfmt ", [], "begins like a WAV file.*ffmpeg"),
-    (b"ID3\x04\0\0", [], "begins like a MP3 file"), (b"OggS", [], r"begins like a Ogg \(Vorbis, Opus\) file"),
+    (b"RIFF\0\0\0\0WAVEfmt ", [], r"begins like a file \(WAV\).*ffmpeg"),
+    (b"ID3\x04\0\0", [], r"begins like a file \(MP3\)"), (b"OggS", [], r"begins like a file \(Ogg \(Vorbis, Opus\)\)"),
     (b"", ["--microphone", "3"], "nothing is heard of the microphone 3; leave out one"),
     (b"", ["--lm-weight", "0.6"], "there is no language model to weight; name one"),
     (b"", ["--chunk", "200"], "wasn't trained for chunks of 200 ms; it was for 160, 320, 640"),
@@ -103,7 +103,7 @@ def test_a_file_is_for_transcribe(tmp_path, capsys):
     assert main(["listen", str(tmp_path / "none"), "talk.wav"]) == 2  # and no bundle is looked at
     assert capsys.readouterr().err == (
         "error: listen hears a microphone, or - for standard input, but not talk.wav; files are for: sbkit transcribe "
-        f"{tmp_path}/none talk.wav\n")
+        f"{tmp_path}/none talk.wav; or, if it has 16-bit samples alone: sbkit listen {tmp_path}/none - < talk.wav\n")
 
 
 def test_nothing_is_heard_after_the_end_of_the_audio(bundle, monkeypatch, tmp_path, capsys):

@@ -86,6 +86,13 @@ def test_an_unknown_window_or_scale_is_refused(wrong):
         FilterBank(**wrong)
 
 
+@pytest.mark.parametrize("wrong", [{"low": 9_000.0}, {"low": -5.0}, {"high": 20.0}, {"high": 9_000.0},
+                                   {"high": -8_000.0}])
+def test_bands_beyond_the_sound_are_refused(wrong):
+    with pytest.raises(ValueError, match="must lie between 0 and half the sample rate, 8000 Hz"):
+        FilterBank(**wrong)
+
+
 def test_beside_a_loud_tone_it_is_nearer_to_the_truth_than_torchaudio():
     """In fp32 both lose digits of what is 60 dB below."""
     at = torch.arange(16_000) / 16_000

@@ -36,3 +36,12 @@ def test_a_corpus_that_is_missing_where_the_run_starts_is_an_error(elsewhere, st
 def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
     (tmp_path / "gone").mkdir()
     assert not check(elsewhere, starting=True).problems()
+
+
+def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: !include:{SMALL}\n    corpus: {{language: klingon}}\n")
+    [told] = check(path, starting=True).errors
+    assert (told.code, Path(told.file), told.line) == ("no-corpus", path, 2)
+    assert "knows no language 'klingon'" in told.message

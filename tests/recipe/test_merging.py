@@ -72,6 +72,28 @@ def test_what_has_a_tag_replaces_an_object_whole_and_a_mapping_changes_parts(tmp
     assert loaded["parts"]["masks"] is loaded["masks"], "references elsewhere mean the new one"
 
 
+def test_comments_stay_where_they_are_written(tmp_path):
+    text = """\
+        masks: !new:collections.Counter
+            a: 1    # of it
+        # ---- parts
+        parts:
+            one: !ref <masks>    # the first
+            other: !ref <masks>
+
+        # ---- more
+        more: !ref <masks>    # the last
+        # the end
+        """
+    (tmp_path / "recipe.yaml").write_text(textwrap.dedent(text))
+    lines = [line.strip() for line in merged(tmp_path / "recipe.yaml", {}).splitlines() if line.strip()]
+    at = [next(i for i, line in enumerate(lines) if said in line) for said in (
+        "masks: ", "# of it", "# ---- parts", "one: ", "# the first", "other: ", "# ---- more", "more: ", "# the last",
+        "# the end")]
+    assert at == sorted(at)
+    assert both(tmp_path, textwrap.dedent(text))["parts"] == {"one": {"a": 1}, "other": {"a": 1}}
+
+
 @pytest.mark.parametrize("line, key, expected", [
     ("lr: !apply:builtins.abs [-2]", "lr", 2), ("nothing: {a: 1}", "nothing", {"a": 1}),
     ("nothing: !new:collections.Counter {a: 1}", "nothing", {"a": 1}), ("alone: {a: 1}", "alone", {"a": 1}),
