@@ -50,9 +50,9 @@ class FilterBank(nn.Module):
                  scale: float = 1.0, snip_edges: bool = True, remove_dc: bool = True, window: str = "povey",
                  mel: str = "kaldi"):
         super().__init__()
-        if window not in _WINDOWS or mel not in _FILTERS:
-            raise ValueError(f"window is {window!r} and mel {mel!r}, but they must be among {', '.join(_WINDOWS)} and "
-                             f"{', '.join(_FILTERS)}")
+        for name, value, known in (("window", window, _WINDOWS), ("mel", mel, _FILTERS)):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}, but must be {' or '.join(known)}")
         top = high if high > 0 else sample_rate / 2 + high
         if not 0 <= low < top <= sample_rate / 2:
             raise ValueError(f"the bands go from {low:g} to {top:g} Hz, but must lie between 0 and half the sample "

@@ -39,8 +39,11 @@ class SpecAugment(nn.Module):
         super().__init__()
         if not 0 <= time_share <= 1:
             raise ValueError(f"time_share is {time_share}, not a share between 0 and 1")
-        if min(time_masks, frequency_masks, frequency_width, time_warp) < 0:
-            raise ValueError("time_masks, frequency_masks, frequency_width and time_warp must not be below 0")
+        counts = {"time_masks": time_masks, "frequency_masks": frequency_masks, "frequency_width": frequency_width,
+                  "time_warp": time_warp}
+        for name, value in counts.items():
+            if value < 0:
+                raise ValueError(f"{name} is {value}, but must not be below 0")
         if fill not in ("mean", "zero"):
             raise ValueError(f"fill is {fill!r}, but must be mean or zero")
         self.time_masks, self.time_share = time_masks, time_share

@@ -80,9 +80,10 @@ def test_nemos_filters_and_window_are_librosas(rate, bands, low, high):
     torch.testing.assert_close(layer(signals), (power @ filters).log(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("wrong", [{"window": "hanning"}, {"mel": "htk"}])
-def test_an_unknown_window_or_scale_is_refused(wrong):
-    with pytest.raises(ValueError, match="povey, hann and kaldi, slaney"):
+@pytest.mark.parametrize("wrong, told", [({"window": "hanning"}, "window is 'hanning', but must be povey or hann"),
+                                         ({"mel": "htk"}, "mel is 'htk', but must be kaldi or slaney")])
+def test_an_unknown_window_or_scale_is_refused(wrong, told):
+    with pytest.raises(ValueError, match=told):
         FilterBank(**wrong)
 
 
