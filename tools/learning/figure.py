@@ -59,7 +59,7 @@ def points(runs: Sequence[dict[str, Any]], corpus: str, system: str) -> list[Poi
     found = []
     for _, seeds in sorted(lengths.items()):
         rates = [run["dev_wer"] for run in seeds]
-        found.append(Point(seeds[0]["audio_hours"], statistics.mean(run["train_seconds"] for run in seeds) / 60,
+        found.append(Point(seeds[0]["audio_hours"], statistics.median(run["train_seconds"] for run in seeds) / 60,
                            min(rates), statistics.mean(rates), max(rates)))
     return found
 

@@ -34,9 +34,14 @@ def _rows(results: Results, corpus: str, length: Length) -> Iterator[list[str]]:
         ours = _mean(found["sbkit"], "dev_wer") if found["sbkit"] else 0.0
         ratio = f"{wer / ours:.1f}x" if ours and system != "sbkit" else ""
         yield [corpus, str(length), NAMES[system], str(runs[0]["epochs"]), f"{runs[0]['audio_hours']:.2f}",
-               f"{_mean(runs, 'train_seconds') / 60:.1f}", f"{_mean(runs, 'wall_seconds') / 60:.1f}",
+               _minutes(runs, "train_seconds"), _minutes(runs, "wall_seconds"),
                ", ".join(f"{run['dev_wer']:.1f}" for run in runs), f"{wer:.1f} %", ratio,
                f"{_mean(runs, 'test_wer'):.1f} %"]
+
+
+def _minutes(runs: Iterable[dict[str, Any]], key: str) -> str:
+    """The median, which a run beside other work leaves as it is."""
+    return f"{statistics.median(run[key] for run in runs) / 60:.1f}"
 
 
 def _mean(runs: Iterable[dict[str, Any]], key: str) -> float:
