@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from sbkit.recipe.keys import TaskKeys
+from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import for_good
 from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
@@ -58,12 +58,9 @@ def model_of(modules: Mapping[str, nn.Module]) -> list[Any]:
 def place(model: list[Any], keys: TaskKeys, precision: str, device: torch.device) -> Path:
     """The file that has the results for a model on a device, with a precision and the keys that affect memory."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
-    optimizer = keys.opt_class
-    while isinstance(optimizer, functools.partial):
-        optimizer = optimizer.func
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
-        str(keys.activation_checkpointing), keys.numbers_of_the_task(), str(optimizer),
+        str(keys.activation_checkpointing), keys.numbers_of_the_task(), str(unwrapped(keys.opt_class)[0]),
         keys.ema is not None and getattr(keys.ema, "decay", 1) > 0, *([for_good(keys.freeze)] if keys.freeze else []),
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -6,7 +6,6 @@ the same time. The hours are estimated from the number of operations, unless a m
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from sbkit.recipe import flops
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
+from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import opened
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
@@ -136,11 +136,8 @@ def longest_utterance(hparams: Mapping[str, Any]) -> float:
 
 def states_per_parameter(opt_class: object) -> int:
     """How many numbers the optimizer stores per parameter."""
-    given: dict[str, Any] = {}
-    while isinstance(opt_class, functools.partial):
-        given = {**opt_class.keywords, **given}
-        opt_class = opt_class.func
-    name = getattr(opt_class, "__name__", "")
+    inner, given = unwrapped(opt_class)
+    name = getattr(inner, "__name__", "")
     return 1 if name == "SGD" and given.get("momentum") else _STATES.get(name, 2)
 
 

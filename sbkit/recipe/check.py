@@ -129,8 +129,10 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         return None
     chosen = run_opts.precision if _chosen(run_opts, "precision") else built.hparams.get("precision")
     precision = chosen or RunOptions.precision
+    absent = device.type == "cuda" and not torch.cuda.is_available()
+    if absent:
+        report.notes.append(f"{device}: there is none here; the bill says what fits on which card, and nothing of time")
     if precision == "auto":
-        absent = device.type == "cuda" and not torch.cuda.is_available()
         precision = "bf16" if absent else native_precision(device)
     measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None
     try:

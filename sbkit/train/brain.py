@@ -20,6 +20,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.recipe import learning
+from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import Parts
 from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
@@ -36,6 +37,7 @@ from sbkit.train.memory.oom import OomRetry, told
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
 from sbkit.train.monitor.utilisation import Utilisation
+from sbkit.train.muon import Muon
 from sbkit.train.optim import fused, skips_itself
 from sbkit.train.signals import StopSignals
 from sbkit.train.state import Counter, Overrides, TrainState
@@ -214,7 +216,8 @@ class Brain(sb.core.Brain):
         """What of this run can't do with parameters that are divided over ranks."""
         saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
         found = {"ema": self.averages_weights, "freeze with a number of steps": self.stepper.freezing.thaws,
-                 "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved)}
+                 "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
+                 "the optimizer Muon": unwrapped(self.opt_class)[0] is Muon}
         return [name for name, there in found.items() if there]
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from sbkit.recipe.partials import unwrapped
 
 # Devices with fused optimizers in the oldest supported torch.
 _FUSED_ON = ("cpu", "cuda", "xpu", "mps")
@@ -72,11 +73,7 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     ``opt_class`` is a class or a partial (``!name:torch.optim.AdamW``), as for SpeechBrain's Brain. If the user set
     ``fused``, ``foreach``, ``capturable`` or ``differentiable``, it is returned unchanged.
     """
-    inner = opt_class
-    given: dict[str, Any] = {}
-    while isinstance(inner, functools.partial):
-        given = {**inner.keywords, **given}
-        inner = inner.func
+    inner, given = unwrapped(opt_class)
     if not (isinstance(inner, type) and issubclass(inner, Optimizer)):
         return opt_class
     known = inspect.signature(inner).parameters

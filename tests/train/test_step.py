@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.errors import SbkitError
+from sbkit.train.muon import Muon
 from sbkit.train.optim import fused, skips_itself, total_norm
 from sbkit.train.precision import Scaler
 from sbkit.train.step import Loss, Step, as_loss
@@ -26,6 +27,14 @@ def model():
 
 def losses(net, rows):
     return (net(rows).squeeze(-1) - rows.sum(-1)) ** 2
+
+
+def muon(parameters):
+    """Muon, for the first layer's matrix."""
+    parameters = list(parameters)
+    layer = torch.nn.Linear(1, 1)
+    layer.weight = parameters[0]
+    return Muon(parameters, lr=0.1, of=[layer])
 
 
 def take(net, optimizer, parts, max_norm=None, scaler=None, spoil=None):
@@ -73,7 +82,7 @@ def test_all_parameter_groups_are_clipped_together():
 @pytest.mark.parametrize("opt_class", [
     partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.Adam, lr=0.1),
     partial(torch.optim.SGD, lr=0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, lr=0.1),
-    partial(torch.optim.Adagrad, lr=0.1), partial(torch.optim.RMSprop, lr=0.1),
+    partial(torch.optim.Adagrad, lr=0.1), partial(torch.optim.RMSprop, lr=0.1), muon,
 ])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_changes_neither_parameters_nor_states(opt_class, bad):
@@ -173,7 +182,7 @@ def test_what_scales_sums_follows_their_counts_and_enters_no_bit_of_an_update():
     (partial(partial(torch.optim.SGD, lr=0.1), momentum=0.9), True),
     (partial(torch.optim.AdamW, fused=False), False), (partial(torch.optim.Adam, foreach=True), False),
     (partial(torch.optim.AdamW, capturable=True), False), (torch.optim.RMSprop, False),
-    (lambda p: torch.optim.AdamW(p), False),
+    (lambda p: torch.optim.AdamW(p), False), (muon, True),
 ])
 def test_optimizers_are_fused_unless_the_recipe_says_otherwise(opt_class, becomes_fused):
     assert skips_itself(fused(opt_class)(model().parameters())) is becomes_fused

@@ -1,0 +1,229 @@
+"""Muon against torch's own, against AdamW, and against singular values."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from toys import ToyTrainLoader, brain, layers
+
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.train.distributed import sharding
+from sbkit.train.muon import Muon, newton_schulz, orthogonalise
+
+ROOT = Path(__file__).parents[2]
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parameters(*shapes):
+    return [nn.Parameter(drawn(*shape, seed=i) / 10) for i, shape in enumerate(shapes)]
+
+
+def holder(*weights):
+    """A module whose matrices are these."""
+    layers = nn.ModuleList()
+    for weight in weights:
+        layer = nn.Linear(1, 1, bias=False)
+        layer.weight = weight
+        layers.append(layer)
+    return layers
+
+
+def descend(optimizer, weights, steps, start=0):
+    """Take steps on gradients that are the same for the same numbers of steps."""
+    for step in range(start, start + steps):
+        for place, weight in enumerate(weights):
+            weight.grad = drawn(*weight.shape, seed=100 * step + place)
+        optimizer.step()
+
+
+def polar(matrix):
+    """What orthogonalising means: the singular vectors, with ones for singular values."""
+    left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return (left @ right).float()
+
+
+@given(st.integers(1, 40), st.integers(0, 80), st.integers(0, 99), st.sampled_from([1e-12, 1.0, 1e12]))
+@settings(max_examples=50, deadline=None)
+def test_singular_values_come_near_one_at_any_scale(height, more, seed, scale):
+    matrices = scale * drawn(2, height, height + more, seed=seed)
+    found = newton_schulz(matrices)
+    spread = torch.linalg.svdvals(matrices / torch.linalg.matrix_norm(matrices, keepdim=True))
+    values = torch.linalg.svdvals(found)
+    assert values.max() < 1.3
+    assert values[spread > 0.01].min() > 0.6
+
+
+def test_the_direction_is_that_of_the_singular_vectors():
+    matrices = drawn(3, 24, 64)
+    for found, exact in zip(newton_schulz(matrices), polar(matrices), strict=True):
+        assert torch.cosine_similarity(found.flatten(), exact.flatten(), dim=0) > 0.97
+
+
+def test_nothing_in_gives_nothing_out():
+    assert torch.equal(newton_schulz(torch.zeros(1, 3, 5)), torch.zeros(1, 3, 5))
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 40), (40, 16), (48, 16, 1), (16, 8, 3, 3)])
+def test_any_weight_is_updated_at_one_size(shape):
+    result = torch.zeros(shape)
+    orthogonalise([(drawn(*shape), result)], torch.ones(()))
+    assert result.square().mean().sqrt().item() == pytest.approx(1, abs=0.15)
+
+
+def test_projections_of_attention_are_three_matrices():
+    weight, result = drawn(48, 16), torch.zeros(48, 16)
+    weight[:16] *= 1000
+    orthogonalise([(weight, result)], torch.ones(()))
+    for part, found in zip(weight.chunk(3), result.chunk(3), strict=True):
+        assert torch.cosine_similarity(found.flatten(), polar(part).flatten(), dim=0) > 0.9
+
+
+def test_matrices_move_as_with_torchs_muon():
+    shapes = [(16, 16), (16, 40), (40, 16)]
+    ours, theirs = parameters(*shapes), parameters(*shapes)
+    one = Muon(ours, lr=0.02, of=[holder(*ours)], strength=0.2, weight_decay=0.1)
+    other = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    before = copy.deepcopy(ours)
+    descend(one, ours, 6)
+    descend(other, theirs, 6)
+    for mine, its, was in zip(ours, theirs, before, strict=True):
+        moved = (its - was).norm()
+        assert (mine - its).norm() < 0.03 * moved, mine.shape  # bfloat16, and another order of additions
+
+
+def test_all_else_moves_as_with_adamw():
+    shapes = [(16,), (28, 16), (3, 16, 16)]
+    ours, theirs = parameters(*shapes), parameters(*shapes)
+    descend(Muon(ours, lr=0.02, weight_decay=0.1), ours, 5)
+    descend(torch.optim.AdamW(theirs, lr=0.02, betas=(0.9, 0.98), weight_decay=0.1), theirs, 5)
+    for mine, its in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-7)
+
+
+def test_of_the_flagship_it_takes_the_matrices_alone(tmp_path):
+    hparams = load.load(ROOT / "hparams" / "ctc.yaml", {"output_folder": str(tmp_path), "num_encoder_layers": 1})
+    model = hparams["model"]
+    optimizer = hparams["opt_class"](model.parameters())
+    named = [name for name, p in model.named_parameters() if id(p) in optimizer._matrices and ".decoder." not in name]
+    layer = "1.encoder.layers.0."
+    assert sorted(named) == sorted([
+        "1.custom_src_module.layers.0.w.weight", f"{layer}mha_layer.in_proj_weight",
+        f"{layer}mha_layer.out_proj.weight", f"{layer}convolution_module.bottleneck.0.weight",
+        f"{layer}convolution_module.after_conv.2.weight",
+        *(f"{layer}ffn_module{i}.1.ffn.{j}.weight" for i in (1, 2) for j in (0, 3))])
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_directions_are_made_anew_in_turn(every):
+    weights = parameters(*[(6, 6)] * 7)
+    optimizer = Muon(weights, of=[holder(*weights)], every=every)
+    descend(optimizer, weights, 1)
+    counts = [0] * len(weights)
+    for step in range(every):
+        before = [optimizer.state[weight]["direction"].clone() for weight in weights]
+        descend(optimizer, weights, 1, start=1 + step)
+        new = [not torch.equal(was, optimizer.state[weight]["direction"])
+               for was, weight in zip(before, weights, strict=True)]
+        assert sum(new) in (len(weights) // every, math.ceil(len(weights) / every))
+        counts = [count + its for count, its in zip(counts, new, strict=True)]
+    assert counts == [1] * len(weights)
+
+
+def test_a_weight_that_thaws_has_a_direction_at_once():
+    weights = parameters((6, 6), (6, 6))
+    optimizer = Muon(weights, of=[holder(*weights)], every=100)
+    weights[0].grad = drawn(6, 6)
+    optimizer.step()
+    assert weights[1] not in optimizer.state
+    descend(optimizer, weights, 1)
+    assert optimizer.state[weights[1]]["direction"].abs().min() > 0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("stop", [1, 4, 5])
+def test_a_run_goes_on_to_the_same_bits(every, stop):
+    def made():
+        weights = parameters((8, 8), (8, 20), (8,), (24, 8))
+        return weights, Muon(weights, lr=0.01, of=[holder(weights[0], weights[1], weights[3])], every=every)
+
+    whole, optimizer = made()
+    descend(optimizer, whole, 9)
+    first, optimizer = made()
+    descend(optimizer, first, stop)
+    saved = copy.deepcopy(optimizer.state_dict())
+    second, optimizer = made()
+    for weight, value in zip(second, first, strict=True):
+        weight.data.copy_(value)
+    optimizer.load_state_dict(saved)
+    descend(optimizer, second, 9 - stop, start=stop)
+    assert all(torch.equal(*pair) for pair in zip(whole, second, strict=True))
+
+
+def test_one_module_needs_no_list():
+    weights = parameters((4, 4))
+    layers = holder(*weights)
+    assert Muon(weights, of=layers)._matrices == Muon(weights, of=[layers])._matrices == {id(weights[0])}
+
+
+def test_it_goes_on_from_adamw():
+    weights = parameters((8, 8), (8,))
+    before = torch.optim.AdamW(weights, lr=0.5)
+    descend(before, weights, 2)
+    optimizer = Muon(weights, of=[holder(weights[0])], strength=0.3)
+    optimizer.load_state_dict(before.state_dict())
+    squares = optimizer.state[weights[1]]["exp_avg_sq"].clone()
+    descend(optimizer, weights, 4)
+    assert optimizer.param_groups[0]["strength"] == 0.3 and optimizer.param_groups[0]["lr"] == 0.5
+    assert set(optimizer.state[weights[0]]) == {"momentum", "direction"}
+    kept = optimizer.state[weights[1]]
+    assert kept["step"] == 6 and not torch.equal(squares, kept["exp_avg_sq"])
+
+
+def test_a_closure_is_called():
+    (weight,) = parameters((4, 4))
+
+    def closure():
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    before = weight.square().sum().item()
+    assert Muon([weight], of=[holder(weight)]).step(closure).item() == before
+    assert weight.square().sum().item() < before
+
+
+def test_a_brain_learns_with_it():
+    made = layers()
+    toy = brain(opt_class=partial(Muon, lr=0.01, of=[made[0]], every=2), modules=made)
+    toy.fit(range(1, 12), ToyTrainLoader(6))
+    losses = [loss for name, loss in toy.ends if name == "TRAIN"]
+    assert len(losses) == 11 and losses[-1] < losses[0] / 2
+    assert {id(weight) for weight, state in toy.optimizer.state.items() if "direction" in state} == {id(made[0].weight)}
+
+
+def test_divided_parameters_are_refused(monkeypatch):
+    made = layers()
+    toy = brain(opt_class=partial(Muon, of=[made]), modules=made, hparams={"fsdp": True})
+    monkeypatch.setattr(sharding.ranks, "world_size", lambda: 2)
+    with pytest.raises(SbkitError, match="fsdp can't be used together with the optimizer Muon"):
+        toy.fit(range(1, 2), ToyTrainLoader(2))
+
+
+@pytest.mark.parametrize(("wrong", "message"), [({"every": 0}, "every is 0"), ({"every": 1.5}, "every is 1.5"),
+                                                ({"momentum": 1.0}, "momentum is 1.0"),
+                                                ({"of": ["CNN"]}, "of has 'CNN'")])
+def test_what_can_not_be_is_told(wrong, message):
+    with pytest.raises(SbkitError, match=message):
+        Muon(parameters((2, 2)), **wrong)
