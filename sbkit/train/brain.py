@@ -217,7 +217,7 @@ class Brain(sb.core.Brain):
         saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
         found = {"ema": self.averages_weights, "freeze with a number of steps": self.stepper.freezing.thaws,
                  "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
-                 "the optimizer Muon": unwrapped(self.opt_class)[0] is Muon}
+                 "the optimizer Muon (AdamW can be)": unwrapped(self.opt_class)[0] is Muon}
         return [name for name, there in found.items() if there]
 
     @property

@@ -19,6 +19,8 @@ _MULTIPLIES = (nn.Linear, nn.Conv1d, nn.Conv2d)
 #: Of an iteration that brings singular values from 0.002 to 1 to between 0.65 and 1.25 in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
+#: What has no larger element fades to 0.
+_NOTHING = 1e-30
 
 
 class Muon(Optimizer):
@@ -30,11 +32,11 @@ class Muon(Optimizer):
     ---------
     params : iterable
         Parameters, or groups of them.
+    of : sequence of Module
+        The modules whose matrices are meant: weights of linear layers, of attention and of convolutions over all
+        channels. Leave out those that write tokens; embeddings are left out.
     lr : float
         The learning rate, of all.
-    of : Module, or sequence of them
-        The modules whose matrices are meant: weights of linear layers, of attention and of convolutions over all
-        channels. Layers that read or write tokens learn better with AdamW.
     strength : float
         The root mean square of a matrix's update, as a multiple of the rate.
     momentum : float
@@ -49,21 +51,19 @@ class Muon(Optimizer):
     # Skips what is not finite without the host, as torch's fused optimizers do (see sbkit.train.optim).
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, of: nn.Module | Sequence[nn.Module] = (),
+    def __init__(self, params: Iterable[Any], of: Sequence[nn.Module], lr: float = 1e-3,
                  strength: float = 0.4, momentum: float = 0.95, every: int = 1,
                  betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.01):
-        if not (isinstance(every, int) and every >= 1):
+        shares = {"momentum": momentum, **{f"betas[{i}]": beta for i, beta in enumerate(betas)}}
+        for name, value in {"lr": lr, "strength": strength, "eps": eps, "weight_decay": weight_decay, **shares}.items():
+            if not value >= 0 or (name in shares and value >= 1):
+                raise SbkitError(f"{name} is {value}, and must be at least 0{' and below 1' if name in shares else ''}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SbkitError(f"every is {every}, and must be a whole number, 1 or more")
-        if not 0 <= momentum < 1:
-            raise SbkitError(f"momentum is {momentum}, and must be at least 0 and below 1")
-        modules = [of] if isinstance(of, nn.Module) else list(of)
-        for module in modules:
-            if not isinstance(module, nn.Module):
-                raise SbkitError(f"of has {module!r}, which is no module", hint="write of: [!ref <Transformer>]")
-        super().__init__(params, {"lr": lr, "strength": strength, "momentum": momentum, "every": every, "turn": 0,
+        self._matrices = _matrices(of)
+        super().__init__(params, {"lr": lr, "strength": strength, "momentum": momentum, "every": every,
                                   "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True})
-        self._matrices = {id(weight) for module in modules for weight in _weights(module)}
-        self.register_load_state_dict_pre_hook(_with_defaults)
+        self.register_load_state_dict_pre_hook(_as_now)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -73,18 +73,21 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self._orthogonally([each for each in moving if id(each) in self._matrices], group)
-            self._by_element([each for each in moving if id(each) not in self._matrices], group)
+            matrices = [parameter for parameter in group["params"] if id(parameter) in self._matrices]
+            self._orthogonally({place: each for place, each in enumerate(matrices) if each.grad is not None}, group)
+            self._by_element([each for each in group["params"]
+                              if id(each) not in self._matrices and each.grad is not None], group)
         return loss
 
-    def _orthogonally(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
-        if not weights:
+    def _orthogonally(self, placed: Mapping[int, torch.Tensor], group: Mapping[str, Any]) -> None:
+        if not placed:
             return
-        turn, every = group["turn"], group["every"]
-        group["turn"] = turn + 1
-        due = [not self.state[weight] or (turn + place) % every == 0 for place, weight in enumerate(weights)]
+        weights = list(placed.values())
         states = [self._state(weight, "momentum", "direction") for weight in weights]
+        due = [state["turn"] == 0 or (state["turn"] + place) % group["every"] == 0
+               for place, state in zip(placed, states, strict=True)]
+        for state in states:  # counted by the host, which doesn't know of skipped steps
+            state["turn"] += 1
         momenta, directions = ([state[name] for state in states] for name in ("momentum", "direction"))
         found, divisor = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         grads = _gradients(weights)
@@ -113,36 +116,45 @@ class Muon(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not all(name in state for name in names):  # new, or of another optimizer
             state.clear()
-            state.update((name, torch.zeros_like(parameter)) for name in names)
-            if "exp_avg" in names:
-                state["step"] = torch.zeros((), device=parameter.device)
+            state.update((name, torch.zeros_like(parameter, memory_format=torch.contiguous_format)) for name in names)
+            state.update({"step": torch.zeros((), device=parameter.device)} if "exp_avg" in names else {"turn": 0})
         return state
 
 
-def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Give groups that another optimizer saved what they lack."""
-    return {**state, "param_groups": [{**optimizer.defaults, **group, "fused": True}
-                                      for group in state["param_groups"]]}
+def _as_now(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Give saved groups what those of another optimizer lack, and the options that may change within a run."""
+    now = ("strength", "momentum", "every", "fused")
+    groups = [{**own, **saved, **{name: own[name] for name in now}}
+              for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
+    return {**state, "param_groups": groups}
 
 
-def _weights(module: nn.Module) -> Iterable[nn.Parameter]:
-    """Yield the weights, of a module and of those within it, that multiply vectors."""
-    for part in module.modules():
+def _matrices(of: Sequence[nn.Module]) -> set[int]:
+    """Return the identities of the weights within modules that multiply vectors; those of embeddings are left out."""
+    if not isinstance(of, (list, tuple)) or not all(isinstance(module, nn.Module) for module in of):
+        raise SbkitError(f"of is {of!r}, which is no list of modules", hint="write of: [!ref <Transformer>]")
+    found, looked_up = set(), set()
+    for part in (part for module in of for part in module.modules()):
         whole = isinstance(part, _MULTIPLIES) and getattr(part, "groups", 1) == 1
         for name, parameter in part.named_parameters(recurse=False):
             if name == "in_proj_weight" or (name == "weight" and whole):
-                yield parameter
+                found.add(id(parameter))
+            elif isinstance(part, nn.Embedding):
+                looked_up.add(id(parameter))
+    if not found:
+        raise SbkitError("of has no module with a matrix, so all would learn as with AdamW",
+                         hint="write of: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
+    return found - looked_up
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _lying(weight: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Yield the matrices in a weight as views, none higher than wide; three square ones are attention's."""
+def _lying(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as a matrix that is not higher than wide."""
     matrix = weight.flatten(1)
-    for each in matrix.chunk(3 if matrix.shape[0] == 3 * matrix.shape[1] else 1):
-        yield each.T if each.shape[0] > each.shape[1] else each
+    return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def orthogonalise(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: torch.Tensor) -> None:
@@ -152,8 +164,8 @@ def orthogonalise(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: torc
     """
     alike: dict[tuple[torch.Size, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for first, second in pairs:
-        for matrix, result in zip(_lying(first), _lying(second), strict=True):
-            alike.setdefault((matrix.shape, matrix.device), []).append((matrix, result))
+        matrix = _lying(first)
+        alike.setdefault((matrix.shape, matrix.device), []).append((matrix, _lying(second)))
     for (shape, _), matrices in alike.items():
         found = newton_schulz(torch.stack([matrix for matrix, _ in matrices])).mul_(math.sqrt(shape[1]))
         for (_, result), new in zip(matrices, found, strict=True):
@@ -166,9 +178,10 @@ def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
     Computed in bfloat16 where the device is quick at that: the iteration corrects its own errors.
     """
     a, b, c = _COEFFICIENTS
-    norms = torch.linalg.matrix_norm(matrices, keepdim=True).clamp_min(torch.finfo(matrices.dtype).tiny)
-    quick = native_precision(matrices.device) == "bf16"
-    found = (matrices / norms).to(torch.bfloat16 if quick else matrices.dtype)
+    found = matrices / matrices.abs().amax((-2, -1), keepdim=True).clamp_min(_NOTHING)  # so that no square underflows
+    found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp_min(1)
+    if native_precision(matrices.device) == "bf16":
+        found = found.to(torch.bfloat16)
     for _ in range(_ITERATIONS):
         gram = found @ found.mT
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)

@@ -206,7 +206,13 @@ def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
         found = _group_differences(obj, state)
         if found:
             raise other_model(path, name, found)
-        obj.load_state_dict(state)
+        try:
+            obj.load_state_dict(state)
+        except KeyError as error:
+            raise CheckpointError(
+                f"{Path(path).parent} was saved with another optimizer than {type(obj).__name__}, which needs {error}",
+                hint="use the opt_class that this run started with, or start a new run from it with --init_from",
+            ) from error
     else:
         obj.load_state_dict(state)
 
@@ -267,9 +273,10 @@ def _group_differences(optimizer: torch.optim.Optimizer, state: object) -> str:
 
 
 def _is_like_param(key: object, value: object) -> bool:
-    # Adam's moments and SGD's momentum have the shape of the parameter. Step counts don't, and the
+    # Adam's moments, SGD's momentum and Muon's states have the shape of the parameter. Step counts don't, and the
     # factored or flattened states of other optimizers have other names.
-    return isinstance(value, torch.Tensor) and key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+    return isinstance(value, torch.Tensor) and key in (
+        "exp_avg", "exp_avg_sq", "momentum_buffer", "momentum", "direction")
 
 
 def _shape(value: object) -> str:

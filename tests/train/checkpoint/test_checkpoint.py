@@ -15,6 +15,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.errors import SbkitError
 from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.muon import Muon
 
 
 class Run:
@@ -289,6 +290,18 @@ def test_another_optimizer_is_said(tmp_path):
     other.checkpointer.recoverables["optimizer"] = torch.optim.AdamW(other.model[0].parameters())
     with pytest.raises(SbkitError, match=r"'optimizer' .*groups have \[4\] tensors, and \[2\] here"):
         other.recovered()
+
+
+def test_an_optimizer_that_needs_what_another_did_not_save_is_said(tmp_path):
+    layer = torch.nn.Linear(4, 4)
+    muon = Muon(layer.parameters(), of=[layer])
+    layer(torch.ones(2, 4)).sum().backward()
+    muon.step()
+    Checkpointer(tmp_path, {"optimizer": muon}).save_checkpoint()
+    adamw = torch.optim.AdamW(layer.parameters(), fused=True)
+    with pytest.raises(SbkitError, match="saved with another optimizer than AdamW, which needs 'step'") as error:
+        Checkpointer(tmp_path, {"optimizer": adamw}).recover_if_possible()
+    assert "--init_from" in error.value.hint
 
 
 def test_what_the_checkpoint_lacks_is_said_unless_optional(tmp_path, caplog):
