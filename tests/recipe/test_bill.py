@@ -1,9 +1,13 @@
 """The bill warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
 
-import pytest
+from pathlib import Path
 
-from sbkit.recipe import bill
+import pytest
+import torch
+
+from sbkit.recipe import arguments, bill
 from sbkit.recipe.batch_size import BatchSize
+from sbkit.recipe.check import check
 from sbkit.recipe.source import Findings, Node, Place
 
 WRITTEN = Node(60, Place("recipe.yaml", 3), "max_batch_seconds")
@@ -53,3 +57,10 @@ def test_hours_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_throug
     section = bill.section(made, audio, 60.0)
     assert {what: much for what, much in section.rows if what.startswith("hours")} == shown
     assert section.values["audio_hours_per_epoch"] == (audio and audio.hours * audio.passes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA card")
+def test_a_card_that_is_not_here_is_said():
+    request = arguments.parse([str(Path(__file__).parents[2] / "hparams" / "ctc.yaml"), "--device", "cuda"])
+    report = check(request.path, request.overrides, run_opts=request.run_opts)
+    assert "cuda: there is none here; the bill says what fits on which card, and nothing of time" in report.notes
