@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 import soundfile
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sbkit.infer.file_beginnings import Beginning, file_of
@@ -48,6 +48,7 @@ def test_a_file_is_known_in_whatever_pieces_it_comes():
 
 @given(st.binary(max_size=3_000))
 def test_samples_that_begin_like_a_frame_of_an_mp3_are_samples(data):
+    assume(not data.startswith(b"ftyp"))  # that would be an MP4's beginning
     assert file_of(b"\xff\xfb\x90\xc4" + data.replace(b"\xff", b"\0")) is None
 
 
