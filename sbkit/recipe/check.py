@@ -131,7 +131,7 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     precision = chosen or RunOptions.precision
     absent = device.type == "cuda" and not torch.cuda.is_available()
     if absent:
-        report.notes.append(f"{device}: there is none here; the bill says what fits on which card, and nothing of time")
+        report.notes.append(f"{device}: there is none here, so its time is not estimated")
     if precision == "auto":
         precision = "bf16" if absent else native_precision(device)
     measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None

@@ -37,7 +37,6 @@ from sbkit.train.memory.oom import OomRetry, told
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
 from sbkit.train.monitor.utilisation import Utilisation
-from sbkit.train.muon import Muon
 from sbkit.train.optim import fused, skips_itself
 from sbkit.train.signals import StopSignals
 from sbkit.train.state import Counter, Overrides, TrainState
@@ -215,9 +214,11 @@ class Brain(sb.core.Brain):
     def _undivided(self) -> list[str]:
         """What of this run can't do with parameters that are divided over ranks."""
         saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
+        optimizer = unwrapped(self.opt_class)[0]
         found = {"ema": self.averages_weights, "freeze with a number of steps": self.stepper.freezing.thaws,
                  "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
-                 "the optimizer Muon (AdamW can be)": unwrapped(self.opt_class)[0] is Muon}
+                 f"the optimizer {getattr(optimizer, '__name__', optimizer)}, as AdamW can":
+                     getattr(optimizer, "needs_whole_parameters", False)}
         return [name for name, there in found.items() if there]
 
     @property

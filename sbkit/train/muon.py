@@ -34,7 +34,7 @@ class Muon(Optimizer):
         Parameters, or groups of them.
     of : sequence of Module
         The modules whose matrices are meant: weights of linear layers, of attention and of convolutions over all
-        channels. Leave out those that write tokens; embeddings are left out.
+        channels. Leave out those that write tokens; embeddings are always left out.
     lr : float
         The learning rate, of all.
     strength : float
@@ -48,6 +48,8 @@ class Muon(Optimizer):
         As of ``torch.optim.AdamW``; matrices have its ``weight_decay`` too.
     """
 
+    #: A matrix of which each rank has a part can't be made orthogonal there.
+    needs_whole_parameters = True
     # Skips what is not finite without the host, as torch's fused optimizers do (see sbkit.train.optim).
     _step_supports_amp_scaling = True
 

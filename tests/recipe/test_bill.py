@@ -63,4 +63,4 @@ def test_hours_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_throug
 def test_a_card_that_is_not_here_is_said():
     request = arguments.parse([str(Path(__file__).parents[2] / "hparams" / "ctc.yaml"), "--device", "cuda"])
     report = check(request.path, request.overrides, run_opts=request.run_opts)
-    assert "cuda: there is none here; the bill says what fits on which card, and nothing of time" in report.notes
+    assert "cuda: there is none here, so its time is not estimated" in report.notes
