@@ -107,11 +107,15 @@ def _forget_origins(graph: onnx.GraphProto) -> None:
 
 
 def quantize(path: Path, to: Path) -> None:
-    """Write an ONNX model with 8-bit weights in matrix products; convolutions, and so features, stay in fp32."""
+    """Write an ONNX model with 8-bit weights in matrix products; convolutions, and so features, stay in fp32.
+
+    Weights are unsigned, as activations are: ONNX Runtime's product of unsigned with signed bytes sums pairs of them
+    in 16 bits where a processor has no VNNI, which saturates, so that a bundle would hear other words there.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with _quiet():
-        quantize_dynamic(path, to, op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8, per_channel=True,
+        quantize_dynamic(path, to, op_types_to_quantize=["MatMul"], weight_type=QuantType.QUInt8, per_channel=True,
                          use_external_data_format=path.with_name(f"{path.name}.data").exists())
 
 

@@ -257,16 +257,23 @@ def size_of(*things):
 def test_an_hour_takes_the_memory_and_the_time_per_chunk_of_a_minute(model, rate, minutes):
     minute = np.concatenate([bundles.say(SAID), np.zeros(10 * bundles.RATE, np.float32), bundles.say(SAID * 3)])
     minute = np.resize(minute, 60 * bundles.RATE).repeat(rate // bundles.RATE)
-    stream, times, sizes, words = model.stream(chunk=640, rate=rate), [], [], []
+    stream, sizes, words = model.stream(chunk=640, rate=rate), [], []
     for _ in range(minutes):
-        began = time.process_time()
         words.append(sum(len(heard.settled) for heard in stream.feed(minute)))
-        times.append(time.process_time() - began)
         session = stream._session
         sizes.append(size_of(session.state, session.search, session._windows, session._waiting, session._heard))
     assert max(words) - min(words) < 5 and min(words) > 50
     assert max(sizes[-6:]) < 1.1 * max(sizes[:6]) < 100_000, sizes
-    assert sum(times[-5:]) < 2 * sum(times[1:6])
+
+    def seconds(stream):
+        began = time.process_time()
+        stream.feed(minute)
+        return time.process_time() - began
+
+    fresh = model.stream(chunk=640, rate=rate)
+    # In turn, because a machine is faster at one time than at another.
+    times = np.array([(seconds(stream), seconds(fresh)) for _ in range(6)])
+    assert times[:, 0].min() < 2 * times[:, 1].min(), times
 
 
 def test_a_resampled_stream_has_the_same_samples_in_any_pieces():
