@@ -10,8 +10,8 @@ continues where it was stopped. After each run, FOLDER/learning.md has the table
 results.
 
 All three train a model of one size on the same utterances with the same texts, prepared once. sbkit is hparams/ctc.yaml
-as it is shipped, started as by ``make demo``; stock SpeechBrain has the same model, seconds of a step, optimizer and
-schedule in its own Brain and data pipeline, with neither SpecAugment nor intermediate CTC (tools/peers/stock_ctc.py);
+as it is shipped, started as by ``make demo``; stock SpeechBrain has the same model, seconds of a step and schedule in
+its own Brain and data pipeline, with AdamW and neither SpecAugment nor intermediate CTC (tools/peers/stock_ctc.py);
 NeMo is its small Conformer-CTC with the settings in tools/peers/nemo_ctc.py, in an environment of its own. Other keys
 go to the recipe of the first two. A run of N epochs has a schedule of N epochs; no result is taken from the middle of a
 longer run. A run of 5 minutes has the number of whole epochs that comes closest to 5 minutes of training, by the speed

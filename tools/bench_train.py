@@ -265,8 +265,18 @@ def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES)
     return SimpleNamespace(step=step, epoch=epoch, validation=validation, brain=brain)
 
 
+def adamw(hparams: dict[str, Any]) -> Callable[..., Any]:
+    """Return the optimizer of SpeechBrain's recipes, with the recipe's rate and weight decay."""
+    import functools
+
+    import torch
+
+    return functools.partial(torch.optim.AdamW, lr=hparams["lr"], betas=(0.9, 0.98),
+                             weight_decay=hparams["weight_decay"])
+
+
 def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
-    """Set up SpeechBrain's Brain and data pipeline, as in its CTC recipes."""
+    """Set up SpeechBrain's Brain and data pipeline, as in its CTC recipes, and their optimizer."""
     import functools
 
     import speechbrain as sb
@@ -346,7 +356,7 @@ def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
         shuffle=False)) for data in (valid_set, test_set))
     options = {"device": request.run_opts.device, "precision": request.run_opts.precision,
                "eval_precision": request.run_opts.precision}
-    brain = Stock(hparams["modules"], hparams["opt_class"], hparams, options)
+    brain = Stock(hparams["modules"], adamw(hparams), hparams, options)
     brain.on_fit_start()
     hours = {split: float(sum(row["duration"] for row in data.data.values())) for split, data in
              (("train", train_set), ("dev", valid_set))}

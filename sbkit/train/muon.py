@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 from sbkit.errors import SbkitError
 from sbkit.train.device import native_precision
+from sbkit.train.distributed import ranks
 
 #: Layers whose weight multiplies vectors; of a convolution, vectors of all its taps.
 _MULTIPLIES = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -26,7 +27,8 @@ _NOTHING = 1e-30
 class Muon(Optimizer):
     """Updates each matrix by its orthogonalised momentum (Muon), and all else as AdamW does.
 
-    Every direction of a matrix then learns at the same rate, also those in which its gradient is small.
+    Every direction of a matrix then learns at the same rate, also those in which its gradient is small. Ranks share the
+    work: each makes some of the matrices orthogonal for all.
 
     Arguments
     ---------
@@ -65,7 +67,7 @@ class Muon(Optimizer):
         self._matrices = _matrices(of)
         super().__init__(params, {"lr": lr, "strength": strength, "momentum": momentum, "every": every,
                                   "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True})
-        self.register_load_state_dict_pre_hook(_as_now)
+        self.register_load_state_dict_pre_hook(_completed)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -123,11 +125,9 @@ class Muon(Optimizer):
         return state
 
 
-def _as_now(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Give saved groups what those of another optimizer lack, and the options that may change within a run."""
-    now = ("strength", "momentum", "every", "fused")
-    groups = [{**own, **saved, **{name: own[name] for name in now}}
-              for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
+def _completed(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Give groups that were saved with another optimizer the options that they lack."""
+    groups = [{**own, **saved} for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
     return {**state, "param_groups": groups}
 
 
@@ -162,15 +162,25 @@ def _lying(weight: torch.Tensor) -> torch.Tensor:
 def orthogonalise(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: torch.Tensor) -> None:
     """Write what orthogonalising the first weight of each pair gives into the second one, if ``keep`` is 1.
 
-    It is scaled to a root mean square of 1. Matrices of one size are computed together.
+    It is scaled to a root mean square of 1. Matrices of one size are computed together. Each is computed by one rank,
+    so that all have the same bits, whatever their processors.
     """
     alike: dict[tuple[torch.Size, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for first, second in pairs:
         matrix = _lying(first)
         alike.setdefault((matrix.shape, matrix.device), []).append((matrix, _lying(second)))
+    rank, world = (0, 1) if ranks.alone() else (ranks.rank(), ranks.world_size())
+    before = 0
     for (shape, _), matrices in alike.items():
-        found = newton_schulz(torch.stack([matrix for matrix, _ in matrices])).mul_(math.sqrt(shape[1]))
-        for (_, result), new in zip(matrices, found, strict=True):
+        mine = slice((rank - before) % world, None, world)
+        before += len(matrices)
+        all_of_them = torch.stack([matrix for matrix, _ in matrices])
+        found = newton_schulz(all_of_them[mine])
+        if world > 1:
+            shared = torch.zeros_like(all_of_them)
+            shared[mine] = found
+            found = ranks.sum_across(shared)
+        for (_, result), new in zip(matrices, found.mul_(math.sqrt(shape[1])), strict=True):
             result.lerp_(new, keep)
 
 

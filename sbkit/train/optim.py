@@ -89,7 +89,6 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
             optimizer = None
         if optimizer is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
             return opt_class(params)
-        optimizer.register_load_state_dict_pre_hook(_stay_fused)
         return optimizer
 
     return build
@@ -107,9 +106,3 @@ def _tensors(params: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 def _has_kernels(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.device.type in _FUSED_ON
-
-
-def _stay_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Keep the fused flags: loading a checkpoint of an unfused optimizer would reset some of them."""
-    groups = [{**group, "fused": True, "foreach": None} for group in state["param_groups"]]
-    return {**state, "param_groups": groups}

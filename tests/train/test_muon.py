@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import results
 from torch import nn
 from toys import ToyTrainLoader, brain, layers
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.train.distributed import sharding
+from sbkit.train import muon
+from sbkit.train.distributed import ranks, sharding
 from sbkit.train.muon import Muon, newton_schulz, orthogonalise
 
 ROOT = Path(__file__).parents[2]
@@ -235,14 +237,36 @@ def test_it_goes_on_from_adamw():
     assert kept["step"] == 3 and not torch.equal(squares, kept["exp_avg_sq"])
 
 
-def test_a_run_goes_on_with_what_its_recipe_says_now():
-    weights = parameters((8, 8), (8,))
-    saved = Muon(weights, of=[holder(weights[0])], every=4, strength=0.1)
-    descend(saved, weights, 1)
-    optimizer = Muon(weights, of=[holder(weights[0])], every=1, strength=0.4, momentum=0.8)
-    optimizer.load_state_dict(saved.state_dict())
-    group = optimizer.param_groups[0]
-    assert (group["every"], group["strength"], group["momentum"]) == (1, 0.4, 0.8)
+def direct_as_one_of(shapes, unlike):
+    """Directions of matrices on a rank whose processor computes a little else, and how many matrices it computed."""
+    computed = []
+
+    def here(matrices):
+        computed.append(len(matrices))
+        return newton_schulz(matrices) * (1 + unlike * ranks.rank())
+
+    muon.newton_schulz = here
+    if ranks.launched():
+        ranks.init(torch.device("cpu"))
+    found = [torch.zeros(shape) for shape in shapes]
+    orthogonalise([(drawn(*each.shape, seed=i), each) for i, each in enumerate(found)], torch.ones(()))
+    return found, sum(computed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_the_work_and_have_the_same_bits_whatever_their_processors(world, monkeypatch):
+    shapes = [(8, 8)] * 4 + [(8, 20)] + [(8, 24), (24, 8)]
+    monkeypatch.setattr(muon, "newton_schulz", newton_schulz)  # to have it back
+    alone, _ = direct_as_one_of(shapes, 0)
+    exact = results(direct_as_one_of, shapes, 0, world=world)
+    unlike = results(direct_as_one_of, shapes, 1e-3, world=world)
+    assert [count for _, count in exact] == {2: [4, 3], 3: [3, 2, 2]}[world]
+    for found, _ in exact:
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+    for found, _ in unlike[1:]:
+        assert all(map(torch.equal, found, unlike[0][0]))
+    assert not torch.equal(unlike[0][0][1], exact[0][0][1])
 
 
 def test_a_closure_is_called():

@@ -205,15 +205,6 @@ def test_an_optimizer_whose_fused_form_refuses_the_device_is_the_plain_one():
     assert not skips_itself(fused(Refuses)(model().parameters()))
 
 
-def test_the_state_of_an_unfused_optimizer_leaves_a_fused_one_fused():
-    plain = torch.optim.AdamW(model().parameters(), lr=0.1)
-    net = model()
-    take(net, optimizer := fused(torch.optim.AdamW)(net.parameters()), [torch.ones(1, 4)])
-    optimizer.load_state_dict(plain.state_dict())
-    assert skips_itself(optimizer) and optimizer.param_groups[0]["lr"] == 0.1
-    assert not take(net, optimizer, [torch.ones(1, 4)]).skipped
-
-
 def test_facts_are_given_late_where_the_device_runs_behind():
     step = Step(CPU)
     step.device = torch.device("cuda")  # only decides how many are held back

@@ -32,6 +32,7 @@ T = TypeVar("T")
 Hook = Callable[..., Any]  # saves an object to a path, or loads it
 Recoverable = Any  # a module, an optimizer, or another object with a state dict or a hook of its own
 TENSORS = (torch_save, torch_save_once_per_node)  # hooks that only save a state dict
+_OF_THE_RUN = ("params", "lr", "initial_lr")  # what of an optimizer's group is no option of the recipe
 NAMED = 5  # how many keys of each kind an error lists
 
 
@@ -206,15 +207,26 @@ def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
         found = _group_differences(obj, state)
         if found:
             raise other_model(path, name, found)
-        try:
-            obj.load_state_dict(state)
-        except KeyError as error:
-            raise CheckpointError(
-                f"{Path(path).parent} was saved with another optimizer than {type(obj).__name__}, which needs {error}",
-                hint="use the opt_class that this run started with, or start a new run from it with --init_from",
-            ) from error
+        load_optimizer(obj, state, path)
     else:
         obj.load_state_dict(state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Load an optimizer's state dict; its options stay what they are, but for the rates that training came to."""
+    groups = [{**saved, **{name: value for name, value in own.items() if name in saved and name not in _OF_THE_RUN}}
+              for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
+    needed = list(optimizer.defaults)  # loading adds one
+    try:
+        optimizer.load_state_dict({**state, "param_groups": groups})
+        lacking = [name for group in optimizer.param_groups for name in needed if name not in group]
+    except KeyError as error:
+        lacking = [str(error.args[0])]
+    if lacking:
+        raise CheckpointError(
+            f"{Path(path).parent} was saved with another optimizer than {type(optimizer).__name__}, which needs "
+            f"{lacking[0]!r}",
+            hint="use the opt_class that this run started with, or start a new run from it with --init_from")
 
 
 def _load_attributes(obj: object, path: str | Path, end_of_epoch: bool) -> None:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sbkit.errors import SbkitError
 from sbkit.train.checkpoint.files import write_state
-from sbkit.train.checkpoint.state import load_file
+from sbkit.train.checkpoint.state import load_file, load_optimizer
 from sbkit.train.distributed import parallel, ranks
 from sbkit.train.distributed.ddp import Wrapped
 from sbkit.train.distributed.parallel import Alone, Shell
@@ -208,7 +208,7 @@ def load_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[s
     params = [p for group in obj.param_groups for p in group["params"]]
     for i, entry in state["state"].items():
         state["state"][i] = {key: _divided(value, params[i]) for key, value in entry.items()}
-    obj.load_state_dict(state)
+    load_optimizer(obj, state, path)
 
 
 def take(module: nn.Module, state: Mapping[str, Any]) -> None:

@@ -304,6 +304,32 @@ def test_an_optimizer_that_needs_what_another_did_not_save_is_said(tmp_path):
     assert "--init_from" in error.value.hint
 
 
+@pytest.mark.parametrize("opt_class", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
+def test_so_is_one_with_other_options(tmp_path, opt_class):
+    layer = torch.nn.Linear(4, 4)
+    Checkpointer(tmp_path, {"optimizer": torch.optim.AdamW(layer.parameters())}).save_checkpoint()
+    other = Checkpointer(tmp_path, {"optimizer": opt_class(layer.parameters())})
+    with pytest.raises(SbkitError, match=f"saved with another optimizer than {opt_class.__name__}, which needs '"):
+        other.recover_if_possible()
+
+
+@pytest.mark.parametrize("opt_class, before, now", [
+    (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.999)}, {"weight_decay": 0.2, "betas": (0.8, 0.98)}),
+    (torch.optim.AdamW, {"fused": False}, {"fused": True}),
+    (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.8}),
+    (Muon, {"every": 4, "strength": 0.1, "weight_decay": 0.1}, {"every": 1, "strength": 0.4, "weight_decay": 0.0})])
+def test_an_optimizer_goes_on_with_the_options_of_now_at_the_rate_that_it_came_to(tmp_path, opt_class, before, now):
+    layer = torch.nn.Linear(4, 4)
+    more = {"of": [layer]} if opt_class is Muon else {}
+    first = opt_class(layer.parameters(), lr=0.1, **more, **before)
+    first.param_groups[0]["lr"] = 0.05
+    Checkpointer(tmp_path, {"optimizer": first}).save_checkpoint()
+    second = opt_class(layer.parameters(), lr=0.1, **more, **now)
+    Checkpointer(tmp_path, {"optimizer": second}).recover_if_possible()
+    group = second.param_groups[0]
+    assert {name: group[name] for name in now} == now and group["lr"] == 0.05
+
+
 def test_what_the_checkpoint_lacks_is_said_unless_optional(tmp_path, caplog):
     Run(tmp_path).epoch()
     other = Run(tmp_path)
