@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import itertools
 import json
 import os
@@ -102,8 +103,12 @@ def words_of(run: dict[str, Any], recordings: Path | None, peak: float) -> list[
 def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float,
           more: list[str]) -> dict[str, Any] | None:
     """Train one run, and keep its result as JSON, which a second call reads; None if the run failed."""
+    asked = {"peak": peak, "keys": more, "recipe": recipe_hash()}
     found = result(run, out)
     if found is not None:
+        other = [name for name, value in asked.items() if found.get(name) != value]
+        if other:
+            raise SystemExit(f"{kept(run, out)} is of another {' and '.join(other)}: name another --out")
         return found
     folder, began = out / name_of(run), time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
@@ -118,12 +123,18 @@ def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float,
         return None
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rates = [line["valid_CER"] for line in lines if "valid_CER" in line]
-    found = {**run, "steps": max(line.get("step", 0) for line in lines), "first": rates[0], "cer": rates[-1],
+    found = {**run, **asked, "steps": max(line.get("step", 0) for line in lines), "first": rates[0], "cer": rates[-1],
              "wer": [line["valid_WER"] for line in lines if "valid_WER" in line][-1],
              "told": sum(line.get("kind") == "warning" for line in lines), "seconds": round(time.monotonic() - began)}
     shutil.rmtree(folder)
     kept(run, out).write_text(json.dumps(found) + "\n")
     return found
+
+
+def recipe_hash() -> str:
+    """Return a hash of the recipe's values, apart from those that each run sets."""
+    values = {key: str(value) for key, value in read_plain(RECIPE).items() if key not in OWN}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def kept(run: dict[str, Any], out: Path) -> Path:
@@ -176,9 +187,10 @@ def shown(results: list[dict[str, Any]]) -> str:
     """Format the table, the worst run first."""
     rows = [[each["corpus"], each["epochs"], each["tokens"], each["seed"], f"{each['rate']:.2g}", each["processes"],
              each["model"], each["steps"], f"{each['cer']:.1f}", f"{each['wer']:.1f}",
-             "yes" if each["cer"] < LEARNT else "NO"] for each in sorted(results, key=lambda each: -each["cer"])]
+             "yes" if each["cer"] < LEARNT else "NO", each["told"]]
+            for each in sorted(results, key=lambda each: -each["cer"])]
     head = ["corpus", "epochs", "tokens", "seed", "lr x", "processes", "model", "steps", "CER %", "WER %", "learnt"]
-    return table(head, rows)
+    return table([*head, "warnings"], rows)
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -225,6 +237,8 @@ def main() -> None:
     print(shown(results))
     if len(results) < len(runs):
         raise SystemExit(f"{len(runs) - len(results)} of {len(runs)} runs failed")
+    if wrong := [name_of(each) for each in results if each["cer"] >= LEARNT or each["told"]]:
+        raise SystemExit(f"not learnt, or warned: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -204,6 +204,6 @@ def _models(folder: Path, config: Config) -> dict[str, str]:
     """The files of a bundle's graph for streams, by format."""
     if config.streaming is None:
         raise SbkitError(f"{folder} has no graph for streams: its model takes whole recordings",
-                         hint="train with hparams/streaming.yaml and export that run; a run that learnt in chunks gets "
-                              "the graph when it is exported again")
+                         hint="train with hparams/streaming.yaml (sbkit new FOLDER --task streaming writes it) and "
+                              "export that run; one that learnt in chunks gets the graph when it is exported again")
     return config.streaming.models

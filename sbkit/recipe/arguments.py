@@ -75,8 +75,11 @@ def locate(name: str) -> Path:
             return path
     where = Path(name).parent
     near = difflib.get_close_matches(Path(name).name, [p.name for p in where.glob("*.y*ml")], n=1)
+    from sbkit.recipe import starter
+
+    task = f" --task {Path(name).stem}" if Path(name).stem in starter.tasks() else ""
     hint = f"did you mean {where / near[0]}?" if near else (
-        f"the working directory is {os.getcwd()}; sbkit new FOLDER writes recipes to start from")
+        f"the working directory is {os.getcwd()}; sbkit new FOLDER{task} writes recipes to start from")
     raise SbkitError(f"there is no recipe {name}", hint=hint)
 
 

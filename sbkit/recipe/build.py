@@ -177,10 +177,7 @@ class _Builder:
         raise _NotBuilt
 
     def _tell(self, node: Node, message: str, hint: str) -> None:
-        """Add a finding, at the argument to blame by those that the message mentions."""
-        words = set(message.replace("'", " ").replace("`", " ").replace(":", " ").split())
-        named = [key for key in node.value if key in words] if isinstance(node.value, dict) else []
-        self.findings.error("not-built", *node.culprit(named), message, hint)
+        self.findings.error("not-built", *node.culprit_by(message), message, hint)
 
 
 def _given(kwargs: Mapping[str, Any]) -> str:

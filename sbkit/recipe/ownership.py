@@ -17,10 +17,13 @@ import torch
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, Checkpointer, get_default_hook
 from torch import nn
 
+from sbkit.errors import SbkitError
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.recipe.build import Built
+from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.report import listed
 from sbkit.recipe.source import Findings, Node, Place
+from sbkit.train.distributed import ranks
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
            torch.dtype, torch.device, torch.Size, torch.Generator)
@@ -340,5 +343,14 @@ def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
     try:
         opt_class([nn.Parameter(torch.zeros(1))])
     except Exception as error:  # each optimizer has its own errors for wrong arguments
-        findings.error("not-built", node.place, "opt_class",
-                       f"{node.tag.partition(':')[2].rpartition('.')[2] or 'it'} refuses its arguments: {error}")
+        message = error.message if isinstance(error, SbkitError) else str(error)
+        findings.error("not-built", *node.culprit_by(message),
+                       f"{node.tag.partition(':')[2].rpartition('.')[2] or 'it'} refuses its arguments: {message}",
+                       getattr(error, "hint", None) or "")
+        return
+    made = unwrapped(opt_class)[0]
+    if built.hparams.get("fsdp") and "fsdp" in built.nodes and getattr(made, "needs_whole_parameters", False):
+        tell = findings.error if ranks.world_size() > 1 else findings.warning
+        tell("setting", built.nodes["fsdp"].place, "fsdp",
+             f"the optimizer {made.__name__} needs parameters whole, so no run on several devices starts",
+             "remove this, or take opt_class: !name:torch.optim.AdamW")

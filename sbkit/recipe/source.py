@@ -130,6 +130,11 @@ class Node:
         given = [each for each in given if each[0].file == COMMAND_LINE] or given
         return (self.place, self.key) if not given else given[0] if len(given) == 1 else (given[0][0], self.key)
 
+    def culprit_by(self, message: str) -> tuple[Place, str]:
+        """The place and full name to blame for an error whose message mentions some of its keys."""
+        words = set(re.split(r"[\s'`:\[\]]+", message))
+        return self.culprit([key for key in self.value if key in words] if isinstance(self.value, dict) else ())
+
     def blame(self, key: object) -> Place:
         """Mark the value of a key as wrong; return the place to blame.
 

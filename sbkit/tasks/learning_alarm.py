@@ -45,6 +45,7 @@ SETTLED = 20
 class _State:
     step: int = 0  # the last one that was looked at
     learnt: float = 0.0  # steps, counted by their learning rates
+    tried: float = 0.0  # the same, however low the run's own rate is
     first: float | None = None  # the loss per token at the start
     came_down: bool = False  # the loss has come down to chance
     best: float = 0.0  # the most that was heard
@@ -68,8 +69,8 @@ class LearningAlarm:
     counts for its learning rate's share of ``USUAL_RATE``, or of the run's own peak if that is higher, and for nothing
     before the last part is unfrozen. There are four:
 
-    - ``chance``: the loss stands at chance (see ``Hearing``) after ``PATIENCE`` steps, and in the first ones if the run
-      is planned for fewer than ``FEWEST``.
+    - ``chance``: the loss stands at chance (see ``Hearing``) after ``PATIENCE`` steps, or above it after as many at the
+      run's own rate, however low that is; and in the first ones if the run is planned for fewer than ``FEWEST``.
     - ``standstill``: something is heard, not much, and no more of it for ``PATIENCE`` steps.
     - ``validation``: after ``PATIENCE`` steps, nearly all transcripts of a validation are empty, or the CER is as high,
       and the training loss doesn't explain it.
@@ -93,7 +94,8 @@ class LearningAlarm:
         """
         state, loss = self._state, hearing.loss
         if rate is not None and step > max(state.step, self.setup.thaw):
-            state.learnt += self._worth(rate)
+            state.learnt += self._worth(rate, MOST_TIMES)
+            state.tried += self._worth(rate, 1.0)
         state.step = step
         if loss is None:
             return []
@@ -152,12 +154,12 @@ class LearningAlarm:
     def _validation(self) -> words.Validation | None:
         return None if self._state.validation is None else words.Validation(*self._state.validation)
 
-    def _worth(self, rate: float) -> float:
-        """What a step at this learning rate counts for."""
+    def _worth(self, rate: float, most_times: float) -> float:
+        """What a step at this learning rate counts for, if one at the run's peak counts for 1 in ``most_times``."""
         usual = words.USUAL_RATE
         if self.setup.schedule is not None:
             peak = min(self.setup.schedule.top()[1], self.setup.schedule.unheard or math.inf)
-            usual = max(peak, min(usual, MOST_TIMES * peak))
+            usual = max(peak, min(usual, most_times * peak))
         return min(1.0, rate / usual) if usual > 0 else 0.0
 
     def _chance(self, step: int, seen: Seen) -> list[Notice]:
@@ -168,7 +170,8 @@ class LearningAlarm:
             return self._over(CHANCE, step - 1) if seen.heard >= words.HEARS else []
         if seen.heard >= words.NOTHING or state.best >= words.HEARS or state.falls_since is not None:
             return []
-        if state.learnt >= words.PATIENCE:
+        never_down = not state.came_down and not self.setup.trained and state.tried >= words.PATIENCE
+        if state.learnt >= words.PATIENCE or never_down:
             return self._raise(CHANCE, step - 1)
         planned = self.setup.planned
         if step <= SETTLED and planned is not None and planned < words.FEWEST:

@@ -193,8 +193,9 @@ def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup
     headline = "The model has heard nothing yet" if few else "The model hears nothing: its loss stands at chance"
     if above:
         headline = "The model hears nothing: its loss has not even come down to chance"
-    if above and setup.too_low(seen.rate if setup.peak is None else setup.peak):
-        advice = [_higher(seen, setup), setup.more_steps, _LABELS]
+    too_low = setup.too_low(seen.rate if setup.peak is None else setup.peak)
+    if above and too_low:
+        advice = [_higher(seen, setup), _LABELS]
     elif setup.below_peak(seen) and (few or setup.too_low(seen.rate)):
         advice = [_until_peak(seen, setup), _LABELS]
     elif setup.rises(seen):
@@ -203,8 +204,8 @@ def at_chance(step: int, seen: Seen, validation: Validation | None, setup: Setup
         advice = [setup.more_steps, *_gentler(seen, setup), _LABELS]
     else:
         advice = [*_gentler(seen, setup), setup.more_steps, _LABELS]
-    detail.append(f"{setup.known} This one has done {seen.step:,}"
-                  + ("." if setup.trained else f", which at its learning rates count for {seen.learnt:,.0f}."))
+    worth = "" if setup.trained or too_low else f", which at its learning rates count for {seen.learnt:,.0f}"
+    detail.append(f"{setup.known} This one has done {seen.step:,}{worth}.")
     return Notice(CHANCE, step, headline, " ".join(detail), tuple(advice))
 
 

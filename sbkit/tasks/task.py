@@ -206,9 +206,11 @@ class Task(Brain):
             warmup, rate = schedule.top()
             if schedule.gentler and ranks.is_main():
                 logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
-                           "The learning rate rises by at most %g a step (schedule.rise): to %.3g in %d steps%s",
+                           "The learning rate rises by at most %g a step (schedule.rise): to %.3g in %d steps%s%s",
                            schedule.rise, rate, warmup, "" if rate == schedule.peak else
-                           f", so it doesn't reach the {schedule.peak:g} of the recipe (--schedule.rise null lets it)")
+                           f", so it doesn't reach the {schedule.peak:g} of the recipe (--schedule.rise null lets it)",
+                           "" if schedule.limit_at(0) >= rate else
+                           f"; until something is heard, to {schedule.unheard:g} (schedule.unheard)")
             if schedule.unheard is not None and not self.knows_what_is_heard and ranks.is_main():
                 logger.warning("schedule.unheard has no effect here: what is heard is known of a recogniser whose loss "
                                "has a part per token (loss_of_tokens); leave it out")

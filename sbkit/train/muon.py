@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from torch.optim.adamw import adamw
 from sbkit.errors import SbkitError
 from sbkit.train.device import native_precision
 from sbkit.train.distributed import ranks
+
+logger = logging.getLogger(__name__)
 
 #: Layers whose weight multiplies vectors; of a convolution, vectors of all its taps.
 _MULTIPLIES = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -127,6 +130,8 @@ class Muon(Optimizer):
 
 def _completed(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Give groups that were saved with another optimizer the options that they lack."""
+    if ranks.is_main() and any("momentum" not in saved for saved in state["param_groups"]):
+        logger.warning("The checkpoint is of another optimizer, so Muon's momentum starts from nothing")
     groups = [{**own, **saved} for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
     return {**state, "param_groups": groups}
 

@@ -188,11 +188,17 @@ def test_a_plan_of_too_few_steps_is_told_at_once():
     assert "--least_steps 1000" in trial.told[0].text()
 
 
-def test_a_rate_of_nearly_nothing_is_told_to_be_higher_and_waits_no_longer_for_it_than_for_a_low_one():
+def test_a_rate_of_nearly_nothing_is_told_to_be_higher_as_soon_as_a_high_one_would_be():
     trial = Trial(1400, lambda step: 9.0, rate=1e-6)
-    assert trial.short == [("chance", 1224, "on"), ("chance", 1400, "end")]
+    assert trial.short == [("chance", 424, "on"), ("chance", 1400, "end")]
     assert "not even come down to chance" in trial.told[0].headline
     assert trial.told[0].advice[0].startswith("a higher learning rate: --lr 0.002")
+    assert "count for" not in trial.told[0].text() and "more steps" not in trial.told[0].text()
+
+
+def test_a_low_rate_that_comes_down_to_chance_has_three_times_the_steps_to_hear_something():
+    assert Trial(1400, healthy(leaves=9999), rate=5e-4).short[0] == ("chance", 1224, "on")
+    assert not Trial(1400, healthy(leaves=1000, falls=100), rate=5e-4).told
 
 
 @pytest.mark.parametrize(("warmup", "rise", "reason"), [

@@ -76,6 +76,28 @@ def test_the_plan_has_the_runs_in_their_order_and_learns_the_speed(monkeypatch, 
     assert [line.split()[0] for line in lines if "seed" in line] == [bench.name_of(run) for run in runs[3:]]
 
 
+def test_results_of_another_recipe_are_refused(tmp_path):
+    run = bench.design(bench.FACTORS)[0]
+    same = {**run, "peak": 0.003, "keys": [], "recipe": bench.recipe_hash(), "cer": 5.0}
+    for changed in ({"peak": 0.002}, {"keys": ["--spec_augment.ramp", "null"]}, {"recipe": "an older one"}):
+        bench.kept(run, tmp_path).write_text(json.dumps(same | changed))
+        with pytest.raises(SystemExit, match=f"is of another {next(iter(changed))}: name another --out"):
+            bench.train(run, tmp_path, None, 0.003, [])
+    bench.kept(run, tmp_path).write_text(json.dumps(same))
+    assert bench.train(run, tmp_path, None, 0.003, [])["cer"] == 5.0
+
+
+def test_a_run_that_was_warned_fails_the_benchmark(monkeypatch, tmp_path, capsys):
+    def found(run, *more):
+        return {**run, "steps": 9, "cer": 5.0, "wer": 9.0, "seconds": 1, "told": int(run["epochs"] == 60)}
+
+    monkeypatch.setattr(bench, "train", found)
+    monkeypatch.setattr(sys, "argv", ["bench_convergence.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"not learnt, or warned: .*-60ep-") as ended:
+        bench.main()
+    assert "-3ep-" not in str(ended.value) and "warnings" in capsys.readouterr().out
+
+
 SMALL = {"tokens": "char", "model": "small"}
 PEAK = float(read_plain(bench.RECIPE)["lr"])
 
