@@ -46,6 +46,7 @@ class _State:
     step: int = 0  # the last one that was looked at
     learnt: float = 0.0  # steps, counted by their learning rates
     tried: float = 0.0  # the same, however low the run's own rate is
+    highest: float = 0.0  # learning rate of any step
     first: float | None = None  # the loss per token at the start
     came_down: bool = False  # the loss has come down to chance
     best: float = 0.0  # the most that was heard
@@ -96,14 +97,17 @@ class LearningAlarm:
         if rate is not None and step > max(state.step, self.setup.thaw):
             state.learnt += self._worth(rate, MOST_TIMES)
             state.tried += self._worth(rate, 1.0)
+            state.highest = max(state.highest, rate)
         state.step = step
         if loss is None:
             return []
         chance = hearing.chance if hearing.known else None
         heard = None if chance is None else max(0.0, 1 - loss / chance)
         best = None if heard is None else max(heard, state.best)
-        seen = Seen(step - 1, loss, chance, heard, self.setup.reached(step - 1, rate, best), state.learnt,
-                    f"{self.part or 'training'} loss")
+        reached = self.setup.reached(step - 1, rate, best)  # of this start's schedule, which a step may not have had
+        if reached is not None and state.highest:
+            reached = min(reached, state.highest)
+        seen = Seen(step - 1, loss, chance, heard, reached, state.learnt, f"{self.part or 'training'} loss")
         state.seen = list(seen)
         if state.first is None and step > SETTLED:
             state.first = loss
