@@ -196,6 +196,16 @@ def test_a_rate_of_nearly_nothing_is_told_to_be_higher_as_soon_as_a_high_one_wou
     assert "count for" not in trial.told[0].text() and "more steps" not in trial.told[0].text()
 
 
+def test_the_rate_that_is_named_is_one_that_the_run_had():
+    """Of an extended run the schedule says what rate a longer one would have had by then."""
+    class Extended(Trial):
+        def look(self, step):
+            self.hearing.at(step)
+            self.told += self.alarm.look(step, self.hearing, 0.0012)
+
+    assert "--lr 0.0004 (it has come to 0.0012 of 0.002)" in Extended(150, lambda step: 2.2).told[-1].text()
+
+
 def test_a_low_rate_that_comes_down_to_chance_has_three_times_the_steps_to_hear_something():
     assert Trial(1400, healthy(leaves=9999), rate=5e-4).short[0] == ("chance", 1224, "on")
     assert not Trial(1400, healthy(leaves=1000, falls=100), rate=5e-4).told
