@@ -7,6 +7,7 @@ reached only through a searcher, a list or a partial stays on the CPU and keeps 
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,6 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.report import listed
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.train.distributed import ranks
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
            torch.dtype, torch.device, torch.Size, torch.Generator)
@@ -350,7 +350,8 @@ def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
         return
     made = unwrapped(opt_class)[0]
     if built.hparams.get("fsdp") and "fsdp" in built.nodes and getattr(made, "needs_whole_parameters", False):
-        tell = findings.error if ranks.world_size() > 1 else findings.warning
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # of a start with torchrun
+        tell = findings.error if several else findings.warning
         tell("setting", built.nodes["fsdp"].place, "fsdp",
              f"the optimizer {made.__name__} needs parameters whole, so no run on several devices starts",
              "remove this, or take opt_class: !name:torch.optim.AdamW")

@@ -216,10 +216,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path
     """Load an optimizer's state dict; its options stay what they are, but for the rates that training came to."""
     groups = [{**saved, **{name: value for name, value in own.items() if name in saved and name not in _OF_THE_RUN}}
               for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
-    needed = list(optimizer.defaults)  # loading adds one
+    needed = optimizer.defaults.keys() & optimizer.param_groups[0].keys()  # torch adds a default while it loads
     try:
         optimizer.load_state_dict({**state, "param_groups": groups})
-        lacking = [name for group in optimizer.param_groups for name in needed if name not in group]
+        lacking = sorted(name for group in optimizer.param_groups for name in needed - group.keys())
     except KeyError as error:
         lacking = [str(error.args[0])]
     if lacking:

@@ -325,9 +325,10 @@ def test_an_optimizer_goes_on_with_the_options_of_now_at_the_rate_that_it_came_t
     first.param_groups[0]["lr"] = 0.05
     Checkpointer(tmp_path, {"optimizer": first}).save_checkpoint()
     second = opt_class(layer.parameters(), lr=0.1, **more, **now)
-    Checkpointer(tmp_path, {"optimizer": second}).recover_if_possible()
-    group = second.param_groups[0]
-    assert {name: group[name] for name in now} == now and group["lr"] == 0.05
+    for _ in range(2):  # the second time it tests, say
+        Checkpointer(tmp_path, {"optimizer": second}).recover_if_possible()
+        group = second.param_groups[0]
+        assert {name: group[name] for name in now} == now and group["lr"] == 0.05
 
 
 def test_what_the_checkpoint_lacks_is_said_unless_optional(tmp_path, caplog):
