@@ -109,3 +109,10 @@ def test_a_partial_of_an_optimizer_makes_one_later(tmp_path):
     path.write_text(text.replace("!name:torch.optim.AdamW\n    lr: 0.001",
                                  "!new:functools.partial\n    - !name:torch.optim.AdamW"))
     assert check(path).errors == []
+
+
+def test_what_no_run_on_several_devices_can_do_stops_one_before_it_prepares(monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (found,) = check("optimizer_of_whole_parameters.yaml", {}).errors
+    assert "Muon needs parameters whole" in str(found)
