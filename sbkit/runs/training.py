@@ -67,13 +67,13 @@ def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifes
         resumed = not initial.fresh(keys)
         if not resumed:
             initial.load(brain)
-        brain.fit(_from_here_on(guard, keys.epoch_counter, resumed), train_set, valid_set)
+        brain.fit(_from_here_on(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
     with test_set:
         brain.evaluate(test_set, **brain.metric.order)
     return brain
 
 
-def _from_here_on(guard: StartGuard, epochs: EpochCounter, resumed: bool) -> Iterator[int]:
+def _from_here_on(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed: bool) -> Iterator[int]:
     """Yield the epochs; the first is asked for once the newest checkpoint was found to fit, so the run begins."""
     changes = guard.changes()
     if resumed and changes:
@@ -81,6 +81,10 @@ def _from_here_on(guard: StartGuard, epochs: EpochCounter, resumed: bool) -> Ite
     if epochs.current >= epochs.limit and ranks.is_main():
         logger.info("All %d epochs are trained, so only the test is left; a larger number_of_epochs trains on",
                     epochs.limit)
+    elif resumed and ranks.is_main():
+        state = brain.train_state
+        done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
+        logger.info("Going on with epoch %d of %d%s", epochs.current + 1, epochs.limit, done)
     guard.begins()
     yield from epochs
 
