@@ -182,9 +182,7 @@ def _kernels_work(device: torch.device, block: int) -> bool:
         with torch.enable_grad():
             (losses, grad), (mine, my_grad) = (_rehearse(_by_torch, torch.float64, "cpu", block),
                                                _rehearse(_by_kernels, torch.float32, device, block))
-        # A gradient is exp(alpha + beta + loss), with terms in the thousands: fp32's rounding error grows with length.
-        if torch.allclose(losses, mine, rtol=1e-4, atol=1e-4) and torch.allclose(grad, my_grad, rtol=0,
-                                                                                 atol=1e-5 * block):
+        if results_agree(losses, mine, grad, my_grad, block):
             return True
         reason = "their results differ from torch's"
     except Exception as error:  # e.g. no Triton, no compiler, an unknown card
@@ -195,6 +193,14 @@ def _kernels_work(device: torch.device, block: int) -> bool:
     logger.warning("sbkit's CTC kernels for up to %d labels can't be used on %s; torch's are used, which make the "
                    "host wait: %s", (block - 1) // 2, device, reason)
     return False
+
+
+def results_agree(losses: torch.Tensor, mine: torch.Tensor, grad: torch.Tensor, my_grad: torch.Tensor,
+                  block: int) -> bool:
+    """Whether losses and gradients of the kernels equal torch's but for rounding."""
+    # A gradient is exp(alpha + beta + loss), with terms in the thousands: fp32's rounding error grows with length.
+    return torch.allclose(losses, mine, rtol=1e-4, atol=1e-4) and torch.allclose(grad, my_grad, rtol=0,
+                                                                                 atol=1e-5 * block)
 
 
 def _rehearse(

@@ -444,7 +444,7 @@ def test_they_are_compiled_once(fresh, monkeypatch):
 
 
 def no_compiler(monkeypatch, fresh):
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     return "no C compiler"
 
 

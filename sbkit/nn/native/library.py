@@ -7,12 +7,8 @@ rounding. ``SBKIT_KERNELS=0`` turns the kernels off.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -21,8 +17,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from sbkit.errors import SbkitError
-from sbkit.system.cache import cache_folder
-from sbkit.system.console import atomic_write
+from sbkit.system.compiled import Unavailable, cached_library, find_compiler, run_compiler
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.c", "rows.h", "frames.h")]
 #: Most columns that the kernels take.
@@ -32,7 +27,6 @@ FLAGS = ["-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping
          "-fPIC", "-fvisibility=hidden", f"-DWIDEST={WIDEST}"]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
-_SECONDS = 120
 
 
 class Dropout(Structure):
@@ -64,10 +58,6 @@ _ARGUMENTS: dict[str, list[Any]] = {
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 _functions: dict[tuple[str, torch.dtype], Any] = {}
-
-
-class Unavailable(Exception):
-    """The reason why the kernels can't be used on this machine."""
 
 
 def load() -> str | None:
@@ -117,42 +107,18 @@ def _built() -> Path:
         raise Unavailable("SBKIT_KERNELS=0")
     if platform.system() != "Linux":
         raise Unavailable(f"they are written for Linux, not {platform.system()}")
-    compiler = next(filter(None, map(shutil.which, [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"])), None)
-    if compiler is None:
-        raise Unavailable("there is no C compiler (gcc, cc or clang) on this machine")
-    runtime, folder, version = _openmp(), _folder(), _run([compiler, "--version"])
+    compiler, runtime = find_compiler(), _openmp()
+    version = run_compiler([compiler, "--version"])
     parts = [*(source.read_text(encoding="utf-8") for source in SOURCES), version, *FLAGS, str(runtime), _processor()]
-    key = _digest("|".join(parts).encode())
-    for path in folder.glob(f"{key}-*.so"):
-        if _is_sound(path):
-            return path
-    return _compile(compiler, runtime, folder, key)
+    return cached_library(parts, lambda folder: _compile(compiler, runtime, folder))
 
 
-def _compile(compiler: str, runtime: Path, folder: Path, key: str) -> Path:
+def _compile(compiler: str, runtime: Path, folder: Path) -> Path:
     """Compile the library, linked with torch's OpenMP, since another one's threads would compete with torch's."""
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
-        objects, library = Path(aside) / "kernels.o", Path(aside) / "kernels.so"
-        _run([compiler, *FLAGS, "-c", str(SOURCES[0]), "-o", str(objects)])
-        _run([compiler, "-shared", str(objects), str(runtime), "-o", str(library)])
-        made = library.read_bytes()
-    path = folder / f"{key}-{_digest(made)}.so"
-    with atomic_write(path, "wb") as out:
-        out.write(made)
-    path.chmod(0o600)
-    return path
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise Unavailable(f"{Path(command[0]).name} failed: {lines[0] if lines else done.returncode}")
-    return done.stdout
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:24]
+    objects, library = folder / "kernels.o", folder / "kernels.so"
+    run_compiler([compiler, *FLAGS, "-c", str(SOURCES[0]), "-o", str(objects)])
+    run_compiler([compiler, "-shared", str(objects), str(runtime), "-o", str(library)])
+    return library
 
 
 def _openmp() -> Path:
@@ -171,22 +137,3 @@ def _processor() -> str:
     """Describe what ``-march=native`` depends on, since different machines may share a home folder."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
-
-
-def _folder() -> Path:
-    """Return the folder for compiled code, which only this user may write to, since code from it is run."""
-    folder = cache_folder() / "kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_ours(folder.resolve()):
-        raise Unavailable(f"{folder} belongs to another user, or others may write to it, so no code from it is run")
-    return folder
-
-
-def _is_sound(path: Path) -> bool:
-    """Whether a cached library is intact and belongs to this user."""
-    return _is_ours(path) and path.is_file() and _digest(path.read_bytes()) == path.stem.split("-")[1]
-
-
-def _is_ours(path: Path) -> bool:
-    state = path.lstat()
-    return state.st_uid == os.getuid() and not state.st_mode & 0o022

@@ -1,0 +1,78 @@
+"""Compiles the null card for the torch that is installed, with stubs for all functions that are not written out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+from pathlib import Path
+
+from sbkit.errors import SbkitError
+from sbkit.system.compiled import Unavailable, cached_library, find_compiler, run_compiler
+
+_HERE = Path(__file__).parent
+SOURCES = sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h"), *_HERE.glob("crt/*.h")])
+# libstdc++ is linked into it, since it is loaded before everything else, and torch may want a newer one.
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-shared", "-Wl,-soname,libcuda.so.1",
+         "-Wl,--exclude-libs,ALL", "-static-libgcc"]
+_LIBRARIES = ["-Wl,-Bstatic", "-lstdc++", "-Wl,-Bdynamic", "-lpthread", "-ldl", "-lm"]
+# Functions that the real libraries answer without a driver stay theirs.
+_STUBBED = re.compile(r"(?:cu(?!File)[A-Z]|cuda[A-Z]|cublas|cudnn|cufft|curand|cusolver|cusparse|nccl)\w+")
+_REAL = re.compile(r"Get(?:\w*Version|Property|ErrorString|ErrorName|StatusString|StatusName|LastErrorString)$")
+_IDLE = re.compile(r"Create|Destroy|Get|Set|Init|Finalize|Query|Plan|Register|Group|ufferSize|WorkspaceSize|_buffer")
+
+
+def build() -> Path:
+    """Return the path of the library that stands in for CUDA, compiled at the first use of each torch.
+
+    It is to be loaded before all others (``LD_PRELOAD``), and is the driver for those who look for ``libcuda.so.1``.
+    """
+    if platform.system() != "Linux":
+        raise SbkitError(f"the null card is written for Linux, not {platform.system()}")
+    place = importlib.util.find_spec("torch")
+    torch = Path(place.origin).parent if place is not None and place.origin is not None else None
+    if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():
+        raise SbkitError("a CUDA build of torch is needed, and this one was built for CPUs only",
+                         hint="on Linux, pip install torch takes a CUDA build from PyPI; it needs no GPU")
+    include = next((folder.parent for folder in sorted(torch.parent.glob("nvidia/*/include/cuda_runtime_api.h"))), None)
+    if include is None:
+        raise SbkitError("CUDA's headers, which torch's wheels bring, were not found",
+                         hint="reinstall torch with pip, or install nvidia-cuda-runtime in the release of its CUDA")
+    try:
+        compiler = find_compiler()
+        version = run_compiler([compiler, "--version"])
+        state = (torch / "lib" / "libtorch_cuda.so").stat()
+        parts = [*(source.read_text(encoding="utf-8") for source in [*SOURCES, Path(__file__)]), version,
+                 importlib.metadata.version("torch"), str(include), f"{state.st_size} {state.st_mtime_ns}"]
+        return cached_library(parts, lambda folder: _compile(compiler, torch / "lib", include, folder))
+    except Unavailable as problem:
+        raise SbkitError(f"the null card can't be compiled: {problem}",
+                         hint="apt install g++ on Debian and Ubuntu, gcc-c++ on Fedora") from None
+
+
+def _compile(compiler: str, torch: Path, include: Path, folder: Path) -> Path:
+    (folder / "stubs.cpp").write_text(_stubs(torch, include), encoding="utf-8")
+    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+    run_compiler([compiler, *FLAGS, f"-I{_HERE}", f"-I{include}", *sources, str(folder / "stubs.cpp"),
+                  "-o", str(folder / "card.so"), *_LIBRARIES])
+    return folder / "card.so"
+
+
+def _stubs(torch: Path, include: Path) -> str:
+    """Write a weak definition of each CUDA function that torch wants or the driver has; ours are strong."""
+    symbols = run_compiler(["nm", "-D", "--undefined-only", *map(str, sorted(torch.glob("*.so")))])
+    names = {line.split()[-1].split("@")[0] for line in symbols.splitlines() if line.strip()}
+    names |= set(re.findall(r"\bcu[A-Z]\w+(?=\()|\bcu[A-Z]\w+_v\d\b", (include / "cuda.h").read_text(encoding="utf-8")))
+    lines = ["#include <cstdlib>",  # without CUDA's headers, which declare what these functions really take
+             "namespace card { void error(const char*, ...); void launch_library(const char*); }",
+             '#define STUB extern "C" __attribute__((weak, visibility("default"))) int']
+    for name in sorted(name for name in names if _STUBBED.fullmatch(name) and not _REAL.search(name)):
+        if re.match("cuda?[A-Z]", name):
+            body = f'() {{ card::error("the null card has no {name}"); return 801; }}'
+        elif "Create" in name and not name.startswith("nccl"):
+            body = "(void** made) { *made = calloc(1, 512); return 0; }"
+        else:
+            body = "() { return 0; }" if _IDLE.search(name) else f'() {{ card::launch_library("{name}"); return 0; }}'
+        lines.append(f"STUB {name}{body}")
+    return "\n".join(lines) + "\n"

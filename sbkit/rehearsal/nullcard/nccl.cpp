@@ -1,0 +1,188 @@
+// NCCL between processes of one machine. Each call is written to the log of its rank and is over once every rank has
+// called it; each rank counts its calls in a file that all map. Small broadcasts and gathers really exchange what they
+// carry, since sizes and objects are sent with them; reductions leave each rank its own values.
+#include "card.h"
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr size_t kSmall = 1 << 16;  // bytes of each rank
+struct Rank { std::atomic<uint64_t> calls, given, taken; char data[kSmall]; };
+const char* const kTypes[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"};
+const size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+const char* const kOperations[] = {"sum", "prod", "max", "min", "avg"};
+
+}  // namespace
+
+struct card::Communicator {
+  std::string name;
+  int rank, size;
+  Rank* ranks;
+  uint64_t calls = 0, exchanges = 0, splits = 0;
+  std::string latest;  // what this rank called last
+  bool failed = false;
+  std::atomic<bool> aborted{false};
+};
+
+namespace {
+
+using card::Communicator;
+struct Id { char bytes[128]; };
+
+bool all(Communicator* c, const std::function<bool(Rank&)>& holds) {
+  for (int i = 0; i < c->size; i++)
+    if (!holds(c->ranks[i])) return false;
+  return true;
+}
+
+// Waits for other ranks; if they don't come, says who waits for whom.
+bool wait_for(Communicator* c, const std::function<bool(Rank&)>& holds) {
+  auto end = std::chrono::steady_clock::now() + std::chrono::seconds(card::settings().patience);
+  while (!c->aborted && !all(c, holds)) {
+    if (std::chrono::steady_clock::now() > end) {
+      std::string late;
+      for (int i = 0; i < c->size; i++)
+        if (!holds(c->ranks[i])) late += (late.empty() ? "" : ", ") + std::to_string(i) + " (" + std::to_string(c->ranks[i].calls) + " calls)";
+      if (!c->failed) card::error("rank %d of %d waits in its call %lu of NCCL, %s, for rank %s, which did not come in %d seconds", c->rank, c->size, c->calls, c->latest.c_str(), late.c_str(), card::settings().patience);
+      c->failed = true;
+      return false;
+    }
+    usleep(200);
+  }
+  return true;
+}
+
+Communicator* join(const std::string& name, int size, int rank) {
+  std::string path = (card::settings().log.empty() ? "/dev/shm" : card::settings().log) + "/nccl-" + name;
+  int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (file < 0 || ftruncate(file, size * sizeof(Rank))) return nullptr;
+  void* mapped = mmap(nullptr, size * sizeof(Rank), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  return mapped == MAP_FAILED ? nullptr : new Communicator{name, rank, size, static_cast<Rank*>(mapped)};
+}
+
+// Gives data to the others, or nullptr for nothing; afterwards each rank's data can be read until done().
+bool give(Communicator* c, const void* data, size_t bytes) {
+  uint64_t turn = ++c->exchanges;
+  Rank& own = c->ranks[c->rank];
+  if (!data) return true;
+  if (!wait_for(c, [=](Rank& r) { return r.taken >= turn - 1; })) return false;
+  memcpy(own.data, data, bytes);
+  own.given = turn;
+  return true;
+}
+bool take(Communicator* c, int from, void* data, size_t bytes) {
+  Rank* giver = &c->ranks[from];
+  uint64_t turn = c->exchanges;
+  if (!wait_for(c, [=](Rank& r) { return &r != giver || r.given >= turn; })) return false;
+  memcpy(data, giver->data, bytes);
+  return true;
+}
+void done(Communicator* c) { c->ranks[c->rank].taken = c->exchanges; }
+
+int called(const char* kind, size_t count, int type, const char* operation, Communicator* c, cudaStream_t stream, bool by_all = true) {
+  char text[256];
+  card::launch_library(kind);
+  if (by_all) c->ranks[c->rank].calls = ++c->calls;
+  snprintf(text, sizeof text, "%s of %zu %s", kind, count, kTypes[type]);
+  c->latest = text;
+  snprintf(text, sizeof text, "{\"collective\": \"%s\", \"count\": %zu, \"dtype\": \"%s\", \"operation\": \"%s\", \"communicator\": \"%s\", \"size\": %d, \"order\": %lu}",
+           kind, count, kTypes[type], operation, c->name.c_str(), c->size, by_all ? c->calls : 0);
+  card::write_log(text);
+  if (by_all) card::wait_on(stream, {c, c->calls});
+  return 0;
+}
+const char* named(int operation) { return operation < 5 ? kOperations[operation] : "scaled sum"; }
+
+}  // namespace
+
+namespace card {
+
+bool over(Waits& waits) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  auto left = std::remove_if(waits.begin(), waits.end(), [](Wait& w) {
+    return w.communicator->aborted || all(w.communicator, [&](Rank& r) { return r.calls >= w.order; });
+  });
+  waits.erase(left, waits.end());
+  return waits.empty();
+}
+cudaError_t settle(Waits& waits) {
+  Waits all;
+  { std::lock_guard<std::recursive_mutex> guard(lock); over(waits); all = waits; }
+  for (Wait& wait : all)
+    if (!wait_for(wait.communicator, [&](Rank& r) { return r.calls >= wait.order; })) return cudaErrorLaunchTimeout;
+  over(waits);
+  return cudaSuccess;
+}
+
+}  // namespace card
+
+EXPORT int ncclGetUniqueId(Id* id) { return getrandom(id->bytes, sizeof id->bytes, 0) < 0; }
+EXPORT int ncclCommInitRank(Communicator** made, int size, Id id, int rank) {
+  char name[17];
+  for (int i = 0; i < 8; i++) snprintf(name + 2 * i, 3, "%02x", static_cast<unsigned char>(id.bytes[i]));
+  *made = join(name, size, rank);
+  return *made ? 0 : 2;
+}
+EXPORT int ncclCommInitRankConfig(Communicator** made, int size, Id id, int rank, void*) { return ncclCommInitRank(made, size, id, rank); }
+EXPORT int ncclCommInitRankScalable(Communicator** made, int size, int rank, int, Id* ids, void*) { return ncclCommInitRank(made, size, ids[0], rank); }
+EXPORT int ncclCommSplit(Communicator* c, int color, int key, Communicator** made, void*) {
+  struct Choice { int color, key; } own{color, key}, other;
+  int rank = 0, size = 0;
+  if (!give(c, &own, sizeof own)) return 2;
+  for (int i = 0; i < c->size; i++) {
+    if (!take(c, i, &other, sizeof other)) return 2;
+    if (other.color != color) continue;
+    size++;
+    rank += other.key < key || (other.key == key && i < c->rank);
+  }
+  done(c);
+  *made = color < 0 ? nullptr : join(c->name + "-" + std::to_string(++c->splits) + "." + std::to_string(color), size, rank);
+  return color < 0 || *made ? 0 : 2;
+}
+EXPORT int ncclCommCount(Communicator* c, int* count) { *count = c->size; return 0; }
+EXPORT int ncclCommUserRank(Communicator* c, int* rank) { *rank = c->rank; return 0; }
+EXPORT int ncclCommGetAsyncError(Communicator* c, int* error) { *error = c->failed ? 6 : 0; return 0; }
+EXPORT int ncclCommAbort(Communicator* c) { c->aborted = true; return 0; }
+EXPORT const char* ncclGetLastError(Communicator*) { return ""; }
+EXPORT int ncclMemAlloc(void** address, size_t bytes) { return cudaMalloc(address, bytes); }
+EXPORT int ncclMemFree(void* address) { return cudaFree(address); }
+EXPORT int ncclRedOpCreatePreMulSum(int* operation, void*, int, int, Communicator*) { *operation = 5; return 0; }
+
+EXPORT int ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* c, cudaStream_t stream) {
+  called("all_reduce", count, type, named(operation), c, stream);
+  return from == to ? 0 : cudaMemcpyAsync(to, from, count * kBytes[type], cudaMemcpyDeviceToDevice, stream);
+}
+EXPORT int ncclReduce(const void*, void*, size_t count, int type, int operation, int, Communicator* c, cudaStream_t stream) { return called("reduce", count, type, named(operation), c, stream); }
+EXPORT int ncclReduceScatter(const void*, void*, size_t count, int type, int operation, Communicator* c, cudaStream_t stream) { return called("reduce_scatter", count, type, named(operation), c, stream); }
+EXPORT int ncclAlltoAll(const void*, void*, size_t count, int type, Communicator* c, cudaStream_t stream) { return called("all_to_all", count, type, "", c, stream); }
+EXPORT int ncclSend(const void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) { return called("send", count, type, "", c, stream, false); }
+EXPORT int ncclRecv(void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) { return called("recv", count, type, "", c, stream, false); }
+EXPORT int ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* c, cudaStream_t stream) {
+  size_t bytes = count * kBytes[type];
+  called("all_gather", count, type, "", c, stream);
+  if (bytes > kSmall) return 0;
+  if (!give(c, from, bytes)) return 2;
+  for (int i = 0; i < c->size; i++)
+    if (!take(c, i, static_cast<char*>(to) + i * bytes, bytes)) return 2;
+  done(c);
+  return 0;
+}
+EXPORT int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* c, cudaStream_t stream) {
+  size_t bytes = count * kBytes[type];
+  called("broadcast", count, type, "", c, stream);
+  if (bytes > kSmall) return 0;
+  if (!give(c, c->rank == root ? from : nullptr, bytes)) return 2;
+  if (c->rank == root ? from != to && !memmove(to, from, bytes) : !take(c, root, to, bytes)) return 2;
+  done(c);
+  return 0;
+}
+EXPORT int ncclBcast(void* data, size_t count, int type, int root, Communicator* c, cudaStream_t stream) { return ncclBroadcast(data, data, count, type, root, c, stream); }

@@ -1,0 +1,39 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.errors import SbkitError
+from sbkit.rehearsal.cards import CARDS, MOST, parse_cards
+
+NAMES = st.sampled_from(sorted(CARDS))
+
+
+@given(NAMES, st.integers(1, MOST), st.sampled_from(["x", "X", " x ", "*"]), st.booleans())
+def test_a_number_of_cards_and_their_name_are_read_in_any_writing(name, count, times, lower):
+    written = name.lower() if lower else name.replace(" ", "-")
+    assert parse_cards(f"{count}{times}{written}") == (count, CARDS[name])
+    assert parse_cards(name.replace(" ", "")) == (1, CARDS[name])
+
+
+@pytest.mark.parametrize("text", ["", "8", "8x", "x", "H1000", "8xxH100", "-1xH100", "1.5xH100", "H100,H200"])
+def test_what_is_no_card_is_refused_with_those_that_are_known(text):
+    with pytest.raises(SbkitError, match=r"names no known card.*8xH100.*RTX 4090"):
+        parse_cards(text)
+
+
+@pytest.mark.parametrize("text", ["0xH100", f"{MOST + 1}xL4"])
+def test_a_number_that_no_machine_has_is_refused(text):
+    with pytest.raises(SbkitError, match=f"1 to {MOST}"):
+        parse_cards(text)
+
+
+@given(NAMES)
+def test_each_card_is_described_in_the_same_units(name):
+    card = CARDS[name]
+    assert all(value for value in dataclasses.astuple(card))
+    assert 8 << 30 < card.memory < 512 << 30 and card.shared_memory >= 48 << 10 and card.threads in (1024, 1536, 2048)
+    assert 1e12 < card.fp32_flops < card.bf16_flops and 1e11 < card.bandwidth < 1e13
+    # From its peak no card computes less than 20 or more than 1,000 operations per byte of memory that it reads.
+    assert 20 < card.bf16_flops / card.bandwidth < 1000
