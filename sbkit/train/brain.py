@@ -19,6 +19,7 @@ from speechbrain.utils.run_opts import RunOptions
 from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
+from sbkit.nn.fast.norm import flatten_norms
 from sbkit.recipe import learning
 from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import Parts
@@ -97,10 +98,12 @@ class Brain(sb.core.Brain):
         if self.profiler is not None:
             self.profiler = profiler(self.profile_warmup, self.profile_steps, self.hparams.output_folder)
         self.keys = type(self).Keys.read(vars(self.hparams))
-        if self.keys.accelerate:
-            accelerate(self.modules)
-            for features in (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)):
-                accelerate(features)  # they have no weights, so they aren't among the modules
+        # Features have no weights, so they aren't among the modules.
+        beside = (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module))
+        for module in (self.modules, *beside):
+            flatten_norms(module)
+            if self.keys.accelerate:
+                accelerate(module)
         self.rank, self.device_type = ranks.rank(), device.type
         given = options.given(run_opts, hparams, "find_unused_parameters")
         self._unused = {"search": self.find_unused_parameters or not given, "settles": not given}

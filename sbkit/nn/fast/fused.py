@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from sbkit.nn.fast import dropout
 from sbkit.nn.fast.autocast import Context, without_autocast
+from sbkit.nn.fast.norm import LayerNorm
 from sbkit.nn.native.library import WIDEST, Dropout, call, loaded
 
 _once_differentiable: Any = once_differentiable  # torch's type for it does not fit ``backward``
@@ -42,7 +43,7 @@ def plain(*modules: nn.Module) -> bool:
 
 def fits(norm: nn.Module, shape: torch.Size) -> bool:
     """Whether a module is a layer norm over ``shape`` that the kernels support."""
-    return (type(norm) is nn.LayerNorm and norm.normalized_shape == shape and shape.numel() <= WIDEST
+    return (type(norm) in (nn.LayerNorm, LayerNorm) and norm.normalized_shape == shape and shape.numel() <= WIDEST
             and norm.weight is not None and norm.bias is not None and single(norm.weight, norm.bias))
 
 
