@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbkit.recipe.keys import Task
-from sbkit.recipe.trace import stand_ins
+from sbkit.recipe.trace import on_stand_ins
 
 
 class Arithmetic(TorchDispatchMode):
@@ -25,7 +26,7 @@ class Arithmetic(TorchDispatchMode):
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
         """``weights``: tensors that exist before the count begins."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self.weights, self.operations = weights, 0
+        self.operations = 0
         self._formulas = FlopCounterMode(display=False).flop_registry
 
     def __torch_dispatch__(self, func: OpOverload, types: Collection[type], args: tuple[Any, ...] = (),
@@ -67,9 +68,11 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A]) -> A:
     The Brain is unchanged afterwards, whatever device its modules are on: stand-ins have no memory, and other state
     that a forward changes is restored.
     """
-    with brain.untouched(), stand_ins() as mode, torch.enable_grad():
+    def counted(mode: FakeTensorMode) -> A:
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
         batch = brain.stand_in(utterances, seconds).to(brain.device)
-        with counts(weights) as counted:
+        with torch.enable_grad(), counts(weights) as counter:
             brain.loss_of(batch).total.backward()
-        return counted
+        return counter
+
+    return on_stand_ins(brain, counted)

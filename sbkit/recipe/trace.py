@@ -15,7 +15,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from speechbrain.core import Stage
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
+from sbkit.recipe.leftovers import Holdings
 from sbkit.recipe.parts import for_good
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
@@ -74,16 +75,24 @@ def stand_ins() -> Iterator[FakeTensorMode]:
     """Within it, new tensors have shapes but no memory, and real weights are treated like them."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which becomes a finding here
-    # SpeechBrain caches rotary tables for the process; a stand-in in the cache would break the run that follows.
-    tables = attention._get_precomputed_values.memo
-    attention._get_precomputed_values.memo = {}
     try:
         with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             warnings.simplefilter("ignore")
             yield mode
     finally:
-        attention._get_precomputed_values.memo = tables
         logging.disable(before)
+
+
+T = TypeVar("T")
+
+
+def on_stand_ins(brain: Task, compute: Callable[[FakeTensorMode], T]) -> T:
+    """Return what ``compute`` returns on stand-ins; the Brain and all that it reaches is unchanged afterwards."""
+    held = Holdings(brain, attention._get_precomputed_values)  # in which SpeechBrain caches rotary tables
+    with brain.untouched(), stand_ins() as mode:
+        result = compute(mode)
+    held.restore(mode)
+    return result
 
 
 @functools.cache
@@ -134,8 +143,7 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
         if _tell_clashes(found.keys, built, findings) or not task.check_parts(found.keys, built, findings):
             return found
         found.brain = build_brain(task, {**built.hparams, "modules": modules}, accelerate=False)
-        with stand_ins():
-            _run(found, "cpu")
+        on_stand_ins(found.brain, lambda _: _run(found, "cpu"))
     return found
 
 

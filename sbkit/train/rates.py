@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import Parts
-from sbkit.recipe.trace import stand_ins
+from sbkit.recipe.trace import on_stand_ins
 from sbkit.train.hooks import StandsIn
 
 Rate = float | torch.Tensor  # a group's rate may be either
@@ -134,6 +134,9 @@ class _Uses(TorchDispatchMode):
 
 
 def _order(brain: StandsIn) -> dict[int, int]:
-    with brain.untouched(), stand_ins(), torch.no_grad(), _Uses(brain.modules) as uses:
-        brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
-    return uses.order
+    def order(_: object) -> dict[int, int]:
+        with torch.no_grad(), _Uses(brain.modules) as uses:
+            brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
+        return uses.order
+
+    return on_stand_ins(brain, order)

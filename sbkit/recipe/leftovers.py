@@ -1,0 +1,142 @@
+"""Undoes what a forward on stand-ins leaves in caches and attributes, and names what can't be undone."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from sbkit.errors import SbkitError
+
+_CONTAINERS = (dict, list, set, deque)
+_CACHE = type(functools.cache(len))
+_OPAQUE = (type, ModuleType, FrameType, GeneratorType, _CACHE)  # not looked into; a cache is emptied instead
+_DEPTH = 8  # holders that are followed upwards from a stand-in
+
+
+class Holdings:
+    """What all objects hold that can be reached from some, before a forward on stand-ins.
+
+    These are attributes, containers, and the globals of the files in which the classes are defined.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        self._before: dict[int, tuple[Any, Any]] = {}
+        self._tensors: list[torch.Tensor] = []
+        for each in _reached(roots, set()):
+            if isinstance(each, torch.Tensor):
+                self._tensors.append(each)
+            else:
+                self._before[id(each)] = each, _plain(each)
+
+    def restore(self, mode: FakeTensorMode) -> None:
+        """Put back what stand-ins of ``mode`` have replaced, and forget cached results; raise if some are still held."""
+        for tensor in self._tensors:
+            if type(tensor.grad) is FakeTensor:
+                tensor.grad = None
+        if not any(True for _ in _alive(mode)):
+            return
+        for container, before in self._before.values():
+            if self._gained_stand_ins(container, before):
+                _refill(container, before)
+        for cache in {id(cache): cache for leak in _alive(mode) for cache in _caches(leak)}.values():
+            cache.cache_clear()
+        gc.collect()  # objects that hold each other
+        names = sorted({_name(leak) for leak in _alive(mode)})
+        if names:
+            raise SbkitError(
+                f"a forward without data, which shows what a step costs, leaves tensors without values in "
+                f"{', '.join(names[:3])}{' and more' if names[3:] else ''}, where training would use them",
+                hint="hold such a tensor as a buffer, or compute it in each forward")
+
+    def _gained_stand_ins(self, container: Any, before: Any) -> bool:
+        known = {id(value) for value in _values(before)}
+        new = [value for value in _values(container) if id(value) not in known]
+        return any(type(each) is FakeTensor for each in _reached(new, {*self._before}))
+
+
+def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[object]:
+    """Yield the tensors and containers that can be reached; an object's attributes are such a container."""
+    ahead, classes = list(roots), set[type]()
+    while ahead:
+        each = ahead.pop()
+        if id(each) in seen or isinstance(each, _OPAQUE):
+            continue
+        if not gc.is_tracked(each) and not isinstance(each, _CONTAINERS):  # a number, a text: most of what is met
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, FunctionType):
+            ahead += [each.__dict__, *(each.__closure__ or ())]
+        elif isinstance(each, CellType):
+            ahead += gc.get_referents(each)
+        elif isinstance(each, _CONTAINERS):
+            yield each
+            ahead += _values(each)
+        elif isinstance(each, (tuple, frozenset)):
+            ahead += each
+        else:
+            ahead += [getattr(each, "__dict__", None), *gc.get_referents(each)]
+            for kind in type(each).__mro__:
+                if kind not in classes and not (kind.__module__ == "builtins" or kind.__module__.startswith("torch.")):
+                    classes.add(kind)
+                    space = vars(sys.modules.get(kind.__module__, object))
+                    ahead += [value for held in (vars(kind), space) for value in held.values()
+                              if isinstance(value, _CONTAINERS)]
+                    if isinstance(space, dict) and id(space) not in seen:
+                        seen.add(id(space))
+                        yield space
+
+
+def _values(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _plain(container: Any) -> Any:
+    """Copy a container of any class into one that Python brings along."""
+    return next(kind for kind in _CONTAINERS if isinstance(container, kind))(container)
+
+
+def _refill(container: Any, before: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+def _alive(mode: FakeTensorMode) -> Iterator[FakeTensor]:
+    return (each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode)
+
+
+def _caches(leak: FakeTensor) -> Iterator[Any]:
+    """Yield the functions whose functools.cache holds a stand-in."""
+    return (holder for holder in _holders(leak) if isinstance(holder, _CACHE))
+
+
+def _holders(leak: object) -> Iterator[Any]:
+    """Yield what holds a stand-in, from the inside out."""
+    level, seen = [leak], {id(leak)}
+    for _ in range(_DEPTH):
+        level = [each for each in gc.get_referrers(*level) if id(each) not in seen and not isinstance(each, FrameType)]
+        seen |= {id(each) for each in level}
+        yield from level
+        level = [each for each in level if not isinstance(each, (type, ModuleType, FunctionType))]
+
+
+def _name(leak: FakeTensor) -> str:
+    """Name the object, class or file that holds a stand-in, and the attribute."""
+    inside = {id(leak)}
+    for holder in _holders(leak):
+        held = getattr(holder, "__dict__", {})
+        attribute = next((key for key, value in held.items() if id(value) in inside), None)
+        if attribute is not None and not isinstance(holder, FunctionType):
+            named = holder if isinstance(holder, (type, ModuleType)) else type(holder)
+            return f"{named.__name__}.{attribute}"
+        inside.add(id(holder))
+    return "something in torch"

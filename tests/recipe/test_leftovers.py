@@ -1,0 +1,141 @@
+"""Nothing that was made on stand-ins outlives them, wherever a layer or a Brain keeps it."""
+
+import contextlib
+import functools
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from sbkit.errors import SbkitError
+from sbkit.nn.lengths import LengthRule
+from sbkit.recipe import flops
+
+MEMO = {}
+
+
+def positions(size, device):
+    return torch.arange(size, device=device).float()
+
+
+def masks(size, device):
+    return torch.ones(size, device=device), None
+
+
+def closure():
+    kept = []
+
+    def remember(x):
+        kept.append(x)
+        return kept
+
+    return remember
+
+
+class Caching(nn.Module):
+    shared = {}
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table, self.nested = None, {"tables": [torch.ones(1)]}
+        self.rule, self.remember = LengthRule.identity(), closure()
+        self.partial = functools.partial(max, {})
+        self.positions, self.masks = functools.cache(positions), functools.lru_cache(2)(masks)
+
+
+def at_attribute(layer, x):
+    layer.table = x.detach()
+
+
+def at_list_in_dict(layer, x):
+    layer.nested["tables"][0] = x.detach()
+    layer.nested["size"] = (x.detach(), 3)
+
+
+def at_plain_object(layer, x):
+    layer.rule(torch.ones(2, dtype=torch.long, device=x.device))
+
+
+def at_class(layer, x):
+    layer.shared[4] = x.detach()
+
+
+def at_global(layer, x):
+    MEMO[4] = {"x": SimpleNamespace(x=x.detach())}
+
+
+def at_new_global(layer, x):
+    globals()["NEW"] = x.detach()
+
+
+def at_functions(layer, x):
+    layer.positions(4, x.device), layer.masks(4, x.device)
+
+
+def at_closure(layer, x):
+    layer.remember(x.detach())
+
+
+def at_partial(layer, x):
+    layer.partial.args[0]["x"] = x.detach()
+
+
+def at_gradient(layer, x):
+    layer.linear.weight.grad = torch.ones_like(layer.linear.weight)
+
+
+class Model:
+    """As much of a Brain as the count needs; on the meta device, which is another than that of the layer's tables."""
+
+    device = "meta"
+
+    def __init__(self, keep):
+        self.modules, self.keep = nn.ModuleDict({"layer": Caching()}).to("meta"), keep
+        self.untouched = contextlib.nullcontext
+        self.objects = SimpleNamespace(rule=LengthRule.identity())
+
+    def stand_in(self, utterances, seconds):
+        return torch.zeros(utterances, 4)
+
+    def loss_of(self, batch):
+        y = self.modules["layer"].linear(batch)
+        self.objects.rule(torch.ones(2, dtype=torch.long, device=batch.device))
+        self.keep(self.modules["layer"], y)
+        return SimpleNamespace(total=y.sum())
+
+
+def stand_ins():
+    gc.collect()
+    return sum(type(each) is FakeTensor for each in gc.get_objects())
+
+
+def contents(layer):
+    return str([vars(layer)["table"], layer.nested, layer.rule.table, layer.shared, MEMO, layer.remember(0),
+                layer.partial, "NEW" in globals()])
+
+
+@pytest.mark.parametrize("keep", [at_attribute, at_list_in_dict, at_plain_object, at_class, at_global, at_new_global,
+                                  at_functions, at_closure, at_partial, at_gradient])
+def test_what_a_forward_keeps_is_as_before(keep):
+    model, before = Model(keep), stand_ins()
+    held = contents(model.modules["layer"]).replace("[0]", "[0, 0]")
+    flops.run(model, 2, 3.0, flops.Arithmetic)
+    assert stand_ins() == before
+    assert contents(model.modules["layer"]) == held
+    assert model.objects.rule.table.tolist() == LengthRule.identity().table.tolist()
+
+
+def test_who_keeps_what_cannot_be_undone_is_named():
+    class Unknown:
+        """One whose attributes belong to no object that the Brain reaches."""
+
+    def keep(layer, x):
+        Unknown.table = x.detach()
+
+    with pytest.raises(SbkitError, match=r"Unknown\.table.*training would use") as caught:
+        flops.run(Model(keep), 2, 3.0, flops.Arithmetic)
+    assert "buffer" in caught.value.hint
