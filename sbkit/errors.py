@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+_OUT_OF_MEMORY = (
+    "out of memory", "can't allocate memory", "Cannot allocate memory", "Failed to allocate memory", "std::bad_alloc",
+    "not enough memory", "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
 
 class SbkitError(Exception):
     """An error shown as one plain line without a traceback; the command exits with ``exit_code``.
@@ -30,6 +34,16 @@ def first_line(error: BaseException) -> str:
     'no such file'
     """
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of torch, ONNX Runtime or the system means that a device, or the CPU, had no memory left.
+
+    >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    True
+    """
+    from_library = isinstance(error, (RuntimeError, OSError)) or type(error).__module__.startswith("onnxruntime")
+    return isinstance(error, MemoryError) or (from_library and any(part in str(error) for part in _OUT_OF_MEMORY))
 
 
 def summary(error: BaseException) -> str:

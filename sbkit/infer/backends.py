@@ -43,6 +43,9 @@ class Backend(Protocol):
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Map a graph's inputs, in their order, to its outputs."""
 
+    def free(self) -> None:
+        """Return memory that is kept for later runs, after one that found none."""
+
 
 def open_graph(path: Path, model: str, device: DeviceChoice, threads: int | None, interface: Interface, worker: Worker,
                compile_mode: str | None = None, spin: bool = True) -> Backend:
@@ -77,6 +80,9 @@ class Onnx:
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         return self._session.run(None, dict(zip(self._names, inputs, strict=True)))
+
+    def free(self) -> None:
+        """Do nothing: its arena serves later runs of this session, and shrinks only within a run."""
 
 
 class Torch:
@@ -113,6 +119,11 @@ class Torch:
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         # Copied here: with CUDA graphs the next run overwrites what this one returned.
         return [each.detach().to("cpu", copy=True).numpy() for each in self._run(self._module, self._device, inputs)]
+
+    def free(self) -> None:
+        """Return the memory that torch's allocator keeps."""
+        if self._device.type == "cuda":
+            self._torch.cuda.empty_cache()
 
     def _run(self, module: Program, device: torch.device, inputs: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
         with self._torch.inference_mode():

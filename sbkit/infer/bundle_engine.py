@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line, is_out_of_memory
 from sbkit.export import layout
 from sbkit.export.layout import Bundle
 from sbkit.infer import device as devices
 from sbkit.infer import formats
 from sbkit.infer.backends import Backend, open_graph
-from sbkit.infer.device import DeviceChoice, Placement
+from sbkit.infer.device import DeviceChoice, OutOfMemory, Placement
 from sbkit.infer.interface import Interface
 from sbkit.infer.worker import Worker
 
@@ -115,7 +116,12 @@ class BundleEngine(ABC):
             return self._ready(*inputs)
         except Exception as error:
             self.fault = devices.fault(error)
-            raise
+            if not is_out_of_memory(error):
+                raise
+            why = f"out of memory on {self.running.device}: {first_line(error)}"
+            traceback.clear_frames(error.__traceback__)  # which hold what has been computed so far
+        self._ready.free()
+        raise OutOfMemory(why, hint="give it shorter audio or text, or less at once")
 
 
 def closed() -> SbkitError:

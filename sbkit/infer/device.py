@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, is_out_of_memory
 
 T = TypeVar("T")
 
@@ -105,8 +105,15 @@ def for_eight_bits(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:
     return DeviceChoice(wanted.text, "cpu"), note
 
 
+class OutOfMemory(SbkitError):
+    """Raised where a run needs more memory than the device has left; smaller ones go on."""
+
+
 def fault(error: Exception) -> str | None:
-    """The device's fault that an error of a run tells of, after which only a new process helps; None: another error."""
+    """The device's fault that an error of a run tells of, after which only a new process helps; None: another error,
+    such as a lack of memory."""
+    if is_out_of_memory(error):
+        return None
     return first_line(error) if "CUDA" in str(error) or "cuda" in type(error).__name__.lower() else None
 
 

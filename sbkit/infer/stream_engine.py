@@ -19,7 +19,7 @@ from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
 from sbkit.infer import formats, stream_batch
 from sbkit.infer.bundle_engine import BundleEngine, closed
-from sbkit.infer.device import DeviceChoice
+from sbkit.infer.device import DeviceChoice, OutOfMemory
 from sbkit.infer.interface import Interface
 from sbkit.infer.samples import whole
 from sbkit.infer.session import Session
@@ -179,8 +179,12 @@ class StreamEngine(BundleEngine):
             self._began = time.monotonic()
             found = self._step(windows, [session.state for session in sessions])
         except Exception as error:
-            for session in sessions:
-                session.fail(error)
+            alone = len(sessions) == 1 or not isinstance(error, OutOfMemory)
+            for session, window in zip(sessions, windows, strict=True):
+                if alone:
+                    session.fail(error)
+                else:
+                    self._take_step([session], [window])
             return
         finally:
             self._began = None

@@ -37,7 +37,7 @@ class Holdings:
                 self._before[id(each)] = each, _plain(each)
 
     def restore(self, mode: FakeTensorMode) -> None:
-        """Put back what stand-ins of ``mode`` have replaced, and forget cached results; raise if some are still held."""
+        """Put back what stand-ins of ``mode`` replaced, and empty functions' caches; raise if some are still held."""
         for tensor in self._tensors:
             if type(tensor.grad) is FakeTensor:
                 tensor.grad = None

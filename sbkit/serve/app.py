@@ -227,9 +227,9 @@ async def _events(found: AsyncIterator[str | Transcript], request: str) -> Async
         pass
     except ApiError as error:
         yield replies.event(error.body)
-    except Exception:
+    except Exception as error:
         _log.exception("request %s failed", request)
-        yield replies.event(failed(request).body)
+        yield replies.event(failed(request, error).body)
 
 
 # ---------------------------------------------------------------------- errors and numbers
@@ -250,8 +250,8 @@ def _errors(app: FastAPI, state: State) -> None:
         found.status, found.headers = error.status_code, dict(error.headers or {})
         return await refused(request, found)
 
-    async def broke(request: Request, _: Exception) -> Response:
-        return await refused(request, failed(request.scope[REQUEST_ID]))
+    async def broke(request: Request, error: Exception) -> Response:
+        return await refused(request, failed(request.scope[REQUEST_ID], error))
 
     app.exception_handler(ApiError)(refused)
     app.exception_handler(HTTPException)(unknown)

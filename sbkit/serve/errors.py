@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sbkit.infer.device import OutOfMemory
+
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "requests"
 
 
@@ -125,12 +127,19 @@ def broken(fault: str) -> ApiError:
                     code="device_fault", headers={"x-should-retry": "false"})
 
 
+def no_memory(why: str) -> ApiError:
+    """Error 507: the request needs more memory than the device has, which holds for no other request."""
+    return ApiError(507, why, type=SERVER, code="out_of_memory", headers={"x-should-retry": "false"})
+
+
 def too_late(seconds: float) -> ApiError:
     """Error 504: the deadline passed; the same request would take as long again."""
     return ApiError(504, f"not done within {seconds:g} s, the limit of this server; ask for less at once",
                     type=SERVER, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 
-def failed(request: str) -> ApiError:
-    """Error 500: a bug in the server."""
+def failed(request: str, error: Exception | None = None) -> ApiError:
+    """Error 500: a bug in the server; or 507, which is none."""
+    if isinstance(error, OutOfMemory):
+        return no_memory(str(error))
     return ApiError(500, f"the server failed; see {request} in its log", type=SERVER, code="internal_error")

@@ -104,13 +104,13 @@ class Gate:
             await self._app(scope, receive, answer.send)
         except ApiError as error:
             await self._refuse(scope, answer, error)
-        except Exception:
+        except Exception as error:
             _log.exception("request %s failed", answer.id)
             if answer.complete:
                 return
             if answer.started:
                 raise
-            await self._refuse(scope, answer, failed(answer.id))
+            await self._refuse(scope, answer, failed(answer.id, error))
         finally:
             shown = path if path in _COUNTED else "/v1/models" if path.startswith("/v1/models/") else "other"
             if scope["type"] == "http":

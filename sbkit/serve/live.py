@@ -104,9 +104,9 @@ class Floor:
         except ApiError as error:
             self._metrics.refused.add(reason=error.code or str(error.status))
             await _end(websocket, error, _POLICY)
-        except Exception:
+        except Exception as error:
             _log.exception("session %s failed", websocket.scope[REQUEST_ID])
-            await _end(websocket, failed(websocket.scope[REQUEST_ID]), _INTERNAL)
+            await _end(websocket, failed(websocket.scope[REQUEST_ID], error), _INTERNAL)
         finally:
             if session is not None:
                 session.close()

@@ -106,8 +106,8 @@ async def resumed(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None
     except ApiError as error:
         found = error
         _log.warning("request %s was cut off: %s", request, error.message)
-    except Exception:
-        found = failed(request)
+    except Exception as error:
+        found = failed(request, error)
         _log.exception("request %s failed", request)
     metrics.cut.add(reason=found.code or str(found.status))
     if not sse:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ import torch
 import sbkit.export.graph  # noqa: F401  with speechbrain's lazy modules: conftest puts them away before hypothesis looks
 from sbkit.errors import SbkitError
 from sbkit.infer import backends
+from sbkit.infer.device import OutOfMemory
 from sbkit.infer.engine import Engine
 from sbkit.infer.worker import Worker
 
@@ -137,6 +139,38 @@ def test_a_broken_device_is_remembered(bundle):
         assert engine.fault == "CUDA error: device-side assert triggered"
         with pytest.raises(SbkitError, match="failed earlier"):
             engine.run([bundles.say("a")])
+
+
+class OnnxRuntimesOwn(Exception):
+    """An error as ONNX Runtime raises it, which is no RuntimeError."""
+
+    __module__ = "onnxruntime.capi.onnxruntime_pybind11_state"
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"),
+    RuntimeError("CUDA error: out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), MemoryError(),
+    OnnxRuntimesOwn("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Failed to allocate memory for requested buffer")])
+def test_a_run_that_finds_no_memory_fails_alone_and_leaves_none_of_it(bundle, error):
+    freed = []
+    with Engine(bundle, device="cpu") as engine:
+        working = engine._backend
+
+        class Full:
+            running, free = working.running, lambda self: freed.append(gone() is None)
+
+            def __call__(self, *inputs):
+                nonlocal gone
+                computed = np.zeros(1)[:]
+                gone = weakref.ref(computed)
+                raise error
+
+        engine._backend, gone = Full(), None
+        with pytest.raises(OutOfMemory, match=r"out of memory on cpu.*shorter audio"):
+            engine.run([bundles.say("a")])
+        assert freed == [True], "what was computed so far is released before cached memory is"
+        engine._backend = working
+        assert engine.fault is None and len(engine.run([bundles.say("a")])) == 1
 
 
 # ---------------------------------------------------------------- compiled models

@@ -14,6 +14,7 @@ from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.errors import SbkitError
 from sbkit.infer import stream_engine
 from sbkit.infer.decoding import decoder
+from sbkit.infer.device import OutOfMemory
 from sbkit.infer.stream_engine import StreamEngine
 
 
@@ -172,6 +173,26 @@ def test_a_step_that_fails_is_told_to_its_streams_and_the_next_ones_go_on(engine
     after.feed(bundles.say("abc"))
     after.finish()
     assert words(after) == "abc"
+
+
+def test_streams_that_find_no_memory_together_go_on_one_by_one(engine, monkeypatch):
+    step, tried = engine._step, []
+
+    def small(windows, states):
+        tried.append(len(windows))
+        if len(windows) > 1:
+            raise OutOfMemory("out of memory on cuda:0")
+        return step(windows, states)
+
+    monkeypatch.setattr(engine, "_step", small)
+    go = threading.Event()
+    engine._worker.submit(go.wait, 10)
+    sessions = [engine.open(greedy(engine), 160) for _ in range(3)]
+    for session, text in zip(sessions, ("abc", "def", "abc def"), strict=True):
+        session.feed(bundles.say(text))
+        session.finish()
+    go.set()
+    assert [words(session) for session in sessions] == ["abc", "def", "abc def"] and max(tried) == 3
 
 
 def test_a_long_search_delays_no_other_streams_chunk(engine):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def closure():
 
 
 class Caching(nn.Module):
-    shared = {}
+    shared: ClassVar = {}
 
     def __init__(self):
         super().__init__()

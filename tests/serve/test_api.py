@@ -237,6 +237,24 @@ def test_a_broken_device_is_unhealthy_and_says_so(bundle):
         assert server.counted("sbkit_device_fault") == 1
 
 
+def test_a_request_too_large_for_the_memory_fails_alone(bundle):
+    with serving.serving(bundle) as server:
+        def full(*_):
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+        working = server.engine._backend
+        server.engine._backend = full
+        full.running, full.free = working.running, lambda: None
+        send = {"data": {"model": "level"}, "files": {"file": ("a.wav", serving.wav("a"))}}
+        answer = httpx.post(f"{server.base}/audio/transcriptions", **send)
+        assert answer.status_code == 507 and answer.headers["x-should-retry"] == "false"
+        error = answer.json()["error"]
+        assert error["code"] == "out_of_memory" and "out of memory on cpu: CUDA out of memory" in error["message"]
+        server.engine._backend = working
+        assert httpx.post(f"{server.base}/audio/transcriptions", **send).status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
 def test_a_model_that_hangs_is_unhealthy_until_it_goes_on(server, client, monkeypatch):
     monkeypatch.setattr(registry, "STUCK_SECONDS", 0.2)
     with ThreadPoolExecutor(1) as pool, server.held() as go:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn, is_grad_enabled
+from torch import Tensor, is_grad_enabled, nn
 from torch.nn import functional
 
 
@@ -13,7 +13,7 @@ class LayerNorm(nn.LayerNorm):
     it fails or writes out of bounds.
     """
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
         """[..., *normalized_shape] to the same shape."""
         if not is_grad_enabled():
             return super().forward(input)

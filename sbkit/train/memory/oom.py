@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from speechbrain.core import Stage
 
+from sbkit import errors
 from sbkit.errors import SbkitError, first_line
 from sbkit.train import device as devices
 from sbkit.train import rng
@@ -31,8 +32,6 @@ from sbkit.train.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
-_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "not enough memory",
-          "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 #: Errors that usually mean this only if memory is bounded: Python and Arrow have no room for a thread's stack.
 _WORDS_BOUNDED = (NO_PRIMITIVE, "can't start new thread", "Failed to launch worker thread")
 HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try activation_checkpointing"
@@ -40,9 +39,9 @@ HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device, or the CPU, had no memory left."""
-    words = (*_WORDS, *_WORDS_BOUNDED) if host.bounded() else _WORDS
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, (RuntimeError, OSError)) and any(part in str(error) for part in words))
+    bounded = host.bounded() and isinstance(error, (RuntimeError, OSError))
+    return isinstance(error, torch.OutOfMemoryError) or errors.is_out_of_memory(error) or (
+        bounded and any(part in str(error) for part in _WORDS_BOUNDED))
 
 
 @contextlib.contextmanager
