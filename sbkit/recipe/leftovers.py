@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from sbkit.errors import SbkitError
 
 _CONTAINERS = (dict, list, set, deque)
+Container = dict[Any, object] | list[object] | set[object] | deque[object]
 _CACHE = type(functools.cache(len))
 _OPAQUE = (type, ModuleType, FrameType, GeneratorType, _CACHE)  # not looked into; a cache is emptied instead
 _DEPTH = 8  # holders that are followed upwards from a stand-in
@@ -28,7 +30,7 @@ class Holdings:
     """
 
     def __init__(self, *roots: object) -> None:
-        self._before: dict[int, tuple[Any, Any]] = {}
+        self._before: dict[int, tuple[Container, Container]] = {}
         self._tensors: list[torch.Tensor] = []
         for each in _reached(roots, set()):
             if isinstance(each, torch.Tensor):
@@ -56,18 +58,18 @@ class Holdings:
                 f"{', '.join(names[:3])}{' and more' if names[3:] else ''}, where training would use them",
                 hint="hold such a tensor as a buffer, or compute it in each forward")
 
-    def _gained_stand_ins(self, container: Any, before: Any) -> bool:
+    def _gained_stand_ins(self, container: Container, before: Container) -> bool:
         known = {id(value) for value in _values(before)}
         new = [value for value in _values(container) if id(value) not in known]
         return any(type(each) is FakeTensor for each in _reached(new, {*self._before}))
 
 
-def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[object]:
+def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor | Container]:
     """Yield the tensors and containers that can be reached; an object's attributes are such a container."""
     ahead, classes = list(roots), set[type]()
     while ahead:
         each = ahead.pop()
-        if id(each) in seen or isinstance(each, _OPAQUE):
+        if id(each) in seen or type(each) in weakref.ProxyTypes or isinstance(each, _OPAQUE):
             continue
         if not gc.is_tracked(each) and not isinstance(each, _CONTAINERS):  # a number, a text: most of what is met
             continue
@@ -96,30 +98,33 @@ def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[object]:
                         yield space
 
 
-def _values(container: Any) -> list[Any]:
+def _values(container: Container) -> list[object]:
     return list(container.values() if isinstance(container, dict) else container)
 
 
-def _plain(container: Any) -> Any:
-    """Copy a container of any class into one that Python brings along."""
-    return next(kind for kind in _CONTAINERS if isinstance(container, kind))(container)
+def _plain(container: Container) -> Container:
+    """Copy a container of any class into a dict or a list."""
+    return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _refill(container: Any, before: Any) -> None:
+def _refill(container: Container, before: Container) -> None:
     container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+    if isinstance(container, (list, deque)):
+        container.extend(before)
+    elif isinstance(container, set) or isinstance(before, dict):
+        container.update(before)
 
 
 def _alive(mode: FakeTensorMode) -> Iterator[FakeTensor]:
     return (each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode)
 
 
-def _caches(leak: FakeTensor) -> Iterator[Any]:
+def _caches(leak: FakeTensor) -> Iterator[functools._lru_cache_wrapper[object]]:
     """Yield the functions whose functools.cache holds a stand-in."""
     return (holder for holder in _holders(leak) if isinstance(holder, _CACHE))
 
 
-def _holders(leak: object) -> Iterator[Any]:
+def _holders(leak: object) -> Iterator[object]:
     """Yield what holds a stand-in, from the inside out."""
     level, seen = [leak], {id(leak)}
     for _ in range(_DEPTH):
