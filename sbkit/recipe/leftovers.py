@@ -7,7 +7,7 @@ import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -109,10 +109,8 @@ def _plain(container: Container) -> Container:
 
 def _refill(container: Container, before: Container) -> None:
     container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(before)
-    elif isinstance(container, set) or isinstance(before, dict):
-        container.update(before)
+    fill: Callable[[Any], None] = container.extend if isinstance(container, (list, deque)) else container.update
+    fill(before)
 
 
 def _alive(mode: FakeTensorMode) -> Iterator[FakeTensor]:
