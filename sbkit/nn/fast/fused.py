@@ -43,7 +43,8 @@ def plain(*modules: nn.Module) -> bool:
 
 def fits(norm: nn.Module, shape: torch.Size) -> bool:
     """Whether a module is a layer norm over ``shape`` that the kernels support."""
-    return (type(norm) in (nn.LayerNorm, LayerNorm) and norm.normalized_shape == shape and shape.numel() <= WIDEST
+    return (isinstance(norm, nn.LayerNorm) and type(norm) in (nn.LayerNorm, LayerNorm)
+            and norm.normalized_shape == shape and shape.numel() <= WIDEST
             and norm.weight is not None and norm.bias is not None and single(norm.weight, norm.bias))
 
 
