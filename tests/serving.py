@@ -65,7 +65,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
             device="cpu", **options):
     """A server around the bundle that lies in ``folder``, or around those of a dictionary by name."""
     state = State(limits or Limits(decoders=1))
-    state.doors = doors.Doors(state.limits.max_connections, state.metrics)
+    state.doors = doors.Doors(state.limits.max_connections, state.limits.client_share, state.metrics)
     if loaded:
         state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.add, disk=state.disk)
         state.decoders.check()

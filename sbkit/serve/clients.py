@@ -10,6 +10,7 @@ from typing import Any
 
 from sbkit.serve.errors import busy
 
+_OWN = ("127.0.0.1", "::1")  # from which a proxy on this machine connects
 _HOME = 64  # bits of an IPv6 prefix that a provider assigns to one home, which owns all addresses in it
 
 
@@ -20,7 +21,7 @@ def address(scope: Mapping[str, Any]) -> str | None:
     except ValueError:
         return None
     found = getattr(found, "ipv4_mapped", None) or found
-    if found.is_loopback:
+    if str(found) in _OWN:
         return None
     return str(found) if found.version == 4 else str(ipaddress.ip_network((found, _HOME), strict=False))
 

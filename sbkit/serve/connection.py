@@ -7,17 +7,22 @@ import socket
 import time
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
+from sbkit.serve.clients import address
 from sbkit.serve.doors import Doors
 
-_LOOK_SECONDS = 15.0
+_LOOK_SECONDS = 5.0
+_SLOW_READER_SECONDS = 60.0  # for a client to read any of what waits for it
 _LAST_SECONDS = 10.0  # to read what was sent to a WebSocket before its end
 _UNREAD_BYTES = 1 << 14  # sent and not read, in the system's buffer and in this process
 _MESSAGES, _LONG_MESSAGE = 16, 1 << 16  # of a WebSocket that may wait, and bytes of one that doesn't
 _READ_BYTES = 1 << 12  # of a WebSocket at once: at most some 700 of the smallest frames, in a few milliseconds
+_READ_HTTP_BYTES = 1 << 14  # of HTTP at once: some 2,700 of the smallest chunks
+_NO_HANDSHAKE = b"this is no request for a WebSocket: a header is invalid, or too long, or there are too many"
 
 
 class Impatient(H11Protocol):
@@ -42,6 +47,8 @@ class Impatient(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Start watching the connection."""
         super().connection_made(transport)
+        transport.max_size = _READ_HTTP_BYTES  # type: ignore[attr-defined]  # of asyncio's own
+        self.address = address({"client": self.client})
         self._seen: object = self
         self._watch = self.loop.call_later(_LOOK_SECONDS, self._look)
         self._whole = self._doors.enter(self, self.connections)
@@ -59,6 +66,16 @@ class Impatient(H11Protocol):
         self._idle_from = time.monotonic()
         super().on_response_complete()
 
+    def pause_writing(self) -> None:
+        """Stop writing, and cut the connection if the client reads nothing for long."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(_SLOW_READER_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Write again."""
+        self._unread.cancel()
+        super().resume_writing()
+
     def refuse(self, answer: bytes) -> None:
         """Close the connection, with ``answer`` if it never got a response."""
         if self.cycle is None:
@@ -74,6 +91,8 @@ class Impatient(H11Protocol):
             return
         idle = self.idle_since is not None
         if idle and self._seen is self.cycle:
+            if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+                self.send_400_response(f"The request's headers took more than {_LOOK_SECONDS:g} s.")
             self.transport.close()
             return
         self._seen = self.cycle if idle else self
@@ -97,6 +116,16 @@ class LiveSocket(WebSocketsSansIOProtocol):
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own, which the server asks for
         self._pong = b""  # the answer to a ping, for which there was no room
         super().connection_made(transport)
+        self.address = address({"client": self.client})
+
+    def data_received(self, data: bytes) -> None:
+        """Take what arrived. The first is the whole request: if it begins no handshake, nothing ever will."""
+        super().data_received(data)
+        if not self.handshake_initiated and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
+                                 b"content-length: %d\r\nconnection: close\r\n\r\n%b"
+                                 % (len(_NO_HANDSHAKE), _NO_HANDSHAKE))
+            self.transport.close()
 
     def handle_ping(self) -> None:
         """Answer a ping; while the client doesn't read, only the last one waits for that, as the protocol allows."""

@@ -1,7 +1,8 @@
 """Limits the number of connections, so that files are left for everything that has to be opened.
 
-If all places are taken, the connection that has been idle the longest gives way to a new one. If all are busy, a few
-more are let in to ask whether the server is alive; any other request on them is refused.
+One address may have a share of the places: beyond it, its own idle connections give way. If all
+places are taken, the connection that has been idle the longest gives way to a new one. If all are busy, a few more are
+let in to ask whether the server is alive; any other request on them is refused.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class Connection(Protocol):
     """A connection as seen by the doors."""
 
     @property
+    def address(self) -> str | None:
+        """The client's address; None if it has no share of its own."""
+
+    @property
     def idle_since(self) -> float | None:
         """When it became idle; None while a request is running."""
 
@@ -74,15 +79,24 @@ class Doors:
     Arguments
     ---------
     most : connections open at once
+    share : of them, for one address
     """
 
-    def __init__(self, most: int, metrics: Metrics):
+    def __init__(self, most: int, share: float, metrics: Metrics):
         self._most, self._metrics = most, metrics
+        self._share = max(1, round(most * share))
         self._leaving: set[Connection] = set()
         self._said = -_SAY_SECONDS
 
     def enter(self, new: Connection, connections: Collection[Any]) -> bool:
         """Whether a new connection is let in for all requests."""
+        mine = 0 if new.address is None else sum(
+            each.address == new.address for each in connections if each not in self._leaving)
+        if mine > self._share:
+            self._say("%s has %d connections open, the limit of one address (--client-share)", new.address, mine)
+            if not self._close_idle([each for each in connections if each.address == new.address], new):
+                self._refuse(new)
+                return False
         if len(connections) - len(self._leaving) <= self._most:
             return True
         self._say("%d connections are open, which is this server's limit (--max-connections, ulimit -n)", self._most)
@@ -143,7 +157,7 @@ class Doors:
 
 
 def _full() -> ApiError:
-    error = no_room("this server has reached its limit of connections")
+    error = no_room("this server has reached its limit of connections, or your address its share of them")
     error.code = "too_many_connections"
     return error
 

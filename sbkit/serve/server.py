@@ -130,7 +130,7 @@ class _Server:
         if places.most < request.limits.max_connections:
             print(f"{places.most} connections may be open at once, limited by this process's open files (ulimit -n)",
                   file=sys.stderr)
-        self._state.doors = doors.Doors(places.most, self._state.metrics)
+        self._state.doors = doors.Doors(places.most, request.limits.client_share, self._state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
         app = make(self._state, Keys(keys), tuple(request.allow_origins), hosts)
         http: Any = functools.partial(Impatient, self._state.doors)  # uvicorn just calls it

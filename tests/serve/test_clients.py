@@ -18,7 +18,8 @@ from sbkit.serve.limits import Limits
 
 
 @pytest.mark.parametrize("client, found", [
-    (None, None), (("testclient", 1), None), (("127.0.0.1", 1), None), (("::1", 1), None), (("127.8.9.1", 1), None),
+    (None, None), (("testclient", 1), None), (("127.0.0.1", 1), None), (("::1", 1), None),
+    (("127.8.9.1", 1), "127.8.9.1"),
     (("::ffff:127.0.0.1", 1), None), (("192.0.2.7", 1), "192.0.2.7"), (("::ffff:192.0.2.7", 1), "192.0.2.7"),
     (("2001:db8:1:2:3:4:5:6", 1), "2001:db8:1:2::/64"), (("fe80::1%eth0", 1), "fe80::/64"),
 ])

@@ -12,6 +12,7 @@ from uvicorn.server import ServerState
 from websockets.protocol import SERVER, Protocol
 from websockets.sync.client import connect
 
+from sbkit.serve import connection
 from sbkit.serve.connection import LiveSocket
 
 CONTINUATION, BINARY, PING = 0, 2, 9
@@ -52,6 +53,41 @@ def test_uvicorn_calls_what_is_overridden(server, monkeypatch):
     serving.until(lambda: len(done) == 1)
 
 
+UPGRADE = (b"GET /v1/audio/live%s HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+           b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n%s\r\n")
+#: Requests that h11 takes, and the library of WebSockets doesn't.
+NO_HANDSHAKES = {"control character": UPGRADE % (b"", b"x: \x01\r\n"),
+                 "long address": UPGRADE % (b"?" + b"a" * 9000, b""),
+                 "long header": UPGRADE % (b"", b"x: %b\r\n" % (b"y" * 9000)),
+                 "many headers": UPGRADE % (b"", b"".join(b"x%d: y\r\n" % number for number in range(200)))}
+
+
+def answer_of(port, request):
+    """All that comes until the server closes."""
+    with sockets.create_connection(("127.0.0.1", port), timeout=10) as asking:
+        asking.sendall(request)
+        return b"".join(iter(lambda: asking.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("request_", NO_HANDSHAKES.values(), ids=NO_HANDSHAKES)
+def test_an_upgrade_that_begins_no_handshake_is_a_400_and_the_end(server, request_):
+    assert answer_of(server.port, request_).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+def test_half_a_request_is_a_400_and_the_end_and_no_request_only_the_end(server, monkeypatch):
+    monkeypatch.setattr(connection, "_LOOK_SECONDS", 0.1)
+    assert answer_of(server.port, b"GET / HT").startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert answer_of(server.port, b"") == b""
+
+
+@pytest.mark.slow
+def test_who_reads_no_answer_is_cut_off(server, monkeypatch):
+    monkeypatch.setattr(connection, "_SLOW_READER_SECONDS", 0.5)
+    with sockets.create_connection(("127.0.0.1", server.port), timeout=10) as asking, pytest.raises(ConnectionError):
+        asking.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2000)
+        serving.until(lambda: asking.send(b"G") == 0)
+
+
 class Unread:
     """A transport whose client doesn't read, so that all that is written waits."""
 
@@ -79,7 +115,7 @@ def alone():
         config.load()
         socket, transport = LiveSocket(config, ServerState(), {}), Unread(lower)
         socket.connection_made(transport)
-        socket.conn = Protocol(SERVER)
+        socket.conn, socket.handshake_initiated = Protocol(SERVER), True
         return socket, transport
 
     with sockets.socket() as lower:

@@ -43,6 +43,28 @@ def test_who_asks_for_nothing_gives_way_and_is_told_why(bundle, caplog):
         assert len(told) == 1 and "4 connections" in told[0].getMessage()
 
 
+def test_one_address_gives_way_to_itself_and_leaves_places_for_others(bundle):
+    """Whatever it sends: here, upgrades whose live session waits for its first message."""
+    def open_(source):
+        return socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(source, 0))
+
+    def asked(source):
+        with open_(source) as asking:
+            asking.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            return b"".join(iter(lambda: asking.recv(1 << 16), b""))
+
+    limits = Limits(decoders=1, max_connections=8, max_live=100, client_share=0.5)
+    with serving.serving(bundle, limits=limits) as server, contextlib.ExitStack() as all_:
+        silent = [all_.enter_context(open_("127.0.0.3")) for _ in range(20)]
+        assert silent[0].recv(100).startswith(b"HTTP/1.1 503 "), "it was the first, and idle"
+        busy = [all_.enter_context(connect(server.live, source_address=("127.0.0.3", 0))) for _ in range(4)]
+        assert len(busy) == 4
+        with open_("127.0.0.3") as refused:
+            assert refused.recv(100).startswith(b"HTTP/1.1 503 ")
+        for source in ("127.0.0.1", "127.0.0.2"):
+            assert asked(source).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.slow
 def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bundle):
     with serving.serving(bundle, limits=Limits(decoders=1, max_connections=2)) as server:
@@ -96,7 +118,7 @@ def test_that_no_file_is_left_to_accept_with_is_said_once(caplog):
     """asyncio tells of it for each place in the queue, again and again."""
     told = []
     loop = type("Loop", (), {"default_exception_handler": lambda self, context: told.append(context)})()
-    house = doors.Doors(4, Metrics())
+    house = doors.Doors(4, 0.5, Metrics())
     for _ in range(1000):
         house.failed(loop, {"message": "socket.accept() out of system resource",
                             "exception": OSError(errno.EMFILE, "Too many open files")})
