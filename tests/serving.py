@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import threading
 import time
@@ -13,9 +12,8 @@ import numpy as np
 import soundfile
 import uvicorn
 
-from sbkit.serve import doors, registry
+from sbkit.serve import connection, doors, registry
 from sbkit.serve.app import State, make
-from sbkit.serve.connection import Impatient, LiveSocket
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.gate import Keys
 from sbkit.serve.limits import Limits
@@ -76,9 +74,9 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
             lambda name, rows: state.metrics.steps.observe(rows, model=name))
     listening = bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
-        make(state, Keys(keys), tuple(origins), hosts), log_level="error", lifespan="on", loop="asyncio",
-        http=functools.partial(Impatient, state.doors), ws=LiveSocket, timeout_graceful_shutdown=5,
-        proxy_headers=bool(proxies), forwarded_allow_ips=",".join(proxies)))
+        make(state, Keys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
+        **connection.protocol_options(state.doors), timeout_graceful_shutdown=5, proxy_headers=bool(proxies),
+        forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

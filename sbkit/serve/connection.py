@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import time
 from typing import Any
@@ -21,8 +22,18 @@ _LAST_SECONDS = 10.0  # to read what was sent to a WebSocket before its end
 _UNREAD_BYTES = 1 << 14  # sent and not read, in the system's buffer and in this process
 _MESSAGES, _LONG_MESSAGE = 16, 1 << 16  # of a WebSocket that may wait, and bytes of one that doesn't
 _READ_BYTES = 1 << 12  # of a WebSocket at once: at most some 700 of the smallest frames, in a few milliseconds
-_READ_HTTP_BYTES = 1 << 14  # of HTTP at once: some 2,700 of the smallest chunks
+_READ_HTTP_BYTES = 1 << 12  # of HTTP at once: at most some 700 of the smallest chunks
+_HEADERS_BYTES = 1 << 14  # of a request, with its path
+_LIVE_FRAME_BYTES = 8 << 20
 _NO_HANDSHAKE = b"this is no request for a WebSocket: a header is invalid, or too long, or there are too many"
+
+
+def protocol_options(doors: Doors) -> dict[str, Any]:
+    """uvicorn's options for such connections."""
+    # No limit for a ping's answer: it comes after audio that a busy server may not have read for long.
+    return {"loop": "asyncio", "http": functools.partial(Impatient, doors), "ws": LiveSocket, "ws_ping_timeout": None,
+            "ws_max_size": _LIVE_FRAME_BYTES, "ws_per_message_deflate": False,
+            "h11_max_incomplete_event_size": _HEADERS_BYTES}
 
 
 class Impatient(H11Protocol):
@@ -36,7 +47,7 @@ class Impatient(H11Protocol):
 
     def __init__(self, doors: Doors, **options: Any):
         super().__init__(**options)
-        self._doors, self._whole = doors, True
+        self._doors, self._whole, self._answered_early = doors, True, False
         self._idle_from = time.monotonic()
 
     @property
@@ -65,6 +76,14 @@ class Impatient(H11Protocol):
         """Note that the connection is idle now."""
         self._idle_from = time.monotonic()
         super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._answered_early = True
+            self.transport.write_eof()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what arrived, except the rest of a request that has its answer: it isn't even parsed."""
+        if not self._answered_early:
+            super().data_received(data)
 
     def pause_writing(self) -> None:
         """Stop writing, and cut the connection if the client reads nothing for long."""

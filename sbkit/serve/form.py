@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import IO
 
 from fastapi import Request
-from starlette.datastructures import FormData, UploadFile
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 
 from sbkit.serve.disk import with_room
 from sbkit.serve.errors import invalid, missing_model, unsupported
 from sbkit.serve.registry import Registry, ServedModel
+from sbkit.serve.text import decoded
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 GRANULARITIES = ("word", "segment")
@@ -22,6 +25,9 @@ _STREAMED = ("json", "text")
 _TAKEN = frozenset({"file", "model", "language", "prompt", "response_format", "temperature", "stream",
                     "timestamp_granularities", "chunking_strategy"})
 _FIELDS, _FIELD_BYTES = 32, 1 << 16
+_TYPE_BYTES, _HEADER_BYTES = 256, 1 << 12  # of the content type, and of the headers of all parts together
+_AT_ONCE = 1 << 13  # bytes that are parsed before other requests have their turn
+_BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{1,70}")  # by RFC 2046
 
 
 @dataclass
@@ -38,22 +44,63 @@ class Form:
 
 async def read(request: Request, registry: Callable[[], Registry]) -> Form:
     """Read and check the form of a request."""
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise invalid("the body must be multipart/form-data with the fields file and model")
+    headers = _headers(request.headers.get("content-type", ""))
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise invalid("compressed bodies are not supported; send it uncompressed")
     try:
         with with_room():
-            form = await request.form(max_files=1, max_fields=_FIELDS, max_part_size=_FIELD_BYTES)
-    except (HTTPException, MultiPartException) as error:
-        raise invalid(f"the form can't be read: {getattr(error, 'detail', None) or error}") from None
-    except (ValueError, KeyError, TypeError, UnicodeError) as error:  # invalid headers
+            form = await _Parser(headers, _pieces(request), max_files=1, max_fields=_FIELDS,
+                                 max_part_size=_FIELD_BYTES).parse()
+    except MultiPartException as error:
+        raise invalid(f"the form can't be read: {error.message}") from None
+    except (ValueError, KeyError, TypeError) as error:  # invalid headers
         raise invalid(f"the form can't be read: {error}") from None
     try:
-        return _read(form, registry())
+        return _read(FormData([(_utf8(name), _utf8(value) if isinstance(value, str) else value)
+                               for name, value in form.multi_items()]), registry())
     except BaseException:
         await form.close()
         raise
+
+
+def _headers(content_type: str) -> Headers:
+    """The headers with which Starlette reads the form. It decodes texts as Latin-1, which keeps every byte: it would
+    take any codec that a client names, and some take minutes."""
+    if len(content_type) > _TYPE_BYTES:
+        raise invalid(f"the content type is longer than {_TYPE_BYTES} characters")
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise invalid("the body must be multipart/form-data with the fields file and model")
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
+        raise invalid("the form must be UTF-8: leave out the charset")
+    if not _BOUNDARY.fullmatch(boundary := options.get(b"boundary", b"")):
+        raise invalid("the form can't be read: its boundary is missing or invalid")
+    return Headers({"content-type": f'multipart/form-data; charset=latin-1; boundary="{boundary.decode()}"'})
+
+
+def _utf8(text: str) -> str:
+    return decoded(text.encode("latin-1"), "a text of the form")
+
+
+async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
+    """Yield the body in pieces, with others' turn after each."""
+    async for data in request.stream():
+        for start in range(0, len(data), _AT_ONCE):
+            yield data[start : start + _AT_ONCE]
+            await asyncio.sleep(0)
+
+
+class _Parser(MultiPartParser):
+    """Starlette's, with a limit for all headers of parts: it looks at each byte of them."""
+
+    _headers_left = _HEADER_BYTES
+
+    def on_header_value(self, data: bytes, start: int, end: int) -> None:
+        """Take a header's value, or a piece of it."""
+        self._headers_left -= end - start
+        if self._headers_left < 0:
+            raise MultiPartException(f"The headers of the parts have more than {_HEADER_BYTES} bytes.")
+        super().on_header_value(data, start, end)
 
 
 def _read(form: FormData, registry: Registry) -> Form:

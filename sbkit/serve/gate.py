@@ -90,6 +90,8 @@ class Gate:
             if self._hosts is not None and not self._hosts.allow(headers.get("host")):
                 raise wrong_host(headers["host"])
             self._origin(headers)
+            if "\ufffd" in path:  # in place of what is no UTF-8
+                raise ApiError(400, "the path is not UTF-8")
             if self._stopping() and path not in PROBES:
                 raise stopping()
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and "origin" in headers:

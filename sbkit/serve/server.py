@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import signal
@@ -24,8 +23,10 @@ from sbkit.serve.limits import Limits
 
 KEY_VARIABLE = "SBKIT_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "python_multipart", "websockets")
-_LIVE_FRAME_BYTES = 8 << 20
 _LOOK_SECONDS = 0.2
+#: What uvicorn logs, some with a traceback, whenever a client sends what is refused.
+_CLIENTS_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",
+                   "No supported WebSocket library")
 _LAST_SECONDS = 3.0  # to clean up requests that were cut off
 
 
@@ -121,7 +122,7 @@ class _Server:
 
         from sbkit.serve import doors
         from sbkit.serve.app import State, make
-        from sbkit.serve.connection import Impatient, LiveSocket
+        from sbkit.serve.connection import protocol_options
         from sbkit.serve.gate import Keys
 
         self._request, self._bundles, self._listening = request, bundles, listening
@@ -133,13 +134,10 @@ class _Server:
         self._state.doors = doors.Doors(places.most, request.limits.client_share, self._state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
         app = make(self._state, Keys(keys), tuple(request.allow_origins), hosts)
-        http: Any = functools.partial(Impatient, self._state.doors)  # uvicorn just calls it
         grace: Any = request.grace_seconds  # typed as int, but fractions work
-        # No limit for a ping's answer: it comes after audio that a busy server may not have read for long.
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            loop="asyncio", http=http, ws=LiveSocket, ws_ping_timeout=None, ws_max_size=_LIVE_FRAME_BYTES,
-            ws_per_message_deflate=False, backlog=places.backlog, proxy_headers=bool(request.trust_proxies),
+            **protocol_options(self._state.doors), backlog=places.backlog, proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._problem: BaseException | None = None
         self._guard: threading.Timer | None = None
@@ -147,9 +145,8 @@ class _Server:
     def run(self) -> int:
         """Run until the end and return the exit code."""
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-        # uvicorn logs this for every WebSocket that is refused with a status, which is not an error.
         logging.getLogger("uvicorn.error").addFilter(
-            lambda record: "without completing handshake" not in record.getMessage())
+            lambda record: not any(each in record.getMessage() for each in _CLIENTS_ERRORS))
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns about each malformed form
         serving = threading.Thread(target=self._server.run, args=([self._listening],), name="sbkit-http")
         loading = threading.Thread(target=self._load, name="sbkit-load", daemon=True)

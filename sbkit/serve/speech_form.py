@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,10 @@ from sbkit.infer.voice import FASTEST, SLOWEST
 from sbkit.serve.errors import invalid, shown, too_large
 from sbkit.serve.registry import Registry
 from sbkit.serve.served_voice import ServedVoice
+from sbkit.serve.text import decoded, json_object
 
 MOST_CHARACTERS = 4096
-_MOST_BYTES = 1 << 18
+_MOST_BYTES = 1 << 16  # so many characters as JSON, each of them two escapes
 _TAKEN = ("input", "model", "voice", "response_format", "speed", "stream_format", "instructions", "skip_unknown")
 _DEFAULT, _AUDIO, _SSE = "mp3", "audio", "sse"
 _MISSING = object()
@@ -62,30 +62,8 @@ async def read(request: Request, registry: Callable[[], Registry]) -> SpeechForm
         raise invalid("the body must be application/json with the fields model, input and voice")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise invalid("compressed bodies are not supported; send it uncompressed")
-    return await asyncio.to_thread(_read, _fields(await request.body()), registry())
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(body.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
-        raise invalid("the body must be a JSON object with the fields model, input and voice")
-    return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise invalid(f"{shown(name)} is given twice")
-        found[name] = value
-    return found
-
-
-def _no_number(name: str) -> float:
-    raise invalid(f"{name} is not a number of JSON")
+    fields = json_object(decoded(await request.body(), "the body"), "the body")
+    return await asyncio.to_thread(_read, fields, registry())
 
 
 def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
 
 from sbkit.serve.errors import ApiError, invalid
+from sbkit.serve.text import json_object
 
 _LONGEST_TEXT = 1 << 14
 
@@ -57,13 +57,7 @@ class Wire:
 def _parsed(text: str) -> dict[str, Any]:
     if len(text) > _LONGEST_TEXT:
         raise invalid("the text message is too long")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise invalid("a text message must be JSON") from None
-    if not isinstance(found, dict):
-        raise invalid("a text message must be a JSON object")
-    return found
+    return json_object(text, "a text message")
 
 
 def _idle(seconds: float) -> ApiError:

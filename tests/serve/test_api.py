@@ -167,6 +167,10 @@ def test_bad_audio_is_the_clients_mistake(client, data, words):
     assert (error.value.param, error.value.code) == ("file", "invalid_audio")
 
 
+def field(name, value):
+    return b'--x\r\ncontent-disposition: form-data; name="%b"\r\n\r\n%b\r\n--x--\r\n' % (name, value)
+
+
 @pytest.mark.parametrize("body, words", [
     ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "does not support other"),
     ({"data": {"model": "level"}, "files": {"model": ("a", b"1")}}, "model is given twice"),
@@ -176,12 +180,25 @@ def test_bad_audio_is_the_clients_mistake(client, data, words):
     ({"data": {"model": "level"}, "files": [("file", ("a", b"1")), ("file", ("b", b"1"))]}, "form can't be read"),
     ({"content": b"--x\r\n\r\n", "headers": {"content-type": "multipart/form-data"}}, "form can't be read"),
     ({"content": b"junk", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "read|missing"),
+    ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=x; charset=utf-7"}}, "must be UTF-8"),
+    ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=" + "x" * 300}}, "longer than 256"),
+    ({"content": field(b"model", b"\xff"), "headers": {"content-type": "multipart/form-data; boundary=x"}},
+     "a text of the form must be UTF-8: invalid start byte at byte 0"),
+    ({"content": field(b"\xff", b"x"), "headers": {"content-type": "multipart/form-data; boundary=x"}}, "be UTF-8"),
+    ({"content": field(b"x" * 4096, b"x"), "headers": {"content-type": "multipart/form-data; boundary=x"}},
+     "headers of the parts|Maximum header size|Invalid multipart"),
 ])
 def test_forms_that_are_none(server, body, words):
     answer = httpx.post(f"{server.base}/audio/transcriptions", **body)
     assert answer.status_code == 400
     assert httpx.codes.is_client_error(answer.status_code)
     assert re.search(words, answer.json()["error"]["message"])
+
+
+def test_a_path_that_is_no_text_is_a_400(server):
+    answer = httpx.get(f"{server.url}/v1/models/%ff")
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "the path is not UTF-8"
+    assert httpx.get(f"{server.url}/v1/models/%C3%A9").status_code == 404
 
 
 @pytest.mark.parametrize("method, path", [("GET", "/v1/audio/transcriptions"), ("GET", "/docs"), ("POST", "/v1/x"),

@@ -165,7 +165,9 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
     ('{"type": "start", "model": "level", "sample_rate": 16000.5}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "start", "model": "level", "sample_rate": 16000000}', "sample_rate", "from 8000 to 192000"),
     ('{"type": "start", "model": "level", "sample_rate": true}', "sample_rate", "from 8000 to 192000"),
-    ('{"type": "begin"}', None, "first message"), ("[1]", None, "JSON object"), ("junk", None, "JSON"),
+    ('{"type": "begin"}', None, "first message"), ("[1]", None, "JSON object"),
+    ('{"type": "start", "model": "\\ud800"}', None, "surrogate"), ('{"\\ud800": 1}', None, "surrogate"),
+    ('{"type": "start", "type": "start"}', None, "given twice"), ("junk", None, "JSON"),
     ("[" * 10_000, None, "JSON"), ("[" * 100_000, None, "too long"), (b"\0\0", None, "first message"),
 ])
 def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):

@@ -187,6 +187,7 @@ def test_a_server_that_stops_says_what_it_heard_so_far(streaming, held):
         start(socket)
         go = hold(server) if held else threading.Event()
         socket.send(pcm(bundles.say("hello there")))
+        assert socket.ping().wait(10), "all of it arrived"
         if not held:
             assert json.loads(socket.recv(10))["type"] == "partial"
         server.state.stop()

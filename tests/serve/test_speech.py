@@ -228,7 +228,7 @@ def test_an_empty_list_of_instructions_is_none(client):
     assert heard(speak(client, "good", response_format="wav", instructions="").content) == "good"
 
 
-BODIES = [b"", b"[]", b"null", b'"x"', b"{", b"\xff\xfe", b"[" * 100_000,
+BODIES = [b"", b"[]", b"null", b'"x"', b"{", b"\xff\xfe", b"[" * 60_000,
           b'{"model": "tts", "speed": 1' + b"0" * 9000 + b"}",
           b'{"model": "tts", "input": "a", "input": "b"}', b'{"model": "tts", "input": "a", "speed": NaN}',
           b'{"model": "tts", "input": "a", "speed": 1e999}', b'{"model": "tts", "input": "\\ud800"}',

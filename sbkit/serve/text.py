@@ -1,0 +1,44 @@
+"""Text from outside: it is UTF-8, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from sbkit.serve.errors import invalid, shown
+
+
+def decoded(data: bytes, what: str) -> str:
+    """Decode bytes; ``what`` names them in the error."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise invalid(f"{what} must be UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def json_object(text: str, what: str) -> dict[str, Any]:
+    """Parse an object of JSON; ``what`` names it in errors. No key is given twice, and all texts in it can be encoded:
+    half of a surrogate pair, written as an escape, could be put into no answer and no log."""
+    try:
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise invalid(f"{what} has half of a surrogate pair in a text, which is no character") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{what} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise invalid(f"{what} must be a JSON object")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise invalid(f"{shown(max(counts, key=counts.__getitem__))} is given twice")
+    return found
+
+
+def _no_number(name: str) -> float:
+    raise invalid(f"{name} is not a number of JSON")
