@@ -11,19 +11,21 @@ block in the cache, reusing a buffer.)
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
+import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import soundfile
 import soxr
 
-from sbkit.data import mp3
+from sbkit.data import mp3, true_length
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
 
@@ -86,7 +88,7 @@ def read_audio(
     Raises ``AudioError`` if the audio is missing, damaged, cut off, empty, too long, or has values that aren't finite.
     """
     name = describe(wav)
-    with open_recording(wav, name, remote) as (file, exact):
+    with open_recording(wav, name, remote) as (file, exact, _):
         rate, frames = file.samplerate, file.frames
         first = round(start * rate)
         if first >= frames:
@@ -145,10 +147,27 @@ def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
     return soxr.resample(signal, rate, to_rate, "MQ")
 
 
-def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = NOWHERE) -> tuple[float, int, int]:
-    """Seconds, sample rate and channels of a recording, from its header; no audio is decoded."""
-    with open_recording(wav, describe(wav), remote) as (file, _):
+def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = NOWHERE, *,
+               whole: bool = False) -> tuple[float, int, int]:
+    """Seconds, sample rate and channels of a recording, from its header; no audio is decoded.
+
+    whole: raise ``AudioError`` if the file holds less or more audio than its header says
+    """
+    name = describe(wav)
+    with open_recording(wav, name, remote) as (file, _, frames):
+        if whole and (cause := misfit(*frames(), file.samplerate)) is not None:
+            raise AudioError(name, cause)
         return file.frames / file.samplerate, file.samplerate, file.channels
+
+
+def misfit(promised: int, there: int, rate: int) -> str | None:
+    """What is wrong with a recording whose file holds another number of frames than its header promises, if they
+    differ by more than the rounding of a list may."""
+    if abs(promised - there) <= longer(promised / rate) * rate:
+        return None
+    if there < promised:
+        return f"cut off: {there / rate:.2f} of {promised / rate:.2f} s can be read"
+    return f"its header says {promised / rate:.2f} s, but it goes on to {there / rate:.2f} s, which can't be read"
 
 
 def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
@@ -186,15 +205,29 @@ def split_member(wav: str) -> tuple[str, int, int | None]:
     return match["path"], int(match["offset"]), int(match["size"])
 
 
+class Opened(NamedTuple):
+    """An open recording with a plausible header."""
+
+    file: soundfile.SoundFile
+    exact: int
+    """The last frame that can be sought exactly."""
+    frames: Callable[[], tuple[int, int]]
+    """Gives the frames that its header promises, and those that the file holds."""
+
+
 @contextlib.contextmanager
 def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
-                   remote: Remote = NOWHERE) -> Iterator[tuple[soundfile.SoundFile, int]]:
-    """An open recording with a plausible header, and the last frame that can be sought exactly.
+                   remote: Remote = NOWHERE) -> Iterator[Opened]:
+    """Open a recording.
 
     Whatever goes wrong with the recording while it is open is an ``AudioError`` that begins with ``name``.
     """
     handle = file = None
     data = b""
+
+    def read(count: int, offset: int) -> bytes:
+        return bytes(data[offset : offset + count]) if handle is None else os.pread(handle, count, offset)
+
     try:
         if isinstance(wav, (str, os.PathLike)):
             path = os.fspath(wav)
@@ -204,15 +237,14 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
                 handle = os.open(path, os.O_RDONLY)
         else:
             data = wav if isinstance(wav, (bytes, bytearray, memoryview)) else wav.read()
-        file = soundfile.SoundFile(io.BytesIO(data) if handle is None else handle, closefd=False)
+        file = _decoder(data if handle is None else handle)
         exact = True
         if file.format == "MP3":
-            file, exact = _as_mp3(file, handle, data)
+            file, exact = _as_mp3(file, read)
         _check_header(name, file.samplerate, file.frames)
-        if file.subtype == "VORBIS":
-            yield file, max(file.frames - VORBIS_PAGE, 0)
-        else:
-            yield file, file.frames if exact else 0
+        last = max(file.frames - VORBIS_PAGE, 0) if file.subtype == "VORBIS" else file.frames if exact else 0
+        size = len(data) if handle is None else os.fstat(handle).st_size
+        yield Opened(file, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
         raise AudioError(name, _cause(error, handle, data)) from None
     except OSError as error:
@@ -226,19 +258,30 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             os.close(handle)
 
 
-def _as_mp3(file: soundfile.SoundFile, handle: int | None, data: bytes) -> tuple[soundfile.SoundFile, bool]:
-    """An MP3 with its true length, opened again with a tag if libsndfile guessed it, and whether seeking is exact."""
-    def read(count: int, offset: int) -> bytes:
-        if handle is not None:
-            return os.pread(handle, count, offset)
-        return bytes(data[offset : offset + count])
+def _decoder(source: int | bytes) -> soundfile.SoundFile:
+    """libsndfile's decoder of an open file or of bytes."""
+    try:
+        return soundfile.SoundFile(source if isinstance(source, int) else io.BytesIO(source), closefd=False)
+    except soundfile.SoundFileError:
+        # Of a nameless file libsndfile takes ``._`` and ``.AppleDouble/`` in the working folder, such as macOS leaves,
+        # for a part, and then refuses an MP3. Under this name it has none.
+        with contextlib.ExitStack() as until_opened:
+            if not isinstance(source, int):
+                copy = until_opened.enter_context(tempfile.TemporaryFile())
+                copy.write(source)
+                copy.flush()
+                source = copy.fileno()
+            return soundfile.SoundFile(f"/dev/fd/{source}")
 
+
+def _as_mp3(file: soundfile.SoundFile, read: Callable[[int, int], bytes]) -> tuple[soundfile.SoundFile, bool]:
+    """An MP3 with its true length, opened again with a tag if libsndfile guessed it, and whether seeking is exact."""
     found = mp3.inspect(read)
     if found is None:
         return file, False
     if not found.tagged and abs(found.samples - file.frames) > found.samples // found.frames:
         file.close()
-        file = soundfile.SoundFile(io.BytesIO(mp3.with_tag(mp3.read_all(read), found)))
+        file = _decoder(mp3.with_tag(mp3.read_all(read), found))
     return file, found.constant
 
 

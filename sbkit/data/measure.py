@@ -38,13 +38,14 @@ def default_workers() -> int:
 
 
 def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NOWHERE,
-            what: str = "measuring", show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
+            whole: bool = True, what: str = "measuring", show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
     """Read the duration of each recording from its header.
 
     Arguments
     ---------
     wavs : N recordings
     remote : which URLs may be opened
+    whole : whether a recording that holds less or more audio than its header says can't be read
     journal : a file that stores results, so that a later call continues where this one was stopped
 
     Returns
@@ -65,7 +66,7 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
                                               show=show_progress) as bar:
         bar.update(len(wavs) - len(todo))
         chunks = [todo[i : i + _CHUNK] for i in range(0, len(todo), _CHUNK)]
-        for chunk, results in _measured(chunks, wavs, remote, workers or default_workers()):
+        for chunk, results in _measured(chunks, wavs, (remote, whole), workers or default_workers()):
             for i, result in zip(chunk, results, strict=True):
                 _store(seconds, causes, i, result)
                 if not isinstance(result, str):  # failures aren't stored, so that they are tried again
@@ -74,10 +75,10 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
     return seconds, causes
 
 
-def measure_one(wav: str, remote: Remote = NOWHERE) -> float | str:
+def measure_one(wav: str, remote: Remote = NOWHERE, whole: bool = True) -> float | str:
     """The duration of a recording in seconds, or why it can't be read."""
     try:
-        return audio_info(wav, remote)[0]
+        return audio_info(wav, remote, whole=whole)[0]
     except AudioError as error:
         return error.cause
 
@@ -89,13 +90,13 @@ def _store(seconds: np.ndarray, causes: dict[int, str], i: int, result: float | 
         seconds[i] = result
 
 
-def _measured(chunks: list[list[int]], wavs: Sequence[str], remote: Remote,
+def _measured(chunks: list[list[int]], wavs: Sequence[str], how: tuple[Remote, bool],
               workers: int) -> Iterator[tuple[list[int], list[float | str]]]:
     if workers <= 1 or sum(map(len, chunks)) < _WORTH_PROCESSES or not _Processes.work():
         for chunk in chunks:
-            yield chunk, [measure_one(wavs[i], remote) for i in chunk]
+            yield chunk, [measure_one(wavs[i], *how) for i in chunk]
         return
-    with _Processes(min(workers, len(chunks)), remote) as processes, ThreadPoolExecutor(workers) as threads:
+    with _Processes(min(workers, len(chunks)), *how) as processes, ThreadPoolExecutor(workers) as threads:
         waiting: dict[Future[list[float | str]], list[int]] = {}
         remaining = iter(chunks)
         try:
@@ -118,8 +119,8 @@ class _Processes:
     recording that crashes libsndfile ends only a helper process.
     """
 
-    def __init__(self, count: int, remote: Remote):
-        self._remote = astuple(remote)
+    def __init__(self, count: int, remote: Remote, whole: bool = True):
+        self._how = astuple(remote), whole
         self._free: list[subprocess.Popen[str]] = []
         self._all: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
@@ -162,7 +163,7 @@ class _Processes:
     def _ask(self, process: subprocess.Popen[str], wavs: list[str]) -> list[float | str] | None:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:
-            process.stdin.write(json.dumps([wavs, self._remote]) + "\n")
+            process.stdin.write(json.dumps([wavs, *self._how]) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except (OSError, ValueError):
@@ -222,9 +223,9 @@ def _read_journal(path: Path | None) -> dict[str, float]:
 
 def _main() -> None:
     for line in sys.stdin:
-        wavs, allowed = json.loads(line)
+        wavs, allowed, whole = json.loads(line)
         remote = Remote(*allowed)
-        print(json.dumps([measure_one(wav, remote) for wav in wavs]), flush=True)
+        print(json.dumps([measure_one(wav, remote, whole) for wav in wavs]), flush=True)
 
 
 if __name__ == "__main__":

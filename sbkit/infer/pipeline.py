@@ -187,7 +187,9 @@ class Pipeline:
         ready.clear()
         for (index, heard), parts in done:
             spoken = words(parts, self.engine.vocabulary)
-            yield Done(index, transcript(recordings[index].id, heard, spoken, self.engine.vocabulary), None)
+            made = transcript(recordings[index].id, heard, spoken, self.engine.vocabulary)
+            made.warning = recordings[index].warning
+            yield Done(index, made, None)
 
 
 class Placed(Protocol):

@@ -36,6 +36,8 @@ class Recording:
     """Its name in messages, if not its path."""
     remote: Remote = NOWHERE
     """Which URLs may be opened, if ``audio`` is one."""
+    warning: str | None = None
+    """What is missing of it, known once its blocks were read."""
 
     @property
     def name(self) -> str:
@@ -59,7 +61,7 @@ class Recording:
         if isinstance(self.audio, np.ndarray):
             yield from _samples(self.audio, self.name)
         else:
-            yield from _decoded(self.audio, self.name, rate, self.start, self.duration, self.remote)
+            yield from _decoded(self, self.audio, rate)
 
 
 #: What can be transcribed.
@@ -75,14 +77,20 @@ def _samples(signal: np.ndarray, name: str) -> Iterator[np.ndarray]:
     yield signal
 
 
-def _decoded(source: str | os.PathLike[str] | bytes | BinaryIO, name: str, rate: int, start: float,
-             duration: float | None, remote: Remote) -> Iterator[np.ndarray]:
-    with audio.open_recording(source, name, remote) as (file, exact):
+def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | BinaryIO,
+             rate: int) -> Iterator[np.ndarray]:
+    name, start, duration = recording.name, recording.start, recording.duration
+    with audio.open_recording(source, name, recording.remote) as (file, exact, frames):
         own = file.samplerate
         first = round(start * own)
         if first >= file.frames:
             raise AudioError(name, f"is {file.frames / own:.2f} s long, so there is nothing from {start:.2f} s on")
         wanted = file.frames - first if duration is None else min(round(duration * own), file.frames - first)
+        promised, there = frames()
+        if duration is not None:
+            promised = first + round(duration * own)
+            there = min(there, file.frames, promised)
+        recording.warning = audio.misfit(promised - first, there - first, own)
         at = min(first, exact)
         if at:
             file.seek(at)

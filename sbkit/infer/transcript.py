@@ -40,6 +40,8 @@ class Transcript:
     language: str | None = None
     spaced: bool = True
     """Whether words are written with spaces between them."""
+    warning: str | None = None
+    """What of the recording is missing in it."""
 
     @property
     def confidence(self) -> float | None:
@@ -72,7 +74,7 @@ class Transcript:
             "words": [_word(word) for word in self.words],
             "segments": [{"start": round(each.start, 3), "end": round(each.end, 3), "text": each.text}
                          for each in self.segments],
-        }
+        } | ({} if self.warning is None else {"warning": self.warning})
 
 
 def _word(word: Word) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
             passed += lengths[index]
             bar.update(round(passed) - bar.n)
     seconds = time.perf_counter() - start
-    _summary(len(recordings), sum(lengths), seconds, errors, request)
+    warnings = [f"warning: {each.name}: {made.warning}" for each, made in heard if made.warning is not None]
+    _summary(len(recordings), sum(lengths), seconds, errors, warnings, request)
     if any(recording.reference for recording, _ in heard):
         _score(heard)
     return LEFT_OUT if errors else 0
@@ -119,11 +120,13 @@ def _seconds(recording: Recording, rate: int) -> float:
         return 0.0
 
 
-def _summary(count: int, audio: float, seconds: float, errors: list[Done], request: TranscribeRequest) -> None:
-    for done in errors[:_SHOWN]:
-        print(f"left out: {done.error}", file=sys.stderr)
-    if len(errors) > _SHOWN:
-        print(f"left out: {len(errors) - _SHOWN} more", file=sys.stderr)
+def _summary(count: int, audio: float, seconds: float, errors: list[Done], warnings: list[str],
+             request: TranscribeRequest) -> None:
+    for lines, more in ((warnings, "warning"), ([f"left out: {done.error}" for done in errors], "left out")):
+        for line in lines[:_SHOWN]:
+            print(line, file=sys.stderr)
+        if len(lines) > _SHOWN:
+            print(f"{more}: {len(lines) - _SHOWN} more", file=sys.stderr)
     if count:
         factor = f" (real-time factor {seconds / audio:.4f})" if audio else ""
         where = f" -> {request.output}" if request.output is not None else ""

@@ -210,6 +210,7 @@ def _transcribe(state: State, ask: Form, held: Held, job: Job, told: Callable[[A
     try:
         with contextlib.closing(wave):
             transcript = recognise(ask.served, wave.blocks(), job, told if ask.stream else None)
+            transcript.warning = wave.warning
     except Exception:
         ask.served.check()  # raises for a broken device
         raise

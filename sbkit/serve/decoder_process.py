@@ -58,7 +58,8 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         if seconds > max_seconds:
             raise TooLong(f"{seconds:.1f} s long")
         samples, granted = 0, 0
-        for block in Recording(data).blocks(rate):
+        recording = Recording(data)
+        for block in recording.blocks(rate):
             loudest = float(np.abs(block).max())
             if loudest > LOUDEST:
                 raise AudioError("", f"holds samples as large as {loudest:g}; full scale is 1")
@@ -73,7 +74,7 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         out.flush()
         if not samples:
             raise AudioError("", "holds no audio")
-        return {"samples": samples}
+        return {"samples": samples, "warning": recording.warning}
     except AudioError as error:
         return {"refused": error.cause}
     except TooLong as error:

@@ -39,8 +39,10 @@ _BLOCK = 1 << 18  # samples
 class Wave:
     """Decoded samples at the model's rate, in a file without a name."""
 
-    def __init__(self, file: IO[bytes], samples: int, held: Held):
+    def __init__(self, file: IO[bytes], samples: int, held: Held, warning: str | None = None):
         self._file, self.samples, self._held = file, samples, held
+        self.warning = warning
+        """What of the recording is missing in them."""
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Yield blocks of float32 samples [S]."""
@@ -176,10 +178,11 @@ class Decoders:
             with with_room():
                 out = undo.enter_context(tempfile.TemporaryFile(prefix="sbkit-"))
                 upload.fileno()  # from here on it is on disk
-            samples = self._samples(self._ask(upload, out, held, rate, job), held)
+            answer = self._ask(upload, out, held, rate, job)
+            samples = self._samples(answer, held)
             held.keep(4 * samples)
             undo.pop_all()
-            return Wave(out, samples, held)
+            return Wave(out, samples, held, answer["warning"])
 
     def _samples(self, answer: dict[str, Any], held: Held) -> int:
         """The number of samples by a decoder's answer; raises ``ApiError`` for a refusal."""

@@ -23,9 +23,10 @@ def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Re
     """Make the whole answer."""
     if kind in _AS_TEXT:
         media = "text/vtt" if kind == "vtt" else "text/plain"
-        return PlainTextResponse(FORMATS[_AS_TEXT[kind]](transcript), media_type=media)
+        headers = {} if transcript.warning is None else {"x-warning": transcript.warning}
+        return PlainTextResponse(FORMATS[_AS_TEXT[kind]](transcript), media_type=media, headers=headers)
     if kind == "json":
-        return JSONResponse({"text": transcript.text, "usage": _usage(transcript)})
+        return JSONResponse({"text": transcript.text, "usage": _usage(transcript), **_warning(transcript)})
     return JSONResponse(verbose(transcript, granularities))
 
 
@@ -34,6 +35,7 @@ def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, A
     found: dict[str, Any] = {
         "task": "transcribe", "language": transcript.language or UNKNOWN_LANGUAGE,
         "duration": round(transcript.duration, 3), "text": transcript.text, "usage": _usage(transcript),
+        **_warning(transcript),
     }
     if "segment" in granularities:
         found["segments"] = [_segment(i, each) for i, each in enumerate(transcript.segments)]
@@ -58,6 +60,10 @@ def _usage(transcript: Transcript) -> dict[str, Any]:
     return {"type": "duration", "seconds": round(transcript.duration, 3)}
 
 
+def _warning(transcript: Transcript) -> dict[str, str]:
+    return {} if transcript.warning is None else {"warning": transcript.warning}
+
+
 def event(body: dict[str, Any]) -> bytes:
     """Encode one server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
@@ -70,7 +76,8 @@ def delta(text: str) -> bytes:
 
 def done(transcript: Transcript) -> bytes:
     """Make the final event with the whole text."""
-    return event({"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript)})
+    return event({"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript),
+                  **_warning(transcript)})
 
 
 def audio_delta(data: bytes) -> bytes:

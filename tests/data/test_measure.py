@@ -42,7 +42,7 @@ def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(w
     helper.write_text(
         "import json, os, sys\nfrom sbkit.data.measure import measure_one\n"
         "for line in sys.stdin:\n"
-        "    wavs, _ = json.loads(line)\n"
+        "    wavs, *_ = json.loads(line)\n"
         "    if any(wav.endswith('/5.wav') for wav in wavs): os._exit(139)\n"
         "    print(json.dumps([measure_one(wav) for wav in wavs]), flush=True)\n")
     monkeypatch.setattr(module, "_COMMAND", [sys.executable, str(helper)])
@@ -74,7 +74,7 @@ def test_an_interrupted_measurement_goes_on(wavs, tmp_path, monkeypatch):
     with open(journal, "a") as file:
         file.write('["cut sho')
     seen = []
-    monkeypatch.setattr(module, "measure_one", lambda wav, remote: seen.append(wav) or 1.0)
+    monkeypatch.setattr(module, "measure_one", lambda wav, *how: seen.append(wav) or 1.0)
     seconds, _ = measure(wavs, journal=journal, show_progress=False)
     assert seen == wavs[5:] and seconds[0] == pytest.approx(0.1, abs=1e-4)
     seen.clear()

@@ -139,6 +139,29 @@ def test_where_sampled_recordings_are_damaged_all_are_looked_at(clips, monkeypat
     assert len(manifest) == 5 and counts(report) == {"undecodable": 5} and "looking at them all" in caplog.text
 
 
+@pytest.mark.parametrize("durations", [None, [1.0, 3.0, 3.0]], ids=["measured", "listed"])
+def test_a_clip_shorter_or_longer_than_its_header_says_is_named(clips, tmp_path, durations):
+    data = (clips / "long.wav").read_bytes()
+    (tmp_path / "half.wav").write_bytes(data[: len(data) // 2])
+    (tmp_path / "more.wav").write_bytes(data[:40] + (32_000).to_bytes(4, "little") + data[44:])
+    source = rows(tmp_path, (f"{clips}/good.wav", "one"), ("half.wav", "two"), ("more.wav", "three"),
+                  durations=durations)
+    source.wavs = Column([f"{clips}/good.wav", *list(source.wavs)[1:]])
+    manifest, report = prepare(source)
+    assert list(manifest.texts) == ["one"] and counts(report) == {"undecodable": 2}
+    assert report.left_out["undecodable"]["examples"] == [
+        "u1: cut off: 1.50 of 3.00 s can be read",
+        "u2: its header says 1.00 s, but it goes on to 3.00 s, which can't be read"]
+
+
+def test_segments_before_the_cut_of_their_recording_are_kept(clips, tmp_path):
+    data = (clips / "long.wav").read_bytes()
+    (tmp_path / "half.wav").write_bytes(data[: len(data) // 2])
+    source = rows(tmp_path, ("half.wav", "one"), ("half.wav", "two"), durations=[1.0, 1.0], starts=[0.2, 1.6])
+    manifest, report = prepare(source)
+    assert list(manifest.texts) == ["one"] and counts(report) == {"undecodable": 1}
+
+
 def test_a_duration_of_nothing_is_one_that_nobody_measured(clips, monkeypatch):
     monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 2)
     manifest, report = prepare(rows(clips, *[("good.wav", "a")] * 5, durations=[1, 0, 1, 0, 1]))

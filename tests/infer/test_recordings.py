@@ -1,6 +1,7 @@
 """Blocks of a recording are what reading it whole gives, in every format; what was cut off or damaged is named."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -102,6 +103,24 @@ def test_what_was_cut_off_is_named(tmp_path):
         joined(Recording(str(tmp_path / "none.wav")))
     with pytest.raises(AudioError, match="is empty"):
         joined(Recording(b""))
+
+
+@pytest.mark.parametrize("start, duration, missing", [
+    (0.0, None, r"cut off: (4.99|5.00) of 10\.00 s"), (4.0, None, r"cut off: (0.99|1.00) of 6\.00 s"),
+    (4.0, 2.0, r"cut off: (0.99|1.00) of 2\.00 s"), (1.0, 2.0, None)])
+def test_a_wav_cut_in_half_is_read_with_a_warning(start, duration, missing):
+    data = encoded("wav", 16_000, seconds=10.0)
+    recording = Recording(data[: len(data) // 2], start=start, duration=duration)
+    joined(recording)
+    assert recording.warning is None if missing is None else re.match(missing, recording.warning)
+
+
+def test_a_flac_longer_than_its_header_says_is_read_with_a_warning():
+    data = encoded("flac", 16_000, seconds=10.0)
+    short = (int.from_bytes(data[18:26], "big") >> 36 << 36 | 16_000).to_bytes(8, "big")
+    recording = Recording(data[:18] + short + data[26:])
+    assert len(joined(recording)) == 16_000
+    assert recording.warning.startswith("its header says 1.00 s, but it goes on to 10.00 s")
 
 
 @pytest.mark.parametrize("start, duration", [(15.0, 2.0), (15.0, 0.2), (15.0, None), (0.0, None)])

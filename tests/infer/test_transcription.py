@@ -43,6 +43,15 @@ def test_one_clip_is_its_text_alone(bundle, clips, capsys):
     assert "model.onnx on cpu (CPUExecutionProvider" in captured.err and "real-time factor" in captured.err
 
 
+def test_a_recording_that_was_cut_off_comes_with_a_warning(bundle, clips, capsys):
+    data = (clips / "one.wav").read_bytes()
+    (clips / "one.wav").write_bytes(data[: len(data) // 2])
+    assert run(bundle, clips / "one.wav", "--format", "json") == 0
+    captured = capsys.readouterr()
+    warning = json.loads(captured.out)["warning"]
+    assert warning.startswith("cut off: ") and f"warning: {clips}/one.wav: {warning}\n" in captured.err
+
+
 def test_several_come_in_the_order_they_were_named_in(bundle, clips, capsys):
     """However they were batched: the longest is heard first."""
     assert run(bundle, clips / "deep/er/three.wav", clips / "deep/two.flac", clips / "one.wav") == 0

@@ -57,6 +57,16 @@ def test_text_and_subtitles_are_strings(client):
     assert ask(client, data, response_format="vtt").startswith("WEBVTT\n\n00:00:00.120 --> 00:00:02.840\n")
 
 
+@pytest.mark.parametrize("kind", ["json", "verbose_json", "text", "stream"])
+def test_an_upload_that_was_cut_off_is_answered_with_a_warning(server, kind):
+    data = serving.wav(TEXT)
+    form = {"model": "level"} | ({"stream": "true"} if kind == "stream" else {"response_format": kind})
+    found = [httpx.post(f"{server.base}/audio/transcriptions", data=form, files={"file": ("a.wav", each)})
+             for each in (data, data[: len(data) // 2])]
+    told = [f"{answer.text} {answer.headers.get('x-warning')}" for answer in found]
+    assert "cut off: " not in told[0] and "cut off: 1.4" in told[1]
+
+
 def test_verbose_json_has_segments_or_words_or_both(client):
     data = serving.wav(TEXT)
     found = ask(client, data, response_format="verbose_json")

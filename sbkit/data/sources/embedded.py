@@ -169,7 +169,7 @@ def _rows(tables: list[pa.Table], origin: str) -> Rows:
 
 def _seconds(data: bytes) -> float:
     try:
-        return audio_info(data)[0]
+        return audio_info(data, whole=True)[0]
     except AudioError:  # preparation will find it too, and report why
         return float("nan")
 

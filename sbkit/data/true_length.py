@@ -1,0 +1,96 @@
+"""How long a recording is by its header and by what its file holds: a cut file or a wrong header makes them differ.
+
+libsndfile shortens a WAV to what is there without a word, and reads no further than the header says.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+
+import soundfile
+
+Read = Callable[[int, int], bytes]
+
+#: In libsndfile's log, bytes of audio (or of all) that a header claims, and those that the file has.
+_CLAIM = re.compile(r"^\s*(?:data|SSND|Data Size|riff|Riff size)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
+#: Who writes into a pipe doesn't know the size, and puts about the largest in place of it.
+_UNKNOWN_SIZE = 0x7FFF0000
+_TAIL_BYTES = 1 << 16
+#: Samples of a FLAC frame by the code in its header; codes 6 and 7 say that they follow.
+_FLAC_SAMPLES = {1: 192, **{code: 576 << code - 2 for code in range(2, 6)}, **{code: 1 << code for code in range(8, 16)}}
+
+
+def frames(file: soundfile.SoundFile, read: Read, size: int) -> tuple[int, int]:
+    """Return the frames that the header of an open recording promises, and those that its file holds.
+
+    read : gives ``count`` bytes from ``offset`` on, as ``read(count, offset)``
+    size : of the file in bytes
+    """
+    promised = there = file.frames
+    if file.format == "FLAC":
+        return promised, _flac(read, size) or promised
+    claim = _CLAIM.search(file.extra_info)
+    if claim is not None and int(claim[1]) < _UNKNOWN_SIZE:
+        promised = there * int(claim[1]) // max(int(claim[2]), 1)
+    elif file.format in ("WAV", "WAVEX"):
+        held, behind = _wav(read, size)
+        there += there * behind // max(held, 1)
+    return promised, there
+
+
+def _wav(read: Read, size: int) -> tuple[int, int]:
+    """The bytes of a WAV's audio, and those behind it that belong to no chunk."""
+    at, held = 12, 0
+    while at + 8 <= size:
+        name, length = struct.unpack("<4sI", read(8, at))
+        if held and (not all(0x20 <= each < 0x7F for each in name) or at + 8 + length > size):
+            return held, (size - at) * any(read(_TAIL_BYTES, at))  # zeros are padding
+        if name == b"data":
+            held = length
+        at += 8 + length + length % 2
+    return held, 0
+
+
+def _flac(read: Read, size: int) -> int | None:
+    """The samples up to the end of a FLAC's last frame; None if that can't be found."""
+    if read(4, 0) != b"fLaC":
+        return None
+    info = read(34, 8)
+    begin = size - max(2 * int.from_bytes(info[7:10], "big"), _TAIL_BYTES)
+    tail = read(size, max(begin, 0))
+    # A header's mark and its checksum of eight bits occur in audio too, but not where another frame begins or ends.
+    behind: dict[int, int] = {}
+    at = len(tail)
+    while (at := tail.rfind(b"\xff", 0, at)) >= 0:
+        if (frame := _flac_frame(tail[at : at + 16], int.from_bytes(info[2:4], "big"))) is not None:
+            first, samples = frame
+            if first == 0 or first + samples in behind:
+                return behind.get(first + samples, first + samples)
+            behind[first] = first + samples
+    return None
+
+
+def _flac_frame(data: bytes, block: int) -> tuple[int, int] | None:
+    """The first sample and the number of samples of the frame that begins here, if one does.
+
+    block : samples of each frame but the last, where frames are numbered and not samples
+    """
+    if len(data) < 16 or data[1] & 0xFE != 0xF8 or data[2] & 0xF == 0xF or data[3] >> 4 > 10 or data[3] & 1:
+        return None
+    more = 0 if data[4] < 0x80 else 7 - (data[4] ^ 0xFF).bit_length()  # a number as UTF-8 has it
+    number, at, code, rate = data[4] & (0x7F >> more + (more > 0)), 5 + more, data[2] >> 4, data[2] & 0xF
+    for each in data[5:at]:
+        number = number << 6 | each & 0x3F
+    samples = _FLAC_SAMPLES.get(code, 0)
+    if code in (6, 7):
+        samples = int.from_bytes(data[at : at + code - 5], "big") + 1
+        at += code - 5
+    at += {12: 1, 13: 2, 14: 2}.get(rate, 0)
+    checksum = 0
+    for each in data[: at + 1]:
+        checksum ^= each
+        for _ in range(8):
+            checksum = checksum << 1 ^ (0x107 if checksum & 0x80 else 0)
+    return (number if data[1] & 1 else number * block, samples) if samples and not checksum else None

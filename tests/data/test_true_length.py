@@ -1,0 +1,82 @@
+"""A recording whose header says another length than its file holds is found, whatever its format and where it ends."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sounds import encoded, speechlike
+
+from sbkit.data.audio import AudioError, audio_info
+
+RATE = 16_000
+SIGNAL = speechlike(10.0)
+
+
+def file_of(format: str, subtype: str = "PCM_16", signal: np.ndarray = SIGNAL, **options) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, signal, RATE, format=format, subtype=subtype, **options)
+    return out.getvalue()
+
+
+WAV, FLAC = file_of("WAV"), file_of("FLAC")
+
+
+def flac_that_says(samples: int, data: bytes = FLAC) -> bytes:
+    facts = int.from_bytes(data[18:26], "big") >> 36 << 36 | samples
+    return data[:18] + facts.to_bytes(8, "big") + data[26:]
+
+
+def wav_that_says(size: int) -> bytes:
+    return WAV[:40] + struct.pack("<I", size) + WAV[44:]
+
+
+@pytest.mark.parametrize("format", ["WAV", "WAVEX", "AIFF", "AU", "W64", "RF64", "FLAC"])
+def test_a_file_cut_in_half_is_cut_off(format):
+    data = file_of(format)
+    assert audio_info(data, whole=True)[0] == 10.0
+    with pytest.raises(AudioError, match=r"cut off: [45]\.\d+ of (10\.0|9\.99?)\d* s can be read"):
+        audio_info(data[: len(data) // 2], whole=True)
+    audio_info(data[: len(data) // 2])  # whoever wants a stretch may find it there
+
+
+@pytest.mark.parametrize("data", [wav_that_says(2 * RATE), flac_that_says(RATE)])
+def test_a_file_that_goes_on_is_said_to(data):
+    with pytest.raises(AudioError, match=r"its header says 1\.00 s, but it goes on to 10\.00 s"):
+        audio_info(data, whole=True)
+
+
+@pytest.mark.parametrize("subtype", ["PCM_S8", "PCM_16", "PCM_24"])
+@pytest.mark.parametrize("level", [0.0, 1.0])
+@pytest.mark.parametrize("signal", [SIGNAL, np.stack([SIGNAL, 0.3 * SIGNAL[::-1]], 1), 0 * SIGNAL, SIGNAL[:100]])
+def test_the_end_of_any_flac_is_found(subtype, level, signal):
+    data = file_of("FLAC", subtype, signal, compression_level=level)
+    assert audio_info(data, whole=True)[0] == len(signal) / RATE
+    with pytest.raises(AudioError, match=f"it goes on to {len(signal) / RATE + 100:.2f} s|cut off"):
+        audio_info(flac_that_says(len(signal) + 100 * RATE, data), whole=True)
+
+
+@pytest.mark.parametrize("data", [
+    *map(wav_that_says, (0xFFFFFFFF, 0xFFFFFFF0, 0x7FFFFFFF, 0x7FFFF000)),  # written into a pipe
+    WAV + b"LIST" + struct.pack("<I", 40_000) + bytes(40_000), WAV + bytes(100_000), WAV + b"\r\n",
+    FLAC + b"TAG" + bytes(125)])
+def test_what_is_no_audio_counts_for_none(data):
+    assert audio_info(data, whole=True)[0] == 10.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([WAV, FLAC, encoded(SIGNAL, RATE, "mp3"), file_of("AIFF")]), st.data())
+def test_a_damaged_file_has_a_length_or_a_cause(data, draw):
+    damaged = bytearray(data)
+    for at in draw.draw(st.lists(st.integers(0, 200) | st.integers(0, len(data) - 1), min_size=1, max_size=20)):
+        damaged[at] = draw.draw(st.integers(0, 255))
+    try:
+        seconds, _, _ = audio_info(bytes(damaged[: draw.draw(st.integers(0, len(data)))]), whole=True)
+    except AudioError:
+        return
+    assert seconds > 0
