@@ -67,7 +67,14 @@ def run_that_tells(folder: Path, heard: list[ScoredUtterance] | None, epochs: in
         "splits": {"train": split}}))
     if heard is not None:
         utterances.write(folder / "test_utterances.jsonl", heard)
+        manifest(folder, *(one.wav for one in heard))
     return folder
+
+
+def manifest(folder: Path, *wavs: str) -> None:
+    """A run's manifest of its test set."""
+    rows = [f"row{i},0.8,{wav},,a text" for i, wav in enumerate(wavs)]
+    (folder / "manifests" / "test.csv").write_text("\n".join(["ID,duration,wav,spk_id,wrd", *rows]) + "\n")
 
 
 def corpus(folder: Path, **splits: int) -> Path:

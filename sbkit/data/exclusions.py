@@ -15,6 +15,8 @@ from sbkit.data.presence import existing, file_version
 from sbkit.system.console import atomic_write
 
 NAME = "left_out.csv"
+#: Fields that a spreadsheet would take for a formula, however often they were guarded before.
+_FORMULA = r"'*[=+\-@\t\r]"
 _COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified")
 
 
@@ -30,13 +32,18 @@ def write(folder: Path, tables: Iterable[pa.Table]) -> None:
     """Write ``left_out.csv``, even if it has no rows."""
     none = pa.table([pa.array([], pa.large_string())] * len(_COLUMNS), names=_COLUMNS)
     with atomic_write(folder / NAME, "wb") as file:
-        pacsv.write_csv(pa.concat_tables([none, *tables]), file)
+        pacsv.write_csv(_each(pa.concat_tables([none, *tables]), f"^({_FORMULA})", r"'\1"), file)
 
 
 def read(folder: Path) -> pa.Table:
     """Read ``left_out.csv``."""
     csv = read_delimited(folder / NAME)
-    return pa.table([csv.need(name) for name in _COLUMNS], names=_COLUMNS)
+    return _each(pa.table([csv.need(name) for name in _COLUMNS], names=_COLUMNS), f"^'({_FORMULA})", r"\1")
+
+
+def _each(table: pa.Table, pattern: str, replacement: str) -> pa.Table:
+    columns = [pc.replace_substring_regex(column, pattern, replacement) for column in table.columns]
+    return pa.table(columns, names=table.column_names)
 
 
 def mended(folder: Path, missing: str, damaged: str) -> str | None:
@@ -48,11 +55,11 @@ def mended(folder: Path, missing: str, damaged: str) -> str | None:
 
     Other recordings are not looked at: to ask for all files of a large corpus takes minutes on a network file system.
     """
-    csv = read_delimited(folder / NAME)
-    reason, wavs = csv.need("reason"), csv.need("wav")
+    table = read(folder)
+    reason, wavs = table["reason"], table["wav"]
     gone = Column(pc.filter(wavs, pc.equal(reason, missing)))
     if len(gone) and (there := existing(gone)).any():
         return gone[int(there.argmax())]
     bad = pc.equal(reason, damaged)
-    seals = zip(*(Column(pc.filter(csv.need(name), bad)) for name in ("wav", "size", "modified")), strict=True)
+    seals = zip(*(Column(pc.filter(table[name], bad)) for name in ("wav", "size", "modified")), strict=True)
     return next((wav for wav, *seal in seals if tuple(seal) != file_version(wav)), None)

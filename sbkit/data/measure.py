@@ -38,7 +38,8 @@ def default_workers() -> int:
 
 
 def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NOWHERE,
-            whole: bool = True, what: str = "measuring", show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
+            whole: bool = True, what: str = "measuring",
+            show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
     """Read the duration of each recording from its header.
 
     Arguments

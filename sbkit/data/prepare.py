@@ -186,7 +186,8 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
 
     def look(at: np.ndarray, what: str) -> np.ndarray:
         seconds, causes = measure([rows.wavs[i] for i in at], workers=workers, journal=journal, remote=remote,
-                                  whole=not rows.segments, what=f"{split}: {what}", show_progress=show and len(at) >= _WORTH_A_BAR)
+                                  whole=not rows.segments, what=f"{split}: {what}",
+                                  show_progress=show and len(at) >= _WORTH_A_BAR)
         details.update((int(at[j]), cause) for j, cause in causes.items())
         return seconds
 

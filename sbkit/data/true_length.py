@@ -19,7 +19,7 @@ _CLAIM = re.compile(r"^\s*(?:data|SSND|Data Size|riff|Riff size)\s*: (\d+) \(sho
 _UNKNOWN_SIZE = 0x7FFF0000
 _TAIL_BYTES = 1 << 16
 #: Samples of a FLAC frame by the code in its header; codes 6 and 7 say that they follow.
-_FLAC_SAMPLES = {1: 192, **{code: 576 << code - 2 for code in range(2, 6)}, **{code: 1 << code for code in range(8, 16)}}
+_FLAC_SAMPLES = {1: 192, 2: 576, 3: 1152, 4: 2304, 5: 4608, **{code: 1 << code for code in range(8, 16)}}
 
 
 def frames(file: soundfile.SoundFile, read: Read, size: int) -> tuple[int, int]:

@@ -7,8 +7,10 @@ says where the log goes: ``log.txt``.
 
 from sbkit.data.exclusions import NAME as LEFT_OUT
 from sbkit.score.run_files import (
+    CORPORA,
     CULPRITS,
     EVALUATED,
+    EVALUATIONS,
     HEARD,
     MANIFESTS,
     METRICS,
@@ -28,9 +30,8 @@ TEST_WER, TEST_CER = "wer_test.txt", "cer_test.txt"
 TESTED = "tested.json"
 """Records that the run is complete, and for which recipe, options and data."""
 
-EVALUATIONS = "evaluations"
-"""Contains a folder per result of ``sbkit evaluate``, with these files, and one for the corpora prepared for it."""
-WER, CER, NBEST, CORPORA = "wer.txt", "cer.txt", "nbest.jsonl", "corpora"
+WER, CER, NBEST = "wer.txt", "cer.txt", "nbest.jsonl"
+"""Files of an evaluation."""
 
 __all__ = [
     "BEFORE_START", "CER", "CORPORA", "CULPRITS", "ENVIRONMENT", "EVALUATED", "EVALUATIONS", "HEARD", "HELD",

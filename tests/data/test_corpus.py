@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 from corpora import SECONDS, clip, common_voice
+from hypothesis import given
+from hypothesis import strategies as st
 from sounds import real_data
 
+from sbkit.data import exclusions
 from sbkit.data.corpus import Corpus
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
@@ -166,6 +169,18 @@ def test_every_row_left_out_is_listed(half_there, tmp_path):
     assert corpus.left_out("test") == (
         "2 of 3 test rows were left out in preparation: 1 missing clip, 1 undecodable")
     assert len(listed) == sum(entry["rows"] - entry["kept"] for entry in corpus.report["splits"].values())
+
+
+@given(st.lists(st.text(st.sampled_from("=+-@'\t\ra,\"1"), max_size=4), min_size=1, max_size=5))
+def test_no_row_left_out_is_a_spreadsheets_formula_and_each_is_read_back(tmp_path_factory, names):
+    folder = tmp_path_factory.mktemp("m")
+    exclusions.write(folder, [exclusions.rows("=split", "+reason", names, names, names)])
+    with open(folder / "left_out.csv", newline="", encoding="utf-8") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@", "\t", "\r"))]
+    found = exclusions.read(folder)
+    assert found["ID"].to_pylist() == found["wav"].to_pylist() == found["detail"].to_pylist() == names
+    assert found["split"][0].as_py() == "=split" and found["reason"][0].as_py() == "+reason"
 
 
 @pytest.mark.parametrize(("gone", "message"), [

@@ -176,9 +176,9 @@ def test_manifests_of_before_say_how_their_urls_are_allowed(tmp_path, local, ser
 
 def test_a_report_opens_no_urls_unless_told_to(server):
     one = ScoredUtterance("a", "a", "b", None, 0.5, f"{server.url}/a")
-    uri, why = Clips(1).get(one)
+    uri, why = Clips(1, lambda wav: True).get(one)
     assert uri is None and "--schemes http" in why and server.asked == []
-    assert Clips(1, Remote(("http",))).get(one)[0].startswith("data:audio/mpeg")
+    assert Clips(1, lambda wav: True, Remote(("http",))).get(one)[0].startswith("data:audio/mpeg")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
 from typing import Protocol
 
 import soundfile
@@ -30,10 +31,16 @@ class Recording(Protocol):
 
 
 class Clips:
-    """Makes data URIs until ``megabytes`` are used up, then gives the reason why there is none."""
+    """Makes data URIs until ``megabytes`` are used up, then gives the reason why there is none.
 
-    def __init__(self, megabytes: float, remote: Remote = NOWHERE):
-        self.remote = remote
+    Arguments
+    ---------
+    owned : whether a recording belongs to the run: a page is shown to others, and a run's results may name any file
+    remote : which URLs may be opened
+    """
+
+    def __init__(self, megabytes: float, owned: Callable[[str], bool], remote: Remote = NOWHERE):
+        self.owned, self.remote = owned, remote
         self.left = int(megabytes * 1e6)
         self.megabytes = megabytes
         self._known: dict[str, tuple[str | None, str | None]] = {}
@@ -47,6 +54,8 @@ class Clips:
     def _make(self, one: Recording) -> tuple[str | None, str | None]:
         if self.left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
+        if not self.owned(one.wav):
+            return None, "not embedded: it is neither in the run's folder nor in its manifests"
         try:
             signal = read_audio(one.wav, start=one.start, duration=min(one.duration, _LONGEST), sample_rate=_RATE,
                                 remote=self.remote)

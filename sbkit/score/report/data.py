@@ -10,12 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from sbkit.data.audio import split_member
+from sbkit.data.delimited import read_delimited
+from sbkit.data.manifest import replace_data_root
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, Sound
-from sbkit.score.run_files import EVALUATED, HEARD, METRICS, NUMBERS, PREPARED, RECIPE, RESULT
+from sbkit.score.run_files import (
+    CORPORA,
+    EVALUATED,
+    EVALUATIONS,
+    HEARD,
+    MANIFESTS,
+    METRICS,
+    NUMBERS,
+    PREPARED,
+    RECIPE,
+    RESULT,
+)
 from sbkit.score.utterances import ScoredUtterance
 
 
@@ -72,6 +88,7 @@ class RunData:
     """The data in a run's files; what does not exist yet is empty."""
 
     folder: Path
+    run: Path  # the folder of the run, if ``folder`` is that of its evaluation
     steps: list[dict[str, Any]]  # lines within epochs
     epochs: list[dict[str, Any]]  # one per epoch, training and validation together
     starts: list[dict[str, Any]]  # one per start of the run
@@ -84,6 +101,20 @@ class RunData:
     tables: list[dict[str, Any]] = field(default_factory=list)  # title, columns, rows, remark
     players: list[Player] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)  # warnings of training that still hold
+
+    def owns(self, wav: str) -> bool:
+        """Whether a recording lies in the run's folder or in that of its evaluation, or is in a manifest there."""
+        place = Path(split_member(wav)[0]).resolve()
+        return any(place.is_relative_to(folder.resolve()) for folder in (self.folder, self.run)) or any(
+            pc.index(wavs, wav).as_py() >= 0 for wavs in self._corpora)
+
+    @cached_property
+    def _corpora(self) -> list[pa.ChunkedArray]:
+        """The recordings in each manifest of the run and of its evaluations."""
+        around = self.run / EVALUATIONS if self.folder == self.run else self.folder.parent
+        paths = [*self.run.glob(f"{MANIFESTS}/*.csv"), *around.glob(f"{CORPORA}/*/*.csv")]
+        columns = [(path.parent, read_delimited(path, only={"wav"}).find("wav")) for path in paths]
+        return [replace_data_root(wavs, folder) for folder, wavs in columns if wavs is not None]
 
     @property
     def unread(self) -> int:
@@ -129,7 +160,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     rows = utterances.read(heard) if heard.is_file() else []
     numbers = _json(folder / NUMBERS) or {}
     return RunData(
-        folder=folder, steps=[line for line in lines if line["kind"] == "step"], epochs=_epochs(lines),
+        folder=folder, run=folder, steps=[line for line in lines if line["kind"] == "step"], epochs=_epochs(lines),
         starts=[line for line in lines if line["kind"] == "run"],
         results=Results(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),

@@ -54,7 +54,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     words = None if other is None else _compared(other, data)
     name = REPORT if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # next to the run's own
     path = data.folder / name if out is None else Path(out)
-    page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes, remote))
+    page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes, data.owns, remote))
     try:
         with atomic_write(path) as file:
             file.write(page)

@@ -11,6 +11,7 @@ from sbkit.score.results import Player, Results, Sound
 
 def run_with_players(folder, recording):
     run_folders.run_that_tells(folder, None)
+    run_folders.manifest(folder, recording)
     run_folders.sound(folder / "test_sounds" / "01.wav", seed=1)
     sounds = [Sound("recording", recording, 0.0, 0.8), Sound("codec", "test_sounds/01.wav", 0.0, 0.8)]
     results = Results({"loss": 1.0, "STOI": 0.9, "mel_distance": 2.5}, 1,

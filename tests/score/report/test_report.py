@@ -139,6 +139,21 @@ def test_a_recording_that_is_gone_is_said_on_its_card(tmp_path):
     assert "the recording can't be read: no such file" in page.text and not page.all("audio")
 
 
+def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, wav):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
+    inside = run_folders.sound(run / "test_sounds" / "1.wav")
+    (run / "link.wav").symlink_to(wav)
+    names = {wav: True, inside: True, str(tmp_path / "other.wav"): False, f"{run}/link.wav": False,
+             f"{run}/../other.wav": False, "shard.tar?offset=512&size=9": False}
+    run_folders.sound(tmp_path / "other.wav")
+    for name, embedded in names.items():
+        heard = [dataclasses.replace(one, wav=name) for one in run_folders.told()]
+        utterances.write(run / "test_utterances.jsonl", heard)
+        page = Page(write_report(run))
+        assert bool(page.all("audio")) == embedded, name
+        assert ("neither in the run's folder nor in its manifests" in page.text) != embedded
+
+
 def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(tmp_path, wav, monkeypatch):
     def no_mp3(*args, **kwargs):
         raise soundfile.LibsndfileError(1)
