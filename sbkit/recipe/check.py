@@ -91,7 +91,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: RunOp
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
         bill_section = _bill(owned, traced, findings, report, run_opts, starting, measure)
         if complete:
-            devices.prove(owned, table, traced, findings)
+            report.notes += filter(None, [devices.prove(owned, table, traced, findings)])
         sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
                     "bill": bill_section}
         report.sections |= {name: section for name, section in sections.items() if section is not None}
@@ -139,7 +139,7 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         made = bill.make(traced, owned, device, precision, measured)
     except Exception as error:  # such as an operation without support for stand-ins; the run itself may work
         logger.debug("no bill", exc_info=True)
-        report.notes.append(f"the bill: {summary(error)}")
+        report.notes.append(f"the bill: {trace.without_stand_in(error) or summary(error)}")
         return None
     if made is None:
         report.notes.append("the bill: the recipe's batching has no max_batch_seconds")

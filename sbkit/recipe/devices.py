@@ -64,26 +64,27 @@ def _row(key: str, module: nn.Module, saved: dict[str, dict[int, torch.Tensor]],
             (trains if trained else "no") if count else "-", (", ".join(holders) or "no") if state else "-"]
 
 
-def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> None:
+def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> str:
     """Move the modules to ``meta`` to see which tensors stay behind, then run the forward as if they were on a GPU.
 
     A constant that stays is a finding, unless the forward that uses it works nevertheless. The modules can't be used
-    afterwards.
+    afterwards. Returns what couldn't be tried, if anything.
     """
     built, modules = traced.built, nn.ModuleDict(owned.roots)
     listed = _listed(built, owned)
     modules.to("meta")
-    left = left_behind(built, owned)
+    left, note = left_behind(built, owned), ""
     for row, (_, module) in zip(table.rows, listed, strict=True):
         row[4] = _place(module, left)
     if traced.complete and gpu_stand_ins():
-        trace_moved(traced, modules, findings)
+        note = trace_moved(traced, modules, findings).note
     elif traced.complete:
         table.remarks.append(f"no forward on a GPU: torch {torch.__version__} needs a driver to stand in for one")
     if traced.complete:  # what the forward uses either works, or was reported when it failed
         left = [t for t in left if t.path.split(".")[0].split("[")[0] not in traced.outputs]
     if traced.complete or (traced.task is None and "brain" not in built.nodes):
         tell_left_behind(left, owned, findings)
+    return f"on a GPU, {note}" if note else ""
 
 
 def _place(module: nn.Module, left: list[Tensor]) -> str:

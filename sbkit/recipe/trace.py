@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import re
 import traceback
@@ -22,7 +23,12 @@ from speechbrain.core import Stage
 from speechbrain.nnet import attention
 from speechbrain.utils.run_opts import RunOptions
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
@@ -60,6 +66,8 @@ class Trace:
         """The task's keys, None if the recipe lacks some that are needed."""
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
         """The class of each object of the recipe and the shape of its output, by key, in the order of the calls."""
+        self.stage = "forward"
+        """What was computed last: it, or the loss."""
         self.tried = False
         self.complete = False
         self.note = ""
@@ -156,7 +164,7 @@ def _tell_clashes(keys: Keys, built: Built, findings: Findings) -> bool:
     return bool(clashes)
 
 
-def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> None:
+def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Trace:
     """Repeat the forward with modules on a stand-in GPU; it fails where a tensor is still on the CPU.
 
     modules: all that a Brain moves, on the ``meta`` device; they are stand-ins afterwards
@@ -167,6 +175,7 @@ def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> No
     with _telling(found, findings), torch.no_grad(), stand_ins(), torch.backends.cudnn.flags(enabled=False):
         modules.to_empty(device="cuda:0")
         _run(found, "cuda:0")
+    return found
 
 
 @contextlib.contextmanager
@@ -177,16 +186,34 @@ def _telling(found: Trace, findings: Findings) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         node, _ = _blame(error, found.built)
         where = node.key if node else "the features"
-        found.note = (f"the forward after {where}, which reads values of tensors on the host (.item() or the like) or "
+        found.note = (f"the {found.stage} after {where}, which reads values of tensors on the host (.item() or the like) or "
                       "makes shapes of them; that also makes a GPU wait")
     except Exception as error:  # each layer has its own errors for a shape that doesn't fit
-        _tell(error, found.built, findings, next(reversed(found.outputs), "features"))
+        call = without_stand_in(error)
+        if call is None:
+            _tell(error, found, findings)
+        else:
+            node, _ = _blame(error, found.built)
+            found.note = (f"the {found.stage} from {call}{f' in {node.key}' if node else ''} on, which computes "
+                          "nothing without memory or a driver")
+
+
+def without_stand_in(error: BaseException) -> str | None:
+    """The name of the call that needs real tensors or a real GPU, if that is why stand-ins ended with an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for caller, frame in itertools.pairwise(frames):
+        if frame.f_code.co_name == "run_fallback_kernel":  # torch's last resort: the real operation, on zeros
+            return str(frame.f_locals["func"].name())
+        if frame.f_code.co_name == "_lazy_init" and frame.f_globals["__name__"] == "torch.cuda":
+            return f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
+    return str(error.func.name()) if isinstance(error, UnsupportedOperatorException) else None
 
 
 def _run(found: Trace, device: str) -> None:
     batch = found.brain.stand_in(UTTERANCES, SECONDS).to(device)
     with _watched(found):
         outputs = found.brain.compute_forward(batch, Stage.TRAIN)
+        found.stage = "loss"
         found.brain.compute_objectives(outputs, batch, Stage.TRAIN)
     found.complete = True
 
@@ -264,9 +291,15 @@ def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module |
     return node, layer
 
 
-def _tell(error: Exception, built: Built, findings: Findings, stage: str) -> None:
+def _tell(error: Exception, found: Trace, findings: Findings) -> None:
+    built = found.built
     node, layer = _blame(error, built)
-    place, key = (node.place, node.key) if node is not None else (Place(built.nodes["modules"].place.file), stage)
+    if node is not None:
+        place, key = node.place, node.key
+    elif found.stage == "loss":
+        place, key = built.nodes["brain"].place, "brain"
+    else:
+        place, key = Place(built.nodes["modules"].place.file), next(reversed(found.outputs), "features")
     inside = f" (in its {type(layer).__name__})" if layer is not None and built.origin(layer) is not node else ""
     text = " ".join(str(error).split())
     if _OTHER_DEVICE.search(text) and any(f.code == "not-owned" and f.key == key for f in findings):
@@ -291,7 +324,7 @@ def _tell(error: Exception, built: Built, findings: Findings, stage: str) -> Non
                 suggestion = f"make what comes before it give {wanted}"
             findings.error("shape-mismatch", place, key, message, suggestion)
             return
-    findings.error("forward", place, key, f"the forward fails{inside}: {type(error).__name__}: {text[:300]}",
+    findings.error("forward", place, key, f"the {found.stage} fails{inside}: {type(error).__name__}: {text[:300]}",
                    "compare its arguments with the shapes that come in" if isinstance(error, RuntimeError) else
                    _texts(node))
 

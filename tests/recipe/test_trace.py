@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchaudio
 from torch import nn
 
 from sbkit.nn.accelerate import accelerate
@@ -50,6 +51,44 @@ class Recurrent(nn.LSTM):
         return super().forward(x)[0]
 
 
+class Gated(nn.GRU):
+    """A head with a memory that has no kernel for stand-ins on a GPU."""
+
+    def __init__(self, input_size, n_neurons):
+        super().__init__(input_size, n_neurons, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class Waiting(nn.Linear):
+    """A head that asks a GPU whether it is done."""
+
+    def __init__(self, input_size, n_neurons):
+        super().__init__(input_size, n_neurons)
+
+    def forward(self, x):
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return super().forward(x)
+
+
+class Transducing(CTC):
+    """A task whose loss has no kernel for stand-ins."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        lengths = torch.full((2,), 4, dtype=torch.int32)
+        return torchaudio.functional.rnnt_loss(torch.zeros(2, 4, 3, 9), torch.ones(2, 2, dtype=torch.int32), lengths,
+                                               lengths - 2)
+
+
+class Mistaken(CTC):
+    """A task whose loss is wrong."""
+
+    def compute_objectives(self, predictions, batch, stage):
+        raise RuntimeError("no such loss")
+
+
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch, request):
     monkeypatch.syspath_prepend(request.path.parent)
@@ -86,6 +125,27 @@ def test_shapes_are_those_of_a_real_batch(tmp_path):
 def test_an_lstm_is_no_mistake_on_a_machine_without_a_driver(tmp_path):
     report = check(head(tmp_path, "Recurrent"), {"output_folder": str(tmp_path)})
     assert [str(error) for error in report.errors] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available() or not gpu_stand_ins(), reason="it can be tried with a driver")
+@pytest.mark.parametrize("name, call", [
+    ("Gated", "aten::_thnn_fused_gru_cell"), ("Waiting", "torch.cuda.synchronize")])
+def test_what_needs_a_driver_is_a_note_where_there_is_none(tmp_path, name, call):
+    report = check(head(tmp_path, name), {"output_folder": str(tmp_path)})
+    assert [str(error) for error in report.errors] == []
+    assert any(note.startswith(f"on a GPU, the forward from {call} in ctc_lin on") for note in report.notes)
+
+
+@pytest.mark.parametrize("name, error, note", [
+    ("Transducing", [], "the loss from torchaudio::rnnt_loss_forward on"),
+    ("Mistaken", [("forward", "brain", "the loss fails: RuntimeError: no such loss")], "")])
+def test_a_loss_without_a_kernel_for_stand_ins_is_a_note_and_one_that_fails_is_its_tasks(tmp_path, name, error, note):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(SMALL.read_text().replace("!name:sbkit.tasks.ctc.CTC", f"!name:test_trace.{name}"))
+    report = check(path, {"output_folder": str(tmp_path)})
+    assert [(found.code, found.key, found.message) for found in report.errors] == error
+    assert any(each.startswith(note) for each in report.notes)
 
 
 @pytest.mark.slow
