@@ -186,8 +186,8 @@ def _telling(found: Trace, findings: Findings) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         node, _ = _blame(error, found.built)
         where = node.key if node else "the features"
-        found.note = (f"the {found.stage} after {where}, which reads values of tensors on the host (.item() or the like) or "
-                      "makes shapes of them; that also makes a GPU wait")
+        found.note = (f"the {found.stage} after {where}, which reads values of tensors on the host (.item() or the "
+                      "like) or makes shapes of them; that also makes a GPU wait")
     except Exception as error:  # each layer has its own errors for a shape that doesn't fit
         call = without_stand_in(error)
         if call is None:
