@@ -9,6 +9,7 @@ import shutil
 import warnings
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
 from sbkit.runs import restore
-from sbkit.tasks.ctc import CTC
+from sbkit.tasks.ctc import CTC, sherpa
 from sbkit.tasks.ctc import exported as recogniser
 from sbkit.tasks.ctc.compared import reference
 from sbkit.tasks.ctc.graph import OUTPUTS
@@ -330,6 +331,37 @@ def test_global_normalisation_goes_into_each_format(run, tmp_path, clips, monkey
     assert export(ExportRequest(changed, tmp_path / "b", formats=["onnx", "speechbrain"], clips=3)) == 0
     with pytest.raises(SbkitError, match="equally loud"):
         export(ExportRequest(changed, tmp_path / "c", formats=["torch"], target="sherpa", clips=3))
+
+
+@pytest.mark.slow
+def test_one_clip_that_sherpa_onnx_hears_differently_without_a_reason_is_refused(run, tmp_path, monkeypatch):
+    """How it changes recordings may cost a clip its words; whatever else does, does so for all."""
+    real = pytest.importorskip("sherpa_onnx").OfflineRecognizer.from_omnilingual_asr_ctc
+
+    class Mishearing:
+        def __init__(self, **given):
+            self.real = real(**given)
+
+        def create_stream(self):
+            made = SimpleNamespace(real=self.real.create_stream(), samples=0)
+
+            def accept_waveform(rate, signal):
+                made.samples = len(signal)
+                made.real.accept_waveform(rate, signal)
+
+            made.accept_waveform = accept_waveform
+            return made
+
+        def decode_stream(self, stream):
+            self.real.decode_stream(stream.real)
+            more = " wrong" if stream.samples == 800 else ""  # the clip of 50 ms
+            stream.result = SimpleNamespace(text=stream.real.result.text + more)
+
+    monkeypatch.setattr(sherpa, "imported", lambda: SimpleNamespace(
+        OfflineRecognizer=SimpleNamespace(from_omnilingual_asr_ctc=Mishearing)))
+    with pytest.raises(SbkitError, match=r"sherpa, as it changes recordings, sherpa: 1 of 7 clips have other words"):
+        export(ExportRequest(run, tmp_path / "b", formats=["onnx"], target="sherpa", clips=5))
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.slow

@@ -122,14 +122,18 @@ class Recogniser(Exported):
         """The models that sherpa-onnx runs: for whole recordings, for streams if it learnt in chunks, or both."""
         sherpa.imported()
         model, rate = self.recognizer, self.keys.sample_rate
+
+        def whole() -> Target:
+            return sherpa.Whole(self.graph, model, self.keys.tokenizer.decode, rate)
+
         if model.chunks is None:
             if chunk is not None:
                 raise SbkitError("--chunk is for a model that learnt to hear in chunks, and the recipe has no chunks",
                                  hint="train one with hparams/streaming.yaml, or leave out --chunk")
-            return [sherpa.Whole(self.graph, rate)]
+            return [whole()]
         milliseconds = sherpa_stream.chosen(model.chunks, model.subsampling * model.hop_samples / rate, chunk)
         kinds: dict[str, Callable[[], Target]] = {
-            "whole recordings": lambda: sherpa.Whole(self.graph, rate),
+            "whole recordings": whole,
             "streams": lambda: sherpa_stream.Stream(model, self.keys.tokenizer.decode, milliseconds)}
         made: list[Target] = []
         refused: dict[str, SbkitError] = {}

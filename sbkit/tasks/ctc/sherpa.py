@@ -5,13 +5,16 @@ bundle's other models do. It differs from training in four ways, which the graph
 
 - It divides the waveform by its standard deviation, so the model must not depend on how loud a recording is.
 - It subtracts the waveform's mean. Speech is not symmetric, so silence is no longer zero but a constant, which the
-  model has never heard. The graph moves silence back to zero (:func:`_level_of_silence`).
+  model has never heard. The graph moves silence back to zero (:func:`_level_of_silence`). A recording whose silence was
+  not at zero loses that offset, which the checkpoint hears in its lowest bands: so a weak model may hear other words.
 - It counts each frame as 20 ms. Longer ones are repeated, which changes nothing for CTC.
 - It writes out tokens that are no text. They become blanks.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -27,15 +30,21 @@ from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.target import Target
+from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme
+from sbkit.tasks.ctc.compared import compared, reference
 from sbkit.tasks.ctc.graph import Graph
+from sbkit.tasks.ctc.recognizer import Recognizer
 
 if TYPE_CHECKING:
     from sherpa_onnx import OfflineRecognizer
 
+logger = logging.getLogger(__name__)
+
 _FRAME_SECONDS = 0.02  # of a frame, in sherpa-onnx's word times
 _EXAMPLE = (2, 24_000)
 _STRETCH = 320  # samples in a stretch that has one mean and one variance
+_LEAST_VARIANCE = 1e-5  # that sherpa-onnx adds to a recording's
 _NEVER = -1e4  # the log-probability of a token that can't occur
 _QUIET = 1e-6  # variance of a stretch, relative to the recording's, below which all count alike
 
@@ -99,12 +108,14 @@ class Whole(Target):
     Arguments
     ---------
     graph : of the recogniser
+    recognizer : it stays as it is
+    decode : token ids to text, by the checkpoint's own tokenizer
     sample_rate : of its waveforms
     """
 
     name = layout.SHERPA
 
-    def __init__(self, graph: Graph, sample_rate: int):
+    def __init__(self, graph: Graph, recognizer: Recognizer, decode: Callable[[list[int]], str], sample_rate: int):
         norm = graph.normalize
         alike = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
         if not alike and not getattr(graph.encoder, "makes_loudness_equal", False):
@@ -113,7 +124,7 @@ class Whole(Target):
         if sample_rate != 16_000:
             raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes {sample_rate}",
                              hint="leave out --target sherpa")
-        self.graph, self.sample_rate = graph, sample_rate
+        self.graph, self.recognizer, self.decode, self.sample_rate = graph, recognizer, decode, sample_rate
 
     def write(self, folder: Path, config: Config) -> None:
         """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
@@ -125,15 +136,38 @@ class Whole(Target):
              {"x": ("batch", "samples"), "logits": ("batch", "frames")})
 
     def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
-        """Compare the words that sherpa-onnx hears."""
+        """Compare the words that sherpa-onnx hears with the checkpoint's, few of which may change because the recording
+        does, and with those of the checkpoint that is given the recording as sherpa-onnx changes it, of which none may.
+        """
         model = config.models[self.name]
         recognizer = imported().OfflineRecognizer.from_omnilingual_asr_ctc(
             model=str(folder / model), tokens=str(folder / layout.TOKENS), num_threads=torch.get_num_threads())
-        comparison.add_words(self.name, lambda signal: _transcribe(recognizer, signal, self.sample_rate),
-                             layout.size(folder, model))
+
+        def transcribe(signal: np.ndarray) -> str:
+            return _transcribe(recognizer, signal, self.sample_rate)
+
+        size = layout.size(folder, model)
+        comparison.add_words(self.name, transcribe, size)
+        run = reference(self.recognizer, config.min_samples)
+        heard = compared(comparison.clips, Vocabulary.read(folder, config), lambda signal: run(_as_changed(signal)),
+                         self.decode, config.sample_rate)
+        heard.other_words = 0.0
+        heard.add_words(self.name, transcribe, size)
+        comparison.companions[self.name] = {"as it changes recordings": heard}
+        for clip, ours, theirs in zip(comparison.clips.alone, comparison.texts, heard.texts, strict=True):
+            if ours.split() != theirs.split():
+                logger.warning("sherpa-onnx takes a recording's offset from zero away, so %s becomes %r, and was %r",
+                               clip.name, theirs, ours)
 
     def readme(self) -> str:
         return readme.sherpa(self.sample_rate)
+
+
+def _as_changed(signal: np.ndarray) -> np.ndarray:
+    """Change a waveform [S] as sherpa-onnx does, and the graph after it."""
+    given = torch.from_numpy(signal)[None]
+    given = (given - given.mean()) / (given.var(correction=0) + _LEAST_VARIANCE).sqrt()
+    return (given - _level_of_silence(given))[0].numpy()
 
 
 def imported() -> ModuleType:
