@@ -364,7 +364,8 @@ def _findings(place: Place) -> Figures:
     place.run("-c", CHECKING, out / "order.txt", cwd=home)
     found: Figures = {}
     for path in sorted(out.glob("*.json")):
-        for number, each in enumerate(json.loads(path.read_text())["findings"], 1):
+        report = json.loads(path.read_text())
+        for number, each in enumerate([*report["errors"], *report["warnings"]], 1):
             found[f"{path.stem}: {number}"] = [each[name] for name in ("severity", "code", "file", "line", "key")]
     return found
 
@@ -477,8 +478,8 @@ def tried(names: Iterable[str], tree: Path, keep: Path | None) -> Iterator[tuple
             began = time.monotonic()
             try:
                 figures = json.loads(json.dumps(SCENARIOS[name](place)))
-            except Failed as error:
-                figures = {"failed": str(error)}
+            except Exception as error:  # the other scenarios are worth their minutes all the same
+                figures = {"failed": f"{type(error).__name__}: {error}"}
             print(f"{name}: {len(figures)} figures in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
             yield name, figures
     finally:
