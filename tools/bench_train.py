@@ -248,7 +248,7 @@ def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES)
             brain.step += 1
             brain.fit_batch(batch)
             brain.open_step(brain.optimizer_step + 1)
-        brain.stepper.steps.facts(wait=True)
+        brain.trainer.steps.facts(wait=True)
         return seconds_of(kept)
 
     def epoch() -> float:

@@ -26,7 +26,7 @@ def run(words: list[str]) -> int:
     from sbkit.train.signals import EndSignals
 
     request = arguments.parse(words)
-    with EndSignals(), oom.told("cpu", hint=host.LIMIT_HINT):
+    with EndSignals(), oom.oom_as_user_error("cpu", hint=host.LIMIT_HINT):
         recipe = load.opened(load.load(request.path, request.overrides), request.path)
         folder = recipe.keys.output_folder
         with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():

@@ -53,7 +53,7 @@ def _run(request: Request, device: torch.device) -> None:
 
     ranks.init(device, request.run_opts.distributed_backend)
     try:
-        with ranks.failing_together(), oom.told(device):
+        with ranks.failing_together(), oom.oom_as_user_error(device):
             if request.check:
                 ranks.run_on_main(preflight.before_run, request)
             recipe = load.opened(load.load(request.path, request.overrides), request.path)

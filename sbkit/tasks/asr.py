@@ -141,7 +141,7 @@ class ASR(Task):
     def _setup(self, planned: int) -> Setup:
         """Return what the alarm's advice depends on."""
         keys = self.keys
-        masks, thaws = keys.spec_augment, self.stepper.freezing.until.values()
+        masks, thaws = keys.spec_augment, self.trainer.freezing.until.values()
         return Setup(
             averages=self.averages_weights, max_norm=self.max_grad_norm, planned=planned,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
@@ -178,7 +178,7 @@ class ASR(Task):
 
     def _plain_rate(self) -> float | None:
         """The learning rate of the current step, also one that a recipe's own hooks set; None: it is on a device."""
-        rate = self.stepper.learning_rate if self.learning_rate is None else self.learning_rate
+        rate = self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
         return None if isinstance(rate, torch.Tensor) else rate
 
     def _tell(self, notices: Iterable[Notice]) -> None:

@@ -361,7 +361,7 @@ class Task(Brain):
     def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
         progress: dict[str, Any] = {"epoch": epoch, "steps": self.optimizer_step}
         if self.opt_class is not None:
-            progress["lr"] = self.stepper.learning_rate
+            progress["lr"] = self.trainer.learning_rate
         if self.keys.train_logger is not None:
             self.keys.train_logger.log_stats(progress, train_stats=self.train_stats, valid_stats=stats)
         self._log("epoch", epoch, stats)

@@ -25,24 +25,22 @@ from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import Parts
 from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
-from sbkit.train.between import Between
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
-from sbkit.train.distributed import parallel, ranks, sharding
-from sbkit.train.epoch import TrainLoop
+from sbkit.train.distributed import ranks, sharding
 from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.freezing import Freezing
 from sbkit.train.given import DataSource, MicroBatch
 from sbkit.train.keys import ScriptKeys, TrainKeys
-from sbkit.train.memory.oom import OomRetry, told
+from sbkit.train.memory.oom import oom_as_user_error
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
 from sbkit.train.monitor.utilisation import Utilisation
 from sbkit.train.optim import fused, skips_itself
-from sbkit.train.signals import StopSignals
+from sbkit.train.plain_loop import PlainLoop
 from sbkit.train.state import Counter, Overrides, TrainState
 from sbkit.train.step import Facts, Loss
-from sbkit.train.stepper import Stepper
+from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +73,6 @@ class Brain(sb.core.Brain):
     step, optimizer_step, nonfinite_count = Counter(), Counter(), Counter()
     opt_class: Callable[..., torch.optim.Optimizer] | None
     profiler: torch.profiler.profile | None
-    _between: Between
 
     def __init__(
         self, modules: Mapping[str, torch.nn.Module] | None = None,
@@ -117,19 +114,17 @@ class Brain(sb.core.Brain):
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys)
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
         ema = self.keys.ema if getattr(self.keys.ema, "decay", 1) > 0 else None
-        self.stepper = Stepper(self, self.train_state, Overrides.of(type(self), Brain), ema,
-                               lambda: self._between.flags(), self._freezing())
+        self._overrides = Overrides.of(type(self), Brain)
+        parts = (self, self.train_state, ema, self._freezing(), self._rng, lambda: self._save_intra_epoch_ckpt())
+        self.trainer = PlainLoop(*parts, overrides=self._overrides) if self._overrides.any else Trainer(*parts)
+        self._evaluation = EvaluationLoop(self, self.trainer, self._overrides.update_average)
         self._factors: dict[str, float] = {}
-        self._retry = OomRetry(self, self.stepper)
-        self._between = Between(self, self.stepper, lambda: self._save_intra_epoch_ckpt())
-        self._training = TrainLoop(self, self.stepper, self._retry, self._between, self._rng)
-        self._evaluation = EvaluationLoop(self, self.stepper, self._retry, self._between)
         self._add_recoverables()
 
     def _add_recoverables(self) -> None:
         if self.checkpointer is None:
             return
-        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.stepper.ema,
+        extra = {"rng": self._rng, "metrics": self.metrics_log, "ema": self.trainer.ema,
                  "scaler": self.scaler if self.scaler.is_enabled() else None}
         for name, obj in extra.items():
             if obj is not None:
@@ -158,7 +153,7 @@ class Brain(sb.core.Brain):
             attention_kernel.tell([self.modules], torch.device(self.device), self.precision,
                                   self.keys.accelerate)
         self._compile()
-        self.stepper.freezing.at(self.optimizer_step)
+        self.trainer.freezing.at(self.optimizer_step)
         self._wrap_distributed()
         self.init_optimizers()
         self._tell_what_learns()
@@ -171,14 +166,14 @@ class Brain(sb.core.Brain):
     def _tell_what_learns(self) -> None:
         """Log the table of what learns, unless all does at one rate."""
         parts = Parts(self.modules, vars(self.hparams))
-        table = learning.section(parts, self.stepper.freezing.until, self._factors, self.peak_rate)
+        table = learning.section(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
         if table is not None and ranks.is_main():
             logger.info("%s", table.text())
 
     @property
     def peak_rate(self) -> float | None:
         """The highest learning rate of the run, before multiples of parts; None if it is not known."""
-        rate = self.stepper.learning_rate
+        rate = self.trainer.learning_rate
         return None if rate is None else float(rate)
 
     def rate_factors(self) -> dict[str, float]:
@@ -201,24 +196,24 @@ class Brain(sb.core.Brain):
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
             fullgraph=self.compile_using_fullgraph) > 0
         if self.compiled:
-            self.stepper.graphs.look(self.device, self.compile_mode)
+            self.trainer.graphs.look(self.device, self.compile_mode)
 
     def _wrap_distributed(self) -> None:
         """Wrap all modules as one (see ``parallel`` and ``sharding``)."""
         if self.data_parallel_backend:
             super()._wrap_distributed()
-        stepper = self.stepper
-        stepper.wrap.close()  # from an earlier fit
-        stepper.start(sharding.wrap(stepper.shell(), stepper.device, self.keys, stepper.overrides,
-                                    undivided=self._undivided(), **self._unused))
+        trainer = self.trainer
+        trainer.wrap.close()  # from an earlier fit
+        trainer.use(sharding.wrap(trainer.shell(), trainer.device, self.keys, self._overrides,
+                                  undivided=self._undivided(), **self._unused))
         self._rng.part()  # only now: all ranks have rank 0's weights
-        self._retry.begin(self.precision, bool(self.compile))
+        trainer.memory.begin(self.precision, bool(self.compile), self.keys.activation_checkpointing)
 
     def _undivided(self) -> list[str]:
         """What of this run can't do with parameters that are divided over ranks."""
         saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
         optimizer = unwrapped(self.opt_class)[0]
-        found = {"ema": self.averages_weights, "freeze with a number of steps": self.stepper.freezing.thaws,
+        found = {"ema": self.averages_weights, "freeze with a number of steps": self.trainer.freezing.thaws,
                  "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
                  f"the optimizer {getattr(optimizer, '__name__', optimizer)}, as AdamW can":
                      getattr(optimizer, "needs_whole_parameters", False)}
@@ -227,11 +222,11 @@ class Brain(sb.core.Brain):
     @property
     def averages_weights(self) -> bool:
         """Whether a moving average of the weights is validated, tested and exported."""
-        return self.stepper.ema is not None
+        return self.trainer.ema is not None
 
     def stop_averaging(self) -> None:
         """Validate, test and export the modules' own weights from now on."""
-        self.stepper.ema = None
+        self.trainer.stop_averaging()
 
     def init_optimizers(self) -> None:
         """Make the optimizers as SpeechBrain does, in torch's fused implementation where there is one."""
@@ -240,7 +235,7 @@ class Brain(sb.core.Brain):
             self._factors = self.rate_factors()
             self.opt_class = rates.grouped(self.opt_class, self._factors, Parts(self.modules, vars(self.hparams)))
         try:
-            with self.stepper.freezing.lifted():
+            with self.trainer.freezing.lifted():
                 super().init_optimizers()
         finally:
             self.opt_class = plain
@@ -252,23 +247,16 @@ class Brain(sb.core.Brain):
 
     def fit_batch(self, batch: MicroBatch) -> torch.Tensor:
         """Train on one micro-batch, update after the last of a step, and return the detached loss on the device."""
-        last = self.train_state.closes_step(batch, self.grad_accumulation_factor)
-        self.on_fit_batch_start(batch, last)
-        loss = self._retry.run(batch, last)
-        found = self.stepper.objective.found  # for a micro-batch computed in parts, the last part's
-        if last:
-            self.stepper.update()
-        self.on_fit_batch_end(batch, found.outputs, found.objectives, last)
-        return loss.detach().mean
+        return self.trainer.fit_batch(batch)
 
     def optimizers_step(self) -> None:
         """Normalise and clip all gradients together and update, unless something is not finite."""
-        self.stepper.apply()
+        self.trainer.apply()
 
     @contextlib.contextmanager
     def no_sync(self, use: bool = True) -> Iterator[None]:
         """Accumulate gradients on each rank inside this context, without averaging them over ranks."""
-        with self.stepper.wrap.no_sync() if use else contextlib.nullcontext():
+        with self.trainer.wrap.no_sync() if use else contextlib.nullcontext():
             yield
 
     @torch.no_grad()
@@ -280,12 +268,12 @@ class Brain(sb.core.Brain):
 
     def loss_of(self, batch: MicroBatch) -> Loss:
         """Return the loss of a training batch, without backward or update."""
-        self.stepper.objective(batch)
-        return self.stepper.objective.loss
+        self.trainer.loss_of(batch)
+        return self.trainer.loss
 
     def try_batch(self, batch: MicroBatch) -> bool:
         """Take a step on this micro-batch alone; return False if it did not fit into memory in one piece."""
-        return self._retry.fits(batch)
+        return self.trainer.try_step(batch)
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
@@ -294,16 +282,15 @@ class Brain(sb.core.Brain):
         That is gradients, state that layers update in forward, what a task keeps in attributes of its own, such as a
         running mean, and random number generators.
         """
-        objective, found, own = self.stepper.objective, self.stepper.objective.found, self.__dict__.copy()
+        own = self.__dict__.copy()
         beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
         try:
-            with sandbox.untouched([self.modules, *beside], self.device):
+            with self.trainer.keeping_computed(), sandbox.untouched([self.modules, *beside], self.device):
                 yield
         finally:
             self.__dict__.clear()
             self.__dict__.update(own)
             self.modules.zero_grad(set_to_none=True)
-            objective.found = found
 
     # ------------------------------------------------------------ training
 
@@ -316,17 +303,14 @@ class Brain(sb.core.Brain):
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
             return
-        with (ranks.failing_together(), told(self.device), StopSignals() as self._between.signals,
-              self._between.letting_go()):
+        with ranks.failing_together(), oom_as_user_error(self.device), self.trainer.fitting():
             state = self.train_state
             state.plan_driven = loaders.is_plan_driven(train_set)
             train_set = loaders.made(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
             valid_loader_kwargs = {"ckpt_prefix": None, **(valid_loader_kwargs or {})}
             valid_set = loaders.made(self, valid_set, Stage.VALID, valid_loader_kwargs)
             self.on_fit_start()
-            self.open_step(self.optimizer_step + 1)
-            self.stepper.buffers = parallel.Buffers(self.modules)
-            state.first_step_checked, state.validates = False, valid_set is not None
+            self.trainer.begin_fit(validates=valid_set is not None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
             for epoch in epoch_counter:
                 self._fit_train(train_set=train_set, epoch=epoch, enable=enable)
@@ -337,7 +321,7 @@ class Brain(sb.core.Brain):
                 self.checkpointer.wait()
 
     def _fit_train(self, train_set: DataSource, epoch: int, enable: bool) -> None:
-        self._training.run(train_set, epoch, enable)
+        self.trainer.train_epoch(train_set, epoch, enable)
 
     def on_step_known(self, facts: Facts) -> None:
         """Handle the losses and gradient norm of an optimizer step, the same on all ranks, once the host knows them."""
@@ -375,8 +359,7 @@ class Brain(sb.core.Brain):
         progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None,
     ) -> float:
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
-        with ranks.failing_together(), told(self.device):
-            signals, self._between.signals = self._between.signals, None  # only fit catches them
+        with ranks.failing_together(), oom_as_user_error(self.device), self.trainer.ignoring_signals():
             test_set = loaders.made(self, test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             self.open_stage(Stage.TEST)
@@ -384,7 +367,7 @@ class Brain(sb.core.Brain):
             with torch.no_grad():
                 loss = self.pass_over(test_set, Stage.TEST, "test", enable)
                 self.close_stage(Stage.TEST, loss)
-            self.step, self._between.signals = 0, signals
+            self.step = 0
             return loss
 
     def pass_over(self, loader: DataSource, stage: Stage, name: str, show: bool) -> float:
@@ -409,8 +392,7 @@ class Brain(sb.core.Brain):
     @property
     def avg_train_loss(self) -> float:
         """The mean training loss of the epoch so far, over all ranks; reading it waits for the device."""
-        pending = [] if self.stepper.overrides.averages_batches else self.stepper.steps.peek()
-        return self.train_state.average.value((fact.total, fact.count) for fact in pending)
+        return self.trainer.average_loss()
 
     @avg_train_loss.setter
     def avg_train_loss(self, value: float) -> None:
@@ -418,7 +400,7 @@ class Brain(sb.core.Brain):
 
     @mark_as_saver
     def _save(self, path: str | os.PathLike[str]) -> None:
-        state = {**self.train_state.state_dict(self.avg_train_loss), **self._retry.state_dict()}
+        state = {**self.train_state.state_dict(self.avg_train_loss), **self.trainer.memory.state_dict()}
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump(state, out)
 
@@ -427,4 +409,4 @@ class Brain(sb.core.Brain):
         with open(path, encoding="utf-8") as file:
             state = yaml.safe_load(file)
         self.train_state.load_state_dict(state, end_of_epoch)
-        self._retry.load_state_dict(state)
+        self.trainer.memory.load_state_dict(state)

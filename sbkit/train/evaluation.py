@@ -6,21 +6,21 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import speechbrain as sb
 import torch
 from speechbrain.core import Stage
 from torch import nn
 
 from sbkit.nn import guard
 from sbkit.train import loaders
-from sbkit.train.between import Between
 from sbkit.train.distributed import ranks
-from sbkit.train.given import DataSource
-from sbkit.train.hooks import Evaluates
+from sbkit.train.given import DataSource, Objectives
 from sbkit.train.memory import host
-from sbkit.train.memory.oom import OomRetry
+from sbkit.train.memory.oom import joined, length, parts_of, too_long
 from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.tally import DeviceMean, one_number
-from sbkit.train.stepper import Stepper
+from sbkit.train.step import Loss
+from sbkit.train.trainer import Trainer
 
 
 class EvaluationLoop:
@@ -28,15 +28,13 @@ class EvaluationLoop:
 
     Arguments
     ---------
-    hooks : the Brain's methods around a pass and for a batch
-    stepper : holds the modules
-    retry : computes a batch in parts if it does not fit into memory
-    between : knows whether the run should stop
+    brain : its hooks around a pass and for a batch
+    trainer : holds the modules, and knows what fits into memory and whether the run should stop
+    own_average : whether the recipe averages the losses of batches itself (``update_average``)
     """
 
-    def __init__(self, hooks: Evaluates, stepper: Stepper, retry: OomRetry, between: Between):
-        self.hooks, self.stepper, self.retry, self.between = hooks, stepper, retry, between
-        self.state = stepper.state
+    def __init__(self, brain: sb.Brain, trainer: Trainer, own_average: bool):
+        self.brain, self.trainer, self.own_average = brain, trainer, own_average
 
     def run(self, loader: DataSource, stage: Stage, name: str, show: bool) -> float:
         """Return the average loss over a set. Call it without gradients.
@@ -44,54 +42,77 @@ class EvaluationLoop:
         If the set yields this rank's share, the average is exact over all ranks. The loop never waits for another
         rank, so shares may differ in size. A stop signal ends it early.
         """
-        hooks, state, own_average = self.hooks, self.state, self.stepper.overrides.update_average
-        if self.stepper.device.type == "cpu":
+        brain, trainer, state = self.brain, self.trainer, self.trainer.state
+        if trainer.device.type == "cpu":
             host.trim()  # before the loader forks
         state.step, average = 0, 0.0
-        mean, share = DeviceMean(hooks.device), loaders.is_share(loader)
-        colour = hooks.tqdm_barcolor[stage.name.lower()] or None
+        mean, share = DeviceMean(brain.device), loaders.is_share(loader)
+        colour = brain.tqdm_barcolor[stage.name.lower()] or None
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
-        with self._at_rest(), self.stepper.wrap.gathered(), self._averaged_weights(), display:
-            for batch in loaders.on_device(loader, loader, hooks.device) if share else loader:
-                if self.between.asked_to_stop:
+        with self._at_rest(), trainer.wrap.gathered(), self._averaged_weights(), display:
+            for batch in loaders.on_device(loader, loader, brain.device) if share else loader:
+                if trainer.asked_to_stop:
                     break
                 state.step += 1
-                self.stepper.graphs.next_batch()
-                loss = self.retry.evaluate(batch, stage)
-                hooks.close_batch(batch, stage)
-                if own_average:
-                    average = hooks.update_average(one_number(loss), average)
+                trainer.graphs.next_batch()
+                loss = self._evaluate(batch, stage)
+                brain.close_batch(batch, stage)
+                if self.own_average:
+                    average = brain.update_average(one_number(loss), average)
                 else:
                     mean.add(loss)
                 guard.poll()
                 display.update(seconds=getattr(batch, "seconds", 0.0))
-                if hooks.debug and state.step == hooks.debug_batches:
+                if brain.debug and state.step == brain.debug_batches:
                     break
             guard.poll(wait=True)  # raises now if a label was invalid
-        over_ranks = share or hooks.shares_validation
+        over_ranks = share or brain.shares_validation
         if over_ranks:
             ranks.meet(name)
-        return average if own_average else mean.value(over_ranks)
+        return average if self.own_average else mean.value(over_ranks)
+
+    def _evaluate(self, batch: object, stage: Stage) -> Objectives:
+        """Call ``evaluate_batch`` for a batch, in halves if it does not fit into memory.
+
+        Only what failed is split, so that no utterance is transcribed twice.
+        """
+        memory = self.trainer.memory
+        if memory.may_fit(batch):
+            try:
+                return memory.threads(self.brain.evaluate_batch, batch, stage=stage)
+            except Exception as error:
+                if not memory.ran_out(error):
+                    raise
+                if length(batch) == 1:
+                    raise too_long(memory.device, batch) from error
+            memory.halve_from_now_on(batch)
+        losses, shares = [], []
+        for half, of_whole, _ in parts_of(batch, 2):
+            losses.append(self._evaluate(half, stage))
+            shares.append(of_whole)
+        if all(isinstance(loss, Loss) for loss in losses):
+            return joined(losses)
+        return sum(loss * of_whole for loss, of_whole in zip(losses, shares, strict=True))
 
     @torch.no_grad()
     def validate(self, loader: DataSource, epoch: int, show: bool) -> None:
         """Validate and call the hooks around it; a run that should stop saves the end of the training instead."""
-        hooks, state = self.hooks, self.state
+        brain, trainer = self.brain, self.trainer
         try:
-            hooks.open_stage(Stage.VALID, epoch)
+            brain.open_stage(Stage.VALID, epoch)
             loss = self.run(loader, Stage.VALID, f"valid {epoch}", show)
-            state.step = 0
+            trainer.state.step = 0
             ranks.meet("validated")
-            if ranks.any_of(self.between.flags())["stop"]:
-                state.back_to_training()
-                self.between.leave()
+            if ranks.any_of(trainer.flags())["stop"]:
+                trainer.state.back_to_training()
+                trainer.leave()
         finally:
-            if hooks.checkpointer is not None:
-                hooks.checkpointer.drop()
-        hooks.close_stage(Stage.VALID, loss, epoch)
+            if brain.checkpointer is not None:
+                brain.checkpointer.drop()
+        brain.close_stage(Stage.VALID, loss, epoch)
 
     def _averaged_weights(self) -> contextlib.AbstractContextManager[Any]:
-        ema = self.stepper.ema
+        ema = self.trainer.ema
         return contextlib.nullcontext() if ema is None else ema.swapped()
 
     @contextlib.contextmanager
@@ -101,8 +122,8 @@ class EvaluationLoop:
         Many recipes leave ``normalize`` out of ``modules``. Its statistics would include dev data, and ranks with
         shares of different sizes would wait for each other in it.
         """
-        self.hooks.modules.eval()
-        held = [value for value in vars(self.hooks.hparams).values() if isinstance(value, nn.Module)]
+        self.brain.modules.eval()
+        held = [value for value in vars(self.brain.hparams).values() if isinstance(value, nn.Module)]
         beside = [layer for value in held for layer in value.modules() if layer.training]
         for layer in beside:
             layer.training = False

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import speechbrain as sb
 import torch
 from speechbrain.core import Stage
 from speechbrain.dataio.batch import PaddedBatch
@@ -23,7 +24,6 @@ from sbkit.errors import SbkitError
 from sbkit.train import rng
 from sbkit.train.distributed import ranks
 from sbkit.train.given import DataSource
-from sbkit.train.hooks import Loads
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -123,19 +123,19 @@ def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[A
     return (batch.to(device) if hasattr(batch, "to") else batch for batch in batches)
 
 
-def made(hooks: Loads, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
+def made(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
     """Return the loader for a stage: the one given, or one made from the given dataset."""
     planned = stage is Stage.TRAIN and is_plan_driven(dataset)
-    if planned and hooks.checkpointer is not None and hasattr(dataset, "load_state_dict"):
-        hooks.checkpointer.add_recoverable("loader", Counts(dataset), optional_load=True)
+    if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
+        brain.checkpointer.add_recoverable("loader", Counts(dataset), optional_load=True)
     if dataset is None or planned:
         return dataset
     if not is_loader(dataset):
-        if stage is not Stage.TRAIN and hooks.shares_validation:
+        if stage is not Stage.TRAIN and brain.shares_validation:
             kwargs = shared(dataset, kwargs)
-        dataset = hooks.make_dataloader(dataset, stage=stage, **kwargs)
+        dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
     if ranks.world_size() > 1:
-        _draw_alike(dataset, int(hooks.keys.seed or 0), hooks.device)
+        _draw_alike(dataset, int(brain.keys.seed or 0), brain.device)
     return dataset
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import speechbrain as sb
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -14,14 +15,13 @@ from torch.utils._pytree import tree_leaves
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import Parts
 from sbkit.recipe.trace import on_stand_ins
-from sbkit.train.hooks import StandsIn
 
 Rate = float | torch.Tensor  # a group's rate may be either
 #: Length of the stand-in utterance that shows the order of the layers.
 _SECONDS = 3.0
 
 
-def factors(brain: StandsIn, parts: Parts, by_part: Mapping[str, float] | None, layer_decay: float) -> dict[str, float]:
+def factors(brain: sb.Brain, parts: Parts, by_part: Mapping[str, float] | None, layer_decay: float) -> dict[str, float]:
     """Return the factor of the learning rate for each parameter path, leaving out factors of 1.
 
     by_part, layer_decay : the recipe's ``learning_rates`` and ``layer_decay``
@@ -81,7 +81,7 @@ def scheduled(group: Mapping[str, Any]) -> Rate:
 # ------------------------------------------------------------ depth
 
 
-def depths(brain: StandsIn, parts: Parts) -> dict[str, int]:
+def depths(brain: sb.Brain, parts: Parts) -> dict[str, int]:
     """Return the number of stacked layers above each parameter, by path; 0 for the top layer and what follows it.
 
     A training batch of stand-ins shows the order. Parameters that it uses before the first layer of the stack are
@@ -133,7 +133,7 @@ class _Uses(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _order(brain: StandsIn) -> dict[int, int]:
+def _order(brain: sb.Brain) -> dict[int, int]:
     def order(_: object) -> dict[int, int]:
         with torch.no_grad(), _Uses(brain.modules) as uses:
             brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))

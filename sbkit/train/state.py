@@ -39,8 +39,6 @@ class TrainState:
     """Whether the checks after the first step of a ``fit`` are done."""
     graph_changes: bool = False
     """Whether backward reaches different parameters in different steps, so each step searches for unused ones."""
-    told_dropped: bool = False
-    """Whether the user was told that an epoch drops its last gradients."""
     _trained: tuple[int, int, Mean, int] | None = field(default=None, repr=False)
 
     def closes_step(self, batch: MicroBatch, accumulated: int) -> bool:
@@ -119,6 +117,11 @@ class Overrides:
     @classmethod
     def of(cls, kind: type, base: type) -> Overrides:
         return cls(*(getattr(kind, each.name) is not getattr(base, each.name) for each in fields(cls)))
+
+    @property
+    def any(self) -> bool:
+        """Whether the recipe overrides one of them."""
+        return self.fit_batch or self.optimizers_step or self.update_average
 
     @property
     def averages_batches(self) -> bool:

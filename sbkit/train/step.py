@@ -222,8 +222,11 @@ class Step:
             torch._foreach_mul_(grads, factor)
         self._normalised = self._sums is not None
 
-    def update(self, optimizers: Iterable[Optimizer], max_norm: float | None) -> torch.Tensor:
+    def update(self, optimizers: Iterable[Optimizer], max_norm: float | None, *,
+               number: int | None = None) -> torch.Tensor:
         """Normalise and clip the gradients of all optimizers together, and update unless something is not finite.
+
+        number : of the step in the whole run; None: the one after the last
 
         Returns a scalar on the device: 1 if the step was skipped, else 0.
         """
@@ -242,7 +245,7 @@ class Step:
             multiplier = multiplier * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         found_inf = (~finite).float()
         apply(optimizers, multiplier, found_inf)
-        self._keep_facts(norm, found_inf, scale)
+        self._keep_facts(norm, found_inf, scale, number)
         if self.scaler is not None and scale is not None:
             self.scaler.adjust(found_inf)
         return found_inf
@@ -252,8 +255,9 @@ class Step:
         unknown = torch.zeros((), device=self.device)
         self._keep_facts(unknown, unknown, None)
 
-    def _keep_facts(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None) -> None:
-        self.number += 1
+    def _keep_facts(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None,
+                    number: int | None = None) -> None:
+        self.number = self.number + 1 if number is None else number
         ones = torch.ones((), device=self.device)
         tail = torch.stack([norm.float(), found_inf, ones if scale is None else scale.float(),
                             ones if self._sum_scale is None else self._sum_scale])

@@ -19,10 +19,10 @@ import sbkit
 from sbkit.errors import SbkitError
 from sbkit.train import options
 from sbkit.train.averaging import EMA
-from sbkit.train.between import NotFinite
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.diagnose.replay import replay
 from sbkit.train.step import Loss, Step
+from sbkit.train.trainer import NotFinite
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 
@@ -103,7 +103,7 @@ def test_losses_are_fp32_in_every_precision_and_layers_are_not(precision):
     for stage in (Stage.TRAIN, Stage.VALID):
         assert seen[stage, "forward"] == seen[stage, "late"] == half
         assert seen[stage, "given"] == {torch.float32}
-    assert toy.stepper.objective.found.loss.total.dtype == torch.float32
+    assert toy.trainer.computed.loss.total.dtype == torch.float32
 
 
 @pytest.mark.parametrize("precision, tolerance", [("bf16", 0.05), ("fp16", 0.05)])
@@ -171,7 +171,7 @@ def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypa
     toy, told, kept, again = bad_third_step(tmp_path / "at-once")
     assert told["late"] == 0 and torch.equal(kept, toy.after[2]) and "Weights: those of that step." in again
     assert "It is examined with" not in caplog.text
-    monkeypatch.setattr("sbkit.train.stepper.Step", Behind)
+    monkeypatch.setattr("sbkit.train.trainer.Step", Behind)
     toy, told, kept, again = bad_third_step(tmp_path / "late")
     assert told["late"] == 1 and torch.equal(kept, toy.after[3]) and not torch.equal(kept, toy.after[2])
     assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It is examined with the weights after " \
@@ -442,8 +442,8 @@ def test_moving_averages_are_used_in_evaluation_only():
     toy.compute_forward = lambda batch, stage: (seen.append(model[0].weight.detach().clone()), compute(batch, stage))[1]
     toy.fit(range(1, 2), ToyTrainLoader(3), ToyEvalLoader(2))
     trained, evaluated = model[0].weight.detach(), seen[-1]
-    assert toy.stepper.ema.updates == 3 and not torch.equal(trained, evaluated)
-    torch.testing.assert_close(evaluated, toy.stepper.ema._averages["0.weight"])
+    assert toy.trainer.ema.updates == 3 and not torch.equal(trained, evaluated)
+    torch.testing.assert_close(evaluated, toy.trainer.ema._averages["0.weight"])
 
 
 # ------------------------------------------------------------------ what it leaves out

@@ -253,7 +253,7 @@ def test_with_cuda_graphs_each_batch_is_announced_and_gradients_outlive_it(monke
 
     def trained(graphs):
         toy = brain()
-        toy.stepper.graphs.on = graphs
+        toy.trainer.graphs.on = graphs
         for parameter in toy.modules.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: written.append(parameter.grad))
         toy.fit(range(1, 3), ToyTrainLoader(steps=3, micros=3), ToyEvalLoader())

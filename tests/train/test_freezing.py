@@ -162,7 +162,7 @@ def run(folder, die_at=None, average=True):
             shelf.wait()
     held = made.optimizer.state_dict()["state"]
     return state(made), {i: {k: v.clone() for k, v in one.items()} for i, one in held.items()}, \
-        (ema.state_dict()["weights"] if ema else {}), getattr(made.stepper.wrap, "searches", False)
+        (ema.state_dict()["weights"] if ema else {}), getattr(made.trainer.wrap, "searches", False)
 
 
 def same(one, other):
@@ -213,7 +213,7 @@ def on_a_corner(_):
     rank, world = ranks.rank(), ranks.world_size()
     made = brain(ToyBrain, modules=layers(), hparams={"freeze": {"model.3": 2, "model.0": 2}})
     made.fit([1, 2], ToyTrainLoader(4, 8, rank, world))
-    return state(made), made.stepper.wrap.searches
+    return state(made), made.trainer.wrap.searches
 
 
 @pytest.mark.slow
@@ -267,8 +267,8 @@ def test_divided_parameters_neither_thaw_nor_are_saved_as_adapters(tmp_path):
 def test_the_size_of_what_fits_is_found_anew_when_more_trains():
     made = toy({"first": 2})
     seen = []
-    made.on_fit_batch_start = lambda batch, should_step: seen.append(made._retry.got_through)
-    made._retry.got_through = 5.0
+    made.on_fit_batch_start = lambda batch, should_step: seen.append(made.trainer.memory.largest_step_that_fit)
+    made.trainer.memory.largest_step_that_fit = 5.0
     made.fit([1], ToyTrainLoader(4))
     assert seen == [5.0, 5.0, 0.0, 0.0]
 

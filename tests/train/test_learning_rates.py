@@ -53,7 +53,7 @@ def test_a_part_trains_at_its_multiple_of_the_rate():
     assert rates(toy) == pytest.approx({
         "model.0.weight": 0.1, "model.0.bias": 0.05, "model.1.weight": 0.1, "model.2.weight": 1.0, "model.2.bias": 0.2,
         "model.3.weight": 0.1, "model.3.bias": 0.1})
-    assert toy.stepper.learning_rate == pytest.approx(0.1)
+    assert toy.trainer.learning_rate == pytest.approx(0.1)
 
 
 def test_a_step_is_so_many_times_as_long():
@@ -72,7 +72,7 @@ def test_a_schedule_keeps_the_multiples():
     toy, schedule = made(learning_rates={"head": 10}), Schedule(peak=1.0, warmup=10, shape="constant")
     assert schedule.apply(toy.optimizer, 5) == 0.5
     assert rates(toy)["model.0.weight"] == 0.5 and rates(toy)["model.2.weight"] == 5.0
-    assert toy.stepper.learning_rate == 0.5
+    assert toy.trainer.learning_rate == 0.5
 
 
 def test_without_multiples_there_is_one_group_and_the_same_run():

@@ -183,7 +183,7 @@ def test_a_run_that_died_before_its_first_checkpoint_leaves_no_lines_behind(tmp_
 
 def test_a_checkpoint_is_saved_every_so_many_minutes(tmp_path, monkeypatch):
     now, saves = [0.0], []
-    monkeypatch.setattr("sbkit.train.between.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sbkit.train.trainer.time.monotonic", lambda: now[0])
     toy = brain(checkpointer=Checkpointer(tmp_path), ckpt_interval_minutes=1)
     toy.on_fit_batch_start = lambda batch, should_step: now.append(now.pop() + 25.0)  # a step takes 25 s
     toy._save_intra_epoch_ckpt = lambda: saves.append(toy.optimizer_step)

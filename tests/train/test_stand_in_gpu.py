@@ -76,17 +76,17 @@ def step_on_stand_ins(*args, **overrides):
         brain.scaler = precision.Scaler(CUDA.type, enabled=brain.precision == "fp16")
         brain.init_optimizers()
         brain.modules.train()
-        brain.stepper.steps = step.Step(CUDA, scaler=brain.scaler)
+        brain.trainer.steps = step.Step(CUDA, scaler=brain.scaler)
         for batch in batches:
             batch = batch.to(CUDA)
             loss = brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
-            brain.stepper.steps.add(loss)
-            assert brain.stepper.steps.scaled(loss).device == CUDA
+            brain.trainer.steps.add(loss)
+            assert brain.trainer.steps.scaled(loss).device == CUDA
         for parameter in brain.modules.parameters():
             parameter.grad = torch.ones_like(parameter)
-        brain.stepper.steps.update([brain.optimizer], 5.0)
-        if brain.stepper.ema is not None:
-            brain.stepper.ema.update()
+        brain.trainer.steps.update([brain.optimizer], 5.0)
+        if brain.trainer.ema is not None:
+            brain.trainer.ema.update()
 
 
 @pytest.mark.slow

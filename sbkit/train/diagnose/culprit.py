@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import speechbrain as sb
 import torch
 from safetensors.torch import save_file
 from speechbrain.core import Stage
@@ -24,7 +25,6 @@ from sbkit.train.diagnose.inspection import Findings, Ran, Values, before, exami
 from sbkit.train.diagnose.saved_batch import pack, take_row, utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.given import MicroBatch
-from sbkit.train.hooks import Examined
 from sbkit.train.precision import losses_in_fp32
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Suspect(NamedTuple):
 
 
 def report(
-    brain: Examined,
+    brain: sb.Brain,
     folder: str | os.PathLike[str],
     suspects: Sequence[Any],
     *,
@@ -95,7 +95,7 @@ def report(
 
 
 @contextlib.contextmanager
-def at_step(brain: Examined, step: int) -> Iterator[None]:
+def at_step(brain: sb.Brain, step: int) -> Iterator[None]:
     """Context in which a Brain is at a step, counted from 1, on which what it computes may depend."""
     now, brain.optimizer_step = brain.optimizer_step, step - 1
     try:
@@ -104,7 +104,7 @@ def at_step(brain: Examined, step: int) -> Iterator[None]:
         brain.optimizer_step = now
 
 
-def runner(brain: Examined) -> Callable[[Any], Ran]:
+def runner(brain: sb.Brain) -> Callable[[Any], Ran]:
     """Return a function for ``examine`` that computes the loss of a batch as in training, but without DDP."""
 
     def run(batch: MicroBatch) -> Ran:
@@ -127,7 +127,7 @@ def _suspect(one: object) -> Suspect:
     return one if isinstance(one, Suspect) else Suspect(one)
 
 
-def _account(brain: Examined, suspect: Suspect, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
+def _account(brain: sb.Brain, suspect: Suspect, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
     """Run a micro-batch again and return the findings as plain JSON."""
     # These gradients must not be averaged over ranks.
     with brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
@@ -142,7 +142,7 @@ def _account(brain: Examined, suspect: Suspect, micro: int, context: Mapping[str
             "findings": {**found.as_dict(), "what": found.what}}
 
 
-def alone(brain: Examined, suspect: Suspect) -> list[float]:
+def alone(brain: sb.Brain, suspect: Suspect) -> list[float]:
     """Return the loss of each utterance run alone, if the batch can be split."""
     singles = [take_row(suspect.batch, row) for row in range(len(utterance_ids(suspect.batch)))]
     if any(single is None for single in singles):

@@ -47,8 +47,8 @@ def replay(brain: Brain, folder: str | os.PathLike[str], *, weights: bool = True
     saved = read(folder)
     tensors = load_file(folder / "tensors.safetensors")
     exact = weights and _take_weights(brain.modules, folder, saved)
-    brain.stepper.freezing.at(saved["step"] - 1)
-    brain.stepper.freezing.train()
+    brain.trainer.freezing.at(saved["step"] - 1)
+    brain.trainer.freezing.train()
     lines = [f"Step {saved['step']} of rank {saved['rank']}, {saved['precision']} on {saved['device']}; "
              f"the {saved['what']} was not finite.",
              f"Weights: {_weights(exact, saved)}."]

@@ -9,26 +9,22 @@ import gc
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from speechbrain.core import Stage
+from torch import nn
 
 from sbkit import errors
 from sbkit.errors import SbkitError, first_line
 from sbkit.train import device as devices
-from sbkit.train import rng
 from sbkit.train.diagnose.saved_batch import utterance_ids
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.parallel import talks_in_forward
+from sbkit.train.distributed.parallel import Alone, talks_in_forward
 from sbkit.train.distributed.sharding import Sharded
-from sbkit.train.given import Objectives
-from sbkit.train.hooks import Evaluates
 from sbkit.train.memory import host
 from sbkit.train.memory.threads import NO_PRIMITIVE, Threads
 from sbkit.train.step import Loss
-from sbkit.train.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def told(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
+def oom_as_user_error(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
     """Turn an error for lack of memory inside this context into an ``SbkitError``."""
     try:
         yield
@@ -55,139 +51,53 @@ def told(device: torch.device | str, hint: str = HINT) -> Iterator[None]:
         raise SbkitError(f"out of memory on {device}: {first_line(error)}", hint=hint, exit_code=1) from error
 
 
-class OomRetry:
-    """Computes micro-batches, in parts if they don't fit into memory.
+class MemoryLimits:
+    """What is known of the batches that fit into memory, and into how many parts others are split.
 
     Losses are sums and gradients add up, so a step in parts equals the whole step, except for dropout, which draws
     other numbers, and for layers that depend on the whole batch. A loss that is a plain scalar is weighted by the share
-    of utterances in a part.
-
-    A failed backward leaves incomplete gradients, so the step starts again from its first micro-batch, with the same
-    random numbers. Later micro-batches of a size that failed are split before they are tried.
-
-    On several ranks DDP averages gradients during the backward of the last micro-batch, when no rank can start again.
-    So if a step is larger than all that fit on all ranks so far, gradients are averaged only after all ranks have
-    finished it. All ranks know the planned size, so they decide alike.
+    of utterances in a part. Micro-batches of a size that failed once are split before they are tried.
     """
 
-    def __init__(self, hooks: Evaluates, stepper: Stepper):
-        self.hooks, self.stepper = hooks, stepper
-        self.limit = float("inf")
-        """The smallest size that failed, as the number of values in the batch's largest tensor."""
-        self.evaluation_limit = float("inf")
-        """The same for evaluation, which needs less memory."""
-        self.cut = 0
-        """The number of micro-batches computed in parts since the last call of ``tell``."""
-        self.got_through = 0.0
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.limit = self.evaluation_limit = float("inf")
+        """The smallest size that failed, as the number of values in the batch's largest tensor; evaluation needs less
+        memory than training."""
+        self.split = 0
+        """The number of micro-batches computed in parts since the last call of ``report``."""
+        self.largest_step_that_fit = 0.0
         """The planned size of the largest step that no rank had to split; the same on all ranks."""
         self.conditions: list[str] | None = None
         """What else memory depends on, on all ranks; known once they train."""
-        self._threads = Threads()
-        # For this step: micro-batch, number of parts, random state before it.
-        self._done: list[tuple[Any, int, dict[str, torch.Tensor]]] = []
+        self.threads = Threads()
 
-    @property
-    def device(self) -> torch.device:
-        return self.stepper.device
-
-    def begin(self, precision: str, compiled: bool) -> None:
+    def begin(self, precision: str, compiled: bool, recomputed: object) -> None:
         """Collect the devices and settings of all ranks."""
-        recomputed = self.hooks.keys.activation_checkpointing
         own = f"{devices.described(self.device)} in {precision}"
         own += ", compiled" * compiled + f", activation_checkpointing: {recomputed}" * bool(recomputed)
         self.conditions = sorted(set(ranks.gather_objects(own)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size that fits, and the conditions for it, for a resumed run."""
-        return {"got_through": self.got_through, "got_through_on": self.conditions}
+        return {"got_through": self.largest_step_that_fit, "got_through_on": self.conditions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the size that fits, if the conditions have not changed."""
         size, on = state.get("got_through", 0.0), state.get("got_through_on")
         same = self.conditions is not None and on == self.conditions
-        self.got_through = size if same else 0.0
+        self.largest_step_that_fit = size if same else 0.0
         if size and self.conditions is not None and not same and ranks.is_main():
             logger.info("The run was on %s and is now on %s, so which batches fit is tried again",
                         "; ".join(on or ["other devices"]), "; ".join(self.conditions))
 
-    def run(self, batch: object, last: bool) -> Loss:
-        """Run forward and backward of a micro-batch, the last of its step or not, and return its whole loss."""
-        if not self.stepper.steps.started:
-            self._done = []
-        generators = rng.capture(self.device)
-        most = getattr(batch, "most", 0.0)
-        risky = last and most > self.got_through and self.stepper.wrap.can_wait
-        while True:
-            count = self._count(batch)
-            try:
-                loss = self._way(count, generators)(batch, last and not risky)
-                break
-            except Exception as error:
-                if not self._ran_out(error):
-                    raise
-                self._give_up_unless_possible(batch, last, count, error)
-            # Outside of the handler, so that the error and its frames no longer hold the step's tensors.
-            self._remember(batch, count)
-            self._start_again(generators)
-        self.cut += count > 1
-        if risky:
-            self.stepper.exchange()
-            if not ranks.any_of({"cut": count > 1})["cut"]:
-                self.got_through = most
-        self._done = [] if last else [*self._done, (batch, count, generators)]
-        return loss
+    def expect_more(self) -> None:
+        """Try again which steps fit, because more parameters train from now on."""
+        self.largest_step_that_fit = 0.0
 
-    def fits(self, batch: object) -> bool:
-        """Take a step on a whole micro-batch; return False, with nothing left of it, if it ran out of memory."""
-        try:
-            self._threads(self.stepper.backward, batch, True)
-            self.stepper.update()
-            return True
-        except Exception as error:
-            if not self._ran_out(error):
-                raise
-        self._clear()
-        return False
+    # ------------------------------------------------------------ training
 
-    def evaluate(self, batch: object, stage: Stage) -> Objectives:
-        """Call ``evaluate_batch`` for a batch, in halves if it does not fit into memory.
-
-        Only what failed is split, so that no utterance is transcribed twice.
-        """
-        if self._may_fit(batch):
-            try:
-                return self._threads(self.hooks.evaluate_batch, batch, stage=stage)
-            except Exception as error:
-                if not self._ran_out(error):
-                    raise
-                if length(batch) == 1:
-                    raise _too_long(self.device, batch) from error
-            self._remember_evaluation(batch)
-        size = length(batch)
-        halves = [rows(batch, 0, size // 2), rows(batch, size // 2, size)]
-        losses = [self.evaluate(half, stage) for half in halves]
-        if all(isinstance(loss, Loss) for loss in losses):
-            return _joined(losses)
-        return sum(loss * length(half) for loss, half in zip(losses, halves, strict=True)) / size
-
-    def _may_fit(self, batch: object) -> bool:
-        return (self.evaluation_limit == float("inf")  # nothing has failed, so there is nothing to compare
-                or largest(batch) < self.evaluation_limit or length(batch) == 1)
-
-    def _remember_evaluation(self, batch: object) -> None:
-        self.evaluation_limit = largest(batch)
-        logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of its size are "
-                       "evaluated in halves", self.device, length(batch))
-        _free(self.device)
-
-    def tell(self) -> None:
-        """Log how many micro-batches of the epoch were computed in parts."""
-        if self.cut:
-            logger.warning("%d micro-batches of this epoch did not fit into memory and were computed in parts: "
-                           "a lower max_batch_seconds is faster", self.cut)
-        self.cut = 0
-
-    def _count(self, batch: object) -> int:
+    def parts(self, batch: object) -> int:
         """Return the number of parts for a micro-batch, so that none is as large as one that failed."""
         count = 1
         if self.limit < float("inf"):
@@ -196,98 +106,103 @@ class OomRetry:
                 count = min(2 * count, most)
         return count
 
-    def _way(self, count: int, generators: dict[str, torch.Tensor]) -> Callable[[Any, bool], Loss]:
-        """Return the function that computes a micro-batch, whole or in ``count`` parts."""
-        if count > 1:
-            return functools.partial(self._in_parts, count)
-        return functools.partial(self._threads.reached(self.stepper.backward), generators=generators)
-
-    def _in_parts(self, count: int, batch: object, last: bool) -> Loss:
-        size = length(batch)
-        edges = [i * size // count for i in range(count + 1)]
-        losses = []
-        for start, stop in itertools.pairwise(edges):
-            part = rows(batch, start, stop)
-            last_part = last and stop == size
-            loss = self._threads(self.stepper.backward, part, last_part, share=(stop - start) / size)
-            losses.append(loss.detach())
-        return _joined(losses)
-
-    # ------------------------------------------------------------ after a failure
-
-    def _ran_out(self, error: Exception) -> bool:
+    def ran_out(self, error: Exception) -> bool:
+        """Return whether an error is for lack of memory; leaves a thread in which a library is stuck since."""
         if not is_out_of_memory(error):
             return False
-        self._threads.leave_if_stuck(error)
+        self.threads.leave_if_stuck(error)
         return True
 
-    def _give_up_unless_possible(self, batch: object, last: bool, count: int, error: Exception) -> None:
-        stepper, size = self.stepper, length(batch)
-        if count >= size:
-            raise _too_long(self.device, batch) from error
-        if isinstance(stepper.wrap, Sharded):
-            raise SbkitError(f"out of memory on {self.device} with {size} utterances; with fsdp no rank can repeat a "
-                             "step alone", hint=HINT, exit_code=1) from error
-        talking = next((name for name, module in stepper.modules.named_modules() if talks_in_forward(module)), None)
-        if ranks.world_size() > 1 and talking is not None:
-            raise SbkitError(f"out of memory on {self.device} with {size} utterances; '{talking}' needs the values of "
-                             "all ranks, so none can repeat a step alone", hint=HINT, exit_code=1) from error
-        if last and stepper.steps.announced and ranks.world_size() > 1:
-            raise SbkitError(f"out of memory on {self.device} with {size} utterances, while gradients were being "
-                             "exchanged with the other ranks", hint=HINT, exit_code=1) from error
+    def refuse_to_retry(self, error: Exception, batch: object, count: int, modules: nn.Module, wrap: Alone, *,
+                        exchanging: bool) -> None:
+        """Raise an error that says why a micro-batch, which ran out of memory in ``count`` parts, can't be split more.
 
-    def _remember(self, batch: object, count: int) -> None:
+        exchanging : whether its gradients were on their way to the other ranks
+        """
+        size = length(batch)
+        if count >= size:
+            raise too_long(self.device, batch) from error
+        reason = ""
+        if ranks.world_size() > 1:
+            talking = next((name for name, module in modules.named_modules() if talks_in_forward(module)), None)
+            if talking is not None:
+                reason = f"; '{talking}' needs the values of all ranks, so none can repeat a step alone"
+            elif exchanging:
+                reason = ", while gradients were being exchanged with the other ranks"
+        if isinstance(wrap, Sharded):
+            reason = "; with fsdp no rank can repeat a step alone"
+        if reason:
+            raise SbkitError(f"out of memory on {self.device} with {size} utterances{reason}", hint=HINT,
+                             exit_code=1) from error
+
+    def split_from_now_on(self, batch: object, count: int, step: int) -> None:
+        """Remember the size of a micro-batch that failed in ``count`` parts, and say what follows."""
         self.limit = largest(batch) / count
         seconds = getattr(batch, "padded_seconds", None)
         amount = f" of {seconds:.0f} s with padding" if seconds else ""
         advice = f"; a max_batch_seconds below {seconds / count:.0f} avoids this" if seconds else ""
         logger.warning("Step %d: no memory left on %s for a micro-batch of %d utterances%s%s. It and others of its "
-                       "size are computed in %d parts%s", self.stepper.state.optimizer_step + 1, self.device,
-                       length(batch), amount, f" in {count} parts" if count > 1 else "", self._count(batch), advice)
+                       "size are computed in %d parts%s", step, self.device, length(batch), amount,
+                       f" in {count} parts" if count > 1 else "", self.parts(batch), advice)
 
-    def _start_again(self, generators: dict[str, torch.Tensor]) -> None:
-        """Discard the failed attempt, and compute the step's earlier micro-batches again."""
-        place = 0
-        while True:
-            self._clear()
-            try:
-                for place, (batch, count, before) in enumerate(self._done):  # noqa: B007 (needed below)
-                    rng.restore(before, self.device)
-                    self._way(count, before)(batch, False)
-                break
-            except Exception as error:
-                batch, count, before = self._done[place]
-                if not self._ran_out(error) or count >= length(batch):
-                    raise
-                self._done[place] = batch, min(2 * count, length(batch)), before
-        rng.restore(generators, self.device)
+    def computed(self, untried: float | None, *, in_parts: bool) -> None:
+        """Count a micro-batch that was computed, in parts or whole.
 
-    def _clear(self) -> None:
-        """Discard the step, and release unused memory."""
-        self.stepper.forget()
-        _free(self.device)
+        untried : the planned size of the step, if it was larger than all that fit; all ranks call it then
+        """
+        self.split += in_parts
+        if untried is not None and not ranks.any_of({"split": in_parts})["split"]:
+            self.largest_step_that_fit = untried
+
+    def report(self) -> None:
+        """Log how many micro-batches of the epoch were computed in parts."""
+        if self.split:
+            logger.warning("%d micro-batches of this epoch did not fit into memory and were computed in parts: "
+                           "a lower max_batch_seconds is faster", self.split)
+        self.split = 0
+
+    # ------------------------------------------------------------ evaluation
+
+    def may_fit(self, batch: object) -> bool:
+        """Return whether a batch is worth trying whole in evaluation."""
+        return (self.evaluation_limit == float("inf")  # nothing has failed, so there is nothing to compare
+                or largest(batch) < self.evaluation_limit or length(batch) == 1)
+
+    def halve_from_now_on(self, batch: object) -> None:
+        """Remember the size of a batch that failed in evaluation, and say what follows."""
+        self.evaluation_limit = largest(batch)
+        logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of its size are "
+                       "evaluated in halves", self.device, length(batch))
+        self.free()
+
+    def free(self) -> None:
+        """Release cached memory that is not in use."""
+        gc.collect()
+        if self.device.type == "cpu":
+            host.give_back()
+        else:
+            torch.get_device_module(self.device).empty_cache()
 
 
-def _joined(parts: list[Loss]) -> Loss:
+def joined(parts: list[Loss]) -> Loss:
     """Return the loss of a whole batch from those of its parts."""
     return Loss(functools.reduce(operator.add, (part.total for part in parts)), sum(part.count for part in parts))
 
 
-def _too_long(device: torch.device, batch: object) -> SbkitError:
+def too_long(device: torch.device, batch: object) -> SbkitError:
+    """Return the error for a batch that can't be split further."""
     names = utterance_ids(batch)
     name = f" ({names[0]})" if length(batch) == 1 and names else ""
     return SbkitError(f"out of memory on {device} with a single utterance{name}", exit_code=1,
                       hint="leave out such long utterances (max_duration), or try activation_checkpointing")
 
 
-def _free(device: torch.device | str) -> None:
-    """Release cached memory that is not in use."""
-    device = torch.device(device)
-    gc.collect()
-    if device.type == "cpu":
-        host.give_back()
-    else:
-        torch.get_device_module(device).empty_cache()
+def parts_of(batch: object, count: int) -> Iterator[tuple[object, float, bool]]:
+    """Yield the parts of a batch, each with its share of the utterances and whether it is the last."""
+    size = length(batch)
+    edges = [i * size // count for i in range(count + 1)]
+    for start, stop in itertools.pairwise(edges):
+        yield rows(batch, start, stop), (stop - start) / size, stop == size
 
 
 # ---------------------------------------------------------------------------------------------- batches

@@ -78,7 +78,7 @@ def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
                              freeze=for_good(recipe.keys.freeze))
         brain.on_fit_start()
         brain.open_step(brain.optimizer_step + 1)
-        brain.stepper.freezing.train()
+        brain.trainer.freezing.train()
         durations = _durations(request, recipe, Path(folder))
         with _quiet("sbkit.train.distributed.parallel"):  # the run itself will warn of unused layers
             yield Trial(brain, durations, device, batch_size.place(model, recipe.keys, brain.precision, device))

@@ -63,7 +63,7 @@ class Recipe:
         self.device, self.precision, self.optimizer_step = "cpu", "fp32", 1000
         self.training_ctx = TorchAutocast(device_type="cpu", dtype=torch.float32)
         self.breaks = breaks
-        self.stepper = SimpleNamespace(freezing=Freezing(self.modules, Parts(self.modules, {}), None))
+        self.trainer = SimpleNamespace(freezing=Freezing(self.modules, Parts(self.modules, {}), None))
 
     def compute_forward(self, batch, stage):
         x = self.modules.front(batch.signals.unfold(1, 16, 16))

@@ -16,11 +16,11 @@ from processes import outcomes, results
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
 from sbkit.errors import SbkitError
-from sbkit.train.between import NotFinite
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.ranks import PeerFailed
 from sbkit.train.signals import Stopped
+from sbkit.train.trainer import NotFinite
 
 pytestmark = pytest.mark.slow
 

@@ -238,7 +238,7 @@ class BufferBrain(ToyBrain):
 def train_buffers():
     toy = brain(BufferBrain, modules=WithBuffer())
     toy.fit(range(1, 3), ToyTrainLoader(3, 8, ranks.rank(), ranks.world_size()))
-    return state(toy), toy.stepper.buffers._changing, statistics(ranks.rank(), ranks.world_size())
+    return state(toy), toy.trainer.buffers._changing, statistics(ranks.rank(), ranks.world_size())
 
 
 def statistics(rank, world):

@@ -24,13 +24,13 @@ def trained(cls, options, micros=1, epochs=2):
     toy = brain(cls, modules=layers(), **options)
     rank, world = ranks.rank(), ranks.world_size()
     toy.fit(range(1, epochs + 1), ToyTrainLoader(6, 8, rank, world, micros))
-    facts = toy.stepper.wrap.ddp._get_ddp_logging_data()
+    facts = toy.trainer.wrap.ddp._get_ddp_logging_data()
     kept = {name: tensor.cpu() for name, tensor in state(toy).items()}
     order = {name: facts.get(name) for name in
              ("find_unused_parameters", "has_rebuilt_buckets", "rebuilt_per_bucket_param_indices",
               "prev_iteration_grad_ready_order_indices")}
     left = toy.optimizer.state_dict()
-    return kept, order, toy.stepper.wrap.searches, [line for line in said if "uses other" in line], \
+    return kept, order, toy.trainer.wrap.searches, [line for line in said if "uses other" in line], \
         (sorted(left["state"]), left["param_groups"][0]["params"])
 
 
@@ -89,7 +89,7 @@ class LateOnACard(Late):
             taken, steps._pending = steps._pending[:max(ready, 0)], steps._pending[max(ready, 0):]
             return [steps._read(*entry) for entry in taken]
 
-        steps = self.stepper.steps
+        steps = self.trainer.steps
         steps.facts = facts
 
 

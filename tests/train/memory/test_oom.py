@@ -317,13 +317,13 @@ def saved_and_resumed(folder, caplog, **changed):
     """What a run takes for granted that goes on from one that got through 4.0; ``changed``: its options."""
     toy = brain(checkpointer=Checkpointer(folder))
     toy.on_fit_start()
-    toy._retry.got_through = 4.0
+    toy.trainer.memory.largest_step_that_fit = 4.0
     toy.checkpointer.save_checkpoint()
     toy.checkpointer.wait()
     again = brain(checkpointer=Checkpointer(folder), **changed)
     with caplog.at_level("INFO", logger="sbkit.train.memory.oom"):
         again.on_fit_start()
-    return again._retry.got_through
+    return again.trainer.memory.largest_step_that_fit
 
 
 def test_what_was_got_through_holds_on_the_same_device(tmp_path, caplog):
@@ -347,8 +347,8 @@ def test_nor_does_that_of_a_checkpoint_which_does_not_say_where(caplog):
     toy = brain()
     toy.on_fit_start()
     with caplog.at_level("INFO", logger="sbkit.train.memory.oom"):
-        toy._retry.load_state_dict({"got_through": 4.0})
-    assert toy._retry.got_through == 0.0 and "was on other devices and is now on" in caplog.text
+        toy.trainer.memory.load_state_dict({"got_through": 4.0})
+    assert toy.trainer.memory.largest_step_that_fit == 0.0 and "was on other devices and is now on" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -373,14 +373,14 @@ class ToyCounting(ToyBrain):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        exchange = self.stepper.exchange
+        exchange = self.trainer.exchange
 
         def counted():
             exchange()
             self.attempts += 1
             assert self.attempts == 1
 
-        self.stepper.exchange = counted
+        self.trainer.exchange = counted
 
 
 class Normalised(NarrowSecond):
@@ -410,7 +410,7 @@ def train_as_rank(cls, micros, most=0.0):
     place = ranks.rank(), ranks.world_size()
     toy.fit(range(1, 3), ToyTrainLoader(5, 8, *place, micros, lambda batch: setattr(batch, "most", most)),
             ToyEvalLoader(4))
-    return state(toy), toy.attempts, toy._retry.got_through
+    return state(toy), toy.attempts, toy.trainer.memory.largest_step_that_fit
 
 
 @pytest.mark.slow

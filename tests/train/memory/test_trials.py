@@ -74,7 +74,7 @@ def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
 
     monkeypatch.setattr(trial.brain, "compute_objectives", full)
     assert trial.fits(2, 1.0) is False
-    assert all(p.grad is None for p in trial.brain.modules.parameters()) and not trial.brain.stepper.steps.started
+    assert all(p.grad is None for p in trial.brain.modules.parameters()) and not trial.brain.trainer.steps.started
 
 
 @on_linux

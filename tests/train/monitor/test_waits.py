@@ -145,7 +145,7 @@ class Waiting(ToyBrain):
 def test_an_epoch_says_how_often_a_step_waited(card, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     toy = brain(Waiting, hparams={"output_folder": str(tmp_path)})
-    toy.card, toy.stepper.budget.waits = card, HostWaits(CUDA)
+    toy.card, toy.trainer.budget.waits = card, HostWaits(CUDA)
     toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
     toy.metrics_log.flush()
     epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -155,11 +155,11 @@ def test_an_epoch_says_how_often_a_step_waited(card, caplog, tmp_path):
 
 def test_a_run_that_breaks_leaves_no_mode_behind(card):
     toy = brain(Waiting)
-    toy.card, toy.stepper.budget.waits, toy.breaks_at = card, HostWaits(CUDA), waits.FIRST + 2
+    toy.card, toy.trainer.budget.waits, toy.breaks_at = card, HostWaits(CUDA), waits.FIRST + 2
     before = warnings.showwarning
     with pytest.raises(RuntimeError, match="broken"):
         toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
-    assert card.mode == 0 and warnings.showwarning is before and toy.stepper.budget.waits.a_step() == 0
+    assert card.mode == 0 and warnings.showwarning is before and toy.trainer.budget.waits.a_step() == 0
 
 
 def test_nothing_is_said_where_there_is_nothing_to_wait_for(card, caplog, tmp_path):
