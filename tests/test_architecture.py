@@ -1,10 +1,12 @@
 """docs/architecture.md tells of the house as it stands."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from test_imports import FILES, ORDER, room
+from toys import ToyTrainLoader, brain
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -27,12 +29,32 @@ def test_each_part_of_training_says_what_it_never_does(part):
     assert f"`{part}/`" in PAGE.rpartition("Inside `sbkit/train/`")[2]
 
 
-def test_the_way_of_a_batch_is_five_calls_that_there_are():
-    calls = re.findall(r"^\| (\d) \| `(?:(\w+)\.)?(\w+)` \| (?:`([\w/.]+)`|the task) \|", PAGE, re.M)
-    assert [number for number, *_ in calls] == list("12345") and calls[-1][2] == "compute_forward"
-    for _, kind, method, path in calls[:-1]:
-        text = (ROOT / path).read_text(encoding="utf-8")
-        assert f"class {kind}" in text and f"    def {method}(" in text
+WAY = re.findall(r"^\| (\d+) \| `(?:(\w+)\.)?(\w+)` \| (?:`([\w/.]+)`|(the task)) \|", PAGE, re.M)
+
+
+def test_the_way_of_a_batch_is_short():
+    assert [number for number, *_ in WAY] == [str(i + 1) for i in range(len(WAY))]
+    assert 10 < len(WAY) <= 14 and len({path for *_, path, _ in WAY}) <= 6
+
+
+def test_the_last_micro_batch_of_a_step_goes_that_way():
+    toy, entered = brain(), []
+    wanted = {(path or "tests/toys.py", name): int(number) for number, _, name, path, _ in WAY}
+
+    def watch(frame, event, arg):
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        found = next((number for (where, called), number in wanted.items() if path.endswith(where) and name == called),
+                     None)
+        if event == "call" and found is not None:
+            entered.append(found)
+
+    sys.setprofile(watch)
+    try:
+        toy.fit([1], ToyTrainLoader(3, micros=2), progressbar=False)
+    finally:
+        sys.setprofile(None)
+    last = entered[len(entered) - 1 - entered[::-1].index(2):]
+    assert list(dict.fromkeys(last)) == list(range(2, 15)) and entered[:6] == [1, 2, 3, 4, 5, 6]
 
 
 def test_training_names_no_task():
