@@ -1,4 +1,4 @@
-"""The base class of recognisers: tasks that transcribe, score words, and notice when they do not learn."""
+"""The base class of recognisers: tasks that transcribe, score words, and say when they do not learn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import torch
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Encoder
 from sbkit.score.latency import Shown
-from sbkit.tasks.hearing import Hearing
 from sbkit.tasks.kept_tokenizer import kept
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
-from sbkit.tasks.learning_alarm import LearningAlarm
-from sbkit.tasks.learning_notice import Notice, Setup
+from sbkit.tasks.learning_notices import LearningNotices, Notice, Setup
+from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.tasks.task import Metric, Task
 from sbkit.tasks.transcripts import Transcripts, score
 from sbkit.train.distributed import ranks
@@ -61,19 +60,19 @@ class ASR(Task):
     metric = Metric("WER")
     keys: RecogniserKeys
     loss_of_tokens: ClassVar[str | None] = None
-    """The name in ``Loss.extras`` of a part that, per token, equals the tokens' entropy until the model learns to hear.
+    """The name in ``Loss.extras`` of a part that, per token, equals the tokens' entropy until something is learnt.
 
-    A run watches it, warns if the model hears nothing, and widens SpecAugment's masks by it (``ramp``). None if the
+    A run watches it, warns if it stays there, and widens SpecAugment's masks by it (``ramp``). None if the
     loss has no such part: masks are then whole from the first step on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.hearing = Hearing()
-        self.alarm = LearningAlarm(self.loss_of_tokens)
+        self.progress = LearningProgress()
+        self.notices = LearningNotices(self.loss_of_tokens)
         if self.checkpointer is not None:
-            self.checkpointer.add_recoverable("hearing", self.hearing, optional_load=True)
-            self.checkpointer.add_recoverable("alarm", self.alarm, optional_load=True)
+            self.checkpointer.add_recoverable("hearing", self.progress, optional_load=True)
+            self.checkpointer.add_recoverable("alarm", self.notices, optional_load=True)
 
     # ------------------------------------------------------------ the vocabulary
 
@@ -134,54 +133,54 @@ class ASR(Task):
     def open_run(self, texts: Sequence[str], steps: int) -> None:
         """Compute the loss at chance from the training texts if the loss can be compared with it, and begin the run."""
         if self.loss_of_tokens is not None:
-            self.hearing.chance = self.keys.tokenizer.entropy(texts)
+            self.progress.chance = self.keys.tokenizer.entropy(texts)
         super().open_run(texts, steps)
-        self.alarm.setup = self._setup(steps)
+        self.notices.setup = self._setup(steps)
 
     def _setup(self, planned: int) -> Setup:
-        """Return what the alarm's advice depends on."""
+        """Return what the advice of notices depends on."""
         keys = self.keys
         masks, thaws = keys.spec_augment, self.trainer.freezing.until.values()
         return Setup(
-            averages=self.averages_weights, max_norm=self.max_grad_norm, planned=planned,
+            max_norm=self.max_grad_norm, planned=planned,
             masks=masks is not None and getattr(masks, "ramp", None) is None,
             schedule=keys.schedule if self.opt_class is not None else None,
             thaw=int(max((step for step in thaws if math.isfinite(step)), default=0)),
             trained="pretrainer" if keys.pretrainer is not None else "init_from" if keys.init_from is not None else "")
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        """Train, and tell at the end of all that still holds."""
+        """Train, and warn at the end of all that still holds."""
         super().fit(*args, **kwargs)
         if not self.test_only:
-            self._tell(self.alarm.end(self.optimizer_step))
+            self._log_notices(self.notices.end())
 
     def close_step(self, facts: Facts) -> None:
         """Record a step's loss for the masks and the rate that follow it, and for the warnings."""
         part = facts.extras.get(self.loss_of_tokens or "")
         total, tokens = part or (facts.total, facts.count)
-        self.hearing.count(facts.number, total, tokens, comparable=part is not None)
+        self.progress.count(facts.number, total, tokens, comparable=part is not None)
         super().close_step(facts)
 
     @property
-    def knows_what_is_heard(self) -> bool:
+    def knows_what_is_learnt(self) -> bool:
         return self.loss_of_tokens is not None
 
     def open_step(self, number: int) -> None:
-        """Set the learning rate and the strength of masks, which follow what the model hears."""
-        heard = self.hearing.at(number)
+        """Set the learning rate and the strength of masks, which follow what the model has learnt."""
+        learnt = self.progress.at(number)
         followers: tuple[object, ...] = (self.keys.spec_augment, self.keys.schedule)
         for each in followers:
             if hasattr(each, "follow"):
-                each.follow(heard if self.hearing.known else 1.0)  # whole where nobody knows what is heard
+                each.follow(learnt if self.progress.known else 1.0)  # whole where it is unknown
         super().open_step(number)
-        self._tell(self.alarm.look(number, self.hearing, self._plain_rate()))
+        self._log_notices(self.notices.begin_step(number, self.progress, self._plain_rate()))
 
     def _plain_rate(self) -> float | None:
         """The learning rate of the current step, also one that a recipe's own hooks set; None: it is on a device."""
         rate = self.trainer.learning_rate if self.learning_rate is None else self.learning_rate
         return None if isinstance(rate, torch.Tensor) else rate
 
-    def _tell(self, notices: Iterable[Notice]) -> None:
+    def _log_notices(self, notices: Iterable[Notice]) -> None:
         """Log notices, which are the same on all ranks, on the main one."""
         for notice in notices:
             if ranks.is_main():
@@ -196,9 +195,9 @@ class ASR(Task):
         return {"WER": words.rate, "CER": characters.rate}
 
     def close_validation(self, rows: Sequence[Row], stats: Mapping[str, float]) -> None:
-        """Warn if nearly nothing was heard, and finish the validation."""
+        """Take in how much was transcribed, which notices mention, and finish the validation."""
         empty = sum(not row.hypothesis.strip() for row in rows)
-        self._tell(self.alarm.validated(self.optimizer_step, empty, len(rows), stats["CER"]))
+        self.notices.validated(self.optimizer_step, empty, len(rows), stats["CER"])
         super().close_validation(rows, stats)
 
     def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Transcripts:

@@ -211,7 +211,7 @@ class Task(Brain):
                            f", so it doesn't reach the {schedule.peak:g} of the recipe (--schedule.rise null lets it)",
                            "" if schedule.limit_at(0) >= rate else
                            f"; until something is heard, to {schedule.unheard:g} (schedule.unheard)")
-            if schedule.unheard is not None and not self.knows_what_is_heard and ranks.is_main():
+            if schedule.unheard is not None and not self.knows_what_is_learnt and ranks.is_main():
                 logger.warning("schedule.unheard has no effect here: what is heard is known of a recogniser whose loss "
                                "has a part per token (loss_of_tokens); leave it out")
             if warmup > steps and ranks.is_main():
@@ -222,8 +222,8 @@ class Task(Brain):
         self.begin_run(texts, steps)
 
     @property
-    def knows_what_is_heard(self) -> bool:
-        """Whether training tells how much of what was said is heard, which ``schedule.unheard`` waits for."""
+    def knows_what_is_learnt(self) -> bool:
+        """Whether training knows how far its loss is below chance, which ``schedule.unheard`` waits for."""
         return False
 
     @property

@@ -9,7 +9,7 @@ import yaml
 
 from sbkit.doctor.gpu import corpus
 from sbkit.runs.restore import read_run
-from sbkit.tasks.hearing import Hearing
+from sbkit.tasks.learning_progress import LearningProgress
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, WHOLE = 0.05, 0.95
@@ -50,7 +50,7 @@ def steps(out):
 
 def heard(out):
     """How much the run heard when its newest checkpoint was saved."""
-    hearing = Hearing()
+    hearing = LearningProgress()
     hearing._load(saved(out)[steps(out)] / "hearing.ckpt", end_of_epoch=False)
     keys = read_run(out).keys
     hearing.chance = keys.tokenizer.entropy(keys.corpus.load()["train"].texts)

@@ -1,7 +1,6 @@
 """What every recogniser does around its loss: here, telling what its error rates are without."""
 
 import json
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from sbkit.nn.spec_augment import SpecAugment
 from sbkit.score.report.data import read
 from sbkit.score.report.findings import findings
 from sbkit.tasks.asr import ASR, Row, score
-from sbkit.tasks.hearing import LAG
+from sbkit.tasks.learning_progress import LAG
 from sbkit.tasks.task import Metric
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
@@ -111,25 +110,6 @@ def test_a_metric_that_validation_lacks_is_named_once_the_epoch_is_saved(tmp_pat
     assert [ckpt.meta["epoch"] for ckpt in shelf.list_checkpoints()] == [1]
 
 
-def test_blank_transcripts_after_many_steps_are_warned_of_once(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    brain, *_ = run_test(tmp_path, batch("a"))
-    brain.close_stage(Stage.TRAIN, 0.0, 1)
-    brain.learning_rate = 0.002  # as if a schedule had set it
-    for epoch, (step, heard) in enumerate([(40, ""), (480, ""), (520, ""), (560, "yes")], start=1):
-        for number in range(brain.optimizer_step + 1, step + 1):
-            brain.open_step(number)
-        brain.open_stage(Stage.VALID, epoch)
-        brain.rows, brain.optimizer_step = [Row("a", "yes", heard)], step
-        brain.close_stage(Stage.VALID, 0.0, epoch)
-        brain.metrics_log.flush()
-        found = [one.headline for one in findings(read_run(tmp_path))]
-        blank = "Validation hears nothing"
-        assert found[0] == blank if step in (480, 520) else blank not in found, step
-    assert caplog.text.count("Step 480: validation hears nothing. ") == caplog.text.count("1 of 1 transcripts") == 1
-    assert "Step 560: validation hears now. The warning of step 480 is over" in caplog.text
-
-
 def test_a_script_of_ones_own_is_told_of_two_averages_before_it_trains():
     """A recipe is told by its check."""
     net = torch.nn.Linear(2, 2)
@@ -155,7 +135,7 @@ def following(folder, chance=3.0, task=Parrot):
     schedule = Schedule(peak=0.003, warmup=1, shape="constant", unheard=0.001)
     brain = task({"layer": layer}, partial(torch.optim.SGD, lr=9.0), {"spec_augment": masks, "schedule": schedule},
                  run_opts={"device": "cpu"}, checkpointer=shelf)
-    brain.hearing.chance = chance
+    brain.progress.chance = chance
     return brain, masks
 
 
@@ -233,14 +213,14 @@ class Thermostat(Parrot):
         self.optimizer.param_groups[0]["lr"] = step * 1e-6
 
 
-def test_what_a_recipe_does_with_its_rate_and_its_parts_is_known_to_the_alarm():
+def test_what_a_recipe_does_with_its_rate_and_its_parts_is_known_to_its_notices():
     layer = torch.nn.Linear(1, 1)
     hparams = {"freeze": {"layer.weight": 30, "layer.bias": 20}}
     opt = {"opt_class": lambda params: torch.optim.SGD(params, lr=1.0)}
     brain = Thermostat({"layer": layer}, hparams=hparams, run_opts={"device": "cpu"}, **opt)
-    brain.alarm.setup = brain._setup(9000)
-    assert brain.alarm.setup.thaw == 30 and brain.alarm.setup.schedule is None
+    brain.notices.setup = brain._setup(9000)
+    assert brain.notices.setup.thaw == 30 and brain.notices.setup.schedule is None
     begin(brain)
     for step in range(2, 101):
         brain.open_step(step)
-    assert brain.alarm._state.learnt == pytest.approx(sum(range(31, 101)) * 1e-6 / 0.002)
+    assert brain.notices._state.learnt == pytest.approx(sum(range(31, 101)) * 1e-6 / 0.002)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.nn.spec_augment import SpecAugment
-from sbkit.tasks.hearing import LAG, Hearing
+from sbkit.tasks.learning_progress import LAG, LearningProgress
 
 
 @given(losses=st.lists(st.floats(0, 10), min_size=1, max_size=60), lates=st.lists(st.integers(0, LAG - 1), min_size=60))
 def test_when_values_arrive_makes_no_difference(losses, lates):
-    prompt, late, waiting = Hearing(3.0), Hearing(3.0), []
+    prompt, late, waiting = LearningProgress(3.0), LearningProgress(3.0), []
     for step, (loss, delay) in enumerate(zip(losses, lates, strict=False), start=1):
         assert prompt.at(step) == late.at(step)
         prompt.count(step, loss, 1.0)
@@ -27,7 +27,7 @@ def test_when_values_arrive_makes_no_difference(losses, lates):
 @given(losses=st.lists(st.floats(0, 10), min_size=2, max_size=50), data=st.data())
 def test_a_run_that_was_saved_anywhere_goes_on_as_if_it_never_had_been(losses, data, tmp_path_factory):
     cut, path = data.draw(st.integers(1, len(losses) - 1)), tmp_path_factory.mktemp("state") / "hearing"
-    whole, first, second = Hearing(3.0), Hearing(3.0), Hearing(3.0)
+    whole, first, second = LearningProgress(3.0), LearningProgress(3.0), LearningProgress(3.0)
     for step, loss in enumerate(losses, start=1):
         if step == cut:
             first._save(path)
@@ -40,14 +40,14 @@ def test_a_run_that_was_saved_anywhere_goes_on_as_if_it_never_had_been(losses, d
 
 def test_chance_is_nothing_and_no_loss_is_all():
     for loss, heard in ((9.0, 0.0), (3.0, 0.0), (1.5, 0.5), (0.0, 1.0)):
-        hearing = Hearing(3.0)
+        hearing = LearningProgress(3.0)
         for step in range(1, 10):
             hearing.count(step, loss, 1.0)
         assert hearing.at(10) == heard
 
 
 def test_it_smooths_over_some_twenty_steps_and_passes_over_what_is_not_finite():
-    hearing = Hearing(2.0)
+    hearing = LearningProgress(2.0)
     for step in range(1, 101):
         hearing.count(step, math.nan if step == 50 else 2.0, 1.0)
     for step in range(101, 121):
@@ -56,17 +56,17 @@ def test_it_smooths_over_some_twenty_steps_and_passes_over_what_is_not_finite():
 
 
 def test_where_nobody_says_what_chance_is_nothing_is_known():
-    assert not Hearing().known and Hearing(2.0).known
+    assert not LearningProgress().known and LearningProgress(2.0).known
 
 
 def test_a_loss_that_cannot_be_compared_is_followed_until_there_is_one_that_can(tmp_path):
-    hearing = Hearing(3.0)
+    hearing = LearningProgress(3.0)
     assert hearing.known and hearing.at(1) == 0.0
     for step, (loss, comparable) in enumerate([(9.0, False), (9.0, False), (1.5, True), (9.0, False)], start=1):
         hearing.count(step, loss, 1.0, comparable)
     assert hearing.at(2 + LAG) == 0.0 and hearing.loss == 9.0 and not hearing.known
     hearing._save(tmp_path / "hearing")
-    again = Hearing(3.0)
+    again = LearningProgress(3.0)
     again._load(tmp_path / "hearing", True)
     assert not again.known
     for one in (hearing, again):

@@ -1,4 +1,4 @@
-"""Tracks how much a recogniser hears, from its training loss: 0 at chance, 1 at a loss of 0."""
+"""How far a recogniser's training loss is below chance: 0 at chance, 1 at a loss of 0."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ LAG = 3
 
 
 @register_checkpoint_hooks
-class Hearing:
+class LearningProgress:
     """A moving average of the loss per token, compared with chance.
 
     Chance is the entropy of the tokens (see ``Tokenizer.entropy``): the loss of a model that knows how often each token
-    occurs and hears nothing. A CTC loss, for example, falls to it within some dozens of steps and stays there until the
-    model begins to hear.
+    occurs and nothing else. A CTC loss, for example, falls to it within some dozens of steps and stays there until the
+    model begins to recognise speech.
 
-    Only a loss that, per token, stands at chance until something is heard can be compared: another, such as one
+    Only a loss that, per token, stands at chance until something is learnt can be compared: another, such as one
     that is a sum over utterances, has to be counted as not ``comparable``. It is averaged as long as there is none that
     is, and left out from then on.
 
     chance : NaN if it is not known
 
-    >>> hearing = Hearing(chance=3.0)
+    >>> progress = LearningProgress(chance=3.0)
     >>> for step in range(1, 200):
-    ...     hearing.count(step, total=6.0, tokens=4.0)
-    >>> hearing.at(200)
+    ...     progress.count(step, total=6.0, tokens=4.0)
+    >>> progress.at(200)
     0.5
     """
 
@@ -50,7 +50,7 @@ class Hearing:
 
     @property
     def known(self) -> bool:
-        """Whether the loss can be compared with chance; what is heard before the first loss is nothing."""
+        """Whether the loss can be compared with chance; before the first loss nothing is learnt."""
         return self.chance > 0 and self._comparable
 
     @property
@@ -59,7 +59,7 @@ class Hearing:
         return self._loss
 
     def at(self, step: int) -> float:
-        """How much is heard when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
+        """How much is learnt when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
         while self._recent and self._recent[0][0] <= step - LAG:
             _, loss, comparable = self._recent.pop(0)
             if self._loss is None or comparable > self._comparable:

@@ -1,0 +1,345 @@
+"""Notices during training that a recogniser's loss stays at chance, or that it has diverged, with what to try."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
+from typing import NamedTuple
+
+import yaml
+from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+
+from sbkit.tasks.learning_progress import LearningProgress
+from sbkit.train.schedule import Schedule
+
+CHANCE, DIVERGENCE = "chance", "divergence"
+#: A model has learnt nothing until its loss is this share below chance: 3 to 4 % are gained from knowing which letters
+#: begin and end an utterance, 6 % and more with the first letters that are recognised.
+NOTHING = 0.05
+#: From this share below chance on it learns. Twice ``NOTHING``, so that noise doesn't cross both.
+LEARNS = 2 * NOTHING
+#: Steps at the peak of the learning rate until a run is taken to stay at chance: those of hparams/ctc.yaml that learn
+#: have left it after 100 to 230, the slowest after 330. A lower peak than usual gets up to three times as many.
+PATIENCE, MOST_TIMES = 400, 3.0
+#: The usual peak of the learning rate from nothing, and that of hparams/ssl.yaml from trained weights.
+USUAL_RATE, TRAINED_RATE = 0.002, 3e-4
+#: Divergence: of what was clearly learnt (from ``CLEARLY`` below chance on) half of the way down from chance is lost,
+#: on a logarithmic scale, or the loss has grown to ``GROWN`` times where it began, and stays there for ``LASTING``
+#: steps or 2 % of the run. A lowest loss counts as a tenth of chance at least: below, spikes multiply it.
+CLEARLY, FALLEN, GROWN, LASTING, LOWEST = 0.3, 0.5, 1.5, 100, 0.1
+#: Steps until the moving average of the loss has settled, and how often a notice is given in a run that swings.
+SETTLED, MOST_TOLD = 20, 2
+
+
+class Notice(NamedTuple):
+    """A notice of a problem, or, if ``holds`` is false, that it has passed."""
+
+    what: str
+    step: int
+    headline: str
+    detail: str
+    advice: tuple[str, ...] = ()
+    holds: bool = True
+    at_end: bool = False
+
+    def text(self) -> str:
+        """Format it for the log."""
+        when = "At the end of training" if self.at_end else f"Step {self.step:,}"
+        first = f"{when}: {self.headline[0].lower()}{self.headline[1:]}. {self.detail}"
+        if not self.advice:
+            return first
+        return "\n  - ".join([f"{first} What to try, the likeliest first:", *self.advice])
+
+
+class Setup(NamedTuple):
+    """The settings of a run that the advice depends on.
+
+    max_norm : the norm at which gradients are clipped; None: they are not
+    masks : features are masked from the first step on
+    planned : optimizer steps of the whole run; None: they are not known
+    schedule : of the learning rate, as this start of the run has it
+    thaw : steps after which the last part that is frozen for some steps trains
+    trained : what the weights come from, if they are trained already: pretrainer or init_from; empty: from nothing
+    """
+
+    max_norm: float | None = None
+    masks: bool = False
+    planned: int | None = None
+    schedule: Schedule | None = None
+    thaw: int = 0
+    trained: str = ""
+
+    @property
+    def usual_rate(self) -> float:
+        """The learning rate with which most such runs learn."""
+        return TRAINED_RATE if self.trained else USUAL_RATE
+
+    @property
+    def peak(self) -> float:
+        """The highest learning rate before something is learnt."""
+        if self.schedule is None:
+            return self.usual_rate
+        return min(self.schedule.top()[1], self.schedule.unheard or math.inf)
+
+
+@dataclass
+class _State:
+    step: int = 0  # the last one that began
+    loss: float | None = None  # per token
+    chance: float | None = None  # None: the loss can't be compared with chance
+    learnt: float = 0.0  # steps done, each counted by its share of the peak of the learning rate
+    highest: float = 0.0  # learning rate of any step
+    first: float | None = None  # the loss at the start
+    came_down: bool = False  # the loss has come down to chance
+    best: float = 0.0  # the lowest loss as a share below chance
+    best_step: int = 0
+    falls_since: int | None = None
+    validation: str = ""  # the last one, in words
+    raised: dict[str, int] = field(default_factory=dict)  # notices that still hold, and their steps
+    told: dict[str, int] = field(default_factory=dict)  # how often notices were given
+
+
+@register_checkpoint_hooks
+class LearningNotices:
+    """Watches training steps, and returns notices of two kinds for whoever watches the run.
+
+    - ``chance``: the loss has not left chance (see ``LearningProgress``) after ``PATIENCE`` steps, counted by their
+      learning rates, or at the end of training;
+    - ``divergence``: what was clearly learnt is half lost, or the loss is far above where it began.
+
+    A notice is given once, again when the problem has passed, and at the end of training if it has not. It depends on
+    steps alone, so it is the same on every rank and after resuming.
+
+    part : the part of the loss that can be compared with chance; None: only a loss that grows is noticed
+    """
+
+    def __init__(self, part: str | None = None) -> None:
+        self.setup = Setup()
+        self.part = part
+        self._state = _State()
+
+    def begin_step(self, step: int, progress: LearningProgress, rate: float | None) -> list[Notice]:
+        """Return notices when ``step`` begins; ``progress.at(step)`` has been called before.
+
+        rate : the learning rate of the step; None: it is not known, so patience doesn't end before the run does
+        """
+        state = self._state
+        if rate is not None and step > max(state.step, self.setup.thaw):
+            state.learnt += min(1.0, rate / self.setup.peak) if self.setup.peak > 0 else 0.0
+            state.highest = max(state.highest, rate)
+        state.step, state.loss = step, progress.loss
+        state.chance = progress.chance if progress.known else None
+        if state.loss is None:
+            return []
+        if step > SETTLED:
+            state.first = state.first or state.loss
+            if self._below is not None and self._below > state.best:
+                state.best, state.best_step = self._below, step - 1
+        if state.chance is not None:
+            state.came_down |= state.loss <= (1 + NOTHING) * state.chance
+        return [*self._divergence(), *self._chance()]
+
+    def validated(self, step: int, empty: int, rows: int, cer: float) -> None:
+        """Take in a validation, which a notice then mentions: its empty transcripts and its CER in per cent."""
+        blank = f"{empty:,} of {rows:,} transcripts are empty, " if empty else ""
+        self._state.validation = f" In the last validation (step {step:,}): {blank}CER {cer:.1f} %."
+
+    def end(self) -> list[Notice]:
+        """Return notices at the end of training about all that still holds, however few its steps were."""
+        state = self._state
+        if DIVERGENCE not in state.raised and self._below is not None and self._below < NOTHING:
+            state.raised.setdefault(CHANCE, self._done)
+        return [self._notice(what)._replace(at_end=True) for what in (DIVERGENCE, CHANCE) if what in state.raised]
+
+    # ------------------------------------------------------------ what it finds
+
+    @property
+    def _done(self) -> int:
+        """Steps done."""
+        return self._state.step - 1
+
+    @property
+    def _below(self) -> float | None:
+        """How far the loss is below chance, as a share of chance; None if it can't be compared."""
+        loss, chance = self._state.loss, self._state.chance
+        return None if loss is None or chance is None else max(0.0, 1 - loss / chance)
+
+    @property
+    def _patience(self) -> float:
+        """Steps at the peak until a run is taken to stay at chance; one that is still above it gets no extra time."""
+        rate = self.setup.usual_rate / self.setup.peak if self.setup.peak > 0 else 1.0
+        lower = min(MOST_TIMES, max(1.0, rate))
+        return PATIENCE * (lower if self._state.came_down or self.setup.trained else 1.0)
+
+    def _chance(self) -> list[Notice]:
+        state, below = self._state, self._below
+        if below is None:
+            return []
+        if CHANCE in state.raised:
+            return self._over(CHANCE) if below >= LEARNS else []
+        stays = below < NOTHING and state.best < LEARNS and state.falls_since is None
+        return self._raise(CHANCE) if stays and state.learnt >= self._patience else []
+
+    def _divergence(self) -> list[Notice]:
+        state = self._state
+        if DIVERGENCE in state.raised:
+            return [] if self._lost(0.8 * FALLEN) or self._grown(GROWN - 0.25) else self._over(DIVERGENCE)
+        if not (self._lost(FALLEN) or self._grown(GROWN)):
+            state.falls_since = None
+            return []
+        state.falls_since = state.falls_since or self._done
+        lasting = max(LASTING, 0.02 * self._done)
+        return self._raise(DIVERGENCE) if self._done - state.falls_since >= lasting else []
+
+    def _lost(self, share: float) -> bool:
+        best, below = self._state.best, self._below
+        return below is not None and best >= CLEARLY and 1 - below > max(1 - best, LOWEST) ** (1 - share)
+
+    def _grown(self, times: float) -> bool:
+        loss, began = self._state.loss, self._began
+        return loss is not None and began is not None and 0 < times * began < loss
+
+    @property
+    def _began(self) -> float | None:
+        """The loss of a model that knows nothing: chance if the run came down to it, else the loss at the start."""
+        return self._state.chance if self._state.came_down else self._state.first
+
+    def _raise(self, what: str) -> list[Notice]:
+        state = self._state
+        state.raised[what] = self._done
+        state.told[what] = state.told.get(what, 0) + 1
+        return [self._notice(what)] if state.told[what] <= MOST_TOLD else []
+
+    def _over(self, what: str) -> list[Notice]:
+        state = self._state
+        since = state.raised.pop(what)
+        state.falls_since = None
+        if state.told.get(what, 0) > MOST_TOLD:
+            return []
+        headline = {CHANCE: "The model learns now", DIVERGENCE: "Training has recovered"}[what]
+        loss = f" ({self._against_chance()})" if state.chance is not None else ""
+        return [Notice(what, self._done, headline, f"The warning of step {since:,} is over{loss}.", holds=False)]
+
+    # ------------------------------------------------------------ what it says
+
+    def _notice(self, what: str) -> Notice:
+        state, setup = self._state, self.setup
+        if what == DIVERGENCE:
+            clip = "gradients clipped: --max_grad_norm 1"
+            if setup.max_norm:
+                clip = f"gradients clipped more: --max_grad_norm {setup.max_norm / 5:.2g} (now {setup.max_norm:g})"
+            arithmetic = "--precision fp32, to see whether it is the arithmetic"
+            advice = (self._lower_rate(), *self._warmup(), clip, arithmetic)
+            if self._lost(0.8 * FALLEN):
+                headline, detail = "Training has diverged: the model loses what it has learnt", (
+                    f"{_sentence(self._against_chance())} At its best, after step {state.best_step:,}, it was "
+                    f"{100 * state.best:.0f} % below.")
+            else:
+                headline = "Training has diverged: the loss grows beyond where it began"
+                than = "chance is" if self._began == state.chance else "in the first steps it was"
+                detail = f"The loss is {state.loss:.3g}; {than} {self._began:.3g}."
+            return Notice(what, self._done, headline, f"{detail} The best checkpoint is kept.", advice)
+        enough = state.learnt >= PATIENCE
+        if state.came_down or setup.trained:
+            headline = f"The model has learnt nothing{': its loss stands at chance' if enough else ' yet'}"
+        else:
+            headline = "The model has learnt nothing: its loss has not even come down to chance"
+        low = 0 < self._reached < 0.1 * setup.usual_rate
+        rate = [self._higher_rate()] if low else [] if self._rises else [*self._warmup(), self._lower_rate()]
+        wait = "masks that wait until something is learnt: --spec_augment.ramp '[0.6,1.0]', or --spec_augment null"
+        masks, more = [wait] if setup.masks else [], [self._more_steps()]
+        advice = [*rate, *masks, *more, _LABELS] if enough else [*more, *rate, *masks, _LABELS]
+        usual = (f"hparams/ssl.yaml, which starts from trained weights, has a peak of {TRAINED_RATE:g}; "
+                 "docs/finetune.md has others' settings" if setup.trained else
+                 f"Runs of hparams/ctc.yaml that learn leave chance after 100 to 230 steps at a rate of {USUAL_RATE:g}")
+        detail = (f"{_sentence(self._against_chance())}{state.validation} {usual}. This one has done {self._done:,}, "
+                  f"which at its learning rates count for {state.learnt:,.0f}.")
+        return Notice(what, self._done, headline, detail, tuple(advice))
+
+    def _against_chance(self) -> str:
+        loss, chance = self._state.loss, self._state.chance
+        assert loss is not None and chance is not None, "they were compared"
+        apart = f"{100 * abs(1 - loss / chance):.0f} % {'below' if loss < chance else 'above'} chance"
+        return (f"the {self.part or 'training'} loss is {loss:.3g} per token, {apart} ({chance:.3g}: guessing by how "
+                "often each token comes)")
+
+    @property
+    def _reached(self) -> float:
+        """The highest learning rate that the run has had; one that it was resumed with later may be lower."""
+        schedule = self.setup.schedule
+        return min(self._state.highest, math.inf if schedule is None else schedule.top()[1])
+
+    @property
+    def _held(self) -> bool:
+        """Whether the learning rate stands at what it may be until something is learnt."""
+        schedule = self.setup.schedule
+        unheard = None if schedule is None else schedule.unheard
+        if schedule is None or unheard is None:
+            return False
+        return 0.9 * unheard <= self._reached <= unheard < schedule.peak
+
+    @property
+    def _rises(self) -> bool:
+        """Whether the learning rate is still in its warm-up."""
+        schedule = self.setup.schedule
+        return schedule is not None and self._done < 0.9 * schedule.top()[0] and not self._held
+
+    def _lower_rate(self) -> str:
+        schedule, third = self.setup.schedule, "a third of the learning rate"
+        if not self._reached:
+            return third
+        if schedule is None:
+            return f"{third} (it is {self._reached:.2g})"
+        if self._held:
+            return (f"{third}: --schedule.unheard {self._reached / 3:.2g} (it is held at {self._reached:.2g} until "
+                    "something is learnt)")
+        return f"{third}: --lr {self._reached / 3:.2g} ({self._its_peak(schedule)})"
+
+    def _higher_rate(self) -> str:
+        wider = "" if self.setup.trained else "; a model that is wider than that of hparams/ctc.yaml takes less"
+        now = f"it is {self._reached:.2g}" if self.setup.schedule is None else self._its_peak(self.setup.schedule)
+        return f"a higher learning rate: --lr {self.setup.usual_rate:g} ({now}{wider})"
+
+    def _its_peak(self, schedule: Schedule) -> str:
+        below = self._reached < 0.9 * schedule.peak  # a warm-up of a fraction of a step more never ends exactly at it
+        return (f"it has come to {self._reached:.2g} of {schedule.peak:.2g}" if below else
+                f"its peak is {self._reached:.2g}")
+
+    def _warmup(self) -> list[str]:
+        """The advice to take a warm-up twice as long, if the run has room for it."""
+        schedule, planned = self.setup.schedule, self.setup.planned
+        if schedule is None:
+            return ["a longer warm-up of the learning rate"]
+        steps = max(150, 2 * round(schedule.top()[0]))
+        if self._held or (planned is not None and steps > planned):
+            return []
+        return [f"a longer warm-up: --schedule.warmup {steps}"]
+
+    def _more_steps(self) -> str:
+        enough = max(1000, 200 * math.ceil((self.setup.planned or 0) / 100))
+        return (f"more steps: --least_steps {enough} or more in a new run, a higher --number_of_epochs, or a smaller "
+                "--step_seconds")
+
+    # ------------------------------------------------------------ saving
+
+    @mark_as_saver
+    def _save(self, path: str | PathLike[str]) -> None:
+        with open(path, "w", encoding="utf-8") as out:
+            yaml.safe_dump(asdict(self._state), out)
+
+    @mark_as_loader
+    def _load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
+        with open(path, encoding="utf-8") as file:
+            saved = yaml.safe_load(file)
+        known = {one.name for one in fields(_State)} - {"validation"}  # older runs saved more, and that as a list
+        self._state = _State(**{name: value for name, value in saved.items() if name in known})
+        self._state.validation = saved["validation"] if isinstance(saved.get("validation"), str) else ""
+
+
+_LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and see whether "
+           "`sbkit check` finds labels that are too long for them")
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
