@@ -45,7 +45,7 @@ def run(words: list[str]) -> int:
 
 def _run(request: Request, device: torch.device) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import preflight
+    from sbkit.runs import training
     from sbkit.runs.lock import RunLock
     from sbkit.runs.start_guard import StartGuard
     from sbkit.train.distributed import ranks
@@ -55,7 +55,7 @@ def _run(request: Request, device: torch.device) -> None:
     try:
         with ranks.failing_together(), oom.oom_as_user_error(device):
             if request.check:
-                ranks.run_on_main(preflight.before_run, request)
+                ranks.run_on_main(training.before_run, request)
             recipe = load.opened(load.load(request.path, request.overrides), request.path)
             folder = Path(recipe.keys.folder)
             with disk.told(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
@@ -67,7 +67,7 @@ def _run(request: Request, device: torch.device) -> None:
 def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartGuard) -> None:
     from sbkit.infer.bundles import Opened
     from sbkit.recipe import load
-    from sbkit.runs import completion, initial, preflight, preparation, pretrained, results, training
+    from sbkit.runs import initial, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
 
     folder = recipe.keys.folder
@@ -81,14 +81,14 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
         recipe = load.opened(load.load(request.path, request.overrides), request.path)
         ranks.run_on_main(preparation.save_recipe, folder, request)
     if request.check:
-        ranks.run_on_main(preflight.before_training, recipe)
-    done = ranks.run_on_main(completion.done, recipe.keys, request)
+        ranks.run_on_main(training.before_training, recipe)
+    done = ranks.run_on_main(results.finished, recipe.keys, request)
     test_only = request.run_opts.test_only
     if done and not test_only:
         if ranks.is_main():
             print(done)
         return
-    ranks.run_on_main(completion.forget, recipe.keys)
+    ranks.run_on_main(results.mark_unfinished, recipe.keys)
     corpus = recipe.keys.corpus
     manifests = corpus.load()
     pretrained.load(recipe.keys.pretrainer, _filled(recipe))
@@ -96,7 +96,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
-        ranks.run_on_main(completion.keep, recipe.keys, request, brain.tested)
+        ranks.run_on_main(results.mark_finished, recipe.keys, request, brain.tested)
 
 
 def _filled(recipe: Recipe) -> set[int]:

@@ -12,11 +12,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+import numpy as np
+
 from sbkit.decode import arpa, kenlm_binary, kneser_ney
-from sbkit.decode.language_model import SPECIAL, LanguageModel, Quality
-from sbkit.decode.ngram import NGram
+from sbkit.decode.language_model import BEGIN, END, LN10, SPECIAL, LanguageModel, Quality
+from sbkit.decode.ngram import Level, NGram
 from sbkit.decode.pieces import Pieces
-from sbkit.decode.pruning import prune as prune_by_entropy
 from sbkit.decode.spans import WORD_START
 from sbkit.errors import SbkitError
 from sbkit.system.console import table
@@ -93,7 +94,7 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     corpus = kneser_ney.read(map(spell, texts), min_count)
     model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
     if isinstance(prune, float):
-        model = prune_by_entropy(model, prune)
+        model = without_predictable(model, prune)
     if not model.counts[-1]:  # sentences too short, or an order fully pruned: other tools reject empty orders
         model = NGram(model.words, [level for level in model.levels if len(level.word)])
     set_by_hand = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
@@ -228,3 +229,57 @@ def _check_spelling(words: list[str], pieces: Pieces, name: str) -> None:
         logger.warning("%s fits this model's tokens only in part: %s; %s", name, share, hint)
         return
     raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)
+
+
+def without_predictable(model: NGram, threshold: float) -> NGram:
+    """Drop n-grams that each raise the perplexity by less than this share, such as 1e-7 (Stolcke 1998).
+
+    Words stay, and so do n-grams that a remaining longer one begins or ends with.
+    """
+    kept = [np.ones(len(level.word), bool) for level in model.levels]
+    backoffs = [level.backoff for level in model.levels]
+    needed = np.zeros(0, bool)  # which n-grams of this level longer ones need
+    history = _histories(model)
+    for number in range(model.order - 1, 0, -1):
+        level = model.levels[number]
+        contexts = len(model.levels[number - 1].word)
+        own = np.exp(level.log10.astype(np.float64) * LN10)
+        shorter = np.exp(model.after_shorter(number).astype(np.float64))
+        left = _left(level.context, own, contexts)
+        left_shorter = _left(level.context, shorter, contexts)
+        at = level.context
+        backoff = np.log(left[at] / left_shorter[at])
+        without = np.log((left[at] + own) / (left_shorter[at] + shorter))
+        moved = own * (np.log(shorter) + without - np.log(own)) + left[at] * (without - backoff)
+        keep = np.expm1(-history[number - 1][at] * moved) >= threshold
+        if len(needed):
+            keep |= needed
+        kept[number] = keep
+        needed = np.zeros(contexts, bool)
+        needed[at[keep]] = True
+        suffix = model.suffixes(number)[keep]
+        needed[suffix[suffix >= 0]] = True
+        ratio = _left(at[keep], own[keep], contexts) / _left(at[keep], shorter[keep], contexts)
+        has = np.bincount(at, minlength=contexts) > 0
+        backoffs[number - 1] = np.where(has, np.log10(ratio), model.levels[number - 1].backoff).astype(np.float32)
+    levels, rows = [], np.zeros(1, np.int32)
+    for level, keep, backoff in zip(model.levels, kept, backoffs, strict=True):
+        levels.append(Level(rows[level.context[keep]], level.word[keep], level.log10[keep], backoff[keep]))
+        rows = (np.cumsum(keep) - 1).astype(np.int32)
+    return NGram(model.words, levels)
+
+
+def _left(contexts: np.ndarray, probabilities: np.ndarray, size: int) -> np.ndarray:
+    """The probability mass that each context leaves to words it has no n-gram for; never quite zero."""
+    return np.maximum(1 - np.bincount(contexts, weights=probabilities, minlength=size), 1e-9)
+
+
+def _histories(model: NGram) -> list[np.ndarray]:
+    """The probability of each n-gram to occur; sentences start as often as they end."""
+    first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
+    if BEGIN in model.ids and END in model.ids:
+        first[model.ids[BEGIN]] = first[model.ids[END]]
+    joint = [first]
+    for level in model.levels[1:]:
+        joint.append(joint[-1][level.context] * np.exp(level.log10.astype(np.float64) * LN10))
+    return joint

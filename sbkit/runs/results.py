@@ -1,14 +1,21 @@
-"""Results of a run's test: the files, and the summary on the screen."""
+"""Results of a run's test: the files, the summary on the screen, and the record that the run is finished."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.recipe.arguments import Request
+from sbkit.runs.keys import RunKeys
+from sbkit.runs.layout import RECIPE, TESTED
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, tell_unread
+from sbkit.system.console import atomic_write
 from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -32,3 +39,49 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
         print(f"errors, to look at and listen to: {write_report(folder, remote=manifest.remote)}", flush=True)
     except (SbkitError, OSError) as error:
         logger.warning("The report could not be written: %s", error)
+
+
+#: Run options that change neither what is trained nor what is tested.
+_SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config"}
+
+
+def finished(keys: RunKeys, request: Request) -> str:
+    """The message for a run that was tested and has not changed since; empty if it has."""
+    folder = keys.folder
+    try:
+        there = json.loads((folder / TESTED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    if there.get("of") != _of(keys, request) or not all((folder / name).exists() for name in there.get("files", ())):
+        return ""
+    said = there.get("said", "done")
+    where = f" ({folder / there['files'][0]})" if there.get("files") else ""
+    return (f"nothing left to do: {folder} is trained and tested, test {said}{where}; a larger number_of_epochs trains "
+            "on, --test_only tests again")
+
+
+def mark_unfinished(keys: RunKeys) -> None:
+    """Mark the run as incomplete until ``mark_finished`` is called."""
+    (keys.folder / TESTED).unlink(missing_ok=True)
+
+
+def mark_finished(keys: RunKeys, request: Request, results: Results) -> None:
+    """Record that the run is complete: its results, and what they were computed from."""
+    if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
+        return  # the run can't be identified, or only part of it was run
+    with atomic_write(keys.folder / TESTED) as out:
+        json.dump({**results.stats, "said": results.headline(), "files": results.files("test"),
+                   "of": _of(keys, request)}, out, indent=1)
+
+
+def _of(keys: RunKeys, request: Request) -> dict[str, Any]:
+    """Fingerprint of recipe, options, test set and checkpoints."""
+    options, shelf = request.run_opts, keys.checkpointer
+    written = (keys.folder / RECIPE).read_text(encoding="utf-8")
+    recipe = "".join(line for line in written.splitlines(keepends=True) if not line.startswith("#"))
+    manifest = keys.corpus.manifest_path("test").read_bytes()
+    return {
+        "recipe": hashlib.sha256(recipe.encode()).hexdigest(), "manifest": hashlib.sha256(manifest).hexdigest(),
+        "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - _SHOW)},
+        "checkpoints": {Path(ckpt.path).name: ckpt.meta.get("unixtime") for ckpt in shelf.list_checkpoints()},
+    }

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
+import yaml
+from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, Checkpoint
 from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.data.loader import EvalLoader, TrainLoader
@@ -16,14 +22,18 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import flops
 from sbkit.recipe.arguments import Request
 from sbkit.recipe.load import Recipe
+from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import peak_of
-from sbkit.runs import initial, length
+from sbkit.runs import initial
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
 from sbkit.train.distributed import ranks
 from sbkit.train.monitor.utilisation import Utilisation
+from sbkit.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +55,7 @@ def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifes
     reading = {"rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
     epochs = keys.epoch_counter.limit
-    begun = ranks.run_on_main(length.begun, brain.checkpointer, keys.epoch_counter)
+    begun = ranks.run_on_main(steps_begun, brain.checkpointer, keys.epoch_counter)
     plan = Plan.of(train, batching, keys.augment, begun.epochs, batching.rounding(device.type, brain.compile))
     brain.train_state.epochs = begun.epochs
     steps = begun.steps(len(plan), epochs)
@@ -111,3 +121,72 @@ def _write_down(brain: Brain, device: torch.device) -> None:
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(device),
             precision=brain.precision, parameters=parameters, environment=describe(),
         )
+
+
+class Begun(NamedTuple):
+    """What a run has done; one that only begins has done nothing.
+
+    epochs : ``number_of_epochs`` when it began. ``least_steps`` are spread over these for good, so an epoch keeps its
+        length when there are to be more of them
+    done : optimizer steps
+    finished : epochs
+    within : steps of the epoch after these
+    """
+
+    epochs: int
+    done: int = 0
+    finished: int = 0
+    within: int = 0
+
+    def steps(self, epoch_steps: int, epochs: int) -> int:
+        """The steps of the whole run if an epoch has so many from now on and ``epochs`` are wanted in all.
+
+        What is done counts as it was: with another corpus or batching, those epochs had other lengths.
+        """
+        left = epochs - self.finished
+        return self.done + (left * epoch_steps - min(self.within, epoch_steps) if left > 0 else 0)
+
+
+def steps_begun(checkpointer: Checkpointer, counter: EpochCounter) -> Begun:
+    """Read what a run has done, before anything of it is loaded.
+
+    If the newest checkpoint turns out to be damaged, an older one is loaded. The length is the same then: what is done
+    less is left more.
+    """
+    name = next((name for name, each in checkpointer.recoverables.items() if each is counter), "")
+    for checkpoint in checkpointer.find_checkpoints():
+        with contextlib.suppress(AttributeError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, NotLoaded):
+            return _read(checkpoint, name, counter)  # all these: it is damaged
+    return Begun(counter.limit)
+
+
+def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> Begun:
+    ended = checkpoint.meta.get("end-of-epoch", True)
+    state, at = TrainState(), copy.copy(counter)
+    state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
+    load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"), ended)
+    return Begun(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
+
+
+def before_run(request: Request) -> None:
+    """Check the recipe of a run that is about to start: errors end the run, warnings are printed."""
+    from sbkit.recipe.check import check
+
+    report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
+    if report.errors:  # one message, so that torchrun's last lines contain it all
+        raise SbkitError(f"{report.verdict()}; --no-check skips this check\n{report.problems()}",
+                         exit_code=1)
+    if report.problems():
+        print(report.problems(), file=sys.stderr, flush=True)
+    print(report.verdict(), file=sys.stderr, flush=True)
+
+
+def before_training(recipe: Recipe) -> None:
+    """Check the labels of the prepared corpus against the model."""
+    found = Findings()
+    recipe.task.check_labels(recipe.keys, recipe.keys.corpus.load(), found, {})
+    for finding in found:
+        print(finding, file=sys.stderr, flush=True)
+    errors = [finding for finding in found if finding.severity == "error"]
+    if errors:
+        raise SbkitError("the labels don't fit the model", hint="--no-check trains on them anyway", exit_code=1)

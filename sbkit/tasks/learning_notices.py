@@ -230,7 +230,7 @@ class LearningNotices:
             if setup.max_norm:
                 clip = f"gradients clipped more: --max_grad_norm {setup.max_norm / 5:.2g} (now {setup.max_norm:g})"
             arithmetic = "--precision fp32, to see whether it is the arithmetic"
-            advice = (self._lower_rate(), *self._warmup(), clip, arithmetic)
+            advice = [self._lower_rate(), *self._warmup(), clip, arithmetic]
             if self._lost(0.8 * FALLEN):
                 headline, detail = "Training has diverged: the model loses what it has learnt", (
                     f"{_sentence(self._against_chance())} At its best, after step {state.best_step:,}, it was "
@@ -239,7 +239,7 @@ class LearningNotices:
                 headline = "Training has diverged: the loss grows beyond where it began"
                 than = "chance is" if self._began == state.chance else "in the first steps it was"
                 detail = f"The loss is {state.loss:.3g}; {than} {self._began:.3g}."
-            return Notice(what, self._done, headline, f"{detail} The best checkpoint is kept.", advice)
+            return Notice(what, self._done, headline, f"{detail} The best checkpoint is kept.", tuple(advice))
         enough = state.learnt >= PATIENCE
         if state.came_down or setup.trained:
             headline = f"The model has learnt nothing{': its loss stands at chance' if enough else ' yet'}"

@@ -3,8 +3,8 @@
 import pytest
 from hyperpyyaml.core import parse_arithmetic
 
-from sbkit.recipe.arithmetic import compute
 from sbkit.recipe.check import check
+from sbkit.recipe.resolve import compute
 
 
 @pytest.mark.parametrize("text", [

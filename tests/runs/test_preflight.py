@@ -6,7 +6,7 @@ import pytest
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, bill
-from sbkit.runs import preflight
+from sbkit.runs import training
 
 SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
 BROKEN = Path(__file__).parents[1] / "recipe" / "broken"
@@ -18,7 +18,7 @@ def request(path, *words):
 
 def test_a_run_with_mistakes_does_not_start(capsys):
     with pytest.raises(SbkitError, match="1 error") as error:
-        preflight.before_run(request(BROKEN / "unknown_argument.yaml"))
+        training.before_run(request(BROKEN / "unknown_argument.yaml"))
     first, told = str(error.value).splitlines()
     assert error.value.exit_code == 1 and "--no-check" in first
     assert told.startswith(f"{BROKEN / 'unknown_argument.yaml'}:4: error: ") and "did you mean num_blocks?" in told
@@ -26,7 +26,7 @@ def test_a_run_with_mistakes_does_not_start(capsys):
 
 
 def test_a_good_run_says_one_line(capsys):
-    preflight.before_run(request(SMALL))
+    training.before_run(request(SMALL))
     assert capsys.readouterr().err.count("\n") == 1
     assert request(SMALL, "--no-check").check is False
 
@@ -35,8 +35,8 @@ def test_a_good_run_says_one_line(capsys):
 def test_a_bill_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monkeypatch, capsys):
     made, make = [], bill.make
     monkeypatch.setattr(bill, "make", lambda *args: made.append(make(*args)) or made[-1])
-    preflight.before_run(request(SMALL))
+    training.before_run(request(SMALL))
     assert made == []
     monkeypatch.setattr(bill, "memory_of", lambda device: 1)
-    preflight.before_run(request(SMALL))
+    training.before_run(request(SMALL))
     assert len(made) == 1 and "max_batch_seconds" in capsys.readouterr().err

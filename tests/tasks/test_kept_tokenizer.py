@@ -11,8 +11,8 @@ import torch
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.runs import initial
-from sbkit.tasks import kept_tokenizer
-from sbkit.tasks.kept_tokenizer import kept
+from sbkit.tasks import asr
+from sbkit.tasks.asr import kept
 
 TEXTS = ["a cab", "bad cab", "a bee"]
 
@@ -34,7 +34,7 @@ def keys(tmp_path, init_from="there", checkpoints=()):
 
 def test_it_becomes_the_runs_own_and_sizes_follow(tmp_path, source):
     tokenizer, follows = kept(keys(tmp_path), ["bad bee"], {"tokenizer": {"max_texts": 3}})
-    path = tmp_path / "ours" / kept_tokenizer.NAME
+    path = tmp_path / "ours" / asr.KEPT_TOKENIZER
     assert path.read_bytes() == source.tokenizer.read_bytes()
     theirs = Tokenizer(tmp_path, model=source.tokenizer).load()
     assert tokenizer.pieces() == theirs.pieces()
@@ -71,4 +71,4 @@ def test_a_file_that_is_no_tokenizer_is_not_copied(tmp_path, source):
     torch.save({"a": 1}, source.tokenizer)
     with pytest.raises(SbkitError, match="is not a SentencePiece model"):
         kept(keys(tmp_path), TEXTS, {})
-    assert not (tmp_path / "ours" / kept_tokenizer.NAME).exists()
+    assert not (tmp_path / "ours" / asr.KEPT_TOKENIZER).exists()

@@ -7,10 +7,8 @@ from sbkit.nn.codec.convnext import ConvNeXt
 from sbkit.nn.codec.decoder import CodecDecoder
 from sbkit.nn.codec.discriminators import Discriminators
 from sbkit.nn.codec.encoder import CodecEncoder
-from sbkit.nn.codec.finite_scalars import FiniteScalars
 from sbkit.nn.codec.log_mel import LogMel
-from sbkit.nn.codec.quantiser import Quantised, Quantiser
-from sbkit.nn.codec.residual_vectors import ResidualVectors
+from sbkit.nn.codec.quantiser import FiniteScalars, Quantised, Quantiser, ResidualVectors
 from sbkit.nn.codec.spectral_loss import MelDistance, SpectralLoss
 from sbkit.nn.codec.wave_head import WaveHead
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from sbkit.nn.guard import guard_indices
 
@@ -71,3 +73,114 @@ class Quantiser(nn.Module, ABC):
     def joined(self, chosen: Tensor) -> Tensor:
         """Return the codes [B, T, Q] of choices [B, T, slots]."""
         return chosen
+
+
+class Book(nn.Module):
+    """A table of unit vectors, and layers to the small space in which the nearest of them is looked for, and back."""
+
+    def __init__(self, size: int, entries: int, code_size: int):
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(size, code_size), nn.Linear(code_size, size)
+        self.table = nn.Parameter(torch.randn(entries, code_size))
+
+    def forward(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, D] to the quantised ones, codes [B, T], and how far both sides are apart [B, T, 2]."""
+        asked = functional.normalize(self.narrow(vectors), dim=-1)
+        codes = (asked.detach() @ functional.normalize(self.table.detach(), dim=-1).t()).argmax(-1)
+        found = self.found(codes)
+        apart = torch.stack([(found - asked.detach()).square(), (asked - found.detach()).square()], -1).mean(-2)
+        return self.wide(asked + (found - asked).detach()), codes, apart
+
+    def found(self, codes: Tensor) -> Tensor:
+        """The unit vectors of codes."""
+        return functional.normalize(functional.embedding(codes, self.table), dim=-1)
+
+    def lookup(self, codes: Tensor) -> Tensor:
+        return self.wide(self.found(codes))
+
+
+class ResidualVectors(Quantiser):
+    """Looks each vector up in several books in turn. The tables are parameters, trained by gradients like any other:
+    a checkpoint has all of their state, and all ranks have the same.
+
+    Arguments
+    ---------
+    size : D
+    books : codes for each frame
+    entries : vectors of a book
+    code_size : numbers of these vectors; in a small space, more of them are used
+    commitment : weight of the penalty that keeps vectors near those of the books; that of the books has weight 1
+    """
+
+    def __init__(self, size: int, books: int = 2, entries: int = 1024, code_size: int = 8, commitment: float = 0.25):
+        super().__init__()
+        self.size, self.sizes, self.commitment = size, (entries,) * books, commitment
+        self.books: Sequence[Book] = nn.ModuleList(  # type: ignore[assignment]  # which doesn't say what it holds
+            [Book(size, entries, code_size) for _ in range(books)])
+
+    def forward(self, vectors: Tensor) -> Quantised:
+        left, codes, penalty = vectors.float(), [], 0.0
+        for book in self.books:
+            taken, code, apart = book(left)
+            left, penalty = left - taken, penalty + apart
+            codes.append(code)
+        assert isinstance(penalty, Tensor), "there is a book"
+        return Quantised(vectors - left, torch.stack(codes, -1), penalty[..., 0] + self.commitment * penalty[..., 1])
+
+    def lookup(self, codes: Tensor) -> Tensor:
+        return torch.stack([book.lookup(codes[..., i]) for i, book in enumerate(self.books)]).sum(0)
+
+
+class FiniteScalars(Quantiser):
+    """Rounds numbers to levels between -1 and 1. Whatever comes in, a code is one of its book's, by construction.
+
+    Arguments
+    ---------
+    levels : of each number of a book: [8, 5, 5, 5] has 1,000 codes
+    books : codes for each frame
+    noise : this share of the utterances gets noise as strong as rounding instead of it in training, so that the
+        decoder's gradient tells where between two levels a number had better be
+    """
+
+    level: Tensor
+    step: Tensor
+
+    def __init__(self, levels: Sequence[int] = (8, 5, 5, 5), books: int = 1, noise: float = 0.0):
+        super().__init__()
+        if not levels or min(levels) < 2 or books < 1:
+            raise ValueError(f"levels are {list(levels)} and books {books}: there must be a book, and two levels")
+        if not 0 <= noise <= 1:
+            raise ValueError(f"noise is {noise}, not a share between 0 and 1")
+        self.levels, self.books, self.noise = tuple(levels), books, noise
+        self.size, self.sizes = books * len(levels), (math.prod(levels),) * books
+        steps = [math.prod(levels[:i]) for i in range(len(levels))]
+        self.register_buffer("level", torch.tensor(levels), persistent=False)
+        self.register_buffer("step", torch.tensor(steps), persistent=False)
+
+    def forward(self, vectors: Tensor) -> Quantised:
+        top = (self.level - 1).repeat(self.books).float()
+        place = (vectors.float().tanh() + 1) / 2 * top  # 0 to top
+        index = place.detach().round()
+        rounded = place + (index - place.detach())
+        if self.training and self.noise:
+            drawn = torch.rand(len(vectors), 1, 1, device=vectors.device) < self.noise
+            rounded = torch.where(drawn, place + torch.rand_like(place) - 0.5, rounded)
+        codes = (index.long().unflatten(2, (self.books, -1)) * self.step).sum(-1)
+        return Quantised(2 * rounded / top - 1, codes, place.new_zeros(place.shape[:2]))
+
+    def lookup(self, codes: Tensor) -> Tensor:
+        index = codes[..., None] // self.step % self.level  # [B, T, Q, levels]
+        return (2 * index / (self.level - 1) - 1).flatten(2)
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        return self.levels * self.books
+
+    def chosen(self, codes: Tensor) -> Tensor:
+        return (codes[..., None] // self.step % self.level).flatten(2)
+
+    def joined(self, chosen: Tensor) -> Tensor:
+        return (chosen.unflatten(2, (self.books, -1)) * self.step).sum(-1)
+
+    def extra_repr(self) -> str:
+        return f"levels={self.levels}, books={self.books}, noise={self.noise}"

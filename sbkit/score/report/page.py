@@ -6,21 +6,24 @@ import base64
 import datetime
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import sbkit
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
+from sbkit.score import chunk_size
+from sbkit.score.latency import LATE
 from sbkit.score.markup import Markup, tag, text
-from sbkit.score.report import sections
+from sbkit.score.report import charts, sections
 from sbkit.score.report.audio import Clips
 from sbkit.score.report.cards import Cards
-from sbkit.score.report.compare import comparison, verdict
-from sbkit.score.report.data import RunData, read
+from sbkit.score.report.data import Results, RunData, rate, read
 from sbkit.score.report.findings import findings
-from sbkit.score.report.live import live
+from sbkit.score.report.sections import KEY, section
 from sbkit.score.report.suspects import can_tell, suspects
 from sbkit.score.run_files import REPORT
 from sbkit.score.significance import Comparison, compare
@@ -114,3 +117,96 @@ def _filled(title: str, body: Markup) -> str:
               f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'")
     values: dict[str, Any] = {"title": text(title), "policy": text(policy), "body": body}
     return re.sub(r"<!--\{(\w+)\}-->|\{\{(\w+)\}\}", lambda found: values[found[1] or found[2]], template)
+
+
+MEASURES = ("the other run", "this run", "points", "95 % interval", "p")
+
+
+def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, count: int) -> Markup:
+    """Compare ``run`` with ``other`` on the same test set; ``words`` is their difference."""
+    ours, before = run.results, other.results
+    assert ours is not None and before is not None, "write_report refuses runs without results"
+    characters = compare(before.characters, ours.characters)
+    place = {one.id: i for i, one in enumerate(before.heard)}
+    theirs = np.array([place[one.id] for one in ours.heard])
+    change = ours.edits - before.edits[theirs]
+    order = np.argsort(change, kind="stable")
+    better = [int(i) for i in order if change[i] < 0]
+    worse = [int(i) for i in order[::-1] if change[i] > 0]
+    same = len(change) - len(better) - len(worse)
+    head = tag("tr", tag("th", ""), tag("th", "WER"), tag("th", "CER"))
+    rows = [tag("tr", tag("th", name, scope="row"), tag("td", one), tag("td", two))  # narrow enough for a phone
+            for name, one, two in zip(MEASURES, _column(words), _column(characters), strict=True)]
+    table = tag("table", tag("thead", head), tag("tbody", rows), class_="plain compared")
+
+    def listed(title: str, indices: list[int]) -> list[Any]:
+        if not indices:
+            return []
+        shown = [cards.card(i, other=_before(before, int(theirs[i]))) for i in indices[:count]]
+        more = f" (the first {count} of {len(indices)})" if len(indices) > count else f" ({len(indices)})"
+        return [tag("h3", title + more), tag("div", shown, class_="cards")]
+
+    return section(
+        "against", verdict(words), table,
+        tag("p", f"Of {len(change)} utterances {len(better)} got better, {len(worse)} worse, "
+                 f"and {same} have as many errors as before.", class_="note"),
+        KEY, listed("Better", better), listed("Worse", worse), lead=f"Compared with {other.folder.resolve()}")
+
+
+def verdict(words: Comparison) -> str:
+    """Describe the difference in one sentence."""
+    if not words.significant:
+        return f"No significant difference ({_signed(words.difference)} points of WER)"
+    how = "better" if words.difference < 0 else "worse"
+    return f"Significantly {how}: {_signed(words.difference)} points of WER"
+
+
+def _column(found: Comparison) -> tuple[str, ...]:
+    return (rate(found.rate_a), rate(found.rate_b), _signed(found.difference),
+            f"{_signed(found.low)} to\N{NO-BREAK SPACE}{_signed(found.high)}", f"{found.p_value:.4f}")
+
+
+def _signed(points: float) -> str:
+    return f"{points:+.2f}".replace("-", "−")
+
+
+def _before(results: Results, index: int) -> tuple[Any, str, str]:
+    return results.words.hypotheses[index], results.ways[index], "the other run"
+
+
+COLUMNS = ("chunk", "WER", "95 % interval", "latency", f"{LATE} % within", "words changed")
+MEANING = ("Latency is the time from the end of a word to the end of the chunk after which it stood in the text for "
+           "good, for words that are right; the time that a machine computes comes on top. A word's end is that of the "
+           "model's alignment of what was said. Words changed: of 100, those that were shown and replaced later.")
+
+
+def live(run: RunData) -> Markup | None:
+    """Show what ``sbkit evaluate --chunk`` found; None for other results."""
+    found: list[Mapping[str, Any]] = run.scored.get("chunks") or []
+    if not found:
+        return None
+    head = tag("tr", [tag("th", name) for name in COLUMNS])
+    lines = [tag("tr", tag("th", _name(each), scope="row"), [tag("td", value) for value in _values(each)])
+             for each in found]
+    table = tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain"), class_="scroll")
+    points = [charts.Point(_name(each), each["latency"], each["WER"], each["latency_p95"])
+              for each in found if each["latency"] is not None]
+    drawn = charts.points("WER by latency", points, "seconds after a word's end",
+                          note=f"Dots: the mean. Lines: to where {LATE} % of the words are shown.") if points else None
+    first = f"The transcripts and rates elsewhere on this page are those of the first line ({_name(found[0])})."
+    return section("live", "Live", table, tag("p", MEANING, class_="note"), tag("p", first, class_="note"),
+                   drawn and tag("div", drawn, class_="charts"))
+
+
+def _name(each: Mapping[str, Any]) -> str:
+    return chunk_size.named(each["chunk"])
+
+
+def _values(each: Mapping[str, Any]) -> list[str]:
+    low, high = each["WER_interval"]
+    return [rate(each["WER"]), f"{low:.2f} to\N{NO-BREAK SPACE}{high:.2f}", _seconds(each["latency"]),
+            _seconds(each["latency_p95"]), f"{each['changed']:.1f}"]
+
+
+def _seconds(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f}\N{NO-BREAK SPACE}s"

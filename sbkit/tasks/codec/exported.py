@@ -15,15 +15,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sbkit.export import graph, layout
+from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, Clips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner, opened
 from sbkit.nn.codec.coder import Coder, Decode, Encode
-from sbkit.tasks.codec import readme
-from sbkit.tasks.codec.reach import reach
 
 OUTPUTS = {"codes": ("batch", "frames"), "frames": ("batch",)}
 #: The share of codes that may be others than the checkpoint's. Runtimes add up in different orders, so numbers differ
@@ -172,7 +170,7 @@ class CodecModel(Exported):
         return Codes(clips, self.reference(config), config.sample_rate)
 
     def readme(self, name: str, config: layout.Codec, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
-        return readme.text(name, config, comparison)
+        return text(name, config, comparison)
 
 
 def weights(coder: Coder) -> dict[str, Tensor]:
@@ -187,3 +185,99 @@ def fingerprint(coder: Coder) -> str:
         digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
         digest.update(value.numpy().tobytes())
     return digest.hexdigest()
+
+
+#: Of noise, in which it is measured; a codec that looks to its ends may look at everything.
+_FRAMES = 512
+_LOUDNESS = 0.1
+
+
+def reach(coder: Coder) -> int | None:
+    """Return how many frames on each side of one have an effect on its codes or on its samples; None: maybe all.
+
+    The gradient of what the middle frame gives is not zero at just those that have one.
+    """
+    draw, frames, middle = torch.Generator().manual_seed(0), torch.tensor([_FRAMES]), _FRAMES // 2
+    signals = (_LOUDNESS * torch.randn(1, _FRAMES * coder.stride, generator=draw)).requires_grad_()
+    vectors = coder.encoder(*coder.features(signals, frames * coder.stride))
+    coded = _moved_by(vectors[0, middle], signals, draw)
+    vectors = vectors.detach().requires_grad_()
+    sound = coder.sound(vectors, frames)[0].unflatten(0, (_FRAMES, -1))
+    touched = torch.cat([torch.nonzero(each) for each in (coded, _moved_by(sound[middle], vectors, draw))])
+    first, last = int(touched.min()), int(touched.max())
+    return None if first == 0 or last == _FRAMES - 1 else max(middle - first, last - middle)
+
+
+def _moved_by(output: Tensor, given: Tensor, draw: torch.Generator) -> Tensor:
+    """Whether each frame of what was given [1, frames * N, ...] has an effect on an output [N]: [frames]."""
+    [gradient] = torch.autograd.grad((output * torch.randn(output.shape, generator=draw)).sum(), given)
+    return gradient.reshape(_FRAMES, -1).ne(0).any(1)
+
+
+_USE = {
+    layout.ONNX: """## ONNX Runtime, without sbkit
+
+```python
+import numpy as np, onnxruntime, soundfile
+encoder, decoder = (onnxruntime.InferenceSession(name) for name in ("model.onnx", "decoder.onnx"))
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
+codes, frames = encoder.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})
+
+sizes = np.array({books})
+assert ((codes >= 0) & (codes < sizes)).all()  # a graph does not look: other ids give noise, or worse
+signals, lengths = decoder.run(None, {{"codes": codes, "frames": frames}})
+soundfile.write("again.wav", signals[0, :len(signal)], {rate})
+```
+
+| | |
+| --- | --- |
+| `signals` [B, S] float32, `lengths` [B] int64 | samples from -1 to 1, and how many of S are real |
+| `codes` [B, T, {count}] int64, `frames` [B] int64 | ids of each book, from 0, and how many of T are real |
+
+A frame is {stride} samples; the last one of a recording may reach beyond its end. What pads a batch has no effect, be
+it zeros or not; PyTorch needs S of {least} and T of {least_frames} at least.
+""",
+    layout.TORCH: """## PyTorch
+
+```python
+import torch
+encoder, decoder = (torch.export.load(name).module() for name in ("model.pt2", "decoder.pt2"))
+codes, frames = encoder(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
+signals, lengths = decoder(codes, frames)
+```
+""",
+}
+
+
+def text(name: str, config: layout.Codec, comparison: Comparison) -> str:
+    """Make the whole text."""
+    rate, count = config.sample_rate / config.stride, len(config.books)
+    values = {"rate": config.sample_rate, "books": config.books, "count": count, "stride": config.stride,
+              "least": config.min_samples, "least_frames": config.min_frames}
+    each = f"{count} codes of" if count > 1 else "a code of"
+    parts = [f"""# {name}
+
+A codec of speech at {config.sample_rate} Hz, trained by sbkit: {rate:g} frames a second, in each of them {each} \
+{" and ".join(f"{size:,}" for size in config.books)}.
+
+```
+sbkit tokenize {name} CORPUS --to codes      # recordings to codes
+sbkit resynthesize {name} codes --to sounds  # and back
+```
+
+```python
+import sbkit.infer
+codec = sbkit.infer.load("{name}")
+[codes] = codec.encode(["clip.mp3"])  # [T, {count}]
+[samples] = codec.decode([codes])
+```
+
+Codes are of this codec alone, which is `{config.codec}`.
+"""]
+    parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+    parts += ["""## Weights
+
+`model.safetensors` has the weights by their names in the codec: `encoder.*`, `quantiser.*` (if it has any), `decoder.*`
+and `head.*`.
+""", readme.compared(comparison)]
+    return "\n".join(parts)

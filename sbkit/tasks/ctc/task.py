@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -31,6 +33,8 @@ from sbkit.recipe.trace import Trace
 from sbkit.runs import initial
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial.vocabulary import TokenTables
+from sbkit.score import chunk_size
+from sbkit.score.latency import COLUMNS, LiveRates, rates
 from sbkit.tasks import feature_statistics
 from sbkit.tasks.asr import ASR, Row, choices
 from sbkit.tasks.ctc import search
@@ -44,7 +48,6 @@ from sbkit.tasks.ctc.taps import stack, tapped
 from sbkit.tasks.ctc.vocabulary import check_sizes, token_tables
 from sbkit.tasks.ctc.window import refuse_longer
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
-from sbkit.tasks.live_transcripts import LiveTranscripts
 from sbkit.tasks.transcripts import Transcripts
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
@@ -358,3 +361,27 @@ class CTC(ASR):
             return self.keys.seq_lin(decoded[:, -1]).float().log_softmax(-1)
 
         return step
+
+
+@dataclass
+class LiveTranscripts(Transcripts):
+    """Rows of a test that was heard in chunks of several sizes; the transcripts are those of the first."""
+
+    chunk: Sequence[int | None] = field(kw_only=True)
+    """Milliseconds of each size in the rows' ``live``; None is the whole utterance."""
+
+    @cached_property
+    def live(self) -> list[LiveRates]:
+        """The rates with chunks of each size."""
+        scored = [row for row in self.rows if row.reference.split()]
+        said = [(row.id, row.reference) for row in scored]
+        return [rates(chunk, said, [row.live[number] for row in scored]) for number, chunk in enumerate(self.chunk)]
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "chunks": [each.facts() for each in self.live]}
+
+    def lines_of_table(self) -> list[list[tuple[str, Any]]]:
+        return [list(zip(COLUMNS, each.row(), strict=True)) for each in self.live]
+
+    def word_error_rates(self) -> Mapping[str, float]:
+        return {f"(chunk: {chunk_size.named(each.chunk)})": each.WER for each in self.live}

@@ -12,14 +12,14 @@ import torch
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
-from sbkit.export import graph, layout
+from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, Clips
 from sbkit.export.exported import Exported
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner, opened
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
 from sbkit.nn.voice.voice import Voice
-from sbkit.tasks.tts import labels, readme
+from sbkit.tasks.tts import labels
 from sbkit.tasks.tts.keys import TTSKeys
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class VoiceModel(Exported):
         return SoundComparison(clips, self.reference(config), config.sample_rate, self.heard)
 
     def readme(self, name: str, config: layout.Voice, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
-        return readme.text(name, config, comparison)
+        return text(name, config, comparison)
 
 
 def _rules(corpus: Corpus | None) -> dict[str, object] | None:
@@ -185,3 +185,72 @@ def _rules(corpus: Corpus | None) -> dict[str, object] | None:
 def _made_up(symbols: Sequence[str]) -> list[str]:
     """Texts of several lengths, with all symbols in them."""
     return ["".join(symbols[(i * 7 + size) % len(symbols)] for i in range(size)) for size in (3, 10, 30, 60)]
+
+
+_USE = {
+    layout.ONNX: """## ONNX Runtime, without sbkit
+
+```python
+import json, numpy as np, onnxruntime, soundfile
+ids = {{symbol: number for number, symbol in enumerate(json.load(open("config.json"))["symbols"])}}
+session = onnxruntime.InferenceSession("model.onnx")
+text = np.array([[ids[symbol] for symbol in {symbols!r}]])
+audio, samples, durations = session.run(None, {{
+    "text": text, "lengths": np.array([text.shape[1]]),
+    "speaker": np.array([0]), "speed": np.array([1.0], np.float32)}})
+soundfile.write("said.wav", audio[0, :samples[0]], {rate})
+```
+
+| | |
+| --- | --- |
+| `text` [B, U] int64, `lengths` [B] int64 | ids of symbols, 0 for padding, and how many of U are real: 1 to {most} |
+| `speaker` [B] int64 | the place of a name in `config.json`'s `speakers` |
+| `speed` [B] float32 | 0.25 to 4 |
+| `audio` [B, S] float32, `audio_lengths` [B] int64 | samples from -1 to 1, and how many of S are real |
+| `durations` [B, U] int64 | frames of {frame:g} s of each symbol, with the silence at both ends |
+
+What a text sounds like does not depend on its batch.
+""",
+    layout.TORCH: """## PyTorch
+
+```python
+import torch
+voice = torch.export.load("model.pt2").module()
+audio, samples, durations = voice(torch.from_numpy(text), torch.tensor([text.shape[1]]), torch.tensor([0]),
+                                  torch.tensor([1.0]))
+```
+""",
+}
+
+
+def text(name: str, config: layout.Voice, comparison: Comparison) -> str:
+    """Make the whole text."""
+    example = next((clip.text for clip in comparison.clips.alone if clip.text), config.symbols[1])
+    written = next((clip.signal for clip in comparison.clips.alone if clip.text), [1])
+    values = {"rate": config.sample_rate, "most": config.max_symbols, "frame": config.frame_seconds,
+              "symbols": "".join(config.symbols[number] for number in written)}
+    characters = config.characters or config.symbols[1:]
+    spelled = "" if config.spelling is None else f""" Its symbols are phones: words are spelled in IPA, \
+each as if it were said alone, by espeak-ng's voice `{config.spelling}`, which `pip install 'sbkit[demo]'` installs."""
+    speakers = ", ".join(config.speakers[:10]) + (", ..." if len(config.speakers) > 10 else "")
+    parts = [f"""# {name}
+
+A voice at {config.sample_rate} Hz, trained by sbkit: {speakers}. It knows the characters \
+`{"".join(characters).strip()}`{" and the space" if " " in characters else ""}.{spelled}
+
+```
+sbkit speak {name} "{example}" --to said.wav
+sbkit serve {name}
+```
+
+```python
+import sbkit.infer
+speech = sbkit.infer.load("{name}").speak("{example}")
+speech.samples, speech.sample_rate, speech.words
+```
+
+Whoever publishes what it says should say that it is synthetic.
+"""]
+    parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+    parts.append(readme.compared(comparison))
+    return "\n".join(parts)

@@ -12,7 +12,7 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2FeedForward
 
 from sbkit.nn.adapters import LoRA
 from sbkit.nn.pretrained.encoder import Encoder
-from sbkit.nn.pretrained.feed_forward import FeedForward, lighten
+from sbkit.nn.pretrained.families import FeedForward, lighten
 
 
 def pair(dropout=0.0, act="gelu"):

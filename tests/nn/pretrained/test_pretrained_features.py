@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from sbkit.nn.pretrained import Encoder
-from sbkit.nn.pretrained.log_mel import LogMel
 from sbkit.nn.pretrained.waveforms import normalized
+from sbkit.nn.pretrained.whisper import LogMel
 
 
 def waves(samples):

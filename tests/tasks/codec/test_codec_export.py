@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from sbkit.export.clips import Clip, Clips
 from sbkit.export.layout import Codec as Config
 from sbkit.nn.codec import CodecDecoder, CodecEncoder, Coder, FiniteScalars, LogMel, ResidualVectors, WaveHead
-from sbkit.tasks.codec.exported import OTHER_CODES, CodecModel, Codes, fingerprint
-from sbkit.tasks.codec.reach import reach
+from sbkit.tasks.codec.exported import OTHER_CODES, CodecModel, Codes, fingerprint, reach
 
 SIZE = {"size": 8, "hidden": 12}
 CONFIG = Config(sample_rate=16_000, codec="0" * 64, books=[40, 40], stride=320, context=9)
