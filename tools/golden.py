@@ -51,8 +51,8 @@ VOICE = ["hparams/tts.yaml", *TRAIN, *(
     "--durations.hidden 16 --durations.layers 1 --frame_decoder.layers 1 --decoder.size 16 --decoder.hidden 24 "
     "--decoder.slow_layers 1 --decoder.fast_layers 1 --head.input_size 16 --step_seconds 6 "
     "--max_batch_seconds 3").split()]
-#: Of metrics.jsonl's lines; the others are of the clock, or say where and when.
-FIGURES = ("loss", "lr", "grad_norm", "skipped_steps", "loss_scale", "train_loss", "padding_share")
+#: Of metrics.jsonl's lines, besides those of validation and test; the others are of the clock, or of one start alone.
+FIGURES = ("loss", "lr", "grad_norm", "skipped_steps", "loss_scale", "train_loss")
 SCRIPT = '''
 import sys
 
@@ -256,7 +256,8 @@ def trained(run: Path) -> Figures:
         if line["kind"] in ("step", "epoch", "test"):
             place = " ".join(f"{name} {line[name]}" for name in ("epoch", "step") if name in line)
             found.update({f"{line['kind']}: {place}: {name}": value for name, value in line.items()
-                          if name in FIGURES or name.startswith(("valid_", "test_"))})
+                          if name in FIGURES
+                          or (name.startswith(("valid_", "test_")) and not name.endswith("real_time_factor"))})
     if not any(label.startswith("step: ") for label in found):
         raise Failed(f"{run / 'metrics.jsonl'} has no step")
     checkpoints = sorted(run.glob("save/CKPT*/CKPT.yaml"), key=lambda path: path.stat().st_mtime_ns)
