@@ -75,7 +75,7 @@ bench: $(STAMP)
 	$(BIN)/python tools/bench_score.py
 
 gpu: $(STAMP)
-	$(BIN)/python -m sbkit doctor --gpu
+	$(BIN)/python -m tools.gpu
 
 clean:
 	rm -rf results gpu-report* build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -21,8 +21,8 @@ from sbkit.system.processes import free_port, torchrun_environment
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pandas", "sbkit.tasks.ctc", "sbkit.commands.train",
-                                 "sbkit.recipe.load", "sbkit.runs.training", "sbkit.infer.bundles", "settled"])
+PRELOAD = ["tools.gpu.preload", "settled"]  # no process that is forked from one that has asked for cards can use CUDA
+_CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 class Outcome(NamedTuple):

@@ -7,10 +7,10 @@ from pathlib import Path
 import processes
 import pytest
 
-from sbkit.doctor.gpu import corpus
 from sbkit.score.report import write_report
 from sbkit.score.report.data import read
 from sbkit.score.report.findings import findings
+from tools.gpu import corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 
-from sbkit.doctor.gpu import corpus
 from sbkit.runs.restore import read_run
 from sbkit.tasks.learning_progress import LearningProgress
+from tools.gpu import corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, WHOLE = 0.05, 0.95

@@ -4,9 +4,9 @@ import importlib
 
 import pytest
 
-from sbkit.doctor.gpu import catalogue
-from sbkit.doctor.gpu.budget import APART
-from sbkit.doctor.gpu.check import (
+from tools.gpu.__main__ import APART
+from tools.gpu.check import (
+    CHECKS,
     FAILED,
     NOT_RUN,
     NOT_SHOWN,
@@ -14,7 +14,6 @@ from sbkit.doctor.gpu.check import (
     REHEARSED,
     SHORT,
     Check,
-    Exit,
     Expect,
     Observation,
     Result,
@@ -33,20 +32,20 @@ def result(*verdicts):
                          for each, verdict in zip(PAIR.expects, verdicts, strict=True)])
 
 
-@pytest.mark.parametrize("found, ended, cards, verdicts", [
-    ([Observation("two", "b", OK), Observation("one", "a", SHORT)], Exit(1), 2, [SHORT, OK]),
-    ([Observation("one", "a", OK)], Exit(1), 1, [OK, NOT_SHOWN]),
-    ([Observation("one", "a", OK)], Exit(1), 2, [OK, FAILED]),
-    ([Observation("one", "a", OK)], Exit(1, "its process was ended by SIGSEGV"), 2, [OK, FAILED]),
-    ([], Exit(9, "cut off after 9 s, its limit", late=True), 2, [NOT_RUN, NOT_RUN]),
-    ([], Exit(9, "RuntimeError: CUDA error"), 1, [FAILED, NOT_SHOWN]),
+@pytest.mark.parametrize("found, how, late, cards, verdicts", [
+    ([Observation("two", "b", OK), Observation("one", "a", SHORT)], "", False, 2, [SHORT, OK]),
+    ([Observation("one", "a", OK)], "", False, 1, [OK, NOT_SHOWN]),
+    ([Observation("one", "a", OK)], "", False, 2, [OK, FAILED]),
+    ([Observation("one", "a", OK)], "its process was ended by SIGSEGV", False, 2, [OK, FAILED]),
+    ([], "cut off after 9 s, its limit", True, 2, [NOT_RUN, NOT_RUN]),
+    ([], "RuntimeError: CUDA error", False, 1, [FAILED, NOT_SHOWN]),
 ], ids=["told", "one card", "forgotten", "crashed", "late", "raised"])
-def test_each_line_has_a_verdict_however_the_check_ended(found, ended, cards, verdicts):
-    made = complete(PAIR, found, [], ended, cards, "")
-    assert [each.verdict for each in made.seen] == verdicts
-    assert [each.key for each in made.seen] == ["one", "two"]
-    if ended.how:
-        assert ended.how in [each.seen for each in made.seen]
+def test_each_line_has_a_verdict_however_the_check_ended(found, how, late, cards, verdicts):
+    seen = complete(PAIR, found, how, late, cards)
+    assert [each.verdict for each in seen] == verdicts
+    assert [each.key for each in seen] == ["one", "two"]
+    if how:
+        assert how in [each.seen for each in seen]
 
 
 @pytest.mark.parametrize("verdicts, whole, good", [
@@ -66,12 +65,19 @@ def test_the_headline_names_what_is_short():
     assert headline([result(OK, REHEARSED)]) == "1 of 1 as expected; 1 rehearsed"
 
 
-def test_the_catalogue_fits_into_ten_minutes_and_its_functions_are_there():
-    checks = catalogue.CHECKS
-    assert sum(check.seconds for check in checks) <= 600 - APART
-    assert len({check.name for check in checks}) == len(checks)
-    for check in checks:
+@pytest.mark.parametrize("cards", [1, 8])
+def test_the_checks_fit_into_ten_minutes_and_their_functions_are_there(cards):
+    assert sum(check.seconds for check in CHECKS if check.cards <= cards) <= 600 - APART
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    for check in CHECKS:
         module, name = check.function.split(":")
-        assert callable(getattr(importlib.import_module(module, "sbkit.doctor.gpu"), name))
+        assert callable(getattr(importlib.import_module(module, "tools.gpu"), name))
         assert len({each.key for each in check.expects}) == len(check.expects)
         assert all(each.what and each.expected for each in check.expects)
+
+
+def test_what_only_a_card_proves_comes_first():
+    names = [check.name for check in CHECKS]
+    values, figures, again = ["kernels", "attention", "training", "precisions"], names[4:-4], names[-4:]
+    assert names[:4] == values and {"large", "flagship", "memory", "pair"} <= set(figures)
+    assert again == ["ship", "joint", "resume", "tests"]

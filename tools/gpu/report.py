@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.doctor.finding import without_names
-from sbkit.doctor.gpu.check import BAD, FAILED, Result, headline, passed
 from sbkit.system.console import atomic_write
+
+from .check import BAD, FAILED, Result, headline, passed
 
 FORMAT = 1
 #: Lines of a failed check's log that the page shows.
@@ -26,7 +27,6 @@ class Made:
     at: float
     seconds: float
     rehearsal: bool
-    minutes: float
     machine: Sequence[tuple[str, str]]
     results: Sequence[Result]
     only: Sequence[str] = ()
@@ -94,7 +94,7 @@ def _details(made: Made, result: Result) -> Iterable[str]:
 
 
 def _command(made: Made, result: Result | None = None) -> str:
-    words = ["sbkit doctor --gpu", *(["--rehearse"] if made.rehearsal else [])]
+    words = ["python -m tools.gpu", *(["--rehearse"] if made.rehearsal else [])]
     only = made.only if result is None else [result.check.name]
     return " ".join([*words, *([f"--only {','.join(only)}"] if only else [])])
 

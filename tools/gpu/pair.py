@@ -7,36 +7,35 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sbkit.doctor.gpu import brains
-from sbkit.doctor.gpu.training import epochs
+from . import brains
+from .bench import Program, ProgramFailed
+from .runs import epochs
 
 if TYPE_CHECKING:
-    from sbkit.doctor.gpu.bench import Bench
+    from .bench import Bench
 
 END_SECONDS, PATIENCE = 10.0, 40.0
 LOSS_APART = 0.01
-LEAST_OVERLAP = 0.5
+MIN_OVERLAP = 0.5
 #: Dropped weights and masks differ per rank; without them a run is the same on any number of devices.
 EXACT: dict[str, Any] = {"dropout": 0.0, "spec_augment": "null", "precision": "fp32"}
 
 
 def check(bench: Bench) -> None:
-    """Check a failure, an epoch on one and on two cards, and a trace of the large model."""
-    bench.stand_in("two processes over gloo on one CPU")
-    _fails(bench)
+    """Check a trace of the large model, an epoch on one and on two cards, and a failure; a rehearsal over gloo."""
+    _overlap(bench)
     one, two = _epochs(bench)
     apart = abs(two / one - 1)
     bench.found("same", f"{one:.5g} and {two:.5g}, {100 * apart:.2f} % apart", apart < LOSS_APART, one=one, two=two)
-    _overlap(bench)
+    _fails(bench)
 
 
 def _flagship(bench: Bench, folder: Path) -> list[str]:
-    return bench.run("flagship", folder, epochs=1, device=bench.size("cuda", "cpu"), **EXACT,
+    return bench.run("flagship", folder, epochs=1, hours=0.25, device=bench.size("cuda", "cpu"), **EXACT,
                      brain=f"!name:{brains.__name__}.Watched")
 
 
-def _ranks(bench: Bench, words: list[str], folder: Path, patience: float | None = None, **environment: str
-           ) -> list[Any]:
+def _ranks(bench: Bench, words: list[str], folder: Path, patience: float = 1e9, **environment: str) -> list[Program]:
     """Run one command as both ranks; each uses the card of its number."""
     notes = folder.parent / f"{folder.name}-notes"
     notes.mkdir()
@@ -53,15 +52,15 @@ def _fails(bench: Bench) -> None:
         bench.found("fails", f"rank 1 never reached its failure: {done[1].last_line()}", False)
         return
     late = max(each.at for each in done) - float(mark.read_text())
-    told = any("rank 1 was asked to fail here" in each.output for each in done)
-    good = late <= END_SECONDS and told and all(each.code for each in done)
+    said = any("rank 1 was asked to fail here" in each.output for each in done)
+    good = late <= END_SECONDS and said and all(each.code for each in done)
     bench.found("fails", f"all ended after {late:.1f} s, codes {done[0].code} and {done[1].code}"
-                + ("" if told else ", and nobody said why"), good, seconds=late)
+                + ("" if said else ", and nobody said why"), good, seconds=late)
 
 
 def _epochs(bench: Bench) -> tuple[float, float]:
     """Compute the training losses on one card and on two."""
-    bench.needed(bench.run("flagship", bench.folder / "one", epochs=1, **EXACT))
+    bench.needed(bench.run("flagship", bench.folder / "one", epochs=1, hours=0.25, **EXACT))
     two = bench.folder / "two"
     _succeeded(_ranks(bench, _flagship(bench, two), two))
     digests = {path.read_text() for path in (bench.folder / "two-notes").glob("weights-*")}
@@ -69,9 +68,7 @@ def _epochs(bench: Bench) -> tuple[float, float]:
     return epochs(bench.folder / "one")[-1]["train_loss"], epochs(two)[-1]["train_loss"]
 
 
-def _succeeded(done: Sequence[Any]) -> None:
-    from sbkit.doctor.gpu.bench import ProgramFailed
-
+def _succeeded(done: Sequence[Program]) -> None:
     for rank, each in enumerate(done):
         if each.code:
             raise ProgramFailed(f"rank {rank} ended with code {each.code}: {each.last_line()}")
@@ -85,7 +82,7 @@ def _overlap(bench: Bench) -> None:
     traces = sorted((folder / "profiler_logs").glob("*.json"))
     comm, beside = overlap(json.loads(traces[0].read_text(encoding="utf-8"))["traceEvents"])
     share = beside / comm if comm else 0.0
-    bench.measured("overlap", f"{100 * share:.0f} % of {comm / 1e3:.1f} ms", share >= LEAST_OVERLAP,
+    bench.measured("overlap", f"{100 * share:.0f} % of {comm / 1e3:.1f} ms", share >= MIN_OVERLAP,
                    communication_ms=comm / 1e3, beside_ms=beside / 1e3)
 
 

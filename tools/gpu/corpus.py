@@ -3,58 +3,30 @@
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import numpy as np
-
-T = TypeVar("T")
 
 RATE = 16_000
 LETTERS = "abcdefghijklmnopqrst"
 LETTER_SECONDS, GAP_SECONDS = 0.07, 0.03
 #: Seconds of a clip, distributed as in Common Voice.
 SHORTEST, LONGEST = 1.5, 11.0
-#: How often the long corpus repeats each recording.
-AGAIN = 6
 
 
-class Workplace(Protocol):
-    """The part of a bench that making a corpus needs."""
-
-    home: Path
-
-    def alone(self, what: str) -> AbstractContextManager[None]:
-        """Context for one check at a time."""
-
-    def size(self, card: T, small: T) -> T:
-        """Choose the first on a card, the second in a rehearsal."""
-
-
-def corpus(bench: Workplace) -> Path:
-    """Return the folder with ``train.csv``, ``dev.csv`` and ``test.csv``, which the first check makes."""
-    folder = bench.home / "corpus"
-    with bench.alone("corpus"):
-        if not (folder / "test.csv").exists():  # the last file written
-            hours = bench.size({"train": 1.0, "dev": 0.05, "test": 0.05}, {"train": 0.012, "dev": 0.002, "test": 0.002})
-            write(folder, hours, longest=bench.size(LONGEST, 2.5))
-    return folder
-
-
-def long_corpus(bench: Workplace) -> Path:
-    """Repeat the recordings as different utterances: an epoch so long that its start doesn't count."""
-    once, folder = corpus(bench), bench.home / "long-corpus"
-    with bench.alone("long-corpus"):
-        if not folder.exists():
-            head, *rows = (once / "train.csv").read_text(encoding="utf-8").splitlines()
-            lines = [f"again{i}-{row}" for i in range(bench.size(AGAIN, 1)) for row in rows]
-            aside = folder.with_name("aside")
-            aside.mkdir()
-            (aside / "train.csv").write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
-            for name in ("dev.csv", "test.csv"):
-                (aside / name).write_text((once / name).read_text(encoding="utf-8"), encoding="utf-8")
-            aside.rename(folder)
+def repeated(once: Path, folder: Path, hours: float) -> Path:
+    """Make a corpus with these hours of the recordings of another; above its own, they are repeated."""
+    if not folder.exists():
+        head, *rows = (once / "train.csv").read_text(encoding="utf-8").splitlines()
+        lines, seconds = [head], 0.0
+        while seconds < 3600 * hours:
+            turn, row = divmod(len(lines) - 1, len(rows))
+            lines.append(f"again{turn}-{rows[row]}")
+            seconds += float(rows[row].split(",")[1])
+        folder.mkdir()
+        (folder / "train.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for name in ("dev.csv", "test.csv"):
+            (folder / name).write_text((once / name).read_text(encoding="utf-8"), encoding="utf-8")
     return folder
 
 

@@ -2,9 +2,9 @@
 
 import json
 
-from sbkit.doctor.gpu import report
-from sbkit.doctor.gpu.check import FAILED, NOT_SHOWN, OK, SHORT, Check, Expect, Observation, Result
-from sbkit.doctor.gpu.report import Made
+from tools.gpu import report
+from tools.gpu.check import FAILED, NOT_SHOWN, OK, SHORT, Check, Expect, Observation, Result
+from tools.gpu.report import Made
 
 KERNELS = Check("kernels", "kernels against their references", ".nowhere:check", 30, (
     Expect("losses", "CTC losses", "within 1e-4 of torch's"), Expect("gradients", "their gradients", "within 5e-3")))
@@ -20,7 +20,7 @@ def made(log="", **kwargs):
         Result(Check("pair", "two cards", ".nowhere:check", 5, (Expect("fails", "one fails", "all end", cards=2),)),
                [Observation("fails", "needs 2 cards", NOT_SHOWN)]),
     ]
-    return Made(**{"at": 1.7e9, "seconds": 492.4, "rehearsal": False, "minutes": 10, "machine": [("cuda:0", "a card")],
+    return Made(**{"at": 1.7e9, "seconds": 492.4, "rehearsal": False, "machine": [("cuda:0", "a card")],
                    "results": results, **kwargs})
 
 
@@ -32,7 +32,7 @@ def test_the_page_begins_with_the_verdict_and_has_a_row_for_each_line(tmp_path):
 
 **1 of 3 as expected; short: flagship (a step against stock); failed: kernels (their gradients); 1 not shown here.**
 
-`sbkit doctor --gpu`, 2023-11-14 22:13 UTC, 8 min 12 s.
+`python -m tools.gpu`, 2023-11-14 22:13 UTC, 8 min 12 s.
 
 ## Machine
 
@@ -51,7 +51,7 @@ def test_the_page_begins_with_the_verdict_and_has_a_row_for_each_line(tmp_path):
 """)
     assert """### kernels: kernels against their references
 
-`sbkit doctor --gpu --only kernels`, 12.3 s, failed.
+`python -m tools.gpu --only kernels`, 12.3 s, failed.
 
 - a note
 
@@ -66,11 +66,11 @@ def test_the_page_begins_with_the_verdict_and_has_a_row_for_each_line(tmp_path):
 def test_a_rehearsal_says_that_it_is_one():
     page = report.page(made(rehearsal=True))
     assert page.startswith("# Rehearsal of the GPU report, on a CPU\n")
-    assert "`sbkit doctor --gpu --rehearse`" in page and "the figures say nothing about a card" in page
+    assert "`python -m tools.gpu --rehearse`" in page and "the figures say nothing about a card" in page
 
 
 def test_the_page_names_the_command_that_made_it():
-    assert "\n`sbkit doctor --gpu --only kernels,pair`, 20" in report.page(made(only=["kernels", "pair"]))
+    assert "\n`python -m tools.gpu --only kernels,pair`, 20" in report.page(made(only=["kernels", "pair"]))
 
 
 def test_both_files_are_written_beside_each_other_and_say_the_same(tmp_path):
@@ -79,7 +79,7 @@ def test_both_files_are_written_beside_each_other_and_say_the_same(tmp_path):
     told = json.loads(facts.read_text())
     assert told["verdict"] in page.read_text() and told["ok"] is False and told["machine"] == {"cuda:0": "a card"}
     kernels = told["checks"][0]
-    assert kernels["command"] == "sbkit doctor --gpu --only kernels"
+    assert kernels["command"] == "python -m tools.gpu --only kernels"
     assert kernels["lines"][0] == {"what": "CTC losses", "expected": "within 1e-4 of torch's", "key": "losses",
                                    "seen": "at most 1.8e-07 apart", "verdict": "as expected",
                                    "figures": {"5": 1.8e-07, "40": 2e-08}}

@@ -1,4 +1,4 @@
-"""A step, an epoch and a validation against stock SpeechBrain, by the programs under ``tools``."""
+"""A step, an epoch and a validation against stock SpeechBrain by the benches of ``tools``, and the memory of a step."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sbkit.doctor.gpu.catalogue import FINETUNE_RATIO, LEAST_MFU, STEP_RATIO
-from sbkit.doctor.gpu.corpus import corpus
+from .bench import CHECKOUT, RECIPES
+from .check import FINETUNE_RATIO, MIN_MFU, STEP_RATIO
 
 if TYPE_CHECKING:
-    from sbkit.doctor.gpu.bench import Bench
+    from .bench import Bench
 
 #: Speed targets, as multiples of stock's best precision.
 TARGETS = {"step": STEP_RATIO, "epoch": 1.0, "validation": 1.0}
+#: How far the measured memory may be from the estimate.
+NEAR = 0.15
+GIB = 2**30
 
 
 def flagship(bench: Bench) -> None:
-    """Compare the flagship in fp32 and bf16."""
-    _judge(bench, measured(bench, "flagship", "fp32,bf16"))
+    """Compare the flagship in fp32 and bf16; an epoch has 60 steps of 15 s."""
+    _judge(bench, _train(bench, "flagship", "fp32,bf16", hours=0.25))
 
 
 def large(bench: Bench) -> None:
     """Compare large.yaml in bf16 only, as in the recipe: four such models in two precisions would not fit on a card."""
-    found = measured(bench, "large", "bf16")
-    _judge(bench, found)
+    found = _train(bench, "large", "bf16")
     best = max(statistics.median(values) for side, values in found["audio_s_per_s"]["step"].items() if "sbkit" in side)
     operations, peak, source = bench.call(_operations, bench)
     share = best * operations / peak if peak else None
     seen = f"{100 * share:.1f} % by {source}" if share is not None else f"the peak of {source} is not known"
-    bench.measured("mfu", seen, share is not None and share >= LEAST_MFU, operations_per_audio_second=operations,
+    bench.measured("mfu", seen, share is not None and share >= MIN_MFU, operations_per_audio_second=operations,
                    peak=peak, audio_s_per_s=best)
+    _judge(bench, found)
 
 
 def finetuning(bench: Bench) -> None:
@@ -46,34 +48,31 @@ def finetuning(bench: Bench) -> None:
         return
     at_once = 80 if bench.gib is None or bench.gib >= 38 else 40  # both sides in both precisions are on it together
     seconds = str(bench.size(at_once, 8))
-    words = ["--data", str(corpus(bench)), "--language", "en", "--max_batch_seconds", seconds,
+    words = ["--data", str(bench.corpus()), "--language", "en", "--max_batch_seconds", seconds,
              "--step_seconds", seconds]
-    bench.stand_in("an encoder of two narrow layers")
     found = _run(bench, "bench_finetune.py", "fp32,bf16", [*words, "--num_workers", "0", *bench.size([], ["--tiny"])])
     _judge(bench, found, {"step": FINETUNE_RATIO})
 
 
-def measured(bench: Bench, recipe: str, precisions: str) -> dict[str, Any]:
-    """Run bench_train.py and return its measurements of each side."""
-    path, _, _, *rest = bench.words(recipe, ctc_weight=1.0)
+def _train(bench: Bench, recipe: str, precisions: str, **options: Any) -> dict[str, Any]:
+    path, _, _, *rest = bench.words(recipe, ctc_weight=1.0, **options)
     return _run(bench, "bench_train.py", precisions, ["--recipe", path, *rest])
 
 
 def _run(bench: Bench, tool: str, precisions: str, words: Sequence[str]) -> dict[str, Any]:
     out = bench.folder / "bench.json"
-    command = [str(bench.checkout / "tools" / tool), "--device", bench.device,
+    command = [str(CHECKOUT / "tools" / tool), "--device", bench.device,
                "--rounds", str(bench.size(2, 1)), "--precisions", bench.size(precisions, "fp32"), "--json", str(out),
                *words]
     print(" ".join(command), flush=True)
-    bench.call(_referee, command)
+    bench.call(_be, command)
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-def _referee(command: list[str]) -> None:
+def _be(command: list[str]) -> None:
     """Be a program under ``tools``, with all imports done; each side that it starts imports its own."""
-    tools = Path(command[0]).parent
-    os.chdir(tools.parent)
-    sys.path.insert(0, str(tools))
+    os.chdir(CHECKOUT)
+    sys.path.insert(0, str(CHECKOUT / "tools"))
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
 
@@ -104,6 +103,27 @@ def _operations(bench: Bench) -> tuple[float, float | None, str]:
     request = arguments.parse(bench.words("large", ctc_weight=1.0))
     hparams = load.load(request.path, {**request.overrides, "output_folder": str(bench.folder / "counted")})
     brain = load.opened(hparams, request.path).brain(output_folder=None, checkpointer=None)
-    durations = Manifest.read(corpus(bench) / "train.csv").durations
+    durations = Manifest.read(bench.corpus() / "train.csv").durations
     operations = flops.operations_per_second(brain, flops.typical_seconds(durations))
     return operations, *speed.peak_of(torch.device(bench.device), "bf16")
+
+
+def memory(bench: Bench) -> None:
+    """Compare the estimate of ``sbkit check`` with the measured peak of a few steps."""
+    for name in RECIPES:
+        cost = cost_in(bench.needed(["check", *bench.words(name), "--measure", "--json"]).output)
+        planned, peak = cost["weights_bytes"] + cost["batch_bytes"], cost["measured_bytes"]
+        seen = f"{planned / GIB:.2f} GiB by the estimate"
+        if peak is None:
+            bench.measured(name, seen, False)
+            continue
+        apart = planned / peak - 1
+        bench.measured(name, f"{seen}, {peak / GIB:.2f} GiB measured: {100 * apart:+.0f} %", abs(apart) <= NEAR,
+                       weights_bytes=cost["weights_bytes"], batch_bytes=cost["batch_bytes"], measured_bytes=peak)
+
+
+def cost_in(output: str) -> dict[str, Any]:
+    """Parse the values of the cost estimate from the command's output."""
+    lines = output.splitlines()
+    report = json.loads("\n".join(lines[lines.index("{"):len(lines) - lines[::-1].index("}")]))
+    return next(section["values"] for section in report["sections"].values() if "weights_bytes" in section["values"])

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sbkit.doctor.gpu import runner
-from sbkit.doctor.gpu.bench import Bench
-from sbkit.doctor.gpu.check import FAILED, NOT_RUN, OK, REHEARSED, SHORT, Check, Expect
+from tools.gpu.bench import Bench, CheckProcess
+from tools.gpu.check import FAILED, NOT_RUN, OK, REHEARSED, SHORT, Check, Expect
 
 EXPECTS = Expect("one", "the first", "good"), Expect("two", "the second", "good")
 
@@ -18,15 +17,11 @@ def run(tmp_path, monkeypatch):
     """Runs one of the functions of ``gpu_ends.py`` as a check."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     (tmp_path / "home").mkdir()
-    settings = {"device": "cpu", "rehearse": False, "cards": 1, "gib": None, "checkout": tmp_path,
-                "home": tmp_path / "home"}
+    settings = {"device": "cpu", "rehearse": False, "cards": 1, "gib": None, "home": tmp_path / "home"}
 
     def one(name, limit=60.0, **changes):
         check = Check(name, "", f"gpu_ends:{name}", 5, EXPECTS)
-        running = runner.CheckProcess(check, settings | changes, tmp_path, limit)
-        while (result := running.result()) is None:
-            time.sleep(0.05)
-        return result
+        return CheckProcess(check, settings | changes, tmp_path, limit).result()
 
     return one
 
@@ -71,7 +66,7 @@ def _writing_to(log):
 
 
 def test_a_bench_runs_programs_and_calls_in_processes_of_their_own(tmp_path):
-    bench = Bench("it", "cpu", False, 1, None, tmp_path, tmp_path, tmp_path)
+    bench = Bench("it", "cpu", False, 1, None, tmp_path, tmp_path)
     assert bench.call(divmod, 7, 3) == (2, 1)
     with pytest.raises(Exception, match=r"divmod: ZeroDivisionError"):
         bench.call(divmod, 7, 0)

@@ -1,1 +1,0 @@
-"""``sbkit doctor --gpu``: tests what works on this machine's cards and how fast, and writes a report."""

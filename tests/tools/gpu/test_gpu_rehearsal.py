@@ -1,0 +1,119 @@
+"""The whole of ``python -m tools.gpu --rehearse``: no check can be broken before a card comes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from sbkit.cli import main as sbkit
+from sbkit.doctor import examination, probe
+from tools.gpu import __main__ as gpu
+from tools.gpu.check import CHECKS, NOT_RUN, OK, left_out
+
+COMMAND = [sys.executable, "-m", "tools.gpu", "--rehearse"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)  # two minutes on a core that is free
+def test_every_check_runs_on_a_cpu(tmp_path):
+    out = tmp_path / "report"
+    done = subprocess.run([*COMMAND, "--minutes", "25", "--out", str(out)], cwd=gpu.CHECKOUT, capture_output=True,
+                          text=True)
+    page = out.with_suffix(".md").read_text()
+    assert done.returncode == 0, f"{done.stderr}\n{page}"
+    told = json.loads(out.with_suffix(".json").read_text())
+    assert [check["name"] for check in told["checks"]] == [check.name for check in CHECKS]
+    verdicts = {line["verdict"] for check in told["checks"] for line in check["lines"]}
+    assert verdicts == {"as expected", "rehearsed"} and told["ok"], page
+    ended = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert len(ended) == len(CHECKS) and told["verdict"] in done.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_check_that_runs_too(tmp_path):
+    out, told = tmp_path / "report", tmp_path / "told"
+    # A folder with a short name, as the path of a socket below it has 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="sb-") as home, open(told, "w") as stderr, \
+            subprocess.Popen([*COMMAND, "--only", "resume,pair", "--out", str(out)], cwd=gpu.CHECKOUT, stderr=stderr,
+                             env={**os.environ, "TMPDIR": home}) as running:
+        until = time.monotonic() + 120
+        while not list((tmp_path / "report-logs").glob("*.log")) and time.monotonic() < until:
+            time.sleep(0.1)
+        running.terminate()
+        assert running.wait(60) == 128 + signal.SIGTERM, told.read_text()
+        assert not list(Path(home).glob("sbkit-gpu-*")) and not out.with_suffix(".md").exists()
+
+
+def test_without_a_card_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(probe, "asked", lambda library: {"cards": {"cards": []}})
+    assert gpu.main([]) == 1
+    assert "torch finds no CUDA card" in capsys.readouterr().err
+
+
+def test_a_check_that_does_not_exist_is_named(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--rehearse", "--only", "kernel"])
+    assert "there is no check kernel; choose from kernels," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--rehearse", "--only", "kernels"]])
+def test_the_old_command_says_the_new_one(words, capsys):
+    assert sbkit(["doctor", "--gpu", *words]) == 2
+    assert " ".join(["run there: make gpu, or python -m tools.gpu", *words]) in capsys.readouterr().err
+
+
+@pytest.fixture
+def limits(monkeypatch, tmp_path):
+    """Runs checks that take the given seconds of a clock that stands; returns each one's limit, and the report."""
+    monkeypatch.setattr(examination, "examine", lambda scope: [])  # takes seconds
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    now, given = [1000.0], {}
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+
+    def run(minutes, *, only, **seconds):
+        class Ends:
+            def __init__(self, check, settings, logs, limit):
+                self.check = check
+                given[check.name] = limit
+
+            def result(self):
+                now[0] += seconds.get(self.check.name, 0)
+                return left_out(self.check, "seen", OK)
+
+            def end(self):
+                pass
+
+        monkeypatch.setattr(gpu, "CheckProcess", Ends)
+        out = tmp_path / "report"
+        code = gpu.main(["--rehearse", "--minutes", str(minutes), "--only", only, "--out", str(out)])
+        checks = json.loads(out.with_suffix(".json").read_text())["checks"]
+        return code, given, {check["name"]: check for check in checks}
+
+    return run
+
+
+def share(name):
+    return next(check.seconds for check in CHECKS if check.name == name)
+
+
+def test_a_check_may_use_what_earlier_ones_left_over_and_no_share_of_later_ones(limits):
+    seconds = share("kernels") + share("memory") + share("tests") + gpu.APART
+    code, given, _ = limits(seconds / 60, only="kernels,memory,tests", kernels=5, memory=share("memory"))
+    assert code == 0
+    assert given["kernels"] == pytest.approx(share("kernels"))
+    assert given["memory"] == pytest.approx(share("kernels") - 5 + share("memory"))
+    assert given["tests"] == pytest.approx(share("kernels") - 5 + share("tests"))
+
+
+def test_a_check_without_room_says_so_and_the_next_one_that_fits_runs(limits):
+    time_left = share("training") + share("memory") - 10
+    code, given, told = limits((time_left + gpu.APART) / 60, only="training,flagship,memory", training=40)
+    assert code == 1 and set(given) == {"training", "memory"}
+    assert told["flagship"]["verdict"] == NOT_RUN and told["memory"]["verdict"] == OK
+    assert f"of the {share('flagship'):g} s it needs" in told["flagship"]["lines"][0]["seen"]

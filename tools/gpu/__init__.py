@@ -1,0 +1,1 @@
+"""``make gpu``: tests what works on this machine's CUDA cards and how fast, and writes a report."""

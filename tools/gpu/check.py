@@ -1,0 +1,186 @@
+"""The checks, those first that only a card can prove, what is expected of each line, and verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OK, SHORT, FAILED, NOT_RUN = "as expected", "short", "failed", "not run"
+#: Verdicts that are no failure: something needed is missing (two cards, a package), or a card's target on a CPU.
+NOT_SHOWN, REHEARSED = "not shown here", "rehearsed"
+#: Verdicts for exit code 1: a check that wasn't run proves nothing.
+BAD = (FAILED, SHORT, NOT_RUN)
+
+#: Targets: a step against stock SpeechBrain's best precision, of fine-tuning a pretrained encoder too (most of which is
+#: transformers' own code on both sides), MFU of large.yaml, share of a step that waits for data.
+STEP_RATIO, FINETUNE_RATIO, MIN_MFU, MAX_DATA_WAIT = 2.5, 1.5, 0.35, 0.02
+
+
+@dataclass(frozen=True)
+class Expect:
+    """One expected line of the report."""
+
+    key: str
+    what: str
+    expected: str
+    cards: int = 1
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, which runs in a separate process.
+
+    function: ``module:function``, the module as seen from this package; it gets a ``Bench``
+    seconds: its share of the ten minutes
+    """
+
+    name: str
+    title: str
+    function: str
+    seconds: float
+    expects: tuple[Expect, ...]
+
+    @property
+    def cards(self) -> int:
+        """The fewest cards needed for any of its lines."""
+        return min(each.cards for each in self.expects)
+
+
+_STOCK = (
+    Expect("step", "a step against stock SpeechBrain", f"at least {STEP_RATIO} times stock's best precision"),
+    Expect("epoch", "an epoch against stock", "no slower than stock's best"),
+    Expect("validation", "a validation against stock", "no slower than stock's best"),
+)
+_TRAINED = (
+    Expect("learns", "training loss", "finite and falling, no step skipped"),
+    Expect("waits", "the host waits for the card", "in no step"),
+    Expect("data", "share of a step that waits for data", f"below {100 * MAX_DATA_WAIT:.0f} %"),
+)
+
+CHECKS: tuple[Check, ...] = (
+    # What kernels compute, and that training with them converges.
+    Check("kernels", "CTC kernels and sbkit's layers against their references", ".values:kernels", 40, (
+        Expect("used", "CTC by sbkit's kernels", "they compile and pass their trial"),
+        Expect("losses", "CTC losses of 5, 40, 130, 300 and 1023 labels", "within 1e-4 of torch's"),
+        Expect("gradients", "their gradients", "within 5e-3 of torch's in fp64, of 1023 labels within 0.02"),
+        Expect("fp32", "the flagship's loss and gradients with sbkit's layers, fp32", "within 1e-3 of SpeechBrain's"),
+        Expect("bf16", "the same in bf16", "within 10 % of SpeechBrain's in fp32"),
+        Expect("fp16", "the same in fp16", "within 2 % of SpeechBrain's in fp32"),
+        Expect("dropout", "dropout of 10 %", "drops 9.5 to 10.5 %, scales the rest by 1/0.9"))),
+    Check("attention", "attention's kernels by shape", ".values:attention", 25, (
+        Expect("finite", "gradients of masked bf16 attention, without cuDNN's", "finite for 24 lengths"),
+        Expect("shapes", "a new shape, with cuDNN's attention off and on", "no slower off than on"),
+        Expect("heads", "the kernel for the heads of the flagship and of large.yaml", "a fused one"),
+        Expect("rounding", "steps of new lengths, rounded to nothing, 0.32 s and 1.28 s",
+               "the rounding that training chooses within 15 % of the best"))),
+    Check("training", "sbkit train with the flagship", ".runs:flagship", 70, _TRAINED),
+    Check("precisions", "sbkit train in fp16 and bf16, compiled, as CUDA graphs", ".runs:precisions", 70, (
+        Expect("bf16", "bf16", "loss falls, no step skipped"),
+        Expect("fp16", "fp16, batches of 2000 s", "loss falls, at most 3 steps skipped, none after the first epoch"),
+        Expect("compile", "--compile", "no graph compiled after the first epoch, loss as without"),
+        Expect("graphs", "--compile --compile_mode reduce-overhead", "the same"))),
+    # How fast, and what communication and memory cost.
+    Check("large", "tools/bench_train.py with large.yaml, CTC alone", ".speed:large", 60, (
+        *_STOCK, Expect("mfu", "model FLOPs utilisation of a step", f"at least {100 * MIN_MFU:.0f} %"))),
+    Check("flagship", "tools/bench_train.py with the flagship", ".speed:flagship", 60, _STOCK),
+    Check("memory", "peak memory of a step against the estimate of sbkit check", ".speed:memory", 25, (
+        Expect("flagship", "the flagship", "within 15 %"), Expect("large", "large.yaml", "within 15 %"))),
+    Check("pair", "two cards, over NCCL", ".pair:check", 40, (
+        Expect("overlap", "communication that runs beside the backward", "at least 50 %", cards=2),
+        Expect("same", "training loss of an epoch on one card and on two", "within 1 %", cards=2),
+        Expect("equal", "weights of both ranks", "equal in every bit", cards=2),
+        Expect("fails", "one rank fails before an all-reduce", "all end within 10 s", cards=2))),
+    Check("finetune", "tools/bench_finetune.py with an encoder of wav2vec 2.0's base size", ".speed:finetuning", 40, (
+        Expect("step", "a step of fine-tuning against SpeechBrain's wrapper and Brain",
+               f"at least {FINETUNE_RATIO} times their best precision"),)),
+    # What is proven without a card, too.
+    Check("ship", "sbkit export, transcribe and the engine on the card", ".runs:ship", 45, (
+        Expect("export", "sbkit export", "a bundle whose formats agree"),
+        Expect("torch", "transcribe --model torch on the card", "the words of the CPU's ONNX model"),
+        Expect("onnx", "transcribe --model onnx on the card", "the same"),
+        Expect("threads", "compiled with reduce-overhead, asked by 32 threads", "the same words, no error"))),
+    Check("joint", "sbkit train with large.yaml, unmodified", ".runs:large", 30, _TRAINED),
+    Check("resume", "SIGTERM in the midst of an epoch, and the same command again", ".runs:resume", 25, (
+        Expect("stops", "SIGTERM", "a checkpoint, exit code 143"),
+        Expect("exact", "weights after resuming", "as near to those of a run never stopped as two such runs are"),
+        Expect("second", "the same on cuda:1", "the same", cards=2))),
+    Check("tests", "pytest -m gpu", ".runs:tests", 40, (
+        Expect("tests", "all tests marked gpu", "pass"),)),
+)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a check has observed for one of its lines."""
+
+    key: str
+    seen: str
+    verdict: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """The result of a check, with an observation for each line."""
+
+    check: Check
+    seen: list[Observation]
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    log: str = ""
+
+    def lines(self) -> list[tuple[Expect, Observation]]:
+        """Pair expectations with observations, line by line."""
+        return list(zip(self.check.expects, self.seen, strict=True))
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of its lines; one that counts before one that doesn't."""
+        found = {seen.verdict for seen in self.seen}
+        return next(each for each in (*BAD, OK, REHEARSED, NOT_SHOWN) if each in found)
+
+
+def complete(check: Check, found: Iterable[Observation], how: str, late: bool, cards: int) -> list[Observation]:
+    """Give every line a verdict, even those that the check did not reach.
+
+    how : what ended its process early; ``""`` if nothing did
+    late : whether that was its time limit
+    """
+    by_key = {each.key: each for each in found}
+
+    def missing(expect: Expect) -> Observation:
+        if expect.cards > cards:
+            return Observation(expect.key, f"needs {expect.cards} cards", NOT_SHOWN)
+        return Observation(expect.key, how or "the check ended without reporting it", NOT_RUN if late else FAILED)
+
+    return [by_key.get(expect.key) or missing(expect) for expect in check.expects]
+
+
+def left_out(check: Check, why: str, verdict: str) -> Result:
+    """Make the result of a check that wasn't run."""
+    return Result(check, [Observation(each.key, why, verdict) for each in check.expects])
+
+
+def passed(results: Sequence[Result]) -> bool:
+    """Whether nothing falls short, and everything that could be run was."""
+    return not any(each.verdict in BAD for result in results for each in result.seen)
+
+
+def headline(results: Sequence[Result]) -> str:
+    """Summarise the verdicts in one line.
+
+    >>> kernels = Check("kernels", "", "", 1, (Expect("losses", "losses", ""), Expect("speed", "speed", "")))
+    >>> headline([Result(kernels, [Observation("losses", "", OK), Observation("speed", "", SHORT)])])
+    '1 of 2 as expected; short: kernels (speed)'
+    """
+    lines = [(result.check.name, expect.what, seen.verdict) for result in results for expect, seen in result.lines()]
+    judged = [line for line in lines if line[2] not in (NOT_SHOWN, REHEARSED)]
+    words = [f"{sum(line[2] == OK for line in judged)} of {len(judged)} as expected"]
+    for verdict in (SHORT, FAILED):
+        named = [f"{check} ({what})" for check, what, which in lines if which == verdict]
+        words += [f"{verdict}: {', '.join(named)}"] if named else []
+    for verdict in (NOT_RUN, NOT_SHOWN, REHEARSED):
+        count = sum(line[2] == verdict for line in lines)
+        words += [f"{count} {verdict}"] if count else []
+    return "; ".join(words)
