@@ -101,13 +101,21 @@ class Muon(Optimizer):
         if divisor is not None:
             grads = list(torch._foreach_div(grads, divisor))
         if found is not None:  # a momentum stays what it is with itself as gradient
-            grads = [torch.where(found > 0, own, grad) for own, grad in zip(momenta, grads, strict=True)]
+            kept, given = (torch.cat([each.flatten() for each in tensors]) for tensors in (momenta, grads))
+            parts = torch.where(found > 0, kept, given).split([each.numel() for each in grads])
+            grads = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         keep = torch.ones((), device=weights[0].device) if found is None else 1 - found
-        orthogonalise([(torch.lerp(grad, own, group["momentum"]), direction)
-                       for now, grad, own, direction in zip(due, grads, momenta, directions, strict=True) if now], keep)
+        grads, now, turned = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
+                              for tensors in (grads, momenta, directions))
+        if turned:
+            orthogonalise(torch._foreach_lerp(grads, now, group["momentum"]), turned, keep)
         torch._foreach_mul_(weights, 1 - keep * (group["lr"] * group["weight_decay"]))
-        torch._foreach_addcmul_(weights, directions, [keep * (-group["lr"] * group["strength"])] * len(weights))
+        step = keep * (-group["lr"] * group["strength"])
+        if step.device.type == "cpu":  # rounds once
+            torch._foreach_addcmul_(weights, directions, [step] * len(weights))
+        else:  # a list of factors would launch a kernel for each weight
+            torch._foreach_add_(weights, torch._foreach_mul(directions, step))
 
     def _by_element(self, parameters: list[torch.Tensor], group: Mapping[str, Any]) -> None:
         if not parameters:
@@ -158,35 +166,37 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
+def orthogonalise(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], keep: torch.Tensor) -> None:
+    """Write what orthogonalising each given weight gives into its result, if ``keep`` is 1.
+
+    It is scaled to a root mean square of 1. Matrices of one size, lying or standing, are computed together. Each is
+    computed by one rank, so that all have the same bits, whatever their processors.
+    """
+    sizes: dict[tuple[torch.device, int, int], list[int]] = {}
+    for place, weight in enumerate(given):
+        sizes.setdefault((weight.device, *sorted(weight.flatten(1).shape)), []).append(place)
+    rank, world = (0, 1) if ranks.alone() else (ranks.rank(), ranks.world_size())
+    before, new = 0, list(results)
+    for (_, _, width), places in sizes.items():
+        mine = slice((rank - before) % world, None, world)
+        before += len(places)
+        matrices, olds = (torch.stack([_lying(weights[place]) for place in places]) for weights in (given, results))
+        found = newton_schulz(matrices[mine])
+        if world > 1:
+            shared = torch.zeros_like(matrices)
+            shared[mine] = found
+            found = ranks.sum_across(shared)
+        lying = olds.lerp_(found.mul_(math.sqrt(width)), keep)
+        standing = lying.mT.contiguous()
+        for place, one, other in zip(places, lying, standing, strict=True):
+            new[place] = (one if one.shape == results[place].flatten(1).shape else other).view_as(results[place])
+    torch._foreach_copy_(list(results), new)
+
+
 def _lying(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight as a matrix that is not higher than wide."""
     matrix = weight.flatten(1)
     return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-
-
-def orthogonalise(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], keep: torch.Tensor) -> None:
-    """Write what orthogonalising the first weight of each pair gives into the second one, if ``keep`` is 1.
-
-    It is scaled to a root mean square of 1. Matrices of one size are computed together. Each is computed by one rank,
-    so that all have the same bits, whatever their processors.
-    """
-    alike: dict[tuple[torch.Size, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for first, second in pairs:
-        matrix = _lying(first)
-        alike.setdefault((matrix.shape, matrix.device), []).append((matrix, _lying(second)))
-    rank, world = (0, 1) if ranks.alone() else (ranks.rank(), ranks.world_size())
-    before = 0
-    for (shape, _), matrices in alike.items():
-        mine = slice((rank - before) % world, None, world)
-        before += len(matrices)
-        all_of_them = torch.stack([matrix for matrix, _ in matrices])
-        found = newton_schulz(all_of_them[mine])
-        if world > 1:
-            shared = torch.zeros_like(all_of_them)
-            shared[mine] = found
-            found = ranks.sum_across(shared)
-        for (_, result), new in zip(matrices, found.mul_(math.sqrt(shape[1])), strict=True):
-            result.lerp_(new, keep)
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:

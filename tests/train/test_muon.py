@@ -94,7 +94,7 @@ def test_a_gradient_that_ends_leaves_finite_weights():
 @pytest.mark.parametrize("shape", [(16, 16), (16, 40), (40, 16), (48, 16, 1), (16, 8, 3, 3)])
 def test_any_weight_is_updated_at_one_size(shape):
     result = torch.zeros(shape)
-    orthogonalise([(drawn(*shape), result)], torch.ones(()))
+    orthogonalise([drawn(*shape)], [result], torch.ones(()))
     assert result.square().mean().sqrt().item() == pytest.approx(1, abs=0.15)
 
 
@@ -251,7 +251,7 @@ def direct_as_one_of(shapes, unlike):
     if ranks.launched():
         ranks.init(torch.device("cpu"))
     found = [torch.zeros(shape) for shape in shapes]
-    orthogonalise([(drawn(*each.shape, seed=i), each) for i, each in enumerate(found)], torch.ones(()))
+    orthogonalise([drawn(*each.shape, seed=i) for i, each in enumerate(found)], found, torch.ones(()))
     return found, sum(computed)
 
 

@@ -143,7 +143,7 @@ class Bench:
 
     def program(self, words: Sequence[str], **environment: str) -> Program:
         """Run ``sbkit WORDS`` in a separate process that has all imports done."""
-        return self.programs([words], **environment)[0]
+        return self.programs([words], ranks=False, patience=1e9, **environment)[0]
 
     def needed(self, words: Sequence[str], **environment: str) -> Program:
         """Run a program; a failure ends the check."""

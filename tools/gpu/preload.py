@@ -9,7 +9,7 @@ import torch
 _is_available = torch.cuda.is_available
 torch.cuda.is_available = lambda: torch.version.hip is not None
 try:
-    import pandas  # noqa: F401
+    import pandas  # type: ignore[import-untyped]  # noqa: F401
     import torch._dynamo
     import torch._refs
 
