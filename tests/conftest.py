@@ -4,6 +4,7 @@ import gc
 import signal
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,14 +45,30 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """A test marked ``gpu`` runs where there are as many CUDA cards as it asks for: ``gpu``, ``gpu(cards=2)``."""
+    """A test marked ``gpu`` runs where there are as many CUDA cards as it asks for: ``gpu``, ``gpu(cards=2)``.
+
+    One marked ``gpu(values=True)`` judges what a card computes, and doesn't run on one that computes nothing.
+    """
     marker = item.get_closest_marker("gpu")
     if marker is not None:
         import torch
 
+        from sbkit.rehearsal import nullcard
+
+        if nullcard.active():
+            if marker.kwargs.get("values"):
+                pytest.skip("judges what a card computes, and this one computes nothing")
+            _leave_values_out()
         asked, found = marker.kwargs.get("cards", 1), torch.cuda.device_count()
         if found < asked:
             pytest.skip(f"needs {asked} CUDA card{'s' if asked > 1 else ''}, and torch finds {found or 'none'} here")
+
+
+@cache
+def _leave_values_out():
+    from sbkit.rehearsal.nullcard import no_values
+
+    no_values.install()
 
 
 def _name(kind):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sbkit.rehearsal import nullcard
 from sbkit.system.processes import free_port, torchrun_environment
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
@@ -75,6 +76,10 @@ def _run(pipe, rank, world, port, fn, args) -> None:
     os.environ.update(_place(rank, world, port))
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
+    if nullcard.active():
+        from sbkit.rehearsal.nullcard import no_values
+
+        no_values.install()
     start = time.monotonic()
     value = error = None
     try:

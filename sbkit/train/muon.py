@@ -174,7 +174,8 @@ def orthogonalise(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
     """
     sizes: dict[tuple[torch.device, int, int], list[int]] = {}
     for place, weight in enumerate(given):
-        sizes.setdefault((weight.device, *sorted(weight.flatten(1).shape)), []).append(place)
+        low, high = sorted(weight.flatten(1).shape)
+        sizes.setdefault((weight.device, low, high), []).append(place)
     rank, world = (0, 1) if ranks.alone() else (ranks.rank(), ranks.world_size())
     before, new = 0, list(results)
     for (_, _, width), places in sizes.items():

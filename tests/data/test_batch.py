@@ -76,7 +76,7 @@ def test_the_prefetcher_hands_on_every_batch_in_order_on_a_cpu():
     assert all(torch.equal(a.signals, b.signals) for a, b in zip(batches, moved, strict=True))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 def test_the_prefetcher_hands_on_every_batch_in_order_on_a_gpu():
     batches = [batch(step=i).pin_memory() for i in range(5)]
     moved = []

@@ -115,7 +115,7 @@ def test_signals_of_the_wrong_kind_are_refused_where_they_are_given(bundle):
 # ---------------------------------------------------------------- a GPU
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 @pytest.mark.parametrize("compile", [None, "reduce-overhead"])
 def test_a_program_says_the_same_on_a_card(bundle, compile):
     signals = [bundles.say("a word"), bundles.say("and another")]

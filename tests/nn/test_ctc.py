@@ -246,7 +246,7 @@ def interpreted(work, cpu) -> None:
         assert not work(cpu, 128), "wrong kernels for 60 labels must not be used, though those for 17 are right"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 @pytest.mark.parametrize("labels", [5, 17, 40, 60, 130, 300, 1023])
 def test_on_a_gpu_the_kernels_are_used_and_compute_the_same(labels):
     assert ctc._kernels_work.__wrapped__(torch.device("cuda", 0), ctc._block(labels))
@@ -261,11 +261,16 @@ def test_no_host_sync_on_a_gpu():
     ctc_loss(logits, *on_device).total.backward()  # compiles, and compares itself with torch's
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = ctc_loss(logits, *on_device)
-        found.total.backward()
+        ctc_loss(logits, *on_device).total.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected = reference(logits.cpu(), targets, frames, labels)[found.feasible.cpu()].float()
+
+
+@pytest.mark.gpu(values=True)
+def test_losses_of_a_batch_on_a_gpu():
+    logits, targets, frames, labels = random_case(1, batch=16, frames=200, vocabulary=50, labels=40)
+    found = ctc_loss(logits.float().cuda(), *(each.cuda() for each in (targets, frames, labels)))
+    expected = reference(logits, targets, frames, labels)[found.feasible.cpu()].float()
     torch.testing.assert_close(found.losses[found.feasible].cpu(), expected, rtol=1e-4, atol=1e-4)
 
 

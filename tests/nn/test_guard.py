@@ -202,10 +202,15 @@ def test_no_host_sync_on_a_gpu():
     log = GuardLog()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        safe = guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths, log=log)
+        guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths, log=log)
         log.poll()
     except SbkitError:
         pass  # the verdict may already be there
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert safe.max().item() < 5
+
+
+@pytest.mark.gpu(values=True)
+def test_on_a_gpu_no_index_is_out_of_range():
+    labels, lengths = torch.tensor([[1, 9], [1, 1]]).cuda(), torch.tensor([2, 1]).cuda()
+    assert guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths, log=GuardLog()).max().item() < 5

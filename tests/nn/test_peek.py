@@ -34,4 +34,11 @@ def test_no_host_sync_on_a_gpu():
         assert all(isinstance(peek.ready, bool) for peek in peeks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu(values=True)
+def test_it_shows_what_a_card_held_when_looked_at():
+    tensor = torch.arange(4.0, device="cuda")
+    peeks = [Peek(tensor + i) for i in range(10)]
+    tensor.zero_()
     assert [peek.numpy()[0] for peek in peeks] == list(range(10))

@@ -179,13 +179,13 @@ def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypa
     assert "Weights: those after step 4, 1 step later" in again
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 def test_on_a_card_a_report_is_made_with_the_weights_of_a_step_later(tmp_path):
     toy, told, kept, again = bad_third_step(tmp_path, device="cuda")
     assert told["late"] == 1 and torch.equal(kept, toy.after[3].cpu()) and "Weights: those after step 4" in again
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(values=True))])
 def test_in_fp16_a_sum_of_many_overflows_no_more_than_its_mean(device):
     sgd = partial(torch.optim.SGD, lr=0.5)
     exact, half = brain(Long, sgd, device=device), brain(Long, sgd, device=device, precision="fp16")

@@ -174,7 +174,7 @@ def test_layers_are_compiled_whole_within_ddp(monkeypatch, one_rank, device):
     wrapped.close()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 def test_rotary_attention_runs_as_cuda_graphs(monkeypatch):
     monkeypatch.undo()  # the real compiler
     torch.compiler.reset()
@@ -264,7 +264,7 @@ def test_with_cuda_graphs_each_batch_is_announced_and_gradients_outlive_it(monke
     assert len(announced) == 2 * (3 * 3 + len(ToyEvalLoader())) and max(announced) > 0
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 def test_training_and_validation_run_as_cuda_graphs(monkeypatch):
     monkeypatch.undo()  # the real compiler
     results = []

@@ -117,7 +117,7 @@ def test_numbers_drawn_from_a_seed_of_their_own_leave_all_others_as_they_were():
     assert all(torch.equal(value, before[name]) for name, value in capture().items())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 def test_ranks_draw_masks_of_their_own_on_a_card(monkeypatch):
     drawn = []
     for rank in (0, 1, 0):
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_on_another_card_has_the_generator_of_the_one_it_had(
     assert cards.states[after] == 10 + before and cards.states[1 - after] == 11 - after
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 def test_a_card_s_numbers_go_on_whatever_its_number_is(tmp_path):
     before, after = torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1)
     checkpointer = Checkpointer(tmp_path, {"rng": RngState(device=before)})

@@ -66,7 +66,7 @@ CHECKS: tuple[Check, ...] = (
         Expect("gradients", "their gradients", "within 5e-3 of torch's in fp64, of 1023 labels within 0.02"),
         Expect("fp32", "the flagship's loss and gradients with sbkit's layers, fp32", "within 1e-3 of SpeechBrain's"),
         Expect("bf16", "the same in bf16", "within 10 % of SpeechBrain's in fp32"),
-        Expect("fp16", "the same in fp16", "within 2 % of SpeechBrain's in fp32"),
+        Expect("fp16", "the same in fp16", "within 10 % of SpeechBrain's in fp32"),
         Expect("dropout", "dropout of 10 %", "drops 9.5 to 10.5 %, scales the rest by 1/0.9"))),
     Check("attention", "attention's kernels by shape", ".values:attention", 25, (
         Expect("finite", "gradients of masked bf16 attention, without cuDNN's", "finite for 24 lengths"),

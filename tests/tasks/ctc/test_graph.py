@@ -177,7 +177,7 @@ def moves_whole(program):
     assert {each.device.type for each in (*elsewhere.state_dict().values(), *found)} == {"meta"}
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(values=True)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_program_says_on_a_card_what_the_recogniser_says(name, tmp_path):
     model = recognizer(**VARIANTS[name])

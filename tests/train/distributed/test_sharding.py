@@ -143,7 +143,7 @@ def test_the_mean_of_checkpoints_is_tested_divided_or_not(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.gpu(cards=2)
+@pytest.mark.gpu(cards=2, values=True)
 def test_so_it_is_on_cards(tmp_path):
     for _, *found in results(score_the_mean, {"fsdp": True}, tmp_path, True):
         assert_the_mean_was_tested(*found)

@@ -1,0 +1,27 @@
+"""The tests that need a card pass on cards that compute nothing, except those that judge what was computed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a minute on a core that is free
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is a build for CPUs here, without its CUDA code")
+def test_what_is_marked_gpu_passes_on_two_cards_that_compute_nothing(tmp_path):
+    # Collecting all other files would take longer than running these.
+    files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if re.search(r"mark\.gpu", path.read_text())]
+    report = tmp_path / "junit.xml"
+    done = subprocess.run([sys.executable, "-m", "sbkit.rehearsal.nullcard", "--cards", "2xH100", "--",
+                           sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider",
+                           f"--junitxml={report}", *files], cwd=TESTS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-8000:]}{done.stderr[-2000:]}"
+    run, skipped = (int(re.search(rf'{name}="(\d+)"', report.read_text())[1]) for name in ("tests", "skipped"))
+    assert run - skipped >= 20
+    assert report.read_text().count("this one computes nothing") == skipped, "nothing else is left out"
