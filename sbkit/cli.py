@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from sbkit.errors import SbkitError
-from sbkit.system import disk
+from sbkit.system import console, disk
 
 RECIPE_HELP = """usage: sbkit {command} RECIPE.yaml [--key value ...]
 {what}
@@ -60,6 +60,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; a user error is one line on stderr and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    console.open_missing_streams()
     try:
         with disk.told(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):
             return _dispatch(argv)
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\nstopped by Ctrl-C; the same command does what is missing", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `sbkit ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.silence(sys.stdout.fileno())
         return 1
 
 

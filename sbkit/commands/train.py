@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.system import disk
+from sbkit.errors import SbkitError
+from sbkit.system import console, disk
 from sbkit.system.environment import check_torch_pair
 from sbkit.train.distributed import launcher
 from sbkit.train.memory import host
@@ -25,6 +26,7 @@ HELP = (
 
 def run(words: list[str]) -> int:
     """Train or resume and return the exit code."""
+    console.outlast_terminal()
     launcher.watch()
     check_torch_pair()
     host.reserve_little()
@@ -38,14 +40,18 @@ def run(words: list[str]) -> int:
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
         host.keep_freed_memory()
-    with EndSignals():
-        _run(request, device)
+    try:
+        with EndSignals():
+            _run(request, device)
+    except SbkitError as error:
+        console.LogFile.catch_up(f"error: {error}")
+        raise
     return 0
 
 
 def _run(request: Request, device: torch.device) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import training
+    from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
     from sbkit.runs.start_guard import StartGuard
     from sbkit.train.distributed import ranks
@@ -54,6 +60,7 @@ def _run(request: Request, device: torch.device) -> None:
     ranks.init(device, request.run_opts.distributed_backend)
     try:
         with ranks.failing_together(), oom.oom_as_user_error(device):
+            same_start.require(request)
             if request.check:
                 ranks.run_on_main(training.before_run, request)
             recipe = load.opened(load.load(request.path, request.overrides), request.path)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -47,10 +48,23 @@ class _Requests(Sampler[Request]):
 
 
 class Workers(DataLoader[Any]):
-    """A DataLoader that doesn't warn of more workers than cores: workers wait for files most of the time."""
+    """A DataLoader that doesn't warn of more workers than cores: workers wait for files most of the time.
+
+    Its dataset, or that one's ``reader``, records in ``reading`` which row each worker reads, for an error that names
+    it.
+    """
 
     def check_worker_number_rationality(self) -> None:
         """Do nothing, where torch would warn."""
+
+    def _get_iterator(self) -> Any:  # torch's own, of a class that it keeps to itself
+        reader: Any = getattr(self.dataset, "reader", self.dataset)
+        if self.num_workers:
+            reader.reading = torch.full((self.num_workers,), -1).share_memory_()
+        iterator = super()._get_iterator()
+        if self.num_workers:
+            _started[iterator] = reader
+        return iterator
 
 
 T = TypeVar("T")
@@ -286,6 +300,7 @@ def _as_it_is(batch: T) -> T:
 
 
 _loaders: weakref.WeakSet[_Loader] = weakref.WeakSet()
+_started: weakref.WeakKeyDictionary[Any, Reader] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
@@ -315,6 +330,25 @@ def plain_errors() -> Iterator[None]:
             raise SbkitError("too many open files: no more batches can be received from a data worker",
                              hint="raise the limit (ulimit -n 65536), or keep fewer batches") from error
         if "DataLoader worker" in text:
-            raise SbkitError(f"a data worker died: {first_line(error)}",
-                             hint="out of memory? Try fewer workers") from error
+            died, hint = _dead_worker() or (first_line(error), _NO_MEMORY)
+            raise SbkitError(f"a data worker died: {died}", hint=hint) from error
         raise
+
+
+_NO_MEMORY = "the system does this when memory runs out (dmesg says so): try fewer workers (num_workers)"
+
+
+def _dead_worker() -> tuple[str, str] | None:
+    """Return which worker died, of what and at which recording, and a hint."""
+    for iterator, reader in list(_started.items()):
+        for number, worker in enumerate(iterator._workers):
+            if not worker.exitcode:
+                continue
+            killed = -worker.exitcode if worker.exitcode < 0 else None
+            cause = f"was killed by {signal.Signals(killed).name}" if killed else f"ended with code {worker.exitcode}"
+            row = int(reader.reading[number])
+            last = f"what it read last is {reader.manifest.ids[row]} ({reader.manifest.wavs[row]})" if row >= 0 else \
+                "it had read nothing"
+            hint = _NO_MEMORY if killed == signal.SIGKILL else "if it dies there again, leave that recording out"
+            return f"number {number} of {len(iterator._workers)} (process {worker.pid}) {cause}; {last}", hint
+    return None

@@ -59,6 +59,8 @@ class Reader(Dataset[Any]):
                  seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, most: int = 0):
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
         self.seed, self.sample_rate, self.round_to, self.most = seed, sample_rate, round_to, most
+        self.reading = torch.full((1,), -1)
+        """The row that each worker process read last, in shared memory."""
         if augment is not None:
             augment.hear_at(sample_rate)
         self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
@@ -113,7 +115,8 @@ class Reader(Dataset[Any]):
 
     def signal(self, row: int, name: str, visit: int) -> np.ndarray:
         """The waveform of one utterance, ``[S]`` float32, augmented for this pass over the corpus."""
-        manifest = self.manifest
+        manifest, worker = self.manifest, torch.utils.data.get_worker_info()
+        self.reading[worker.id if worker else 0] = row
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
         rng = None if self.augment is None else self.augment.rng(self.seed, visit, name)
         speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
@@ -149,7 +152,7 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
 
 
 #: Signals that are sent to whole process groups but are meant for the run.
-_GROUP_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)}
+_GROUP_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)}
 
 
 @contextlib.contextmanager
@@ -183,6 +186,7 @@ def quiet_worker(worker: int) -> None:
     threading.Thread(target=_end_with, args=(run,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's warning to the run
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the run's terminal
     # Exit code 0: torch raises an error in the run, wherever it is, when a worker is killed.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))

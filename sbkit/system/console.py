@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
+import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -57,6 +60,95 @@ def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | N
     )
 
 
+class LastingStream(io.FileIO):
+    """An output of this process that never fails: once its terminal or reader is gone, its lines go to log.txt."""
+
+    def __init__(self, fd: int, lost: bool = False):
+        super().__init__(fd, "w", closefd=False)
+        self.lost, self._line = lost, ""
+
+    def write(self, data: Any) -> int:  # whatever has bytes, as io's own
+        """Write as a file does, or keep the lines for the log."""
+        if not self.lost:
+            try:
+                if (count := super().write(data)) is not None:
+                    return count
+            except OSError:
+                self.lost = True
+                with contextlib.suppress(OSError):  # so that C code and Python's end write somewhere, too
+                    silence(self.fileno())
+        *lines, self._line = (self._line + bytes(data).decode("utf-8", "replace")).split("\n")
+        if not getattr(_logging, "here", False):
+            _unwritten.extend(filter(None, (_CONTROL.sub("", line).rstrip() for line in lines)))
+            LogFile.catch_up()
+        return len(data)
+
+
+_CONTROL = re.compile(r".*\r(?=.)|\x1b\[[0-9;?]*[A-Za-z]")
+_unwritten: list[str] = []
+_logging = threading.local()
+
+
+def silence(fd: int) -> None:
+    """Let a file descriptor write to nowhere."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != fd:
+        os.dup2(nowhere, fd)
+        os.close(nowhere)
+
+
+def open_missing_streams() -> None:
+    """Open the standard streams that were closed at the start (``2>&-``): the next file would get their number."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            silence(fd)
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, _lasting(fd, "utf-8", "backslashreplace", lost=True))
+
+
+def outlast_terminal() -> None:
+    """Let this process go on when its terminal, or whoever reads its output, is gone."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            with contextlib.suppress(OSError):
+                stream.flush()
+            setattr(sys, name, _lasting(fd, stream.encoding, stream.errors))
+
+
+def _lasting(fd: int, encoding: str, errors: str, lost: bool = False) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedWriter(LastingStream(fd, lost)), encoding, errors, line_buffering=True)
+
+
+def write_now(text: str) -> None:
+    """Write to stderr from a thread that must neither wait nor fail."""
+    try:
+        if not getattr(getattr(getattr(sys.stderr, "buffer", None), "raw", None), "lost", False):
+            os.write(2, text.encode())
+            return
+    except OSError:
+        pass
+    _unwritten.append(text.strip())
+
+
+class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # has no arguments before Python 3.11
+    """Handler of the terminal, which leaves progress bars whole."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, which the log has already if the terminal is gone."""
+        _logging.here = True
+        try:
+            tqdm.write(self.format(record), file=self.stream)
+            self.flush()
+        except Exception:
+            self.handleError(record)
+        finally:
+            _logging.here = False
+
+
 class ForPeople(logging.Filter):
     """Filter for the terminal: all warnings, but only sbkit's own info; libraries' info goes to log.txt."""
 
@@ -69,6 +161,20 @@ class LogFile(logging.FileHandler):
     """Handler of log.txt. A full disk loses lines, which is reported once rather than with a traceback for each."""
 
     _told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, and before it the lines that the terminal could not show."""
+        while _unwritten:
+            super().emit(logging.LogRecord("output", logging.INFO, __file__, 0, _unwritten.pop(0), None, None))
+        super().emit(record)
+
+    @classmethod
+    def catch_up(cls, *lines: str) -> None:
+        """Write lines that no logger has, and those that the terminal could not show, if there is such a file."""
+        _unwritten.extend(lines)
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, cls) and _unwritten:
+                handler.handle(logging.LogRecord("output", logging.INFO, __file__, 0, _unwritten.pop(), None, None))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Handle a failed ``emit``."""

@@ -16,6 +16,7 @@ from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.data.loader import plain_errors
 from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
@@ -303,7 +304,7 @@ class Brain(sb.core.Brain):
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
             return
-        with ranks.failing_together(), oom_as_user_error(self.device), self.trainer.fitting():
+        with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.fitting():
             state = self.train_state
             state.plan_driven = loaders.is_plan_driven(train_set)
             train_set = loaders.made(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
@@ -359,7 +360,7 @@ class Brain(sb.core.Brain):
         progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None,
     ) -> float:
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
-        with ranks.failing_together(), oom_as_user_error(self.device), self.trainer.ignoring_signals():
+        with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.ignoring_signals():
             test_set = loaders.made(self, test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             self.open_stage(Stage.TEST)

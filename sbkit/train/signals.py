@@ -4,6 +4,7 @@
 SIGTERM  143  ``kill``, ``scancel``, Kubernetes, reclaimed spot machines. torchrun forwards it to its
               processes and kills them 30 s later, so a step and a checkpoint must not take longer.
 SIGINT   130  Ctrl-C.
+SIGHUP   129  The end of the terminal or of the connection to it. ``nohup`` has it ignored, and here it is then, too.
 SIGUSR1  138  SLURM's warning before the time limit: ``#SBATCH --signal=USR1@300`` sends it 300 s before.
               A job script can then requeue itself with
               ``srun ... || [ $? -ne 138 ] || scontrol requeue $SLURM_JOB_ID``.
@@ -30,11 +31,12 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from sbkit.errors import SbkitError
+from sbkit.system.console import write_now
 from sbkit.train.distributed import launcher
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # One Ctrl-C can reach a process twice: from the terminal, and a moment later from torchrun.
 ECHO_SECONDS = 0.5
 LAUNCHER_ECHO_SECONDS = 2.0
@@ -74,6 +76,8 @@ class _Caught(abc.ABC):
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in self.signals:
+            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                continue
             self._before[signum] = signal.signal(signum, self._note)
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
@@ -162,8 +166,8 @@ class StopSignals(_Caught):
             launcher.stopping()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
-                os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
-                            f"stopping{sooner}\n".encode())
+                write_now(f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "
+                          f"stopping{sooner}\n")
         elif signum == signal.SIGINT and now - self._first > echo:
             os._exit(128 + signal.SIGINT)
 
@@ -218,7 +222,7 @@ class EndSignals(_Caught):
                 signal.pthread_kill(main, signum)
         if not self._left.is_set():
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, f"error: {_stopped(signum)}\n".encode())
+                write_now(f"error: {_stopped(signum)}\n")
             os._exit(128 + signum)
 
 

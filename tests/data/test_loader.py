@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -319,10 +320,14 @@ def test_an_error_in_a_worker_arrives_with_its_cause(manifest, workers):
     assert 'raise TypeError("no tokens today")' in str(caught.value.__cause__)
 
 
-def test_a_worker_that_is_killed_is_reported(manifest):
+def test_a_worker_that_is_killed_is_reported_with_what_it_read_last(manifest):
     with make(manifest, Deadly(), workers=1) as loader:
-        with pytest.raises(SbkitError, match="a data worker died"):
+        first = next(iter(make(manifest).at(1))).ids[-1]  # all of a batch are read, then it is encoded
+        with pytest.raises(SbkitError) as caught:
             list(loader.at(1))
+    wav = manifest.wavs[manifest.ids.index(first)]
+    assert re.match(rf"a data worker died: number 0 of 1 \(process \d+\) was killed by SIGKILL; what it read last is "
+                    rf"{first} \({wav}\); the system does this when memory runs out", str(caught.value)), caught.value
 
 
 @pytest.mark.slow

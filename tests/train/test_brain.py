@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import time
 from functools import partial
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from speechbrain.core import Stage
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.run_opts import RunOptions
+from torch.utils.data import DataLoader
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
 
 import sbkit
@@ -512,3 +515,17 @@ def test_a_recipe_that_updates_all_by_itself_counts_its_steps():
     batches = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
     own.fit(range(1, 3), batches)
     assert own.optimizer_step == 8 and not torch.equal(own.modules.model.weight, before)
+
+
+class LosesItsWorker(ToyBrain):
+    """The worker dies while the main process is busy elsewhere, and torch raises its error there."""
+
+    def compute_forward(self, batch, stage):
+        (worker,) = multiprocessing.active_children()
+        worker.kill()
+        time.sleep(60)
+
+
+def test_a_data_worker_that_dies_during_a_step_is_one_clear_error():
+    with pytest.raises(SbkitError, match=r"a data worker died: .*killed by signal: Killed"):
+        brain(LosesItsWorker).fit([1], DataLoader(range(9), num_workers=1))

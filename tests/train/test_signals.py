@@ -47,6 +47,18 @@ def test_outside_a_run_signals_do_what_they_did():
         time.sleep(1)
 
 
+def test_under_nohup_the_end_of_the_terminal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        for context in (StopSignals(), signals.EndSignals()):
+            with context:
+                os.kill(os.getpid(), signal.SIGHUP)
+                time.sleep(0.05)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_that_nobody_acted_on_is_not_lost():
     """It came when the last epoch was over: what follows must not run on as if there had been none."""
     before = signal.getsignal(signal.SIGUSR1)
@@ -233,7 +245,7 @@ WORKERS = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGHUP, 129)])
 def test_workers_live_on_when_the_whole_group_gets_the_signal(signum, code):
     """A hundred more batches come after it: the workers were not hit, and none of them shouts."""
     with Script(WORKERS) as script:
@@ -244,8 +256,9 @@ def test_workers_live_on_when_the_whole_group_gets_the_signal(signum, code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum, to_all", [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGUSR1, False)],
-                         ids=["to torchrun", "to all, like Ctrl-C", "SLURM's, to torchrun"])
+@pytest.mark.parametrize("signum, to_all", [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGUSR1, False),
+                                            (signal.SIGHUP, True)],
+                         ids=["to torchrun", "to all, like Ctrl-C", "SLURM's, to torchrun", "to all, by the terminal"])
 def test_under_torchrun(tmp_path, signum, to_all):
     """torchrun passes it on to both ranks, which have time to save."""
     path = tmp_path / "train.py"

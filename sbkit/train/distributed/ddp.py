@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from sbkit.system.console import write_now
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import Alone, Shell, average_gradients
 
@@ -184,7 +185,7 @@ def _without_advice() -> Iterator[None]:
         finally:
             os.dup2(stderr, 2)
             held.seek(0)
-            for line in held.read().splitlines(keepends=True):
-                if b"find_unused_parameters=True was specified" not in line:
-                    os.write(2, line)
+            for line in held.read().decode(errors="replace").splitlines(keepends=True):
+                if "find_unused_parameters=True was specified" not in line:
+                    write_now(line)
             os.close(stderr)

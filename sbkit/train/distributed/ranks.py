@@ -15,6 +15,7 @@ import pickle
 import sys
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # once there is a group it is too late: its default arguments would hold that
 from speechbrain.utils.distributed import MainProcessContext, ddp_prevent_block
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from sbkit.errors import SbkitError
 from sbkit.train.distributed import ending, launcher
+from sbkit.train.distributed.heartbeats import Heartbeats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,7 +106,7 @@ def init(device: torch.device, backend: str | None = None) -> None:
         return
     launcher.watch()
     atexit.unregister(_at_exit)
-    atexit.register(_at_exit, os.getpid())
+    atexit.register(_at_exit, os.getpid(), joined=True)
     if connected():
         _watch()
         return
@@ -116,9 +120,34 @@ def init(device: torch.device, backend: str | None = None) -> None:
         backend = "gloo" if backend in (None, "nccl") else backend
     elif device.type == "cuda" and backend in (None, "nccl"):
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
+    store, place, world = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _unused(store, place, world)
+    dist.init_process_group(backend=backend, store=store, rank=place, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     _started_here = True
     _watch()
+
+
+def _unused(store: Store, place: int, world: int) -> Store:
+    """Return a part of torchrun's store that no earlier start of these ranks has written to.
+
+    The store outlives a restart, with the addresses of ranks that are gone. Counts of restarts differ between machines,
+    so rank 0 chooses a name, and hands it to each rank under a number that only a process of this start can know.
+    """
+    me = uuid.uuid4().hex
+    store.set(f"sbkit/start/{place}", me)
+    if place:
+        name = store.get(f"sbkit/name/{me}").decode()
+        store.add(f"{name}/named", 1)
+        return PrefixStore(name, store)
+    answered: set[bytes] = set()
+    while store.add(f"{me}/named", 0) < world - 1:
+        for other in range(1, world):
+            if store.check([key := f"sbkit/start/{other}"]) and (token := store.get(key)) not in answered:
+                answered.add(token)
+                store.set(f"sbkit/name/{token.decode()}", me)
+        time.sleep(_POLL_SECONDS)
+    return PrefixStore(me, store)
 
 
 def closed_first(holder: _Holder) -> None:
@@ -149,6 +178,8 @@ def _leave_group() -> None:
     if _watched is not None:
         _watched.set()
         _watched = None
+        with suppress(RuntimeError):  # the store is gone
+            Heartbeats.end(_store(), rank())
     for holder in list(_holders):
         holder.close()
     _holders.clear()
@@ -158,15 +189,21 @@ def _leave_group() -> None:
     time.sleep(_LAST_BREATH_SECONDS)  # for threads of a group that something still refers to
 
 
-def _at_exit(process: int) -> None:
-    """Leave the group at exit, for scripts that don't call ``shutdown`` or join and leave the group themselves."""
+def _at_exit(process: int, joined: bool = False) -> None:
+    """Leave the group at exit, for scripts that don't call ``shutdown`` or join and leave the group themselves.
+
+    joined : whether ``init`` was called; the group of a script that only imports sbkit is left if gloo could abort it
+    """
     if os.getpid() != process or not (connected() or _holders) or ending.is_due():
         return
     error = getattr(sys, "last_value", None)
-    if error is None:
-        _leave_group()
-    else:
+    if error is not None and joined:
         announce_failure(error)
+    elif error is None and (joined or dist.get_backend() == "gloo"):
+        _leave_group()
+
+
+atexit.register(_at_exit, os.getpid())
 
 
 def cpu_group() -> dist.ProcessGroup | None:
@@ -376,12 +413,14 @@ def _watch() -> None:
 
 
 def _watch_peers(over: threading.Event) -> None:
-    store = None
+    store, beats = None, Heartbeats(rank(), world_size(), over)
     while not over.wait(_WATCH_SECONDS):
         try:
             store = store or _connection()
             code = _peer_failed(store)
+            beats.beat(store)
         except (RuntimeError, ValueError):  # the store or the group is gone, so the run ends
+            beats.over.set()
             return
         if code is not None:
             if not over.wait(_PATIENCE_SECONDS) and not _failed_here:

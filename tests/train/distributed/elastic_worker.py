@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from sbkit.train.distributed import ranks
+
 STEP_SECONDS = 0.05
 
 
 def main(folder: Path, steps: int) -> None:
-    dist.init_process_group("gloo")
+    ranks.init(torch.device("cpu"))
     rank, world = dist.get_rank(), dist.get_world_size()
     saved = folder / "saved.json"
     state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "total": 0.0}
@@ -42,7 +44,7 @@ def main(folder: Path, steps: int) -> None:
             break
         time.sleep(STEP_SECONDS)
     dist.barrier()
-    dist.destroy_process_group()
+    ranks.shutdown()
 
 
 if __name__ == "__main__":

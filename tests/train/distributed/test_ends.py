@@ -217,7 +217,6 @@ names = lambda: [task.read_text() for task in pathlib.Path("/proc/self/task").gl
 atexit.register(lambda: print("at the end", sum("gloo" in name for name in names())))  # runs after all others
 from sbkit.train.distributed import ddp, parallel, ranks
 {joins}
-ranks.init(torch.device("cpu"))
 layer = torch.nn.Linear(4, 4)
 wrapped = ddp.Wrapped(parallel.Shell(torch.nn.ModuleList([layer]), lambda x: layer(x).sum()), False)
 wrapped.module(torch.ones(2, 4)).backward()
@@ -226,9 +225,13 @@ print("before", sum("gloo" in name for name in names()))
 """
 
 
+INIT = 'ranks.init(torch.device("cpu"))'
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system doesn't list a process's threads")
 @pytest.mark.parametrize("joins, leaves", [
-    ("", ""), ("dist.init_process_group('gloo')", ""), ("", "dist.destroy_process_group()")])
+    (INIT, ""), (f"dist.init_process_group('gloo'); {INIT}", ""), (INIT, "dist.destroy_process_group()"),
+    ("dist.init_process_group('gloo')", "")])
 def test_a_script_of_ones_own_leaves_the_group_at_its_end(joins, leaves):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

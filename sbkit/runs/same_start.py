@@ -1,0 +1,67 @@
+"""Whether all ranks of a run were started alike: with one recipe, one command line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from ruamel.yaml import YAML
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.arguments import Request
+from sbkit.recipe.includes import tag_of
+from sbkit.recipe.load import merged
+from sbkit.train.distributed import ranks
+
+#: Run options that may differ between ranks: the place of the recipe, and what is shown. Of a device only its kind may
+#: not.
+_OWN = {"param_file", "device", "local_rank", "noprogressbar", "tqdm_colored_bar", "log_config"}
+_NAMED, _WIDTH = 5, 60
+
+
+def require(request: Request) -> None:
+    """Refuse a run whose ranks have other recipes or options: all keys that differ, with their values, on all ranks."""
+    if ranks.alone():
+        return
+    found = ranks.gather_objects((_given(request), set(request.overrides)))
+    first = found[0][0]
+    differing: list[tuple[str, dict[str, list[int]]]] = []
+    for key in dict.fromkeys(itertools.chain.from_iterable(each for each, _ in found)):
+        values: dict[str, list[int]] = {}
+        for rank, (each, _) in enumerate(found):
+            values.setdefault(each.get(key, "not given"), []).append(rank)
+        if len(values) > 1 and all(values != same for _, same in differing):  # not a copy by reference
+            differing.append((key, values))
+    if not differing:
+        return
+    overridden = set().union(*(names for _, names in found))
+    differing.sort(key=lambda each: each[0].partition(".")[0] not in overridden and each[0] in first)
+    told = [f"{key} is " + ", ".join(f"{_shortened(value)} on rank{'s'[:len(on) - 1]} {', '.join(map(str, on))}"
+                                     for value, on in values.items()) for key, values in differing[:_NAMED]]
+    more = f"; and {len(differing) - _NAMED} more keys" if len(differing) > _NAMED else ""
+    ranks.raise_on_main(SbkitError(f"the ranks were started differently: {'; '.join(told)}{more}",
+                                   hint="start all with the same recipe and options"))
+
+
+def _given(request: Request) -> dict[str, str]:
+    """The resolved value of each key and option, as text."""
+    options = {name: str(getattr(request.run_opts, name))
+               for name in request.run_opts.overridden_args if name not in _OWN}
+    options["check"] = str(request.check)
+    options["device"] = str(request.run_opts.device).partition(":")[0]
+    return dict(_leaves(YAML().load(merged(request.path, request.overrides)), "")) | options
+
+
+def _leaves(tree: object, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted names and values of what a tree of YAML is made of."""
+    if isinstance(tree, (dict, list)):
+        if tag := tag_of(tree):
+            yield key, tag
+        for name, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, f"{tag_of(tree)} {tree}".strip()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}..."
