@@ -103,5 +103,10 @@ class HostWaits:
               file: TextIO | None = None, line: str | None = None) -> None:
         if not re.match(_WAIT, str(message)):
             self._shown(message, category, filename, lineno, file, line)
-        elif not self._paused and threading.get_ident() == self._thread:
+        elif not self._paused and (threading.get_ident() == self._thread or _in_backward()):
             self._places[filename, lineno] += 1
+
+
+def _in_backward() -> bool:
+    """Return whether this thread is one of autograd's, which run the backward for each device."""
+    return torch._C._current_graph_task_id() != -1

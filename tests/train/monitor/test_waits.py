@@ -172,6 +172,31 @@ def test_nothing_is_said_where_there_is_nothing_to_wait_for(card, caplog, tmp_pa
     assert any("step " in line for line in caplog.messages) and "host waits" not in caplog.text
 
 
+def test_waits_in_a_backward_that_another_thread_runs_are_counted(card, shown):
+    """On a card autograd has a thread for it; other threads, such as a checkpoint's, may wait."""
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            card.wait()
+            return gradient * 2
+
+    def step():
+        loss = Waits.apply(torch.ones(4, requires_grad=True)).sum()
+        for target in (loss.backward, card.wait):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+
+    counter = HostWaits(CUDA)
+    with counter:
+        steps(counter, waits.FIRST + 3, step)
+    assert counter.a_step() == 1
+
+
 class Reading(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
