@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+import time
+from pathlib import Path
+from typing import NoReturn
 
 from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch_pair
 
 HELP = (
     "Report everything wrong with a recipe, what it costs and what fits in memory. --json for programs, --measure to\n"
-    "run a few steps.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing, and "
+    "run a few steps.\n--as 8xH100 rehearses the whole run on cards that compute nothing, with no GPU here; --html FILE "
+    "also\nwrites its page.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing, and "
     "lists what it could not check."
 )
 #: Arguments that are not recipe keys.
@@ -22,9 +27,17 @@ def run(words: list[str]) -> int:
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
+    given, words = _rehearsal_options(words)
     chosen = {flag for flag in FLAGS if flag in words}
     if {"--measure", "--no-run"} <= chosen:
         raise SbkitError("--measure runs steps of the recipe, and --no-run runs nothing", hint="drop one of them")
+    if given.cards is not None:
+        if chosen - {"--json"}:
+            raise SbkitError(f"--as rehearses the whole run, so it can't be used with {' and '.join(chosen)}",
+                             hint="drop one of them")
+        return _rehearse([word for word in words if word not in FLAGS], given.cards, given.html, "--json" in chosen)
+    if given.html is not None:
+        raise SbkitError("--html writes the page of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
     builds = "--no-run" not in chosen
     request = arguments.parse([word for word in words if word not in FLAGS], beside=builds)
     measure = None
@@ -41,4 +54,33 @@ def run(words: list[str]) -> int:
         if report.problems():
             print(f"{chr(10) if report.facts() else ''}{report.problems()}", file=sys.stderr, flush=True)
         print(f"\n{report.verdict()}", file=sys.stderr if report.errors else sys.stdout)
+    return 1 if report.errors else 0
+
+
+def _rehearsal_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split ``--as CARDS`` and ``--html FILE`` from the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--as", dest="cards", metavar="CARDS")
+    parser.add_argument("--html", type=Path)
+
+    def error(message: str) -> NoReturn:
+        raise SbkitError(message, hint="such as --as 8xH100 --html rehearsal.html")
+
+    parser.error = error  # type: ignore[method-assign]
+    return parser.parse_known_args(words)
+
+
+def _rehearse(words: list[str], cards: str, html: Path | None, as_json: bool) -> int:
+    """Rehearse the run, print the page and return the exit code."""
+    from sbkit.recipe import arguments
+    from sbkit.rehearsal.cards import parse_cards
+    from sbkit.rehearsal.report import assemble, page, write_html
+    from sbkit.rehearsal.run import rehearse
+
+    count, card = parse_cards(cards)
+    recipe, started = arguments.parse(words).path, time.perf_counter()
+    report = assemble(str(recipe), rehearse(words, count, card), count, card, time.perf_counter() - started)
+    print(report.json() if as_json else page(report))
+    if html is not None:
+        write_html(report, html)
     return 1 if report.errors else 0

@@ -100,14 +100,14 @@ def _page(data: RunData, other: RunData | None, words: Comparison | None, title:
     head = tag("header", tag("p", _subtitle(data), class_="over"), tag("h1", title), sections.tiles(data))
     made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     foot = tag("footer", f"Made by sbkit {sbkit.__version__} on {made}. This page needs no network.")
-    return _filled(title, text(head, links, tag("main", list(there.values())), foot))
+    return filled(title, text(head, links, tag("main", list(there.values())), foot))
 
 
 def _subtitle(data: RunData) -> str:
     return "Test results" if data.results is not None or data.stats else "No test set has been scored yet"
 
 
-def _filled(title: str, body: Markup) -> str:
+def filled(title: str, body: Markup) -> str:
     """Fill the template. Only the template's own script may run, whatever a transcript contains."""
     template = _PAGE.read_text(encoding="utf-8")
     found = _SCRIPT.search(template)

@@ -1,0 +1,106 @@
+"""The corpus of a rehearsal: the first rows of the recipe's own, or noise with random words where there is none."""
+
+from __future__ import annotations
+
+import copy
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+
+from sbkit.data.corpus import Corpus
+from sbkit.data.sources import Rows, Source, on_hub, open_source
+from sbkit.data.splits import SPLITS
+from sbkit.recipe.bill import longest_utterance
+from sbkit.recipe.load import Recipe
+
+#: Steps of an epoch, and rows of a split that is evaluated.
+STEPS, ROWS = 5, 12
+_LETTERS, _LETTERS_PER_SECOND = "abcdefghijklmnopqrstuvwxyz", 8
+_FIELDS = "ID", "duration", "wav", "wrd"
+
+
+class _First(Source):
+    """The first rows of each split of another source."""
+
+    def __init__(self, source: Source):
+        self.source, self.kind, self.where = source, source.kind, source.where
+
+    def names(self) -> list[str]:
+        return self.source.names()
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        self.source.needs_text = self.needs_text
+        rows = self.source.read(name, show_progress)
+        return rows.take(np.arange(min(len(rows), STEPS * ROWS)))
+
+    def fingerprint(self) -> list[Any]:
+        return self.source.fingerprint()
+
+
+def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
+    """Write a corpus that fits the recipe, and return the overrides by which a run uses it.
+
+    world : ranks of the run, for which an epoch has ``STEPS`` steps
+    """
+    keys, corpus = recipe.keys, recipe.keys.corpus
+    batching = keys.batching
+    step = min(batching.update_seconds, 1.2 * world * batching.max_batch_seconds)
+    if _is_there(corpus):
+        mine = copy.copy(corpus)
+        mine.folder, mine.source, mine.report = folder, _First(_opened(corpus, folder)), None
+        kept = mine.prepare(show_progress=False, needed=SPLITS, needs_text=recipe.task.needs_text())
+        step = min(step, float(kept["train"].durations.sum()) / STEPS)
+        what = f"the first rows of {corpus.source}"
+    else:
+        _noise(recipe, folder, max(STEPS * step, world * batching.max_batch_seconds))
+        what = "noise and random words"
+    options = {"source": str(folder), "folder": str(folder.parent / "manifests"), "language": corpus.language,
+               "min_duration": corpus.min_duration, "max_duration": corpus.max_duration}
+    given = ", ".join(f"{name}: {value}" for name, value in options.items() if value is not None)
+    return {"what": what, "step_seconds": step, "words": [
+        "--corpus", f"!new:sbkit.data.corpus.Corpus {{{given}}}", "--batching.step_seconds", f"{step:g}",
+        "--batching.least_steps", "0", "--num_workers", "1"]}
+
+
+def _is_there(corpus: Corpus) -> bool:
+    source = corpus.source
+    if isinstance(source, Source):
+        return True
+    if source is None or (isinstance(source, (str, Path)) and on_hub(source)):
+        return False
+    return isinstance(source, Mapping) or Path(source).exists()
+
+
+def _opened(corpus: Corpus, folder: Path) -> Source:
+    if isinstance(corpus.source, Source):
+        return corpus.source
+    assert corpus.source is not None, "it is there"
+    return open_source(corpus.source, cache=folder / "audio", language=corpus.language, columns=corpus.columns,
+                       data_root=corpus.data_root, show_progress=False)
+
+
+def _noise(recipe: Recipe, folder: Path, seconds: float) -> None:
+    """Clips of noise of several lengths, each in many rows of one split, with texts that differ."""
+    numbers, rate, corpus = np.random.default_rng(0), recipe.keys.sample_rate, recipe.keys.corpus
+    letters = sorted(set(corpus.text.alphabet or _LETTERS) - {" "})
+    longest = min(longest_utterance(recipe.hparams), recipe.keys.batching.max_batch_seconds)
+    longest = min(longest, corpus.max_duration or longest)
+    lengths = [round(share * longest, 2) for share in (1.0, 0.75, 0.5, 0.35)]
+    for split in SPLITS:
+        wavs = [folder / f"{split}{number}.wav" for number in range(len(lengths))]
+        for wav, length in zip(wavs, lengths, strict=True):
+            wav.parent.mkdir(exist_ok=True)
+            soundfile.write(wav, 0.1 * numbers.standard_normal(round(length * rate)), rate)
+        with open(folder / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
+            out, written, row = csv.writer(file), 0.0, 0
+            out.writerow(_FIELDS)
+            while written < seconds if split == "train" else row < ROWS:
+                length = lengths[row % len(lengths)]
+                drawn = numbers.choice(letters, max(6, int(length * _LETTERS_PER_SECOND)))
+                text = " ".join("".join(word) for word in np.array_split(drawn, max(2, len(drawn) // 5)))
+                out.writerow((f"{split}-{row}", length, wavs[row % len(wavs)], text))
+                written, row = written + length, row + 1

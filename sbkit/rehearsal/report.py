@@ -1,0 +1,158 @@
+"""The report of a rehearsal: a page for the terminal, one for a browser, and the same for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sbkit.rehearsal.cards import Card
+from sbkit.rehearsal.run import RANKS, Line
+from sbkit.recipe.report import Finding, Report, Section
+from sbkit.score.markup import Markup, tag, text
+from sbkit.score.report import charts
+from sbkit.score.report.page import filled
+from sbkit.score.report.sections import section
+
+GIB = 2**30
+#: The stages of a run, in the order in which the report has them.
+STAGES = ("check", "corpus", "start", "count of FLOPs", "steps", "a step of the planned batch",
+          "the largest batch of the estimate", "a batch that doesn't fit", "validation", "checkpoint",
+          "kill and resume", "test", "export", "model.pt2 on the card", "a rank that fails")
+UNPROVEN = ("what kernels compute: their values are never looked at here",
+            "how fast they are, and how much of an exchange between ranks hides behind backward",
+            "`make gpu` proves these first, once there is a card")
+
+
+def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds: float) -> Report:
+    """Make the report of what the processes of a rehearsal wrote down."""
+    report = Report(recipe, seconds=seconds, notes=list(UNPROVEN))
+    figures: Line = {}
+    for line in found:
+        figures |= line.get("figures", {}) if line.get("rank") == 0 else {}
+        for each in (*line.get("report", {}).get("errors", ()), *line.get("report", {}).get("warnings", ())):
+            report.add([Finding(**each)])
+    wrong = _findings(found)
+    report.add(Finding(**{name: value for name, value in each.items() if name not in ("stage", "ends")} |
+                       {"file": each["file"] or recipe}) for each in wrong)
+    report.sections["rehearsal"] = _stages(found, wrong, report, count, card, figures)
+    if "host_ms" in figures:
+        report.sections["figures"] = _figures(figures, card)
+        report.sections["memory"] = _memory(figures["timeline"], figures)
+    return report
+
+
+def _findings(found: Sequence[Line]) -> list[Line]:
+    """The findings of all ranks: one of each kind and place, and of errors that end a launch the first."""
+    kept: dict[tuple[Any, ...], Line] = {}
+    for line in sorted((line for line in found if "finding" in line), key=lambda line: line.get("at", float("inf"))):
+        each = line["finding"] | {"stage": _named(line["launch"], line["finding"]["stage"])}
+        key = (line["launch"], "ends") if each["ends"] else (each["code"], each["file"], each["line"] or each["message"])
+        kept.setdefault(key, each)
+    return list({(each["code"], each["file"], each["line"], each["message"]): each for each in kept.values()}.values())
+
+
+def _named(launch: str, stage: str) -> str:
+    """The stage of the report that a stage of a launch belongs to."""
+    if launch == "resume" and stage != "test":
+        return "kill and resume"
+    if launch == "fail" and stage not in STAGES[-1:]:
+        return "a batch that doesn't fit"
+    return {"kill": "kill and resume"}.get(stage, stage)
+
+
+def _stages(found: Sequence[Line], wrong: Sequence[Line], report: Report, count: int, card: Card,
+            figures: Line) -> Section:
+    seconds, left_out = dict[str, float](), dict[str, str]()
+    for launch in dict.fromkeys(line["launch"] for line in found):
+        mine = [line for line in found if line["launch"] == launch and line.get("rank", 0) == 0]
+        times = [(line["at"], _named(launch, line["stage"])) for line in mine if "stage" in line and "at" in line]
+        times.append((mine[-1].get("ended", times[-1][0] if times else 0.0), ""))
+        for (start, stage), (end, _) in zip(times, times[1:], strict=False):
+            seconds[stage] = seconds.get(stage, 0.0) + end - start
+        stage = ""
+        for line in mine:
+            stage = line.get("stage", stage)
+            if "skip" in line:
+                left_out[_named(launch, stage)] = line["skip"]
+    bad = {each["stage"] for each in wrong} | ({"check"} if report.errors and len(seconds) == 1 else set())
+    world = min(count, RANKS)
+    rows = []
+    for stage in STAGES:
+        if stage == STAGES[-1] and world == 1:
+            continue
+        result = "wrong" if stage in bad else f"left out: {left_out[stage]}" if stage in left_out else \
+            "ok" if stage in seconds else "not reached"
+        rows.append([stage, result, f"{seconds[stage]:.1f}" if stage in seconds else ""])
+    ranks = f"{count} x {card.name}" + (f", {world} ranks stand for {count}" if world < count else "")
+    return Section(f"Rehearsal on {ranks}; data: {figures.get('data', 'none')}", ["stage", "result", "seconds"], rows,
+                   values={"cards": count, "card": card.name, "ranks": world, "data": figures.get("data"),
+                           "stages": {row[0]: {"result": row[1], "seconds": seconds.get(row[0])} for row in rows}})
+
+
+def _figures(figures: Line, card: Card) -> Section:
+    host, needs = figures["host_ms"], figures["card_ms"]
+    estimated, peak = figures.get("estimated_bytes"), figures["peak_bytes"]
+    rows = [["a micro-batch", f"{figures['batch']} in {figures['precision']}"],
+            ["launches, copies, allocations, host waits a step", ", ".join(
+                f"{figures[name]:,}" for name in ("launches", "copies", "allocations", "synchronisations"))],
+            ["host, on a core of this machine", f"{host:.1f} ms a step"]]
+    if needs is not None:
+        rows.append([f"card, for {figures['operations'] / 1e12:.3g} TFLOP", f"{needs:.1f} ms a step: " + (
+            "bound by launches, so the card idles: a larger max_batch_seconds or --compile helps" if host > needs else
+            "not bound by launches")])
+    rows.append(["memory at once", f"{peak / GIB:.2f} GiB of {card.memory / GIB:.1f}" + (
+        f"; the check estimates {estimated / GIB:.2f}" if estimated else "")])
+    if "largest_batch" in figures:
+        rows.append(["the largest batch of the estimate", f"{figures['largest_batch']}: "
+                     f"{figures['largest_peak_bytes'] / GIB:.1f} GiB"])
+    if "waits" in figures:
+        rows.append(["waits in the run's steps", f"{sum(wait[2] for wait in figures['waits']):.3g} a step" + "".join(
+            f"; {short(wait[0], wait[1])}" for wait in figures["waits"][:2])])
+    if "collectives" in figures:
+        rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
+    return Section("Figures", ["what", "how much"], rows, values={
+        name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
+
+
+def _memory(timeline: Line, figures: Line) -> Section:
+    rows = [[f"{size / GIB:.2f} GiB", short(file, line), source] for file, line, size, source in timeline["lines"]]
+    held = f"{figures['held_bytes'] / GIB:.2f} GiB are held all the time: weights and the optimizer's states"
+    return Section("What a step holds at its peak", ["memory", "made at", "line"], rows, [held], timeline)
+
+
+def short(file: str, line: int) -> str:
+    """A place with as much of its path as tells where it is."""
+    return f"{'/'.join(Path(file).parts[-3:])}:{line}"
+
+
+def page(report: Report) -> str:
+    """The report for a terminal."""
+    tables = [section.text() for section in report.sections.values()]
+    unproven = "not proven without a card: " + "; ".join(report.notes)
+    return "\n\n".join(filter(None, [tables[0], report.problems(), *tables[1:], f"{report.verdict()}\n{unproven}"]))
+
+
+def write_html(report: Report, path: Path) -> None:
+    """Write the report as a page with the picture of a step's memory."""
+    parts = []
+    for name, each in report.sections.items():
+        head = tag("tr", [tag("th", column) for column in each.columns])
+        rows = [tag("tr", [tag("td", str(cell)) for cell in row]) for row in each.rows]
+        content: list[Markup | None] = [tag("div", tag("table", head, rows), class_="scroll")]
+        if name == "memory":
+            content.insert(0, _picture(each.values))
+        parts.append(section(name, each.title, content, lead="; ".join(each.remarks) or None))
+        if name == "rehearsal" and report.findings:
+            told = [tag("li", tag("b", f"{short(each.file, each.line)} " if each.file else "", each.key), " ",
+                        each.message, tag("br"), each.suggestion) for each in (*report.errors, *report.warnings)]
+            parts.append(section("findings", "What is wrong", tag("ul", told)))
+    head = tag("header", tag("p", "sbkit check --as", class_="over"), tag("h1", report.recipe))
+    foot = tag("footer", "Not proven without a card: ", "; ".join(report.notes))
+    path.write_text(filled(report.recipe, text(head, tag("main", parts), foot)), encoding="utf-8")
+
+
+def _picture(timeline: Line) -> Markup | None:
+    size = [value / GIB for value in timeline["bytes"]]
+    names = [(0.0, "begin"), (float(timeline["peak_at"]), "peak"), (len(size) - 1.0, "end")]
+    return charts.curves("Memory during a step, in GiB", [charts.Series("allocated", range(len(size)), size)], names)

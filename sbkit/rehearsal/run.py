@@ -1,0 +1,257 @@
+"""Rehearses a run: starts its processes on cards that compute nothing, follows them, and collects what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import sbkit
+from sbkit.errors import SbkitError
+from sbkit.rehearsal import nullcard
+from sbkit.rehearsal.cards import Card
+from sbkit.system.processes import free_port, torchrun_environment
+
+#: Ranks that stand for any larger number.
+RANKS = 2
+#: Seconds in which all ranks must end once one has failed, and after which processes that don't compute hang.
+END, IDLE = 20.0, 15.0
+#: The share of a core below which a process counts as waiting.
+WAITS = 0.05
+#: What is launched as soon as what it follows has gone well; the first three have one process.
+AFTER = {"prepare": (), "measure": ("prepare",), "export": ("resume",), "train": ("prepare",), "resume": ("train",),
+         "fail": ("measure", "train")}
+ALONE = ("prepare", "measure", "export")
+
+Line = dict[str, Any]
+
+
+def rehearse(words: Sequence[str], count: int, card: Card) -> list[Line]:
+    """Rehearse the run that these words of a command line describe; returns all that its processes wrote down.
+
+    count : the number of cards
+    """
+    nullcard.build()
+    with tempfile.TemporaryDirectory(prefix="sbkit-rehearsal-") as made:
+        folder = Path(made)
+        job = {"folder": made, "world": min(count, RANKS), "words": [*words, "--device", "cuda"], "memory": card.memory}
+        (folder / "job.json").write_text(json.dumps(job))
+        path = os.pathsep.join(filter(None, [str(Path(sbkit.__file__).parent.parent), os.environ.get("PYTHONPATH")]))
+        environment = nullcard.environment(card, count, folder / "logs", base={**os.environ, "PYTHONPATH": path}) | {
+            "TORCH_FR_BUFFER_SIZE": "20000", "TMPDIR": made, "OMP_NUM_THREADS": "1"}
+        with open(folder / "server.log", "w") as log:
+            process = subprocess.Popen([sys.executable, "-m", "sbkit.rehearsal.run", made], env=environment,
+                                       stdout=log, stderr=log)
+            try:
+                process.wait()
+            finally:
+                process.kill()
+                for file in folder.glob("*.group"):
+                    _end(int(file.read_text()))
+        if not (folder / "found.json").exists():
+            raise SbkitError(f"the rehearsal ended early:\n{(folder / 'server.log').read_text()[-3000:]}", exit_code=1)
+        return json.loads((folder / "found.json").read_text())
+
+
+def main(folder: str) -> None:
+    """Launch the processes of a rehearsal from one that has imported what they need."""
+    _import_all()
+    job = json.loads(Path(folder, "job.json").read_text()) | {"figures": {}, "estimate": {}}
+    found, waiting, running, well = list[Line](), dict(AFTER), dict[str, Launch](), set[str]()
+    while waiting or running:
+        for name in [name for name, after in waiting.items() if well.issuperset(after)]:
+            del waiting[name]
+            if name == "export" and not job["figures"]["exports"]:
+                found.append({"launch": name, "stage": name, "skip": "the task exports nothing"})
+            else:
+                running[name] = Launch(name, job)
+        time.sleep(0.05)
+        for name, launch in list(running.items()):
+            if not launch.is_over():
+                continue
+            lines = launch.close()
+            del running[name]
+            found += lines
+            for line in lines:
+                job["figures"] |= line.get("figures", {})
+                job["words"] = line.get("words", job["words"])
+                if "report" in line:
+                    job["estimate"] = _estimate(line["report"], job["memory"])
+            if launch.went_well(lines):
+                well.add(name)
+        if not running and not any(well.issuperset(after) for after in waiting.values()):
+            break
+    Path(folder, "found.json").write_text(json.dumps(found))
+
+
+def _import_all() -> None:
+    """Import what the processes need without asking the driver for cards, after which none could use them."""
+    import torch
+
+    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+    try:
+        import sbkit.commands.train
+        import sbkit.export.bundle
+        import sbkit.runs.training
+        import sbkit.train.memory.trials  # noqa: F401
+        from sbkit.rehearsal.nullcard import no_values
+    finally:
+        torch.cuda.is_available = is_available
+    no_values.install()
+
+
+def _estimate(report: Line, memory: int) -> dict[str, float]:
+    """What the check says of memory: the bytes of a step, and the seconds of the largest batch on this card."""
+    from sbkit.recipe.bill import USABLE
+
+    cost = report["sections"].get("bill", {}).get("values")
+    if not cost:
+        return {}
+    per_second = cost["batch_bytes"] / cost["batch_seconds"]
+    return {"bytes": cost["weights_bytes"] + cost["batch_bytes"],
+            "largest": max(0.0, (USABLE * memory - cost["weights_bytes"]) / per_second)}
+
+
+class Launch:
+    """Processes that work together: one, or the ranks of a run.
+
+    Arguments
+    ---------
+    name : what they do, a key of ``rank.LAUNCHES``
+    job : what all launches know
+    """
+
+    def __init__(self, name: str, job: Line):
+        from sbkit.rehearsal.rank import live
+
+        self.name, self.folder, self.started = name, Path(job["folder"]), time.monotonic()
+        self.world = 1 if name in ALONE else job["world"]
+        self.hangs, self._last = False, (self.started, 0, 0.0)
+        port, self.processes = free_port(), list[BaseProcess]()
+        for rank in range(self.world):
+            place = torchrun_environment(rank, self.world, port) if self.world > 1 else {}
+            process = multiprocessing.get_context("fork").Process(target=_enter, args=(live, place, name, rank, job))
+            process.start()
+            self._file(rank, "group").write_text(str(process.pid))
+            self.processes.append(process)
+
+    def _file(self, rank: int, kind: str) -> Path:
+        return self.folder / f"{self.name}.{rank}.{kind}"
+
+    def _lines(self, rank: int) -> list[Line]:
+        diary = self._file(rank, "jsonl")
+        lines = diary.read_text(encoding="utf-8").split("\n")[:-1] if diary.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def is_over(self) -> bool:
+        """Whether all processes have ended, are to be killed, or hang."""
+        alive = [process.is_alive() for process in self.processes]
+        if not any(alive):
+            return True
+        lines = [line for rank in range(self.world) for line in self._lines(rank)]
+        ready = sum("ready" in line for line in lines)
+        if self.name == "train" and ready == self.world:
+            return True
+        now, computed = time.monotonic(), sum(_cpu_seconds(process.pid) for process in self.processes)
+        then, count, before = self._last
+        if len(lines) > count or computed - before > WAITS * (now - then) + 0.5:
+            self._last = now, len(lines), computed
+        self.hangs = now - then > (IDLE if all(alive) and not ready else END)
+        return self.hangs
+
+    def close(self) -> list[Line]:
+        """End what still runs; returns what all have written, and what a comparison of them shows."""
+        from sbkit.rehearsal.rank import STANDS
+
+        if self.hangs:
+            for process in self.processes:
+                if process.is_alive():
+                    os.kill(process.pid or 0, STANDS)
+            time.sleep(2)  # they also write down their collectives each second
+        ended = time.monotonic()
+        for process in self.processes:
+            _end(process.pid or 0)
+            process.join()
+        found = [{"launch": self.name, "rank": rank, **line} for rank in range(self.world) for line in self._lines(rank)]
+        found += self._compared() if self.name != "fail" else []
+        found += self._standing(found) if self.hangs else []
+        return [*found, {"launch": self.name, "rank": 0, "ended": ended}]
+
+    def went_well(self, lines: Sequence[Line]) -> bool:
+        """Whether what follows this launch can be launched."""
+        if self.hangs or any(line.get("finding", {}).get("ends") for line in lines):
+            return False
+        return self.name == "train" or all(line["end"] == 0 for line in lines if "end" in line)
+
+    def _compared(self) -> list[Line]:
+        """What is known of the collectives: how many there are, or the first one that isn't the same on all ranks."""
+        files = [self._file(rank, "collectives") for rank in range(self.world)]
+        if self.world == 1 or not all(file.exists() for file in files):
+            return []
+        calls = [json.loads(file.read_text()) for file in files]
+        for number in range(max(map(len, calls))):
+            here = [each[number] if number < len(each) else None for each in calls]
+            if any((each and each[:3]) != (here[0] and here[0][:3]) for each in here):
+                said = [f"rank {rank} calls " + (f"{each[0]} of {each[1]}" if each else "none")
+                        + (f" at {each[3]}:{each[4]}" if each and each[3] else "") for rank, each in enumerate(here)]
+                place = next((each[3:5] for each in here if each and each[3]), ["", 0])
+                return [self._finding("collectives", place, f"collective {number + 1} of the run differs: "
+                        f"{' and '.join(said)}", "all ranks must call the same ones in the same order")]
+        return [{"launch": self.name, "rank": 0, "figures": {"collectives": len(calls[0])}}]
+
+    def _standing(self, found: Sequence[Line]) -> list[Line]:
+        """The finding that nothing got further, with the line at which each rank stands."""
+        from sbkit.rehearsal.rank import own_place
+
+        said, places = [], list[tuple[str, int]]()
+        for rank in range(self.world):
+            frames = re.findall(r'File "(.*)", line (\d+)', self._file(rank, "stack").read_text())
+            if frames:
+                places.append(own_place([(file, int(line)) for file, line in frames]))
+            said.append(f"rank {rank} " + (f"stands at {places[-1][0]}:{places[-1][1]}" if frames else "has ended"))
+        stage = next((line["stage"] for line in reversed(found) if "stage" in line), self.name)
+        return [self._finding("hang", places[0] if places else ("", 0), f"nothing gets further: {', '.join(said)}",
+                              "does each rank come here, and do all call the same collectives?", stage)]
+
+    def _finding(self, code: str, place: Sequence[Any], message: str, suggestion: str, stage: str = "steps") -> Line:
+        return {"launch": self.name, "rank": 0, "finding": {
+            "severity": "error", "code": code, "file": place[0], "line": place[1], "key": "", "message": message,
+            "suggestion": suggestion, "stage": stage, "ends": True}}
+
+
+def _cpu_seconds(pid: int | None) -> float:
+    """The seconds that a process has computed."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _enter(live: Callable[..., None], place: dict[str, str], launch: str, rank: int, job: Line) -> None:
+    os.setsid()
+    logs = Path(job["folder"], "logs", launch)
+    logs.mkdir(parents=True, exist_ok=True)
+    os.environ.update(place | {"SBKIT_CARD_LOG": str(logs), "NULLNCCL_SHM": f"/dev/shm/nullnccl-{os.getppid()}-{launch}"})
+    live(launch, rank, job)
+
+
+def _end(group: int) -> None:
+    """End a process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
