@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sbkit.recipe.bill import EFFICIENCY
+from sbkit.recipe.report import Finding, Report, Section
 from sbkit.rehearsal.cards import Card
 from sbkit.rehearsal.run import RANKS, Line
-from sbkit.recipe.report import Finding, Report, Section
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts
 from sbkit.score.report.page import filled
@@ -93,14 +94,12 @@ def _stages(found: Sequence[Line], wrong: Sequence[Line], report: Report, count:
 def _figures(figures: Line, card: Card) -> Section:
     host, needs = figures["host_ms"], figures["card_ms"]
     estimated, peak = figures.get("estimated_bytes"), figures["peak_bytes"]
-    rows = [["a micro-batch", f"{figures['batch']} in {figures['precision']}"],
-            ["launches, copies, allocations, host waits a step", ", ".join(
-                f"{figures[name]:,}" for name in ("launches", "copies", "allocations", "synchronisations"))],
-            ["host, on a core of this machine", f"{host:.1f} ms a step"]]
+    rows = [["a micro-batch on one card", f"{figures['batch']} in {figures['precision']}"],
+            ["a step asks the card for", f"{figures['launches']:,} launches, {figures['copies']:,} copies"],
+            ["the host needs", f"{host:.1f} ms a step, on a core of this machine"]]
     if needs is not None:
-        rows.append([f"card, for {figures['operations'] / 1e12:.3g} TFLOP", f"{needs:.1f} ms a step: " + (
-            "bound by launches, so the card idles: a larger max_batch_seconds or --compile helps" if host > needs else
-            "not bound by launches")])
+        rows.append(["the card needs", f"{needs:.1f} ms for {figures['operations'] / 1e12:.3g} TFLOP, at "
+                     f"{EFFICIENCY:.0%} of its peak: " + ("bound by launches" if host > needs else "not bound by launches")])
     rows.append(["memory at once", f"{peak / GIB:.2f} GiB of {card.memory / GIB:.1f}" + (
         f"; the check estimates {estimated / GIB:.2f}" if estimated else "")])
     if "largest_batch" in figures:
@@ -111,13 +110,16 @@ def _figures(figures: Line, card: Card) -> Section:
             f"; {short(wait[0], wait[1])}" for wait in figures["waits"][:2])])
     if "collectives" in figures:
         rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
-    return Section("Figures", ["what", "how much"], rows, values={
+    idles = needs is not None and host > needs
+    remarks = ["the card waits for the host in each step: a larger max_batch_seconds, or --compile"] if idles else []
+    return Section("Figures", ["what", "how much"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
 
 
 def _memory(timeline: Line, figures: Line) -> Section:
-    rows = [[f"{size / GIB:.2f} GiB", short(file, line), source] for file, line, size, source in timeline["lines"]]
-    held = f"{figures['held_bytes'] / GIB:.2f} GiB are held all the time: weights and the optimizer's states"
+    rows = [[f"{size / GIB:.2f} GiB", short(file, line) if file else "in torch", source[:60]]
+            for file, line, size, source in timeline["lines"]]
+    held = f"{figures['held_bytes'] / GIB:.2f} GiB more are held all the time: weights and the optimizer's states"
     return Section("What a step holds at its peak", ["memory", "made at", "line"], rows, [held], timeline)
 
 
@@ -137,9 +139,10 @@ def write_html(report: Report, path: Path) -> None:
     """Write the report as a page with the picture of a step's memory."""
     parts = []
     for name, each in report.sections.items():
-        head = tag("tr", [tag("th", column) for column in each.columns])
-        rows = [tag("tr", [tag("td", str(cell)) for cell in row]) for row in each.rows]
-        content: list[Markup | None] = [tag("div", tag("table", head, rows), class_="scroll")]
+        head = tag("tr", [tag("th", column, class_="said") for column in each.columns])
+        rows = [tag("tr", [tag("td", str(cell), class_="said") for cell in row]) for row in each.rows]
+        table = tag("table", tag("thead", head), tag("tbody", rows), class_="plain")
+        content: list[Markup | None] = [tag("div", table, class_="scroll")]
         if name == "memory":
             content.insert(0, _picture(each.values))
         parts.append(section(name, each.title, content, lead="; ".join(each.remarks) or None))
@@ -154,5 +157,5 @@ def write_html(report: Report, path: Path) -> None:
 
 def _picture(timeline: Line) -> Markup | None:
     size = [value / GIB for value in timeline["bytes"]]
-    names = [(0.0, "begin"), (float(timeline["peak_at"]), "peak"), (len(size) - 1.0, "end")]
-    return charts.curves("Memory during a step, in GiB", [charts.Series("allocated", range(len(size)), size)], names)
+    return charts.curves("Memory during a step, in GiB", [charts.Series("allocated", range(len(size)), size)],
+                         [(float(timeline["peak_at"]), "peak")], x_label="")

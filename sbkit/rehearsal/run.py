@@ -101,6 +101,9 @@ def _import_all() -> None:
 
     is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
     try:
+        import torch._dynamo
+        import torch._refs  # of stand-ins
+
         import sbkit.commands.train
         import sbkit.export.bundle
         import sbkit.runs.training
@@ -243,7 +246,7 @@ def _enter(live: Callable[..., None], place: dict[str, str], launch: str, rank: 
     os.setsid()
     logs = Path(job["folder"], "logs", launch)
     logs.mkdir(parents=True, exist_ok=True)
-    os.environ.update(place | {"SBKIT_CARD_LOG": str(logs), "NULLNCCL_SHM": f"/dev/shm/nullnccl-{os.getppid()}-{launch}"})
+    os.environ.update(place | {"SBKIT_CARD_LOG": str(logs)})
     live(launch, rank, job)
 
 

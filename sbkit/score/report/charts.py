@@ -47,7 +47,7 @@ class Scale:
 
 
 def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, str]], *, unit: str = "",
-           note: str | None = None) -> Markup | None:
+           note: str | None = None, x_label: str = "epoch") -> Markup | None:
     """Draw a line chart over steps, starting at zero; None if there is nothing to draw."""
     series = [thinned(one) for one in series]
     series = [one for one in series if len(one.x)]
@@ -55,7 +55,7 @@ def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, st
         return None
     y = Scale(0, _top(series), HEIGHT - BOTTOM, TOP)
     x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), LEFT, WIDTH - RIGHT)
-    parts = [_grid(y, unit="%" if unit == " %" else ""), _x_axis(x, ticks)]
+    parts = [_grid(y, unit="%" if unit == " %" else ""), _x_axis(x, ticks, x_label)]
     for one in series:
         parts += _curve(one, x, y)
     data = {"x": [x.low, x.high], "y": [y.low, y.high], "unit": unit, "ticks": [list(tick) for tick in ticks],
@@ -197,9 +197,9 @@ def _grid(y: Scale, unit: str = "") -> Markup:
     return text(lines)
 
 
-def _x_axis(x: Scale, ticks: Sequence[tuple[float, str]]) -> Markup:
+def _x_axis(x: Scale, ticks: Sequence[tuple[float, str]], label: str = "epoch") -> Markup:
     inside = _every([(at, name) for at, name in ticks if x.low <= at <= x.high], 8)
-    return text(tag("text", "epoch", x=LEFT - 8, y=HEIGHT - 9, text_anchor="end"),
+    return text(tag("text", label, x=LEFT - 8, y=HEIGHT - 9, text_anchor="end"),
                 (tag("text", name, x=x(at), y=HEIGHT - 9, text_anchor="middle") for at, name in inside))
 
 
