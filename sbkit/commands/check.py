@@ -13,9 +13,9 @@ from sbkit.system.environment import check_torch_pair
 
 HELP = (
     "Report everything wrong with a recipe, what it costs and what fits in memory. --json for programs, --measure to\n"
-    "run a few steps.\n--as 8xH100 rehearses the whole run on cards that compute nothing, with no GPU here; --html FILE "
-    "also\nwrites its page.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing, and "
-    "lists what it could not check."
+    "run a few steps.\n--as 8xH100 rehearses the whole run on cards that compute nothing, on a machine without a GPU;\n"
+    "--html FILE writes its page too.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
+    "and lists what it could not check."
 )
 #: Arguments that are not recipe keys.
 FLAGS = ("--json", "--measure", "--no-run")

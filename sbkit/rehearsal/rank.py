@@ -36,7 +36,6 @@ from sbkit.recipe import arguments, bill, flops, load
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
 from sbkit.recipe.report import ERROR, Finding
-from sbkit.recipe.resolve import PLACEHOLDER
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import peak_of
 from sbkit.rehearsal import corpus, nullcard
@@ -73,13 +72,13 @@ class Diary:
 
     def __init__(self, folder: Path, launch: str, rank: int):
         self.path, self.launch, self.stage = folder / f"{launch}.{rank}.jsonl", launch, ""
-        self._file, self._lock = open(self.path, "a", encoding="utf-8", buffering=1), threading.Lock()
+        self._lock = threading.Lock()
         self.brain: Any = None
         """The Brain, once it is built; it knows which key an object belongs to."""
 
     def write(self, kind: str, value: object) -> None:
-        with self._lock:
-            self._file.write(json.dumps({kind: value, "at": time.monotonic()}, default=str) + "\n")
+        with self._lock, open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({kind: value, "at": time.monotonic()}, default=str) + "\n")
 
     def enter(self, stage: str) -> None:
         """Begin a stage, and end the one before."""
@@ -96,14 +95,14 @@ class Diary:
     def failed(self, error: BaseException) -> None:
         """Write down the error that ended the stage, with the innermost line that is ours or the recipe's."""
         frames = _frames(error)
-        place = next(((frame.f_code.co_filename, line) for frame, line in reversed(frames) if _is_own(frame.f_code.
-                     co_filename)), (frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else ("", 0))
-        told = isinstance(error, SbkitError)
-        message = error.message if told else f"{type(error).__name__}: {first_line(error)}"
-        code = "device-mismatch" if "same device" in message else "dtype-mismatch" if "same dtype" in message else "error"
+        place = own_place((frame.f_code.co_filename, line) for frame, line in reversed(frames))
+        code = next((code for words, code in _MISMATCHES.items() if words in str(error)), "error")
+        if isinstance(error, SbkitError):
+            message, hint = error.message, error.hint or ""
+        else:
+            message, hint = f"{type(error).__name__}: {first_line(error)}", _ADVICE.get(code, "")
         line = linecache.getline(*place).strip()
-        self.find(code, place, message, (error.hint or "") if told else _ADVICE.get(code, f"the line is: {line}"),
-                  key=self._key(frames), ends=True)
+        self.find(code, place, message, hint or f"the line is: {line}", key=self._key(frames), ends=True)
 
     def _key(self, frames: Iterable[tuple[Any, int]]) -> str:
         """The key of the recipe whose object's code was running."""
@@ -113,6 +112,8 @@ class Diary:
         return next((key for key in reversed(running) if key), "")
 
 
+#: What torch says of tensors that don't fit together.
+_MISMATCHES = {"same device": "device-mismatch", "same dtype": "dtype-mismatch"}
 _ADVICE = {"device-mismatch": "hold the tensor as a buffer, or move it with .to(x.device)",
            "dtype-mismatch": "cast one of them, or compute both under the same autocast"}
 
@@ -138,7 +139,8 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
     """Do one launch's work as one of its ranks, and leave this process."""
     folder = Path(job["folder"])
     diary = Diary(folder, launch, rank)
-    faulthandler.register(STANDS, open(folder / f"{launch}.{rank}.stack", "w"), all_threads=False)
+    stack = open(folder / f"{launch}.{rank}.stack", "w")  # noqa: SIM115 (stays open)
+    faulthandler.register(STANDS, stack, all_threads=False)
     out = os.open(folder / f"{launch}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -163,28 +165,31 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
 
 
 def prepare(job: dict[str, Any], diary: Diary) -> int:
-    """Write the corpus, and check the recipe on the card."""
-    diary.enter("check")
-    words = list(job["words"])
-    request = arguments.parse(words)
-    root = read(request.path, request.overrides, Findings())
-    left = [] if root is None else [key for key, node in root.value.items() if node.tag == PLACEHOLDER]
+    """Write the corpus, and check the recipe on the card; a recipe that can't be loaded is only checked."""
+    diary.enter("corpus")
+    words, request, findings = list(job["words"]), arguments.parse(job["words"]), Findings()
+    read(request.path, request.overrides, findings)
     given = {"data_folder": str(Path(job["folder"], "data")), "language": "en"}
-    words += [word for key in left if key in given for word in (f"--{key}", given[key])]
+    left = {finding.key for finding in findings if finding.code == "placeholder"}
+    words += [word for key in given if key in left for word in (f"--{key}", given[key])]
+    request, failed = arguments.parse(words), None
+    try:
+        first = {**request.overrides, "output_folder": str(Path(job["folder"], "first"))}
+        recipe = load.opened(load.load(request.path, first), request.path)
+        made = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
+        words += made["words"]
+        diary.write("figures", {"data": made["what"], "exports": recipe.task.exported is not Task.exported,
+                                "max_batch_seconds": recipe.keys.batching.max_batch_seconds})
+        diary.write("words", words)
+    except Exception as error:
+        failed = error
+    diary.enter("check")
     request = arguments.parse(words)
     report = check(request.path, request.overrides, run_opts=request.run_opts)
     diary.write("report", json.loads(report.json()))
-    if report.errors:
-        return 1
-    diary.enter("corpus")
-    request.overrides["output_folder"] = str(Path(job["folder"], "first"))
-    recipe = load.opened(load.load(request.path, request.overrides), request.path)
-    made = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
-    figures = {"data": made["what"], "exports": recipe.task.exported is not Task.exported,
-               "max_batch_seconds": recipe.keys.batching.max_batch_seconds}
-    diary.write("figures", figures)
-    diary.write("words", words + made["words"])
-    return 0
+    if failed is not None and not report.errors:
+        raise failed
+    return 1 if report.errors else 0
 
 
 # ------------------------------------------------------------------------------------------- one step, measured
@@ -209,9 +214,9 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             if not brain.try_batch(batch):
                 raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the card",
                                  hint="lower max_batch_seconds")
-        steps = [_timed(lambda: brain.try_batch(batch)) for _ in range(TRIES)]
+        steps = [_timed(brain, batch) for _ in range(TRIES)]
         host, counted = min(step[0] for step in steps), steps[-1][1]
-        held, peak, timeline = _timeline(lambda: brain.try_batch(batch))
+        held, peak, timeline = _timeline(brain, batch)
         peak_flops, source = peak_of(device, brain.precision)
         estimate = job["estimate"]
         figures = {
@@ -237,18 +242,18 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
     return 0
 
 
-def _timed(step: Callable[[], object]) -> tuple[float, nullcard.Counters]:
+def _timed(brain: Any, batch: object) -> tuple[float, nullcard.Counters]:
     """Seconds of this process, of all its threads, for a step, and what it asked of the card."""
     before, started = nullcard.counters(), time.process_time()
-    step()
+    brain.try_batch(batch)
     return time.process_time() - started, nullcard.counters() - before
 
 
-def _timeline(step: Callable[[], object]) -> tuple[int, int, dict[str, Any]]:
+def _timeline(brain: Any, batch: object) -> tuple[int, int, dict[str, Any]]:
     """Bytes held before a step, its peak, and its memory over time with the lines whose tensors make the peak."""
     held = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
-    step()
+    brain.try_batch(batch)
     events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     torch.cuda.memory._record_memory_history(enabled=None)
     now = peak = held
@@ -358,7 +363,8 @@ class Watch:
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         torch.cuda.memory._record_memory_history(enabled=None)
         counted = self._counted
-        self.diary.write("figures", {"waits": [[*place, count / counted] for place, count in self._waits.most_common()]})
+        waits = [[*place, count / counted] for place, count in self._waits.most_common()]
+        self.diary.write("figures", {"waits": waits})
         for place, count in self._waits.most_common():
             if count >= counted:
                 self.diary.find("wait", place, f"the host waits for the card {count / counted:.3g} times a step: "
@@ -508,7 +514,8 @@ def export(job: Mapping[str, Any], diary: Diary) -> int:
 def _dump_collectives(diary: Diary) -> None:
     """Write down the collectives of this rank, as torch's flight recorder has them, with the lines that called them."""
     if ranks.world_size() > 1:
-        found = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace()).get("entries", [])
+        trace: Any = torch._C._distributed_c10d  # whose stub lacks it
+        found = pickle.loads(trace._dump_nccl_trace()).get("entries", [])
         calls = [[each["profiling_name"].removeprefix("nccl:"), each["input_sizes"], each.get("input_dtypes", ""),
                   *own_place((frame["filename"], frame["line"]) for frame in each["frames"])] for each in found]
         written = diary.path.with_suffix(f".{threading.get_ident()}")

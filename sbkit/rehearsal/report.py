@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sbkit.score.report.sections import section
 
 GIB = 2**30
 #: The stages of a run, in the order in which the report has them.
-STAGES = ("check", "corpus", "start", "count of FLOPs", "steps", "a step of the planned batch",
+STAGES = ("corpus", "check", "start", "count of FLOPs", "steps", "a step of the planned batch",
           "the largest batch of the estimate", "a batch that doesn't fit", "validation", "checkpoint",
           "kill and resume", "test", "export", "model.pt2 on the card", "a rank that fails")
 UNPROVEN = ("what kernels compute: their values are never looked at here",
@@ -48,9 +49,12 @@ def _findings(found: Sequence[Line]) -> list[Line]:
     kept: dict[tuple[Any, ...], Line] = {}
     for line in sorted((line for line in found if "finding" in line), key=lambda line: line.get("at", float("inf"))):
         each = line["finding"] | {"stage": _named(line["launch"], line["finding"]["stage"])}
-        key = (line["launch"], "ends") if each["ends"] else (each["code"], each["file"], each["line"] or each["message"])
-        kept.setdefault(key, each)
-    return list({(each["code"], each["file"], each["line"], each["message"]): each for each in kept.values()}.values())
+        kept.setdefault((line["launch"],) if each["ends"] else _what(each), each)
+    return list({_what(each): each for each in kept.values()}.values())
+
+
+def _what(finding: Line) -> tuple[Any, ...]:
+    return finding["code"], finding["file"], finding["line"] or finding["message"]
 
 
 def _named(launch: str, stage: str) -> str:
@@ -69,14 +73,16 @@ def _stages(found: Sequence[Line], wrong: Sequence[Line], report: Report, count:
         mine = [line for line in found if line["launch"] == launch and line.get("rank", 0) == 0]
         times = [(line["at"], _named(launch, line["stage"])) for line in mine if "stage" in line and "at" in line]
         times.append((mine[-1].get("ended", times[-1][0] if times else 0.0), ""))
-        for (start, stage), (end, _) in zip(times, times[1:], strict=False):
+        for (start, stage), (end, _) in itertools.pairwise(times):
             seconds[stage] = seconds.get(stage, 0.0) + end - start
         stage = ""
         for line in mine:
             stage = line.get("stage", stage)
             if "skip" in line:
                 left_out[_named(launch, stage)] = line["skip"]
-    bad = {each["stage"] for each in wrong} | ({"check"} if report.errors and len(seconds) == 1 else set())
+    bad = {each["stage"] for each in wrong}
+    if any(line["report"]["errors"] for line in found if "report" in line):
+        bad.add("check")
     world = min(count, RANKS)
     rows = []
     for stage in STAGES:
@@ -98,8 +104,9 @@ def _figures(figures: Line, card: Card) -> Section:
             ["a step asks the card for", f"{figures['launches']:,} launches, {figures['copies']:,} copies"],
             ["the host needs", f"{host:.1f} ms a step, on a core of this machine"]]
     if needs is not None:
+        bound = "bound by launches" if host > needs else "not bound by launches"
         rows.append(["the card needs", f"{needs:.1f} ms for {figures['operations'] / 1e12:.3g} TFLOP, at "
-                     f"{EFFICIENCY:.0%} of its peak: " + ("bound by launches" if host > needs else "not bound by launches")])
+                     f"{EFFICIENCY:.0%} of its peak: {bound}"])
     rows.append(["memory at once", f"{peak / GIB:.2f} GiB of {card.memory / GIB:.1f}" + (
         f"; the check estimates {estimated / GIB:.2f}" if estimated else "")])
     if "largest_batch" in figures:

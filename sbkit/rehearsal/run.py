@@ -186,7 +186,8 @@ class Launch:
         for process in self.processes:
             _end(process.pid or 0)
             process.join()
-        found = [{"launch": self.name, "rank": rank, **line} for rank in range(self.world) for line in self._lines(rank)]
+        found = [{"launch": self.name, "rank": rank, **line}
+                 for rank in range(self.world) for line in self._lines(rank)]
         found += self._compared() if self.name != "fail" else []
         found += self._standing(found) if self.hangs else []
         return [*found, {"launch": self.name, "rank": 0, "ended": ended}]
@@ -209,8 +210,9 @@ class Launch:
                 said = [f"rank {rank} calls " + (f"{each[0]} of {each[1]}" if each else "none")
                         + (f" at {each[3]}:{each[4]}" if each and each[3] else "") for rank, each in enumerate(here)]
                 place = next((each[3:5] for each in here if each and each[3]), ["", 0])
-                return [self._finding("collectives", place, f"collective {number + 1} of the run differs: "
-                        f"{' and '.join(said)}", "all ranks must call the same ones in the same order")]
+                found = self._finding("collectives", place, f"collective {number + 1} of the run differs: "
+                                      f"{' and '.join(said)}", "all ranks must call the same ones in the same order")
+                return [found | {"at": self.started}]  # the cause of all else that ranks say
         return [{"launch": self.name, "rank": 0, "figures": {"collectives": len(calls[0])}}]
 
     def _standing(self, found: Sequence[Line]) -> list[Line]:

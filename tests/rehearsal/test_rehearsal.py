@@ -1,11 +1,12 @@
-"""A whole run on cards that compute nothing: the flagship passes, and faults that are planted in each stage are named."""
+"""A whole run on cards that compute nothing: the flagship passes, and faults planted in each stage are named."""
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
-import processes
 import pytest
 import soundfile
 
@@ -15,32 +16,24 @@ WORDS = ("low", "high", "both")
 FAULTS = '''
 import torch
 import sbkit
-from spotter import Spotter, Model
+from spotter import Spotter
+from torch._subclasses.fake_tensor import is_fake
 
 TRAIN, VALID = sbkit.Stage.TRAIN, sbkit.Stage.VALID
 
 
 class Lazy(Spotter):
-    """Waits, leaks, asks one rank alone, and gives a graph that can't be traced."""
+    """Waits and leaks in each step, and gives a graph that can't be traced."""
 
     kept = []
 
     def compute_objectives(self, scores, batch, stage):
         loss = super().compute_objectives(scores, batch, stage)
-        if stage == TRAIN and torch.is_grad_enabled() and not torch._subclasses.fake_tensor.is_fake(loss.total):
+        if stage == TRAIN and not is_fake(scores):
             loss.total.item()  # waits
             self.kept.append(scores * 2)  # grows
-            if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
-                torch.distributed.all_reduce(torch.ones(7, device=self.device))  # alone
         return loss
 
-    def exported(self, run):
-        found = super().exported(run)
-        found.graph = Untraceable(found.graph)
-        return found
-
-
-class Graph(Spotter):
     def exported(self, run):
         found = super().exported(run)
         found.graph = Untraceable(found.graph)
@@ -53,7 +46,17 @@ class Untraceable(torch.nn.Module):
         self.inner = inner
 
     def forward(self, signals, lengths):
-        return self.inner(signals, lengths) if signals.sum() < 1e9 else signals  # untraceable
+        if signals.sum() < 1e9:  # depends on a value
+            return self.inner(signals, lengths)
+
+
+class Alone(Spotter):
+    """Asks all ranks for something on one of them alone."""
+
+    def compute_objectives(self, scores, batch, stage):
+        if stage == TRAIN and torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+            torch.distributed.all_reduce(torch.ones(7, device=self.device))  # alone
+        return super().compute_objectives(scores, batch, stage)
 
 
 class Left(Spotter):
@@ -84,3 +87,71 @@ def home(tmp_path_factory):
             lines.append(f"{split}{i},0.5,{path},{WORDS[i % 3]}")
         (folder / "data" / f"{split}.csv").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def rehearse(home, *words, code, cards="2xH100"):
+    """The report of a rehearsal in this folder, as programs get it."""
+    done = subprocess.run([sys.executable, "-m", "sbkit", "check", *words, "--as", cards, "--json"], cwd=home,
+                          capture_output=True, text=True, timeout=500)
+    assert done.returncode == code, done.stdout[-4000:] + done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def stages(report):
+    return {name: stage["result"] for name, stage in report["sections"]["rehearsal"]["values"]["stages"].items()}
+
+
+def places(report):
+    """The kinds of errors, with the lines of faults.py that they name."""
+    lines = ["", *FAULTS.splitlines()]
+    return {(error["code"], lines[error["line"]].partition("#")[2].strip()) for error in report["errors"]
+            if error["file"].endswith("faults.py")}
+
+
+@pytest.mark.slow
+def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(home):
+    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Lazy", code=1, cards="H100")
+    assert places(report) >= {("wait", "waits"), ("growth", "grows"), ("error", "depends on a value")}
+    assert stages(report)["steps"] == stages(report)["export"] == "wrong"
+    assert stages(report)["test"] == stages(report)["kill and resume"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_collective_on_one_rank_alone_is_named(home):
+    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Alone", code=1)
+    assert ("collectives", "alone") in places(report)
+
+
+@pytest.mark.slow
+def test_a_tensor_left_on_the_cpu_is_named_with_its_stage(home):
+    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Left", code=1, cards="H100")
+    assert places(report) == {("device-mismatch", "left")}
+    assert stages(report)["validation"] == "wrong" and stages(report)["test"] == "not reached"
+
+
+@pytest.mark.slow
+def test_checkpoints_that_cannot_be_written_are_named(home):
+    report = rehearse(home, "spotter.yaml", "--checkpointer.checkpoints_dir", "/dev/null/save", code=1, cards="H100")
+    assert any("/dev/null" in error["message"] for error in report["errors"])
+    assert "test" not in {name for name, result in stages(report).items() if result == "ok"}
+
+
+@pytest.mark.slow
+def test_the_flagship_runs_from_start_to_end_on_two_ranks(tmp_path):
+    page = tmp_path / "page.html"
+    report = rehearse(ROOT, "hparams/ctc.yaml", "--html", str(page), code=0, cards="8xH100")
+    assert set(stages(report).values()) == {"ok"}
+    figures = report["sections"]["figures"]["values"]
+    assert figures["launches"] > 100 and figures["collectives"] > 0
+    assert max(report["sections"]["memory"]["values"]["bytes"]) == figures["peak_bytes"] > figures["held_bytes"]
+    assert "<svg" in page.read_text(encoding="utf-8")
+    assert "make gpu" in report["not_looked_at"][-1]
+
+
+def test_cards_that_nobody_knows_are_refused(capsys):
+    from sbkit import cli
+
+    assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), "--as", "8xABC"]) == 2
+    assert "known are" in capsys.readouterr().err
+    assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), "--html", "page.html"]) == 2
+    assert "--as" in capsys.readouterr().err

@@ -17,11 +17,13 @@ from sbkit.decode import greedy, joint
 from sbkit.decode.spans import Spans, collapse
 from sbkit.nn import ctc
 from sbkit.nn.peek import Peek
+from sbkit.tasks.codec import task as codec
+from sbkit.tasks.codec.rows import Row
 from sbkit.train.distributed import parallel, ranks
 
 
 def install() -> None:
-    """Take values that come from the card for zeros, hypotheses for empty, and ranks for equal."""
+    """Take values that come from the card for zeros, hypotheses for empty, clips for a frame long, ranks for equal."""
     read, compare = Peek.numpy, parallel.assert_ranks_equal
 
     def zeros(peek: Peek) -> np.ndarray:
@@ -34,9 +36,12 @@ def install() -> None:
     def silence(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[Spans]:
         return collapse(np.full_like(labels, blank_id), np.ones_like(confidence), blank_id=blank_id)
 
+    def one_frame(*facts: Any) -> Row:
+        return Row(*facts[:-1], np.zeros((1, facts[-1].shape[1]), np.int32))
+
     replaced: list[tuple[Any, str, Any]] = [
         (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", exchange), (greedy, "collapse", silence),
-        (ctc, "results_agree", lambda *given: True),
+        (ctc, "results_agree", lambda *given: True), (codec, "Row", one_frame),
         *((module, "refuse_nan", lambda confidence: None) for module in (greedy, joint))]
     for owner, name, replacement in replaced:
         setattr(owner, name, replacement)
