@@ -9,6 +9,7 @@ import pytest
 from sbkit import cli
 from sbkit.recipe import arguments, load
 from sbkit.recipe.check import check
+from sbkit.rehearsal.cards import parse_cards
 
 ROOT = Path(__file__).parents[1]
 HOME = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "sbkit/starter/README.md", "tools/README.md",
@@ -70,6 +71,10 @@ def test_a_command_is_understood(words, monkeypatch):
     if "--memory" in given:
         at = given.index("--memory")
         assert float(given[at + 1]) > 0 and words[1] == "tune"
+        del given[at:at + 2]
+    for option in {"--as", "--html"} & {*given}:
+        at = given.index(option)
+        assert words[1] == "check" and (option == "--html" or parse_cards(given[at + 1]))
         del given[at:at + 2]
     request = arguments.parse(given)
     load.check_overrides(request.path, request.overrides)

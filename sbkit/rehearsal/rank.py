@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
+import importlib
 import json
 import linecache
 import os
@@ -43,13 +44,14 @@ from sbkit.tasks.task import Task
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
+from sbkit.train.given import MicroBatch
 
 #: Stages by the names that the report has.
 NAMES = {Stage.TRAIN: "steps", Stage.VALID: "validation", Stage.TEST: "test"}
 #: Steps of an epoch before allocations and waits count, and of the second epoch before the run is killed.
 SETTLED, KILLED_AT = 2, 2
 #: The memory of a step as a share of what the planned one needs, so that a batch doesn't fit.
-TOO_LITTLE = 0.6
+TOO_LITTLE = 0.4
 #: Trial steps, of which the fastest counts.
 TRIES = 4
 #: The signal at which a process writes down where it stands; a run uses others.
@@ -73,7 +75,7 @@ class Diary:
     def __init__(self, folder: Path, launch: str, rank: int):
         self.path, self.launch, self.stage = folder / f"{launch}.{rank}.jsonl", launch, ""
         self._lock = threading.Lock()
-        self.brain: Any = None
+        self.brain: Any = None  # a recipe's
         """The Brain, once it is built; it knows which key an object belongs to."""
 
     def write(self, kind: str, value: object) -> None:
@@ -186,7 +188,11 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
     diary.enter("check")
     request = arguments.parse(words)
     report = check(request.path, request.overrides, run_opts=request.run_opts)
-    diary.write("report", json.loads(report.json()))
+    written = json.loads(report.json())
+    unread = {finding.key for finding in findings}  # before the corpus was replaced, whose keys nothing reads now
+    written["warnings"] = [each for each in written["warnings"]
+                           if each["code"] != "unread-key" or each["key"] in unread]
+    diary.write("report", written)
     if failed is not None and not report.errors:
         raise failed
     return 1 if report.errors else 0
@@ -242,14 +248,14 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
     return 0
 
 
-def _timed(brain: Any, batch: object) -> tuple[float, nullcard.Counters]:
+def _timed(brain: Brain, batch: MicroBatch) -> tuple[float, nullcard.Counters]:
     """Seconds of this process, of all its threads, for a step, and what it asked of the card."""
     before, started = nullcard.counters(), time.process_time()
     brain.try_batch(batch)
     return time.process_time() - started, nullcard.counters() - before
 
 
-def _timeline(brain: Any, batch: object) -> tuple[int, int, dict[str, Any]]:
+def _timeline(brain: Brain, batch: MicroBatch) -> tuple[int, int, dict[str, Any]]:
     """Bytes held before a step, its peak, and its memory over time with the lines whose tensors make the peak."""
     held = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
@@ -314,10 +320,10 @@ class Watch:
             _before(Checkpointer, name, lambda *a, **k: diary.enter("checkpoint"))
         register_optimizer_step_post_hook(self._stepped)
 
-    def _built(self, brain: Any, *args: object, **kwargs: object) -> None:
+    def _built(self, brain: Brain, *args: object, **kwargs: object) -> None:
         self.diary.brain = brain
 
-    def _open(self, brain: Any, stage: Stage, epoch: int | None = None) -> None:
+    def _open(self, brain: Brain, stage: Stage, epoch: int | None = None) -> None:
         if self.diary.stage == NAMES[Stage.TRAIN]:
             self.end_of_steps()
         self.diary.enter(NAMES[stage])
@@ -392,7 +398,7 @@ class Watch:
                                 "don't keep tensors of a step; .detach() what must stay, and keep one")
 
 
-def _before(owner: Any, name: str, call: Callable[..., object]) -> None:
+def _before(owner: object, name: str, call: Callable[..., object]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -403,7 +409,7 @@ def _before(owner: Any, name: str, call: Callable[..., object]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _after(owner: Any, name: str, call: Callable[..., object]) -> None:
+def _after(owner: object, name: str, call: Callable[..., object]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -419,13 +425,12 @@ def _after(owner: Any, name: str, call: Callable[..., object]) -> None:
 def _run(job: Mapping[str, Any], diary: Diary, epochs: int, *words: str, folder: str = "run",
          on_step: Callable[[int, int], None] | None = None) -> Watch:
     """Run ``sbkit train`` as this rank."""
-    from sbkit.commands import train
-
     diary.enter("start")
     watch = Watch(diary, epochs)
     watch.on_step = on_step or watch.on_step
-    train.run([*job["words"], "--output_folder", str(Path(job["folder"], folder)), "--epoch_counter.limit", str(epochs),
-               "--no-check", "--noprogressbar", *words])
+    command = importlib.import_module("sbkit.commands.train")  # by its name, as the command line finds it
+    command.run([*job["words"], "--output_folder", str(Path(job["folder"], folder)), "--epoch_counter.limit",
+                 str(epochs), "--no-check", "--noprogressbar", *words])
     return watch
 
 
@@ -460,7 +465,7 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
     device, figures, last = torch.device("cuda", ranks.rank()), job["figures"], ranks.world_size() - 1
     steps = 0
 
-    def limit(brain: Any, *args: object, **kwargs: object) -> None:
+    def limit(brain: Brain, *args: object, **kwargs: object) -> None:
         if diary.stage == "steps" and not steps:
             diary.enter("a batch that doesn't fit")
             trained = sum(p.numel() * p.element_size() for p in brain.modules.parameters() if p.requires_grad)
@@ -514,7 +519,7 @@ def export(job: Mapping[str, Any], diary: Diary) -> int:
 def _dump_collectives(diary: Diary) -> None:
     """Write down the collectives of this rank, as torch's flight recorder has them, with the lines that called them."""
     if ranks.world_size() > 1:
-        trace: Any = torch._C._distributed_c10d  # whose stub lacks it
+        trace: Any = torch._C._distributed_c10d  # its stub lacks the function
         found = pickle.loads(trace._dump_nccl_trace()).get("entries", [])
         calls = [[each["profiling_name"].removeprefix("nccl:"), each["input_sizes"], each.get("input_dtypes", ""),
                   *own_place((frame["filename"], frame["line"]) for frame in each["frames"])] for each in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -104,11 +105,12 @@ def _import_all() -> None:
         import torch._dynamo
         import torch._refs  # of stand-ins
 
-        import sbkit.commands.train
         import sbkit.export.bundle
         import sbkit.runs.training
         import sbkit.train.memory.trials  # noqa: F401
         from sbkit.rehearsal.nullcard import no_values
+
+        importlib.import_module("sbkit.commands.train")
     finally:
         torch.cuda.is_available = is_available
     no_values.install()

@@ -36,8 +36,8 @@ def install() -> None:
     def silence(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[Spans]:
         return collapse(np.full_like(labels, blank_id), np.ones_like(confidence), blank_id=blank_id)
 
-    def one_frame(*facts: Any) -> Row:
-        return Row(*facts[:-1], np.zeros((1, facts[-1].shape[1]), np.int32))
+    def one_frame(name: str, text: str, samples: int, mel: float, codes: np.ndarray) -> Row:
+        return Row(name, text, samples, mel, np.zeros((1, codes.shape[1]), np.int32))
 
     replaced: list[tuple[Any, str, Any]] = [
         (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", exchange), (greedy, "collapse", silence),
