@@ -45,13 +45,14 @@ from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.given import MicroBatch
+from sbkit.train.memory.oom import length
 
 #: Stages by the names that the report has.
 NAMES = {Stage.TRAIN: "steps", Stage.VALID: "validation", Stage.TEST: "test"}
 #: Steps of an epoch before allocations and waits count, and of the second epoch before the run is killed.
 SETTLED, KILLED_AT = 2, 2
-#: The memory of a step as a share of what the planned one needs, so that a batch doesn't fit.
-TOO_LITTLE = 0.4
+#: The memory for a step as a share of what it needs, so that a batch doesn't fit.
+TOO_LITTLE = 0.6
 #: Trial steps, of which the fastest counts.
 TRIES = 4
 #: The signal at which a process writes down where it stands; a run uses others.
@@ -226,7 +227,8 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         peak_flops, source = peak_of(device, brain.precision)
         estimate = job["estimate"]
         figures = {
-            "batch": f"{count} x {seconds:g} s", "precision": brain.precision, "operations": operations,
+            "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
+            "operations": operations,
             "host_ms": 1e3 * host, **asdict(counted), "held_bytes": held, "peak_bytes": peak,
             "card_ms": None if peak_flops is None else 1e3 * operations / (peak_flops * bill.EFFICIENCY),
             "card_source": source, "estimated_bytes": estimate.get("bytes"), "timeline": timeline}
@@ -465,13 +467,14 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
     device, figures, last = torch.device("cuda", ranks.rank()), job["figures"], ranks.world_size() - 1
     steps = 0
 
-    def limit(brain: Brain, *args: object, **kwargs: object) -> None:
-        if diary.stage == "steps" and not steps:
+    def limit(brain: Brain, batch: MicroBatch, *args: object, **kwargs: object) -> None:
+        if diary.stage == "steps" and not steps and length(batch) > 1:
             diary.enter("a batch that doesn't fit")
+            share = min(1.0, getattr(batch, "padded_seconds", figures["batch_seconds"]) / figures["batch_seconds"])
             trained = sum(p.numel() * p.element_size() for p in brain.modules.parameters() if p.requires_grad)
-            allowed = torch.cuda.memory_allocated(device) + (trained if last else 0) \
-                + TOO_LITTLE * (figures["peak_bytes"] - figures["held_bytes"])
             torch.cuda.empty_cache()
+            allowed = torch.cuda.memory_reserved(device) + 3 * trained \
+                + TOO_LITTLE * share * (figures["peak_bytes"] - figures["held_bytes"])  # and the first step's states
             torch.cuda.set_per_process_memory_fraction(
                 min(1.0, allowed / torch.cuda.get_device_properties(device).total_memory), device)
 
@@ -480,7 +483,7 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
         steps += 1
         if steps == 1:
             if not torch.cuda.memory_stats(device)["num_ooms"]:
-                diary.write("skip", f"all batches fit into {TOO_LITTLE:.0%} of the planned one's memory")
+                diary.write("skip", f"it fits into {TOO_LITTLE:.0%} of its memory")
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         elif last:
             diary.enter("a rank that fails")
@@ -488,7 +491,7 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
             if ranks.rank() == last:
                 raise _Planted("the rehearsal ends this rank")
 
-    _before(Brain, "fit_batch", limit)
+    _after(Brain, "__init__", lambda brain, *args, **kwargs: _before(type(brain), "compute_forward", limit))
     world, most = ranks.world_size(), figures["max_batch_seconds"]
     try:
         _run(job, diary, 2, "--batching.step_seconds", str(world * most), folder="fails", on_step=failing)
