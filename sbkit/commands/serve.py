@@ -13,8 +13,8 @@ LIMITS = {
     "max-upload-mb": "megabytes per request", "max-audio-seconds": "length of one decoded recording",
     "max-requests": "requests accepted at once; the next one gets a 429", "max-active": "of those, processed at once",
     "max-live": "live sessions at once",
-    "client-share": "share of all connections, requests and live sessions that one address may hold; 127.0.0.1 and "
-                    "::1 are not limited, nor are clients of a proxy that connects from there",
+    "client-share": "share of connections, requests, live sessions, threads, disk and audio in work that one address "
+                    "may hold; 127.0.0.1 and ::1 are not limited, nor are clients of a proxy that connects from there",
     "max-connections": "connections open at once, if ulimit -n allows it; an idle one is closed for a new one",
     "max-disk-mb": "megabytes of the temporary folder for uploads and decoded audio, at most half of the free space; "
                    "beyond that a request gets a 503",

@@ -24,7 +24,6 @@ from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
 from sbkit.serve.form import Form
 from sbkit.serve.gate import REQUEST_ID, App, Gate, Keys
 from sbkit.serve.hosts import Hosts
-from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import Floor
 from sbkit.serve.metrics import Metrics
@@ -34,7 +33,7 @@ from sbkit.serve.served import Served
 from sbkit.serve.speech import resumed, sound
 from sbkit.serve.streamed import Streamed
 from sbkit.serve.upload import Upload
-from sbkit.serve.work import Left, Rooms
+from sbkit.serve.work import Left, Rooms, Visit
 
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499  # never sent, only counted
@@ -57,7 +56,8 @@ class State:
     """The event loop of the application, once it runs."""
 
     def __post_init__(self) -> None:
-        self.floor, self.disk = Floor(self.limits, self.metrics), Disk(self.limits.disk_bytes)
+        self.floor, self.disk = Floor(self.limits, self.metrics), Disk(
+            self.limits.disk_bytes, self.limits.client_share)
 
     def stop(self) -> None:
         """Stop accepting requests, and end live sessions with what was said so far; from any thread."""
@@ -136,13 +136,13 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
     async def transcriptions(request: Request) -> Response:
         with contextlib.ExitStack() as stay:
             stay.enter_context(rooms.place(clients.address(request.scope)))
-            held = stay.enter_context(contextlib.closing(state.disk.hold()))
+            held = stay.enter_context(contextlib.closing(state.disk.hold(clients.address(request.scope))))
             upload = Upload(request, state.limits, held)
             visit = rooms.visit(upload.request)
             stay.callback(visit.close)
             try:
                 ask = await visit.read(form.read(upload.request, state.loaded))
-                found = visit.stream(lambda told: _transcribe(state, ask, held, visit.job, told))
+                found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told))
                 await anext(found)  # it is audio; from here on errors are sent as events
                 if ask.stream:
                     return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
@@ -201,19 +201,22 @@ def _left(state: State) -> Response:
 # ---------------------------------------------------------------------- a transcription
 
 
-def _transcribe(state: State, ask: Form, held: Held, job: Job, told: Callable[[Any], None]) -> Transcript:
+def _transcribe(state: State, ask: Form, held: Held, visit: Visit, told: Callable[[Any], None]) -> Transcript:
     """Transcribe in a thread: reports first that the upload is audio, then, for a stream, pieces of the text."""
-    with contextlib.closing(held), ask.upload:
-        assert state.decoders is not None, "the models are loaded"
-        wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job)
-    told(_DECODED)
-    try:
-        with contextlib.closing(wave):
-            transcript = recognise(ask.served, wave.blocks(), job, told if ask.stream else None)
-            transcript.warning = wave.warning
-    except Exception:
-        ask.served.check()  # raises for a broken device
-        raise
+    job, limits = visit.job, state.limits
+    with contextlib.closing(ask.served.batcher.backlog.hold(
+            job.client, limits.client_share, limits.request_seconds, visit.until)) as audio:
+        with contextlib.closing(held), ask.upload:
+            assert state.decoders is not None, "the models are loaded"
+            wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job, audio)
+        told(_DECODED)
+        try:
+            with contextlib.closing(wave):
+                transcript = recognise(ask.served, wave.blocks(), job, audio, told if ask.stream else None)
+                transcript.warning = wave.warning
+        except Exception:
+            ask.served.check()  # raises for a broken device
+            raise
     state.metrics.audio.add(transcript.duration, model=ask.served.name)
     return transcript
 

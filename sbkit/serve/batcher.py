@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 from sbkit.infer.engine import Engine
 from sbkit.infer.pipeline import batch_seconds
 from sbkit.infer.voice_engine import VoiceEngine
+from sbkit.serve.backlog import Backlog
 
 _ROWS = 32
+_LONG_SECONDS = 5.0
 
 
 class _Query(NamedTuple):
     signal: Sized
     future: Future[Any]
+    client: str | None
 
 
 class Batcher:
@@ -42,8 +45,12 @@ class Batcher:
         self._lock = threading.Lock()
         self._waiting: deque[_Query] = deque()
         self._again: deque[_Query] = deque()
+        self._turns: dict[str | None, int] = {}  # the last batch that began with a client's
+        self._batches = 0
         self._running = False
         self._since = 0.0
+        self.backlog = Backlog()
+        """The audio of recordings that is left to hear."""
 
     @property
     def waiting(self) -> int:
@@ -55,10 +62,10 @@ class Batcher:
         """How long the current batch has been running; 0 if there is none."""
         return time.monotonic() - self._since if self._running else 0.0
 
-    def submit(self, signal: Sized) -> Future[Any]:
+    def submit(self, signal: Sized, client: str | None = None) -> Future[Any]:
         """Queue a signal [S] or a line; the future gives its log-probabilities [T, V] or its sound, and can be
         cancelled before its turn."""
-        asked = _Query(signal, Future())
+        asked = _Query(signal, Future(), client)
         with self._lock:
             self._waiting.append(asked)
         self._feed()
@@ -83,31 +90,42 @@ class Batcher:
             future.add_done_callback(lambda done: self._done(batch, done))
 
     def _take(self) -> list[_Query]:
-        """Take the oldest signal, and those of the most similar length that fit in a batch with it."""
+        """Take the oldest signal of the client whose turn it is, and those of the most similar length that fit in a
+        batch with it."""
         if self._again:
             return [self._again.popleft()]
-        oldest = None
-        while oldest is None and self._waiting:
-            asked = self._waiting.popleft()
-            if asked.future.set_running_or_notify_cancel():
-                oldest = asked
+        oldest, taken = None, set()
+        for each in sorted(self._waiting, key=lambda each: self._turns.get(each.client, 0)):
+            taken.add(id(each))
+            if each.future.set_running_or_notify_cancel():
+                oldest = each
+                break
         if oldest is None:
+            self._waiting.clear()
             return []
+        rest = [each for each in self._waiting if id(each) not in taken]
+        self._batches += 1
+        waiting = {each.client for each in rest}
+        self._turns = {client: at for client, at in self._turns.items() if client in waiting}
+        self._turns[oldest.client] = self._batches
         batch, longest = [oldest], len(oldest.signal)
-        for other in sorted(self._waiting, key=lambda each: abs(len(each.signal) - len(oldest.signal))):
+        for other in sorted(rest, key=lambda each: abs(len(each.signal) - len(oldest.signal))):
             if len(batch) >= self._rows:
                 break
             padded = max(longest, len(other.signal))
             if padded * (len(batch) + 1) <= self._budget and other.future.set_running_or_notify_cancel():
                 batch.append(other)
                 longest = padded
-        taken = set(map(id, batch))
-        self._waiting = deque(each for each in self._waiting if id(each) not in taken and not each.future.cancelled())
+        taken |= set(map(id, batch))
+        self._waiting = deque(each for each in rest if id(each) not in taken and not each.future.cancelled())
         return batch
 
     def _done(self, batch: list[_Query], done: Future[Any]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()
         if error is None:
+            rate = self.engine.config.sample_rate
+            if max(len(each.signal) for each in batch) >= _LONG_SECONDS * rate:  # a short one says little of long ones
+                self.backlog.ran(sum(len(each.signal) for each in batch) / rate, self.busy_seconds)
             self._finish(batch, done.result())
         elif len(batch) > 1 and self.engine.fault is None and not done.cancelled():
             self._again.extend(batch)  # each alone, so that one can't make another fail

@@ -1,14 +1,17 @@
-"""Client addresses, and the share of all places that one client may have."""
+"""Client addresses, the share of all places that one client may have, and the turns in which they are given."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from sbkit.serve.errors import busy
+from sbkit.serve.job import Job
 
 _OWN = ("127.0.0.1", "::1")  # from which a proxy on this machine connects
 _HOME = 64  # bits of an IPv6 prefix that a provider assigns to one home, which owns all addresses in it
@@ -47,3 +50,76 @@ class Shares:
         finally:
             self._taken[client] -= 1
             self._taken += Counter()  # drops clients without a place
+
+
+class Turns:
+    """Places that clients wait for: given in turn by address, and to one address at most a share of them.
+
+    Arguments
+    ---------
+    places : held at once
+    share : of them, for one address
+    """
+
+    def __init__(self, places: int, share: float):
+        self._free = self._places = places
+        self._most = max(1, round(places * share))
+        self._lock = threading.Lock()
+        self._waiting: dict[str | None, deque[Future[None]]] = {}  # whose turn is next first
+        self._held: Counter[str | None] = Counter()
+
+    def wait(self, client: str | None) -> Future[None]:
+        """Wait for a place, which has to be given :meth:`back` if the future can't be cancelled any more."""
+        asked: Future[None] = Future()
+        with self._lock:
+            self._waiting.setdefault(client, deque()).append(asked)
+        self._give()
+        return asked
+
+    def ahead(self, client: str | None) -> float:
+        """How many of a client's must end before a new one begins, for each of the places that it may have."""
+        with self._lock:
+            return len(self._waiting.get(client, ())) / (self._places if client is None else self._most)
+
+    def back(self, client: str | None) -> None:
+        """Give a place back."""
+        with self._lock:
+            self._free += 1
+            self._held[client] -= 1
+            self._held += Counter()  # drops clients without a place
+        self._give()
+
+    @contextlib.contextmanager
+    def place(self, job: Job) -> Iterator[None]:
+        """Wait in a thread, and hold a place for the block; raises ``Cancelled`` with the job."""
+        asked = self.wait(job.client)
+        try:
+            job.result(job.watch(asked))
+            yield
+        finally:
+            if not asked.cancel():
+                self.back(job.client)
+
+    def _give(self) -> None:
+        with self._lock:
+            given = []
+            while self._free and (asked := self._next()) is not None:
+                given.append(asked)
+        for each in given:
+            each.set_result(None)
+
+    def _next(self) -> Future[None] | None:
+        """Take the next that waits, and put its client last."""
+        for client, line in list(self._waiting.items()):
+            if client is not None and self._held[client] >= self._most:
+                continue
+            del self._waiting[client]
+            while line:
+                asked = line.popleft()
+                if asked.set_running_or_notify_cancel():
+                    if line:
+                        self._waiting[client] = line
+                    self._free -= 1
+                    self._held[client] += 1
+                    return asked
+        return None

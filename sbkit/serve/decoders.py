@@ -20,6 +20,8 @@ from typing import IO, Any
 import numpy as np
 
 from sbkit.errors import SbkitError
+from sbkit.serve.backlog import Audio
+from sbkit.serve.clients import Turns
 from sbkit.serve.decoder_process import NO, READY, YES
 from sbkit.serve.disk import Disk, Held, said_of, with_room
 from sbkit.serve.errors import ApiError, invalid, no_room, not_ready
@@ -155,6 +157,7 @@ class Decoders:
         self._limits, self._command = limits, command
         self._disk = disk or Disk(limits.disk_bytes)
         self._restarted = restarted or (lambda: None)
+        self._turns = Turns(limits.decoders, limits.client_share)
         self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
         self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
         self._free: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()  # None: could not be restarted
@@ -171,20 +174,29 @@ class Decoders:
                 raise SbkitError(f"a process that decodes audio {error}",
                                  hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
 
-    def decode(self, upload: IO[bytes], rate: int, job: Job) -> Wave:
-        """Decode an upload into samples; raises ``ApiError`` with the reason if it can't."""
+    def decode(self, upload: IO[bytes], rate: int, job: Job, audio: Audio | None = None) -> Wave:
+        """Decode an upload into samples; raises ``ApiError`` with the reason if it can't. ``audio`` grows with them."""
         with contextlib.ExitStack() as undo:
-            held = undo.enter_context(contextlib.closing(self._disk.hold()))
+            held = undo.enter_context(contextlib.closing(self._disk.hold(job.client)))
+
+            def grow(size: int) -> None:
+                if audio is not None:
+                    audio.grow(size / 4 / rate)
+                held.grow(size)
+
             with with_room():
                 out = undo.enter_context(tempfile.TemporaryFile(prefix="sbkit-"))
                 upload.fileno()  # from here on it is on disk
-            answer = self._ask(upload, out, held, rate, job)
-            samples = self._samples(answer, held)
+            with self._turns.place(job):
+                answer = self._ask(upload, out, grow, rate, job)
+            samples = self._samples(answer, grow)
             held.keep(4 * samples)
+            if audio is not None:
+                audio.keep(samples / rate)
             undo.pop_all()
             return Wave(out, samples, held, answer["warning"])
 
-    def _samples(self, answer: dict[str, Any], held: Held) -> int:
+    def _samples(self, answer: dict[str, Any], grow: Callable[[int], None]) -> int:
         """The number of samples by a decoder's answer; raises ``ApiError`` for a refusal."""
         if "refused" in answer:
             raise invalid(f"the audio {_as_clause(answer['refused'])}", "file", "invalid_audio")
@@ -192,7 +204,7 @@ class Decoders:
             raise invalid(f"the audio is {answer['too_long']}; the limit of this server is "
                           f"{self._limits.max_audio_seconds:g} s", "file", "audio_too_long")
         if "no_room" in answer:
-            held.grow(answer["no_room"])  # which says why
+            grow(answer["no_room"])  # which says why
             raise no_room("there was no room on the server's disk")
         if "full" in answer:
             full = OSError(answer["full"], "")
@@ -201,13 +213,14 @@ class Decoders:
             raise RuntimeError(f"a recording could not be decoded: {answer['failed']}")
         return answer["samples"]
 
-    def _ask(self, upload: IO[bytes], out: IO[bytes], held: Held, rate: int, job: Job) -> dict[str, Any]:
+    def _ask(self, upload: IO[bytes], out: IO[bytes], grow: Callable[[int], None], rate: int,
+             job: Job) -> dict[str, Any]:
         """Ask a decoder; if a used or idle one dies, ask a fresh one again."""
         order = {"rate": rate, "seconds": self._limits.max_audio_seconds, "cpu_seconds": self._limits.decode_seconds}
 
         def room(size: int) -> bool:
             with contextlib.suppress(ApiError):
-                held.grow(size)
+                grow(size)
                 return True
             return False
 

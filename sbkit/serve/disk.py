@@ -7,6 +7,7 @@ import errno
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 from sbkit.serve.errors import ApiError, no_room
@@ -23,20 +24,22 @@ class Disk:
     Arguments
     ---------
     most : bytes that may be used; never more than half of the free space, so that others can write too
+    share : of them, for one client
     """
 
-    def __init__(self, most: int):
-        self._most = most
+    def __init__(self, most: int, share: float = 1.0):
+        self._most, self._share = most, share
+        self._clients: Counter[str | None] = Counter()
         self._folder = tempfile.gettempdir()  # fixed now: if it is full later, Python would choose another one
         self._lock = threading.Lock()
         self.held = 0
         """Bytes that are reserved."""
 
-    def hold(self) -> Held:
+    def hold(self, client: str | None = None) -> Held:
         """Make an empty reservation."""
-        return Held(self)
+        return Held(self, client)
 
-    def _change(self, more: int) -> None:
+    def _change(self, more: int, client: str | None) -> None:
         with self._lock:
             if more > 0:
                 most = min(self._most, (shutil.disk_usage(self._folder).free + self.held) // 2)
@@ -44,14 +47,21 @@ class Disk:
                     raise no_room(f"uploads and decoded audio may use {most // MEGABYTE} MB of this server's disk now, "
                                   f"{self.held // MEGABYTE} MB are in use, and this request needs "
                                   f"{-(-more // MEGABYTE)} MB more")
+                mine = self._clients[client]
+                if client is not None and mine + more > self._share * most:
+                    raise no_room(f"one address may use {int(self._share * most) // MEGABYTE} MB of this server's disk "
+                                  f"now, {mine // MEGABYTE} MB are in use, and this request needs "
+                                  f"{-(-more // MEGABYTE)} MB more")
             self.held += more
+            self._clients[client] += more
+            self._clients += Counter()  # drops clients without any
 
 
 class Held:
     """A reservation of disk space."""
 
-    def __init__(self, disk: Disk):
-        self._disk, self._size = disk, 0
+    def __init__(self, disk: Disk, client: str | None):
+        self._disk, self._client, self._size = disk, client, 0
 
     def grow(self, size: int) -> None:
         """Grow to this many bytes; raises ``ApiError`` 503 if there is no room for them."""
@@ -60,7 +70,7 @@ class Held:
 
     def keep(self, size: int) -> None:
         """Shrink to this many bytes."""
-        self._disk._change(size - self._size)
+        self._disk._change(size - self._size, self._client)
         self._size = size
 
     def close(self) -> None:

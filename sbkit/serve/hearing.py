@@ -171,10 +171,10 @@ class ByChunks(Hearing):
 class ByTail(Hearing):
     """Hears a session by decoding the tail of what was said, again and again. While that is done, more arrives."""
 
-    def __init__(self, served: ServedModel, seconds: float):
+    def __init__(self, served: ServedModel, seconds: float, client: str | None):
         super().__init__(served, seconds)
         self._tail = Tail(served.config.sample_rate, served.frame_samples, served.chunk_seconds)
-        self._job = Job()
+        self._job = Job(client)
         self._ended = self._over = False
 
     @property
@@ -208,7 +208,7 @@ class ByTail(Hearing):
 
     async def _words(self, signal: np.ndarray, skip: int) -> list[Word]:
         """Decode samples [S], without the first ``skip`` frames."""
-        asking = asyncio.wrap_future(self._job.watch(self._served.batcher.submit(signal)))
+        asking = asyncio.wrap_future(self._job.watch(self._served.batcher.submit(signal, self._job.client)))
         with self._named():
             try:
                 log_probs = await asyncio.wait_for(asking, self._seconds)
@@ -233,6 +233,8 @@ def stretches(settled: Sequence[Word]) -> list[list[Word]]:
     return lines
 
 
-def hearing(served: ServedModel, chunk_ms: int | None, seconds: float) -> Hearing:
-    """Hear a session in the best way that the model's bundle has."""
-    return ByTail(served, seconds) if served.streams is None else ByChunks(served, served.streams, chunk_ms, seconds)
+def hearing(served: ServedModel, chunk_ms: int | None, seconds: float, client: str | None) -> Hearing:
+    """Hear a client's session in the best way that the model's bundle has."""
+    if served.streams is None:
+        return ByTail(served, seconds, client)
+    return ByChunks(served, served.streams, chunk_ms, seconds)

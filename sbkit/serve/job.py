@@ -14,9 +14,10 @@ class Cancelled(Exception):
 
 
 class Job:
-    """Cancellation state shared by the threads that work on a request."""
+    """Whose a request is, and the state of its cancellation, shared by the threads that work on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str | None = None) -> None:
+        self.client = client
         self._lock = threading.Lock()
         self._cancelled = False
         self._waiting: set[Future[Any]] = set()

@@ -24,7 +24,7 @@ class Limits:
     max_live: int = 16
     """Live sessions at once."""
     client_share: float = 0.5
-    """Share of the connections, and of the places for requests and live sessions, that one address may have."""
+    """Share of connections, places, threads, decoders, disk and audio in work that one address may have."""
     max_connections: int = 1024
     """Connections open at once; fewer if this process may not open so many files."""
     max_disk_mb: float = 8192.0

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import WebSocket
 
+from sbkit.serve.clients import address
 from sbkit.serve.errors import ApiError, invalid, too_late
 from sbkit.serve.hearing import hearing
 from sbkit.serve.intake import Intake
@@ -34,7 +35,7 @@ class LiveSession:
         self.served = served
         self._websocket, self._wire, self._limits = websocket, wire, limits
         self._intake = Intake(rate, served.config.sample_rate)
-        self._hearing = hearing(served, chunk_ms, limits.request_seconds)
+        self._hearing = hearing(served, chunk_ms, limits.request_seconds, address(websocket.scope))
         self._outbox = Outbox(served.vocabulary, websocket.send_json)
         self._ready = {"type": "ready", "model": served.name, "sample_rate": rate,
                        "chunk_seconds": self._hearing.chunk_seconds, "ahead_seconds": self._hearing.ahead_seconds}

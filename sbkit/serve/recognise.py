@@ -14,19 +14,21 @@ from sbkit.infer.assembly import Assembly, transcript
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.stable_words import StableWords
 from sbkit.infer.transcript import Transcript
+from sbkit.serve.backlog import Audio
 from sbkit.serve.job import Job
 from sbkit.serve.registry import ServedModel
 
 _AHEAD = 4  # chunks of one recording in flight: a long recording must not fill all batches
 
 
-def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job,
+def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio: Audio,
               told: Callable[[str], None] | None = None) -> Transcript:
     """Transcribe a recording given as blocks [S].
 
     Arguments
     ---------
     job : cancels it
+    audio : learns how much was heard
     told : called with each new piece of text; all pieces joined are the transcript's text
     """
     heard, settling = Assembly(), StableWords(served.decoder, served.vocabulary)
@@ -36,6 +38,7 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job,
     def take() -> None:
         number, chunk, future = waiting.popleft()
         heard.add(number, chunk, job.result(future), served.frame_samples, served.decoder)
+        audio.heard(heard.samples / served.config.sample_rate)
         new, heard.stretches = heard.stretches, []
         settling.more(new)
         if tell is not None:
@@ -44,7 +47,7 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job,
     chunks = cut(blocks, served.config.sample_rate, served.frame_samples, served.chunk_seconds)
     for number, chunk in enumerate(chunks):
         job.check()
-        waiting.append((number, chunk, job.watch(served.batcher.submit(chunk.signal))))
+        waiting.append((number, chunk, job.watch(served.batcher.submit(chunk.signal, job.client))))
         if len(waiting) >= _AHEAD:
             take()
     while waiting:

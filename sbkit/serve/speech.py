@@ -46,7 +46,7 @@ async def sound(visit: Visit, ask: SpeechForm, metrics: Metrics) -> AsyncGenerat
         while coming or computing:
             while coming and len(computing) < _AHEAD:
                 piece, pause = coming.popleft()
-                future = ask.served.batcher.submit(Line(piece.ids, ask.speaker, ask.speed))
+                future = ask.served.batcher.submit(Line(piece.ids, ask.speaker, ask.speed), visit.job.client)
                 computing.append((piece, pause, asyncio.wrap_future(visit.job.watch(future))))
             piece, pause, waiting = computing.popleft()
             try:

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from sbkit.serve.clients import Shares
+from sbkit.serve.clients import Shares, Turns, address
 from sbkit.serve.errors import busy, too_late, too_slow
 from sbkit.serve.job import Cancelled, Job
 from sbkit.serve.limits import Limits
@@ -31,8 +31,11 @@ class Rooms:
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
         self._threads = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-request")
+        self.turns = Turns(limits.max_active, limits.client_share)
         self._shares = Shares(limits.max_requests, limits.client_share)
         self._mean = 1.0
+        self.mean_work = 0.0
+        """Seconds that a request takes in its thread."""
         self.inside = 0
         """The number of requests inside."""
 
@@ -53,7 +56,19 @@ class Rooms:
 
     def visit(self, request: Request) -> Visit:
         """Start the visit of one request; its clock starts now."""
-        return Visit(request, self._threads, self._limits.request_seconds, self._metrics)
+        return Visit(request, self, self._limits.request_seconds, self._metrics)
+
+    def start(self, call: Callable[[], T], client: str | None) -> Future[T]:
+        """Start a call in a thread, for a client who has a place in :attr:`turns`, which ends with it."""
+        began = time.monotonic()
+
+        def ended(_: Future[T]) -> None:
+            self.mean_work += _SMOOTH * (time.monotonic() - began - self.mean_work)
+            self.turns.back(client)
+
+        running = self._threads.submit(call)
+        running.add_done_callback(ended)
+        return running
 
     def close(self) -> None:
         """End the threads after the last request."""
@@ -63,16 +78,16 @@ class Rooms:
 class Visit:
     """One request with its job, its deadline and a client who may leave."""
 
-    def __init__(self, request: Request, threads: ThreadPoolExecutor, seconds: float, metrics: Metrics):
-        self.job = Job()
-        self._request, self._threads, self._metrics = request, threads, metrics
-        self._seconds, self._until = seconds, time.monotonic() + seconds
+    def __init__(self, request: Request, rooms: Rooms, seconds: float, metrics: Metrics):
+        self.job = Job(address(request.scope))
+        self._request, self._rooms, self._metrics = request, rooms, metrics
+        self._seconds, self.until = seconds, time.monotonic() + seconds
         self._gone: asyncio.Task[None] | None = None
 
     async def read(self, reading: Awaitable[T]) -> T:
         """Wait for the upload, within the deadline."""
         try:
-            return await asyncio.wait_for(reading, max(self._until - time.monotonic(), 0.0))
+            return await asyncio.wait_for(reading, max(self.until - time.monotonic(), 0.0))
         except (asyncio.TimeoutError, TimeoutError):
             self._metrics.cancelled.add(reason="slow upload")
             raise too_slow(f"took longer than {self._seconds:g} s") from None
@@ -86,7 +101,7 @@ class Visit:
         def tell(each: object) -> None:
             loop.call_soon_threadsafe(told.put_nowait, each)
 
-        running = asyncio.wrap_future(self.job.watch(self._threads.submit(call, tell)))
+        running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(tell))))
         running.add_done_callback(lambda _: told.put_nowait(_End))
         try:
             while (each := await self.met(told.get())) is not _End:
@@ -96,13 +111,28 @@ class Visit:
             self.job.cancel()
             running.cancel()
 
+    async def _submit(self, call: Callable[[], T]) -> Future[T]:
+        """Start a call in a thread when it is this client's turn; its place is free when the thread is."""
+        client = self.job.client
+        wait = self._rooms.mean_work * self._rooms.turns.ahead(client)
+        if wait + time.monotonic() > self.until:
+            raise busy("as many requests of your address wait as can begin within the time limit", wait)
+        turn = self._rooms.turns.wait(client)
+        try:
+            await self.met(asyncio.wrap_future(self.job.watch(turn)))
+            return self._rooms.start(call, client)
+        except BaseException:
+            if not turn.cancel():
+                self._rooms.turns.back(client)
+            raise
+
     async def met(self, wanted: Awaitable[T]) -> T:
         """Wait for something, within the deadline and while the client is there."""
         wanted = asyncio.ensure_future(wanted)
         if self._gone is None:
             self._gone = asyncio.create_task(_until_gone(self._request))
         try:
-            await asyncio.wait({wanted, self._gone}, timeout=max(self._until - time.monotonic(), 0.0),
+            await asyncio.wait({wanted, self._gone}, timeout=max(self.until - time.monotonic(), 0.0),
                                return_when=asyncio.FIRST_COMPLETED)
             if wanted.done():
                 return wanted.result()

@@ -76,6 +76,17 @@ def test_those_of_like_length_go_together_and_the_oldest_goes_first(engine, monk
     assert [length // bundles.FRAME for length in shapes[1]] == [50, 51, 52]
 
 
+def test_clients_have_their_turns_and_each_its_oldest_first(engine):
+    ran = []
+    batcher = Batcher(engine, rows=1)
+    go = held(engine)
+    for client, label in ("a", 5), ("a", 6), ("a", 7), ("b", 8), ("b", 9), (None, 10):
+        batcher.submit(bundles.voiced([label]), client).add_done_callback(lambda done: ran.append(labels(done)[0]))
+    last = batcher.submit(bundles.voiced([11]), "a")
+    go.set()
+    assert labels(last)[0] == 11 and ran == [5, 8, 10, 6, 9, 7]
+
+
 def test_without_batching_each_runs_alone(engine):
     rows = []
     batcher = Batcher(engine, rows=1, told=rows.append)

@@ -1,5 +1,6 @@
 """One client's share of the places, and what an upload that holds one has to keep up with."""
 
+import contextlib
 import http.client
 import json
 import threading
@@ -10,10 +11,13 @@ import httpx
 import pytest
 import serving
 import websockets
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from websockets.sync.client import connect
 
-from sbkit.serve.clients import Shares, address
+from sbkit.serve.clients import Shares, Turns, address
 from sbkit.serve.errors import ApiError
+from sbkit.serve.job import Cancelled, Job
 from sbkit.serve.limits import Limits
 
 
@@ -38,6 +42,51 @@ def test_a_client_has_its_share_and_gets_it_back():
     assert not shares._taken
     with Shares(1, 0.01).place("a", "requests"):
         pass  # at least one
+
+
+def test_places_are_given_in_turn_and_one_address_has_its_share_of_them():
+    turns = Turns(4, 0.5)
+    first = [turns.wait("a") for _ in range(5)]
+    assert [each.done() for each in first] == [True, True, False, False, False] and turns.ahead("a") == 1.5
+    second = [turns.wait("b") for _ in range(3)]
+    assert [each.done() for each in second] == [True, True, False]
+    turns.back("a")
+    assert first[2].done() and not second[2].done(), "b has its share"
+    assert first[3].cancel() and not first[2].cancel()
+    turns.back("a")
+    assert first[4].done()
+    for client in ("a", "a", "b", "b"):
+        turns.back(client)
+    assert second[2].done()
+    turns.back("b")
+    assert [turns.wait(None).done() for _ in range(5)] == [True] * 4 + [False], "a proxy on this machine may have all"
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["wait", "cancel", "back"])), max_size=60))
+def test_no_place_is_lost_or_given_twice_whoever_leaves(acts):
+    turns, asked = Turns(3, 0.5), {client: [] for client in "abc"}
+    for client, act in acts:
+        if act == "wait":
+            asked[client].append(turns.wait(client))
+        elif asked[client] and not asked[client].pop(0).cancel():
+            turns.back(client)
+        held = {client: sum(each.done() for each in line) for client, line in asked.items()}
+        assert sum(held.values()) <= 3 and max(held.values()) <= 2
+        waits = [client for client, line in asked.items() if held[client] < len(line)]
+        assert sum(held.values()) == 3 or all(held[client] == 2 for client in waits), "none is free while one waits"
+
+
+def test_a_place_waited_for_in_a_thread_is_free_after_it_and_after_a_cancellation():
+    turns, job = Turns(1, 1.0), Job("a")
+    with turns.place(Job("b")), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(contextlib.ExitStack().enter_context, turns.place(job))
+        serving.until(lambda: turns.ahead("a") == 1)
+        job.cancel()
+        with pytest.raises(Cancelled):
+            waiting.result()
+    with turns.place(Job("a")):
+        pass
 
 
 def post(server, text, **headers):

@@ -1,5 +1,5 @@
 """The server with few files to open, a full temporary folder and clients that mean harm, all at once; then a right
-answer."""
+answer. And all that one address can do, at once, while another is served."""
 
 import contextlib
 import os
@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 import serving
+from test_connection import NO_HANDSHAKES
+from test_pauses import REQUESTS
 
 HEAD = (b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\n"
         b"content-type: multipart/form-data; boundary=x\r\ncontent-length: 1000000\r\n\r\n--x\r\n")
@@ -51,12 +53,12 @@ def ask(url, data):
                       timeout=60)
 
 
-@pytest.mark.slow
-def test_few_files_a_full_disk_and_trickling_clients_then_a_right_answer(bundle, small):
-    folder, command = small
-    process = subprocess.Popen(command([sys.executable, "-m", "sbkit", "serve", f"level={bundle}", "--port", 0,
-                                        "--threads", 1, "--upload-grace-seconds", 3]),
-                               stderr=subprocess.PIPE, text=True)
+SERVE = (sys.executable, "-m", "sbkit", "serve", "--port", 0, "--threads", 1)
+
+
+def started(words):
+    """The process, where it listens, and the lines that it writes."""
+    process = subprocess.Popen([*map(str, words)], stderr=subprocess.PIPE, text=True)
     lines, url = [], None
     for line in process.stderr:
         lines.append(line)
@@ -65,6 +67,13 @@ def test_few_files_a_full_disk_and_trickling_clients_then_a_right_answer(bundle,
             break
     assert url, lines
     threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
+    return process, url, lines
+
+
+@pytest.mark.slow
+def test_few_files_a_full_disk_and_trickling_clients_then_a_right_answer(bundle, small):
+    folder, command = small
+    process, url, lines = started(command([*SERVE, f"level={bundle}", "--upload-grace-seconds", 3]))
     port, over = int(url.rsplit(":", 1)[1]), threading.Event()
     silent, trickling = [], []
     try:
@@ -108,3 +117,74 @@ def test_few_files_a_full_disk_and_trickling_clients_then_a_right_answer(bundle,
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def wave_of(port, data, source="127.0.0.3"):
+    """Send bytes from an address, and read until the end."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 60, (source, 0)) as asking:
+        asking.sendall(data)
+        while asking.recv(1 << 16):
+            pass
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_while_one_address_does_all_that_it_can_another_has_right_answers_soon(bundle):
+    process, url, lines = started([*SERVE, f"level={bundle}"])
+    port, over, threads = int(url.rsplit(":", 1)[1]), threading.Event(), []
+    bomb = serving.silence(7100, rate=1000)
+
+    def again(act):
+        def run():
+            while not over.is_set():
+                with contextlib.suppress(httpx.HTTPError):
+                    act()
+                time.sleep(0.5)  # else it is the test that takes the time of this machine
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+
+    def bombard():
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.3"), timeout=60) as client:
+            client.post(f"{url}/v1/audio/transcriptions", data={"model": "level"}, files={"file": ("a", bomb)})
+
+    def hold_upgrades():
+        with contextlib.ExitStack() as all_, contextlib.suppress(OSError):
+            for number in range(600):
+                each = all_.enter_context(socket.create_connection(("127.0.0.1", port), 5, ("127.0.0.3", 0)))
+                each.sendall([*NO_HANDSHAKES.values()][number % len(NO_HANDSHAKES)])
+            over.wait(3)
+
+    def trickle():
+        with contextlib.ExitStack() as all_, contextlib.suppress(OSError):
+            each = all_.enter_context(socket.create_connection(("127.0.0.1", port), 5, ("127.0.0.3", 0)))
+            each.sendall(HEAD)
+            while not over.wait(0.5):
+                each.send(b"a")
+
+    try:
+        before = memory(process)
+        for _ in range(40):
+            again(bombard)
+        for name in ("fields in punycode", "options of parts", "a long query", "objects in JSON"):
+            again(lambda data=REQUESTS[name]: wave_of(port, data))
+        again(hold_upgrades)
+        for _ in range(10):
+            again(trickle)
+        time.sleep(3)
+        took, until = [], time.monotonic() + 30
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60) as honest:
+            while time.monotonic() < until:
+                began = time.monotonic()
+                answer = honest.post(f"{url}/v1/audio/transcriptions", data={"model": "level"},
+                                     files={"file": ("a", serving.wav("a right answer"))})
+                took.append(time.monotonic() - began)
+                assert answer.status_code == 200 and answer.json()["text"] == "a right answer", answer.text
+        print(f"{len(took)} answers within {max(took):.1f} s at most")
+        assert max(took) < 20 and len(took) > 3
+        assert memory(process) < before + 300 and not any("Traceback" in each for each in lines), lines[:50]
+    finally:
+        over.set()
+        process.kill()
+        process.wait()
+        for each in threads:
+            each.join(60)
