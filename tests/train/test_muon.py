@@ -17,6 +17,7 @@ from toys import ToyTrainLoader, brain, layers
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
+from sbkit.rehearsal import nullcard
 from sbkit.train import muon
 from sbkit.train.distributed import ranks, sharding
 from sbkit.train.muon import Muon, newton_schulz, orthogonalise
@@ -269,6 +270,25 @@ def test_ranks_share_the_work_and_have_the_same_bits_whatever_their_processors(w
     for found, _ in unlike[1:]:
         assert all(map(torch.equal, found, unlike[0][0]))
     assert not torch.equal(unlike[0][0][1], exact[0][0][1])
+
+
+@pytest.mark.gpu
+def test_an_update_of_more_matrices_launches_hardly_more_kernels():
+    if not nullcard.active():
+        pytest.skip("launches are counted on a null card")
+
+    def launches(count):
+        weights = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((8, 8), (8, 16), (16, 8)) * count]
+        optimizer = Muon(weights, of=[holder(*weights)])
+        optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        for _ in range(2):  # the first makes the state
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            before = nullcard.counters()
+            optimizer.step()
+        return (nullcard.counters() - before).launches
+
+    assert 0 < launches(40) <= launches(2) + 20
 
 
 def test_a_closure_is_called():
