@@ -62,8 +62,10 @@ class Rooms:
         """Start a call in a thread, for a client who has a place in :attr:`turns`, which ends with it."""
         began = time.monotonic()
 
-        def ended(_: Future[T]) -> None:
-            self.mean_work += _SMOOTH * (time.monotonic() - began - self.mean_work)
+        def ended(done: Future[T]) -> None:
+            took = time.monotonic() - began
+            if took > self.mean_work or not (done.cancelled() or done.exception()):  # else it was hardly begun
+                self.mean_work += _SMOOTH * (took - self.mean_work)
             self.turns.back(client)
 
         running = self._threads.submit(call)

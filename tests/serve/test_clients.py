@@ -172,3 +172,19 @@ def test_an_upload_that_comes_too_slowly_loses_its_place_and_a_slow_one_does_not
         good.join()
         assert answers[0]["text"] == " ".join(["slow"] * 10)
         assert server.counted("sbkit_requests_inside") == 0 and server.state.disk.held == 0
+
+
+@pytest.mark.slow
+def test_who_can_not_begin_in_time_behind_the_others_of_its_address_is_refused_at_once(bundle):
+    limits = Limits(decoders=1, max_requests=64, max_active=2, client_share=0.5, request_seconds=2)
+    mallory, alice = {"x-forwarded-for": "192.0.2.1"}, {"x-forwarded-for": "192.0.2.2"}
+    with serving.serving(bundle, limits=limits, proxies=("127.0.0.1",)) as server:
+        for _ in range(2):  # the first round shows how long it takes
+            with ThreadPoolExecutor(24) as pool, server.held():
+                answers = [each.result() for each in [pool.submit(post, server, "a", **mallory) for _ in range(24)]]
+        late = [each for each in answers if each.status_code == 429]
+        assert len(late) > 12 and all(each.elapsed.total_seconds() < 1.5 for each in late), "not after 2 s"
+        assert "as can begin within the time limit" in late[0].json()["error"]["message"]
+        assert late[0].headers["retry-after"]
+        assert post(server, "b", **alice).json()["text"] == "b"
+        assert post(server, "b", **mallory).json()["text"] == "b", "none of its waits any more"
