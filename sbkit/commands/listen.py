@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_search, count
+from sbkit.commands.options import add_model, add_search, count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write an object a line: partial, final, end")
     parser.add_argument("--microphone", metavar="NAME", help="its number or a part of its name, as "
                         "python -m sounddevice lists them (default: the system's)")
-    parser.add_argument("--model", default="auto", help="onnx, int8 (on a CPU) or torch "
-                        "(default: the first that the bundle has)")
+    add_model(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
     add_search(parser)

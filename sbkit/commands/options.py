@@ -20,6 +20,12 @@ def add_schemes(parser: argparse.ArgumentParser) -> None:
                         help="URL schemes that recordings may have, such as https,s3 (default: none)")
 
 
+def add_model(parser: argparse.ArgumentParser, formats: str = "onnx, int8 (on a CPU)") -> None:
+    """Add ``--model``."""
+    parser.add_argument("--model", default="auto", help=f"{formats} or torch, a program that can run any code of whoever "
+                        "made the bundle (default: the first of the bundle's that is not torch)")
+
+
 def add_search(parser: argparse.ArgumentParser) -> None:
     """Add the options of a search with a language model and hot words."""
     parser.add_argument("--lm", metavar="FILE", help="a language model: ARPA, or KenLM's binary")

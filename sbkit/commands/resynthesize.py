@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import count
+from sbkit.commands.options import add_model, count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="OUT", type=Path, required=True, help="the folder of sounds to create")
     parser.add_argument("--format", choices=["wav", "flac"], default="wav", help="of the sounds (wav)")
     parser.add_argument("--force", action="store_true", help="replace a folder of sounds")
-    parser.add_argument("--model", default="auto", help="onnx or torch (default: the first that the bundle has)")
+    add_model(parser, "onnx")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import above, add_search, count
+from sbkit.commands.options import above, add_model, add_search, count
 from sbkit.serve.limits import Limits
 
 #: Help texts of the limits in ``sbkit.serve.limits``.
@@ -32,8 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="BUNDLE, named after its folder, or NAME=BUNDLE; several are served side by side")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", default="auto", help="onnx, int8 (on a CPU) or torch "
-                        "(default: the first that the bundle has)")
+    add_model(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=count, help="CPU threads per model (default: all available)")
     parser.add_argument("--batch-seconds", type=above, metavar="S",

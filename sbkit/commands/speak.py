@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import count
+from sbkit.commands.options import add_model, count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speed", type=float, default=1.0, help="0.25 to 4 (1)")
     parser.add_argument("--skip-unknown", action="store_true",
                         help="leave characters out that the voice never learnt, instead of refusing the text")
-    parser.add_argument("--model", default="auto", help="onnx or torch (default: the first that the bundle has)")
+    add_model(parser, "onnx")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
 

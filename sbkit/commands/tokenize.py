@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_schemes, count
+from sbkit.commands.options import add_model, add_schemes, count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="a split, as the corpus calls it (repeatable; default: train, dev and test)")
     parser.add_argument("--language", help="of a Common Voice release that has several")
     parser.add_argument("--force", action="store_true", help="replace splits that are there")
-    parser.add_argument("--model", default="auto", help="onnx or torch (default: the first that the bundle has)")
+    add_model(parser, "onnx")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
     parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")

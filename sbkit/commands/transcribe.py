@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import above, add_schemes, add_search, count
+from sbkit.commands.options import above, add_model, add_schemes, add_search, count
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +17,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="write a file for each recording, skipping those that exist")
     parser.add_argument("--format", dest="formats", default=["txt"], type=lambda text: text.split(","),
                         metavar="A,B", help="any of txt,json,srt,vtt,ctm (default: txt)")
-    parser.add_argument("--model", default="auto", help="onnx, int8 (on a CPU) or torch "
-                        "(default: the first that the bundle has)")
+    add_model(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
     parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")

@@ -8,6 +8,10 @@ from sbkit.export import layout
 from sbkit.export.layout import Bundle
 from sbkit.export.parity import Comparison
 
+#: What readers of all kinds of bundles are told of a program of torch.
+PROGRAM = """A `.pt2` file is a program: whoever opens it may run any code of its author. Open it only if you trust whoever
+made this bundle; sbkit does only if you name it (`--model torch`).
+"""
 _USE = {
     layout.ONNX: """### ONNX Runtime, without sbkit
 
@@ -27,7 +31,8 @@ import torch
 model = torch.export.load("model.pt2").module()
 outputs = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 ```
-""",
+
+""" + PROGRAM,
 }
 
 

@@ -28,7 +28,7 @@ class CodecEngine(BundleEngine):
     Arguments
     ---------
     folder : a codec's bundle
-    model : ``onnx`` or ``torch``; ``auto`` takes the first that the bundle has
+    model : ``onnx`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
     threads : CPU threads of one run; None for all that this process may use
     """

@@ -32,7 +32,7 @@ class Engine(BundleEngine):
     Arguments
     ---------
     folder : a bundle
-    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that the bundle has
+    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
     threads : CPU threads of one run; None for all that this process may use
     compile : a mode of ``torch.compile``, for ``model="torch"``

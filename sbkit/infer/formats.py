@@ -10,7 +10,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 
 AUTO = "auto"
-_PREFERRED = (layout.ONNX, layout.INT8, layout.TORCH)
+_FORMATS = (layout.ONNX, layout.INT8, layout.TORCH)
 _NEEDS = {layout.ONNX: "onnxruntime", layout.INT8: "onnxruntime", layout.TORCH: "torch"}
 
 
@@ -21,18 +21,24 @@ def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "mod
     ---------
     folder : the bundle
     models : the file of each format that it has
-    model : the format that was asked for; ``auto``: the first that an installed package runs
+    model : the format that was asked for; ``auto``: the first that an installed package runs, and never ``torch``,
+        because opening a program of torch can run what its author wrote
     kind : what the files are called in messages
     """
-    there = [name for name in _PREFERRED if name in models]
+    there = [name for name in _FORMATS if name in models]
     usable = [name for name in there if util.find_spec(_NEEDS[name])]
     if model == AUTO:
-        if not usable:
+        data = [name for name in usable if name != layout.TORCH]
+        if not data and there == [layout.TORCH]:
+            raise SbkitError(f"{folder} has its {kind} only as a program of torch ({models[layout.TORCH]}), and such a "
+                             "program can run any code",
+                             hint="if you trust whoever made it, name it: --model torch, or model='torch' in Python")
+        if not data:
             raise SbkitError(f"no installed package runs a {kind} of {folder} "
                              f"({', '.join(there) or 'it has none'})", hint="pip install onnxruntime")
-        return usable[0]
-    if model not in _PREFERRED:
-        raise SbkitError(f"there is no model {model!r}", hint=f"use {', '.join((AUTO, *_PREFERRED))}")
+        return data[0]
+    if model not in _FORMATS:
+        raise SbkitError(f"there is no model {model!r}", hint=f"use {', '.join((AUTO, *_FORMATS))}")
     if model not in there:
         raise SbkitError(f"{folder} has no {model} {kind}", hint=f"it has {', '.join(there) or 'none'}")
     if model not in usable:

@@ -131,7 +131,7 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     ---------
     bundle : the folder that ``sbkit export`` made
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; an unavailable one is an error, never a silent fallback
-    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that the bundle has
+    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
     threads : CPU threads of one run
     compile : a mode of ``torch.compile``, for ``model="torch"``
     options : how recordings are cut into chunks and batched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ _CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
 _RECORD_PROVIDERS = "session.record_ep_graph_assignment_info"  # ignored before 1.24
 _LIBRARIES = ("are the CUDA and cuDNN libraries of this onnxruntime-gpu installed? "
               "pip install 'onnxruntime-gpu[cuda,cudnn]' installs them")
+
+#: From this version on, weights are only read from files in the model's folder; what the name of such a file follows.
+_CHECKS_WEIGHTS, _WEIGHTS_BESIDE = (1, 24), b"location"
 
 Session = Any  # onnxruntime.InferenceSession, which has no types
 
@@ -110,6 +114,7 @@ def _made(runtime: ModuleType, path: Path, device: Device, settings: Any) -> Ses
     providers: list[Any] = [CPU]  # names, or pairs of a name and options
     if device.gpu is not None:
         providers.insert(0, (CUDA, {"device_id": str(device.gpu), **_CUDA_OPTIONS}))
+    _refuse_foreign_weights(runtime, path)
     try:
         return runtime.InferenceSession(str(path), settings, providers=providers, enable_fallback=0)
     except Exception as error:
@@ -117,6 +122,17 @@ def _made(runtime: ModuleType, path: Path, device: Device, settings: Any) -> Ses
             raise Unmet(f"{path.name} can't be opened there: {first_line(error)}") from error
         raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
                          hint="is the file complete? export it again") from error
+
+
+def _refuse_foreign_weights(runtime: ModuleType, path: Path) -> None:
+    """Refuse a model that names files of weights where this ONNX Runtime doesn't check that they lie beside it."""
+    if tuple(map(int, runtime.__version__.split(".")[:2])) >= _CHECKS_WEIGHTS or not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data.find(_WEIGHTS_BESIDE) >= 0:
+            raise SbkitError(f"{path} names other files that its weights are in, and onnxruntime {runtime.__version__} "
+                             "reads any file of this machine that a model names",
+                             hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later")
 
 
 def _check_device(session: Session, device: Device) -> None:

@@ -41,7 +41,7 @@ class StreamEngine(BundleEngine):
     Arguments
     ---------
     folder : a bundle that has a graph for streams
-    model : ``onnx``, ``int8`` or ``torch``; ``auto`` takes the first that the bundle has
+    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
     threads : CPU threads of one step; None for all that this process may use
     most : streams in one step: more take a CPU as long each, and all wait for the last of them

@@ -245,7 +245,8 @@ encoder, decoder = (torch.export.load(name).module() for name in ("model.pt2", "
 codes, frames = encoder(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 signals, lengths = decoder(codes, frames)
 ```
-""",
+
+""" + readme.PROGRAM,
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sbkit.export import layout
 from sbkit.export.layout import Config, Streaming
 from sbkit.export.parity import Comparison
-from sbkit.export.readme import compared
+from sbkit.export.readme import PROGRAM, compared
 
 _WORDS = """### From log-probabilities to words
 
@@ -44,7 +44,8 @@ model = program.module()
 log_probs, frames = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 print(text(log_probs[0, :frames[0]]))
 ```
-""",
+
+""" + PROGRAM,
     layout.SPEECHBRAIN: """### SpeechBrain
 
 ```python
@@ -54,7 +55,8 @@ print(asr.transcribe_file("clip.wav"))
 ```
 
 `model.ckpt` and `tokenizer.ckpt` are `model.safetensors` and `tokenizer.model` under the names that SpeechBrain looks
-for (hard links, if the file system has them). No file here is a pickle.
+for (hard links, if the file system has them). No file here is a pickle, but SpeechBrain calls what `hyperparams.yaml`
+names, which can be any code.
 """,
 }
 _SHERPA = """### sherpa-onnx

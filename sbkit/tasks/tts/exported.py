@@ -219,7 +219,8 @@ voice = torch.export.load("model.pt2").module()
 audio, samples, durations = voice(torch.from_numpy(text), torch.tensor([text.shape[1]]), torch.tensor([0]),
                                   torch.tensor([1.0]))
 ```
-""",
+
+""" + readme.PROGRAM,
 }
 
 

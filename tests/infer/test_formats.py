@@ -1,0 +1,92 @@
+"""Which format of a bundle is run: a program of torch, which can run code, is opened only by its name."""
+
+import json
+
+import bundles
+import onnx
+import onnxruntime
+import pytest
+import soundfile
+import toy_codec
+import voices
+
+import sbkit.infer
+from sbkit import cli
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer import StreamEngine, formats
+
+TOLD = r"only as a program of torch \(.*\.pt2\), and such a program can run any code"
+
+
+def of_torch_alone(folder):
+    """The same bundle, with a program of torch as its only model; nobody may open that, so it holds nothing."""
+    values = json.loads((folder / layout.CONFIG).read_text())
+    values["models"] = {"torch": "model.pt2"}
+    if "decoders" in values:
+        values["decoders"] = {"torch": "decoder.pt2"}
+    if "streaming" in values:
+        values["streaming"]["models"] = {"torch": "stream.pt2"}
+    for file in ("model.pt2", "decoder.pt2", "stream.pt2"):
+        (folder / file).write_bytes(b"not to be opened")
+    (folder / layout.CONFIG).write_text(json.dumps(values))
+    return folder
+
+
+@pytest.fixture
+def made(tmp_path):
+    return {"recogniser": of_torch_alone(bundles.make(tmp_path / "recogniser", streams=True)),
+            "voice": of_torch_alone(voices.make(tmp_path / "voice")),
+            "codec": of_torch_alone(toy_codec.make(tmp_path / "codec"))}
+
+
+@pytest.mark.parametrize("kind", ["recogniser", "voice", "codec"])
+def test_a_program_of_torch_is_not_opened_unless_it_is_named(made, kind):
+    with pytest.raises(SbkitError, match=TOLD) as error:
+        sbkit.infer.load(made[kind], device="cpu")
+    assert error.value.hint == "if you trust whoever made it, name it: --model torch, or model='torch' in Python"
+    with pytest.raises(SbkitError, match=r"\.pt2 can't be read"):
+        sbkit.infer.load(made[kind], device="cpu", model="torch")
+
+
+def test_nor_for_streams(made):
+    with pytest.raises(SbkitError, match=TOLD):
+        StreamEngine(made["recogniser"], device="cpu")
+
+
+@pytest.mark.parametrize("command", [
+    ["transcribe", "recogniser", "a.wav"], ["listen", "recogniser", "-"], ["serve", "recogniser", "--port", "0"],
+    ["speak", "voice", "ab", "--to", "said.wav"],
+])
+def test_no_command_opens_one(made, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    soundfile.write("a.wav", bundles.say("ab"), bundles.RATE)
+    assert cli.main(command) == 2
+    assert "can run any code" in capsys.readouterr().err
+
+
+def test_without_onnx_runtime_the_other_format_is_not_taken_in_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats.util, "find_spec", lambda name: name != "onnxruntime" or None)
+    with pytest.raises(SbkitError, match=r"no installed package runs a model of .* \(onnx, torch\)"):
+        formats.choose(tmp_path, {"torch": "model.pt2", "onnx": "model.onnx"}, formats.AUTO)
+    assert formats.choose(tmp_path, {"torch": "model.pt2", "onnx": "model.onnx"}, "torch") == "torch"
+
+
+@pytest.mark.parametrize("version", [onnxruntime.__version__, "1.23.2"])
+@pytest.mark.parametrize("named", ["../secret", "link"])
+def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypatch, version, named):
+    """ONNX Runtime refuses it since 1.24; earlier ones would read the file, so such a model isn't given to them."""
+    bundle = bundles.make(tmp_path / "bundle", files={})
+    (tmp_path / "secret").write_bytes(bytes(4096))
+    (bundle / "link").symlink_to(tmp_path / "secret")
+    model = onnx.load(bundle / "model.onnx")
+    weights = next(each for each in model.graph.initializer if each.name == "tokens")
+    weights.ClearField("raw_data")
+    weights.data_location = onnx.TensorProto.EXTERNAL
+    weights.external_data.add(key="location", value=named)
+    (bundle / "model.onnx").write_bytes(model.SerializeToString())
+    values = json.loads((bundle / layout.CONFIG).read_text()) | {"files": {}}
+    (bundle / layout.CONFIG).write_text(json.dumps(values))
+    monkeypatch.setattr(onnxruntime, "__version__", version)
+    with pytest.raises(SbkitError, match=r"External data path|onnxruntime 1\.23\.2 reads any file"):
+        sbkit.infer.load(bundle, device="cpu")
