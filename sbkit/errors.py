@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
+_SHOWN, _LISTED = 100, 16  # characters of a value, and names, in a message
 _OUT_OF_MEMORY = (
     "out of memory", "can't allocate memory", "Cannot allocate memory", "Failed to allocate memory", "std::bad_alloc",
     "not enough memory", "Memory allocation error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -44,6 +48,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     from_library = isinstance(error, (RuntimeError, OSError)) or type(error).__module__.startswith("onnxruntime")
     return isinstance(error, MemoryError) or (from_library and any(part in str(error) for part in _OUT_OF_MEMORY))
+
+
+def shown(value: object) -> str:
+    """Return a value that somebody else wrote as a message shows it: in one line, and not all of a long one.
+
+    >>> shown("a" * 10**6)[-5:]
+    'aa...'
+    """
+    text = repr(value[:_SHOWN] if isinstance(value, (str, bytes, list)) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def shown_names(names: Iterable[str]) -> str:
+    """Return names that somebody else wrote as a message lists them: the first of many, and not all of a long one.
+
+    >>> shown_names(["ID", "wav"])
+    'ID, wav'
+    """
+    listed = [name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..." for name in islice(names, _LISTED + 1)]
+    return ", ".join(listed[:_LISTED]) + (", ..." if len(listed) > _LISTED else "")
 
 
 def summary(error: BaseException) -> str:

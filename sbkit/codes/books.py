@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, shown
 
 #: Far more than any codec has; what a damaged file claims must not be allocated.
 MOST_BOOKS, MOST_ENTRIES = 256, 1 << 24
@@ -57,15 +57,15 @@ class Books:
     def __post_init__(self) -> None:
         if not 0 < len(self.sizes) <= MOST_BOOKS or not all(_whole(size, MOST_ENTRIES) for size in self.sizes):
             raise SbkitError(f"the sizes of codebooks must be 1 to {MOST_BOOKS} whole numbers of 1 to {MOST_ENTRIES}, "
-                             f"not {self.sizes}")
+                             f"not {shown(self.sizes)}")
         object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
         rate = self.frame_rate
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate <= 0:
-            raise SbkitError(f"frame_rate must be a number above 0, not {rate!r}")
+            raise SbkitError(f"frame_rate must be a number above 0, not {shown(rate)}")
         if not _whole(self.sample_rate, 1 << 31):
-            raise SbkitError(f"sample_rate must be a whole number above 0, not {self.sample_rate!r}")
+            raise SbkitError(f"sample_rate must be a whole number above 0, not {shown(self.sample_rate)}")
         if not isinstance(self.codec, str) or not re.fullmatch(r"[0-9a-f]{64}", self.codec):
-            raise SbkitError(f"codec must be a sha256 in hexadecimal, not {self.codec!r}")
+            raise SbkitError(f"codec must be a sha256 in hexadecimal, not {shown(self.codec)}")
 
     @property
     def bit_rate(self) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +12,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sbkit.codes.books import Books
-from sbkit.errors import SbkitError, first_line
-from sbkit.system import disk
+from sbkit.errors import SbkitError, first_line, shown
+from sbkit.system import disk, untrusted
+from sbkit.system.schema import SHA256, Integer, Record, String
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "sbkit codes", 1
@@ -25,6 +24,9 @@ _MANIFEST_BYTES = 64 << 20
 _COUNTS = ("utterances", "frames", "bytes")
 #: The types of codes, as safetensors calls them; numpy has no name for some others.
 _WHOLE = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
+_SHARD = Record({
+    "file": String(13, 255, r"[\w-]+\.safetensors"), "utterances": Integer(maximum=MOST_ROWS),
+    "frames": Integer(maximum=MOST_FRAMES), "bytes": Integer(maximum=2**63), "sha256": SHA256}, needed=True)
 _AGAIN = "copy the folder again, or make it again"
 
 
@@ -50,8 +52,8 @@ class Shard:
     def row(self, index: int) -> dict[str, str]:
         """Read the row of an utterance alone."""
         try:
-            row = json.loads(self._part("rows", self._ends["row_ends"], index).tobytes())
-        except (ValueError, RecursionError) as error:
+            row = untrusted.parse_json(self._part("rows", self._ends["row_ends"], index).tobytes())
+        except ValueError as error:
             raise self._damaged(f"row {index} is not JSON") from error
         if not isinstance(row, dict) or not {"id"} <= row.keys() <= {"id", "text", "speaker"} or not all(
                 isinstance(value, str) for value in row.values()):
@@ -117,33 +119,23 @@ def read_manifest(folder: Path) -> tuple[Books, list[Shard], str | None]:
     """Read what a folder of codes has, and what it was made from, if that is known."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _MANIFEST_BYTES:
-            raise SbkitError(f"{path} has {disk.size(path.stat().st_size)}: it is no manifest of codes")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = untrusted.read_json(path, _MANIFEST_BYTES)
     except FileNotFoundError:
         raise SbkitError(f"{folder} " + (f"has no codes: there is no {MANIFEST} in it" if folder.is_dir() else
                                          "does not exist"), hint="sbkit tokenize makes such a folder") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise SbkitError(f"{path} cannot be read: {first_line(error)}") from error
+    except (OSError, ValueError) as error:
+        raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise SbkitError(f"{path} does not describe codes")
     if values.get("version") != VERSION:
-        raise SbkitError(f"{path} has version {values.get('version')!r}, but this sbkit reads version {VERSION}",
+        raise SbkitError(f"{path} has version {shown(values.get('version'))}, but this sbkit reads version {VERSION}",
                          hint="install a newer sbkit")
     books = Books.from_dict(values.get("books"), f"{path}: books")
     shards = values.get("shards")
-    if not isinstance(shards, list) or not shards or not all(map(_is_shard, shards)):
+    if not isinstance(shards, list) or not shards or not all(each in _SHARD for each in shards):
         raise SbkitError(f"{path}: shards must be a list that gives each file's name, utterances, frames, size and "
                          "sha256", hint=_AGAIN)
     made_from = values.get("made_from")
     if not isinstance(made_from, str | None):
         raise SbkitError(f"{path}: made_from must be a text", hint=_AGAIN)
     return books, [Shard(folder / each.pop("file"), **each) for each in shards], made_from
-
-
-def _is_shard(value: object) -> bool:
-    return (isinstance(value, dict) and value.keys() == {"file", *_COUNTS, "sha256"}
-            and all(isinstance(value[name], str) for name in ("file", "sha256"))
-            and re.fullmatch(r"[\w-]+\.safetensors", value["file"]) is not None
-            and all(type(value[name]) is int and value[name] > 0 for name in _COUNTS)
-            and value["utterances"] <= MOST_ROWS and value["frames"] <= MOST_FRAMES)

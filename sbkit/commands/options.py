@@ -22,8 +22,8 @@ def add_schemes(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser, formats: str = "onnx, int8 (on a CPU)") -> None:
     """Add ``--model``."""
-    parser.add_argument("--model", default="auto", help=f"{formats} or torch, a program that can run any code of whoever "
-                        "made the bundle (default: the first of the bundle's that is not torch)")
+    parser.add_argument("--model", default="auto", help=f"{formats} or torch, a program that can run any code of "
+                        "whoever made the bundle (default: the first that it has except torch)")
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ import soxr
 from sbkit.data import mp3, true_length
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
+from sbkit.system import untrusted
 
 #: Of files that are recordings.
 SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".rf64", ".snd", ".w64",
@@ -186,7 +187,7 @@ def read_bytes(wav: str | os.PathLike[str], remote: Remote = NOWHERE) -> bytes:
         if "://" in path:
             data = remote.read(path, offset, size)
         elif size is None:
-            with open(path, "rb") as file:
+            with untrusted.open_regular(path) as file:
                 return file.read()
         else:
             data = _handles.pread(path, offset, size)
@@ -234,7 +235,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
             if ("?" in path and _MEMBER.match(path)) or "://" in path:
                 data = read_bytes(path, remote)
             else:
-                handle = os.open(path, os.O_RDONLY)
+                handle = untrusted.open_handle(path)
         else:
             data = wav if isinstance(wav, (bytes, bytearray, memoryview)) else wav.read()
         file = _decoder(data if handle is None else handle)
@@ -330,7 +331,7 @@ def will_need(wavs: Iterable[str]) -> None:
 
 class _Shard:
     def __init__(self, path: str):
-        self.handle = os.open(path, os.O_RDONLY)
+        self.handle = untrusted.open_handle(path)
         self.stat = os.fstat(self.handle)
 
     def __del__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.csv as pacsv
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line, shown, shown_names
+from sbkit.system import untrusted
 
 # A row never straddles two blocks unless it is longer than this.
 _BLOCK_BYTES = 16 << 20
+# Of a header.
+_MOST_HEADER_BYTES, _MOST_COLUMNS = 1 << 20, 10_000
+_MOST_TOLD = 500  # characters of what Arrow says, which has the line
 # Arrow's message about a row with too many or too few fields.
 _WRONG_COUNT = re.compile(r"Expected \d+ columns, got \d+")
 # Appended as a last line: it becomes a row of its own unless a quotation mark is still open.
@@ -47,7 +52,7 @@ class Delimited:
         if column is None:
             wanted = " or ".join(repr(name) for name in names)
             raise SbkitError(
-                f"{self.path} has no column {wanted} (its columns: {', '.join(self.header or self.columns)})",
+                f"{self.path} has no column {wanted} (its columns: {shown_names(self.header or self.columns)})",
                 hint=hint,
             )
         return column
@@ -80,43 +85,49 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
 
 def _first_line(path: Path) -> tuple[int, str]:
     """(number, content) of the first line that isn't blank."""
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
+    with untrusted.open_regular(path) as file:
+        for number, raw in enumerate(iter(lambda: file.readline(_MOST_HEADER_BYTES), b""), 1):
             line = raw.decode("utf-8-sig").strip("\r\n")
             if line.strip():
+                if len(raw) == _MOST_HEADER_BYTES:
+                    raise SbkitError(f"{path}, line {number}: no header is so long", hint="is it a table at all?")
                 return number, line
     raise SbkitError(f"{path} is empty", hint="expected a header line with column names")
 
 
 def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
     if quoted:
-        names = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
+        try:
+            names = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
+        except csv.Error as error:
+            raise SbkitError(f"{path}, line 1: not a header: {error}", hint="is it a table at all?") from None
     else:
         names = line.split(delimiter)
     names = [name.strip() for name in names]
-    repeated = sorted({name for name in names if name and names.count(name) > 1})
-    if repeated:
-        raise SbkitError(f"{path}, line 1: the column {repeated[0]!r} is there twice")
+    if len(names) > _MOST_COLUMNS:
+        raise SbkitError(f"{path}, line 1: {len(names):,} columns, and no corpus has more than {_MOST_COLUMNS:,}",
+                         hint="is it a table at all?")
+    if repeated := sorted(name for name, count in Counter(names).items() if name and count > 1):
+        raise SbkitError(f"{path}, line 1: the column {shown(repeated[0])} is there twice")
     return [name or f"column {i}" for i, name in enumerate(names, 1)]
 
 
 def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str,
                 quoted: bool) -> Delimited:
-    malformed = False
-    try:
-        table = _table(path, names, wanted, skip, delimiter, quoted)
-    except pa.ArrowInvalid as error:
-        malformed = _WRONG_COUNT.search(str(error)) is not None
-        if malformed:
-            table = _table(path, names, wanted, skip, delimiter, quoted, without_malformed=True)
-        elif "Empty CSV" in str(error):
-            table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
-        elif (where := _where_not_utf8(path, names, delimiter)) is not None:
-            raise SbkitError(f"{path}, {where}: not UTF-8", hint="save it as UTF-8") from None
-        else:
-            if quoted:
-                list(_malformed_lines(path, len(names), skip, delimiter, quoted))  # may raise with the line
-            raise SbkitError(f"{path}: {error}") from None
+    for malformed in (False, True):
+        try:
+            table = _table(path, names, wanted, skip, delimiter, quoted, without_malformed=malformed)
+            break
+        except pa.ArrowInvalid as error:
+            if "Empty CSV" in str(error):
+                table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
+                break
+            if (where := _where_not_utf8(path, names, delimiter)) is not None:
+                raise SbkitError(f"{path}, {where}: not UTF-8", hint="save it as UTF-8") from None
+            if malformed or _WRONG_COUNT.search(str(error)) is None:
+                if quoted:
+                    list(_malformed_lines(path, len(names), skip, delimiter, quoted))  # may raise with the line
+                raise SbkitError(f"{path}: {first_line(error)[:_MOST_TOLD]}") from None
     columns = {name: table.column(name) for name in wanted}
     # Arrow doesn't report line numbers, so the rare file with malformed rows is read once more. So is a file whose
     # last row has several lines: with an unclosed quotation mark Arrow takes the rest of the file as one field.
@@ -207,5 +218,5 @@ def _where_not_utf8(path: Path, names: Sequence[str], delimiter: str) -> str | N
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
                 before = line[: error.start].count(delimiter.encode())
-                return f"line {number}, column {names[min(before, len(names) - 1)]!r}"
+                return f"line {number}, column {shown(names[min(before, len(names) - 1)])}"
     return None

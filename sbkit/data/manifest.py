@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from sbkit.data.delimited import read_delimited
 from sbkit.data.remote import NOWHERE, Remote
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 from sbkit.system.console import atomic_write
 
 REQUIRED = ("ID", "duration", "wav", "wrd")
@@ -245,7 +245,7 @@ def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | 
     if bad.any():
         row = int(bad.argmax())
         raise SbkitError(
-            f"{path}, row {row + 1}: {name} is {column[row].as_py()!r}", hint="expected a number of seconds")
+            f"{path}, row {row + 1}: {name} is {shown(column[row].as_py())}", hint="expected a number of seconds")
     return seconds
 
 

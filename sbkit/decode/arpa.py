@@ -12,12 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from sbkit.decode.language_model import MOST_ORDER
 from sbkit.decode.ngram import Level, NGram
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
+from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
 _AT_ONCE = 500_000  # lines
-_COUNT = re.compile(rb"[ \t]*ngram[ \t]+(\d+)[ \t]*=[ \t]*(\d+)[ \t\r]*", re.MULTILINE)
+#: Of the text: a model of more is for KenLM's binary, which needs no reading.
+_MOST_BYTES = 1 << 33
+_COUNT = re.compile(rb"ngram[ \t]+(\d{1,18})[ \t]*=[ \t]*(\d{1,18})(?!\d)")
 
 
 def write(model: NGram, path: str | Path) -> None:
@@ -61,7 +65,8 @@ def read(path: str | Path) -> NGram:
     first = _section(data, 1, begin)
     header = data[begin:first if first >= 0 else len(data)]
     counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
-    if not counts or [order for order, _ in counts] != list(range(1, len(counts) + 1)):
+    if not counts or [order for order, _ in counts] != list(range(1, len(counts) + 1)) \
+            or len(counts) > MOST_ORDER:
         raise SbkitError(f"{path}: its \\data\\ section doesn't say how many n-grams of each order there are",
                          hint="is the file complete?")
     levels: list[Level] = []
@@ -91,14 +96,13 @@ def word_of(path: Path, word: bytes) -> str:
     try:
         return word.decode("utf-8")
     except UnicodeDecodeError:
-        raise SbkitError(f"{path}: the word {word.decode('utf-8', 'replace')!r} is not UTF-8",
+        raise SbkitError(f"{path}: the word {shown(word.decode('utf-8', 'replace'))} is not UTF-8",
                          hint="convert the file to UTF-8, for example with iconv -f latin1 -t utf-8") from None
 
 
 def _bytes(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        return untrusted.unpack(path, _MOST_BYTES)
     except FileNotFoundError:
         raise SbkitError(f"{path}: there is no such language model",
                          hint="sbkit lm estimates one from text") from None
@@ -126,14 +130,15 @@ def _level(path: Path, order: int, lines: list[bytes], words: dict[bytes, int], 
         row = _rows(level, row, word, size)
         if (row < 0).any():
             line = lines[int(np.flatnonzero(row < 0)[0])].decode("utf-8", "replace")
-            raise SbkitError(f"{path}: the {order}-gram {line!r} is there without the {order - 1}-gram it begins with")
+            raise SbkitError(f"{path}: the {order}-gram {shown(line)} is there without the {order - 1}-gram it begins "
+                             "with")
     keys = row * size + ids[:, -1]
     order_of = np.argsort(keys, kind="stable")
     keys = keys[order_of]
     twice = np.flatnonzero(keys[1:] == keys[:-1])
     if len(twice):
         line = lines[int(order_of[twice[0] + 1])].decode("utf-8", "replace")
-        raise SbkitError(f"{path}: the {order}-gram {line!r} occurs twice")
+        raise SbkitError(f"{path}: the {order}-gram {shown(line)} occurs twice")
     return Level(row[order_of].astype(np.int32), ids[order_of, -1].astype(np.int32), log10[order_of],
                  backoff[order_of])
 
@@ -169,7 +174,7 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
             if len(row) == order + 1:
                 row.append(b"0")
             elif len(row) != order + 2:
-                raise SbkitError(f"{path}: the line {b' '.join(row).decode('utf-8', 'replace')!r} is not a "
+                raise SbkitError(f"{path}: the line {shown(b' '.join(row).decode('utf-8', 'replace'))} is not a "
                                  f"{order}-gram with its probability")
         fields, width = [field for row in rows for field in row], order + 2
     try:
@@ -180,8 +185,8 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
         log10 = backoff = np.full(len(lines), np.nan)
     if not (_probable(log10).all() and (backoff < np.inf).all()):  # nor is NaN
         line = next((line for line in lines if not _makes_sense(line.split(), order)), lines[0])
-        raise SbkitError(f"{path}: the line {line.decode('utf-8', 'replace')!r} is not a {order}-gram with its log10 "
-                         "probability (at most 0) and back-off", hint="get or write the file again")
+        raise SbkitError(f"{path}: the line {shown(line.decode('utf-8', 'replace'))} is not a {order}-gram with its "
+                         "log10 probability (at most 0) and back-off", hint="get or write the file again")
     if order == 1:
         before = len(words)
         for word in fields[1::width]:
@@ -192,6 +197,6 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
     try:
         ids = [list(map(words.__getitem__, fields[i::width])) for i in range(1, order + 1)]
     except KeyError as error:
-        raise SbkitError(f"{path}: the word {error.args[0].decode('utf-8', 'replace')!r} is in a {order}-gram, but not "
-                         "among the 1-grams") from None
+        word = error.args[0].decode("utf-8", "replace")
+        raise SbkitError(f"{path}: the word {shown(word)} is in a {order}-gram, but not among the 1-grams") from None
     return log10, backoff, np.array(ids, dtype=np.int64).T.reshape(-1, order)

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.decode.arpa import word_of
-from sbkit.decode.language_model import BEGIN, END, LN10, UNKNOWN, LanguageModel
+from sbkit.decode.language_model import BEGIN, END, LN10, MOST_ORDER, UNKNOWN, LanguageModel
 from sbkit.decode.ngram import NGram
 from sbkit.errors import SbkitError
+from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
 _MAGIC = b"mmap lm http://kheafield.com/code format version 5\n\0"
@@ -25,12 +26,15 @@ _WORD = np.dtype([("key", "<u8"), ("id", "<u4")])
 _UNIGRAM = np.dtype([("log10", "<f4"), ("backoff", "<f4")])
 _MIDDLE = np.dtype([("key", "<u8"), ("log10", "<f4"), ("backoff", "<f4")])
 _LONGEST = np.dtype([("key", "<u8"), ("log10", "<f4")])
+#: How much larger than what it holds a table may be, and the longest row of slots that are taken: with KenLM's factor
+#: of 1.5, a table of a billion n-grams has about 300.
+_MOST_MULTIPLIER, _MOST_STEPS = 100, 10_000
 _KINDS = ("probing", "rest probing", "trie", "quantized trie", "array trie", "quantized array trie")
 
 
 def recognise(path: str | Path) -> bool:
     """Whether a file is in KenLM's binary format."""
-    with open(path, "rb") as file:
+    with untrusted.open_regular(path) as file:
         return file.read(8) == _MAGIC[:8]
 
 
@@ -69,8 +73,15 @@ class KenLM(LanguageModel):
         if not fixed["has_words"]:
             raise SbkitError(f"{self.path}: the vocabulary is not in the file",
                              hint="build it again with the vocabulary, or use the ARPA file")
-        self.counts = data[at:at + 8 * order].view("<u8").astype(np.int64).tolist()
         multiplier = float(fixed["multiplier"])
+        if not 2 <= order <= MOST_ORDER or not 1 <= multiplier <= _MOST_MULTIPLIER:
+            raise SbkitError(f"{self.path}: its header says that its order is {order} and that its tables are "
+                             f"{multiplier:g} times as large as what they hold", hint="get or build the file again")
+        if at + 8 * order > len(data):
+            raise self._truncated()
+        self.counts = data[at:at + 8 * order].view("<u8").tolist()
+        if not 0 < self.counts[0] <= max(self.counts) <= len(data):
+            raise self._truncated()
         at = -(-(at + 8 * order) // 8) * 8 + 8 + _buckets(self.counts[0], multiplier) * _WORD.itemsize
         tables = []
         sizes = [self.counts[0] + 1, *(_buckets(count, multiplier) for count in self.counts[1:])]
@@ -82,6 +93,8 @@ class KenLM(LanguageModel):
             tables.append(data[at:end].view(cell))
             at = end
         self._unigrams, self._tables = tables[0], tables[1:]
+        for table in self._tables:
+            self._probe(table["key"], np.zeros(1, np.uint64))  # finds a free slot
         words = data[at:].tobytes().split(b"\0")[:-1]
         if not words or words[0] != UNKNOWN.encode() or len(words) not in (self.counts[0], self.counts[0] + 1):
             raise self._truncated()
@@ -115,7 +128,7 @@ class KenLM(LanguageModel):
                 break
             key_here = combine(key[alive], contexts[alive, k])
             table = self._tables[k]
-            found = _probe(table["key"], key_here)
+            found = self._probe(table["key"], key_here)
             hit = found >= 0
             alive, found, key_here = alive[hit], found[hit], key_here[hit]
             key[alive] = key_here
@@ -133,27 +146,32 @@ class KenLM(LanguageModel):
         after[:, self.order:] = backoffs.view(np.int32)
         beyond = np.arange(self.order - 1) >= usable[:, None]
         after[:, 1:][np.concatenate([beyond, beyond], axis=1)] = 0  # histories that say the same are the same
+        if not (log10 < np.inf).all():  # nor is NaN
+            raise SbkitError(f"{self.path} is damaged: it has probabilities that are no numbers",
+                             hint="get or build the file again")
         return log10 * np.float32(LN10), after
+
+    def _probe(self, keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        """Find the rows of keys in a table with linear probing, -1 if missing."""
+        size = np.uint64(len(keys))
+        at = (wanted % size).astype(np.int64)
+        rows = np.full(len(wanted), -1, np.int64)
+        todo = np.arange(len(wanted))
+        for _ in range(_MOST_STEPS):
+            if not len(todo):
+                return rows
+            there = keys[at[todo]]
+            hit = there == wanted[todo]
+            rows[todo[hit]] = at[todo[hit]]
+            todo = todo[~hit & (there != 0)]
+            at[todo] = (at[todo] + 1) % len(keys)
+        raise SbkitError(f"{self.path} is damaged: {_MOST_STEPS:,} slots of a table are taken in a row",
+                         hint="get or build the file again")
 
 
 def _goes_on(backoff: np.ndarray) -> np.ndarray:
     """Whether longer n-grams begin with this one; a backoff of minus zero says no."""
     return ~((backoff == 0) & np.signbit(backoff))
-
-
-def _probe(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Find the rows of keys in a table with linear probing, -1 if missing."""
-    size = np.uint64(len(keys))
-    at = (wanted % size).astype(np.int64)
-    rows = np.full(len(wanted), -1, np.int64)
-    todo = np.arange(len(wanted))
-    while len(todo):
-        there = keys[at[todo]]
-        hit = there == wanted[todo]
-        rows[todo[hit]] = at[todo[hit]]
-        todo = todo[~hit & (there != 0)]
-        at[todo] = (at[todo] + 1) % len(keys)
-    return rows
 
 
 def write(model: NGram, path: str | Path, multiplier: float = 1.5) -> None:

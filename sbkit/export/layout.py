@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import unicodedata
-from dataclasses import asdict, dataclass, field, fields
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import UnionType
 from typing import Any, ClassVar, TypeVar
 
 from sbkit.data import publish
 from sbkit.data.pronunciation import NAME
 from sbkit.data.text import TextRules
-from sbkit.errors import SbkitError
-from sbkit.system import disk
+from sbkit.errors import SbkitError, shown, shown_names
+from sbkit.system import disk, untrusted
+from sbkit.system.schema import (
+    SHA256,
+    Array,
+    Boolean,
+    Enumerated,
+    Integer,
+    Nullable,
+    Object,
+    Positive,
+    Record,
+    Schema,
+    String,
+    value,
+)
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -50,10 +63,19 @@ FORMAT, VERSION = "sbkit bundle", 1
 CTC, GRAPH, VOICE, CODEC = "ctc", "graph", "voice", "codec"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
-#: Buffers get as large as these say, so there are bounds: bytes of a configuration (10,000 symbols have 200 kB), a rate
-#: that no converter gives, seconds that a model pads to or looks around (Whisper's window, the longest known, has 30 s)
-#: and of a codec's frame, and symbols that a voice is given at once (an hour's).
-MOST_BYTES, MOST_RATE, MOST_SECONDS, MOST_FRAME_SECONDS, MOST_TEXT = 1 << 24, 768_000, 60, 1, 50_000
+#: Buffers get as large as these say, so there are bounds: bytes of a configuration (10,000 symbols have 200 kB) and of
+#: tokens.txt, a rate that no converter gives, seconds that a model pads to, looks around or hears of a stream at once
+#: (Whisper's window, the longest known, has 30 s), seconds of a frame, seconds of audio to give it at once, symbols
+#: that a voice is given at once (an hour's), tokens (the largest vocabularies have 260,000), and numbers in the state
+#: of a stream.
+MOST_BYTES, MOST_RATE, MOST_SECONDS, MOST_FRAME_SECONDS, MOST_CHUNK_SECONDS = 1 << 24, 768_000, 60, 1, 600
+MOST_TEXT, MOST_TOKENS, MOST_STATE = 50_000, 1_000_000, 1 << 26
+#: Rules of a text that replace, and the characters of each: a language's own have 14, and two characters.
+_MOST_RULES, _MOST_RULE = 1000, 100
+FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
+#: Entries of each codebook.
+BOOKS = Array(Integer(maximum=1 << 24), max_items=256)
+_SAMPLES = Integer(0, MOST_SECONDS * MOST_RATE)
 
 T = TypeVar("T", bound="Bundle | Streaming")
 B = TypeVar("B", bound="Bundle")
@@ -68,18 +90,19 @@ class Bundle:
     """What such a bundle has, as a message says it."""
     use: ClassVar[str]
     """How one begins to use it; ``{}`` stands for its folder."""
-    sample_rate: int
-    language: str | None = None
-    min_samples: int = 1
+    sample_rate: int = value(Integer(1000, MOST_RATE))
+    language: str | None = value(Nullable(String(0, 100)), default=None)
+    min_samples: int = value(Integer(maximum=MOST_SECONDS * MOST_RATE), default=1)
     """Shorter signals are padded with zeros to this length."""
-    batching: bool = True
+    batching: bool = value(Boolean(), default=True)
     """False where an utterance's outputs would depend on its batch, so that each has to run alone."""
-    models: dict[str, str] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    models: dict[str, str] = value(Object(FILE), default_factory=dict)
+    files: dict[str, dict[str, Any]] = value(
+        Object(Record({"bytes": Integer(0, 2**63), "sha256": SHA256}), FILE), default_factory=dict)
     """Size in bytes and sha256 of each file."""
-    trained: dict[str, Any] = field(default_factory=dict)
+    trained: dict[str, Any] = value(Object(), default_factory=dict)
     """The recipe, the checkpoint and its scores."""
-    made_by: dict[str, str] = field(default_factory=dict)
+    made_by: dict[str, str] = value(Object(), default_factory=dict)
 
     def to_json(self) -> str:
         """Make the text of config.json."""
@@ -100,14 +123,9 @@ class Bundle:
         return found
 
     def check(self, path: Path) -> None:
-        """Refuse values that no model can run with."""
-        check_kinds(path, self, str | None, "language")
-        check_kinds(path, self, bool, "batching")
-        check_kinds(path, self, dict, "models", "trained", "made_by")
-        check_files(path, self.files)
-        check_sizes(path, self, "sample_rate", most=MOST_RATE)
-        check_sizes(path, self, "min_samples", most=MOST_SECONDS * self.sample_rate)
-        check_names(path, *self.models.values(), *self.files)
+        """Refuse values that no model can run with: first each by itself, then one by another."""
+        _check_fields(str(path), self)
+        _refuse(str(path), "min_samples", self.min_samples, Integer(maximum=MOST_SECONDS * self.sample_rate))
 
     def told(self) -> dict[str, str]:
         """Return what an ONNX file of the bundle has to say of itself, where it says it."""
@@ -120,19 +138,18 @@ class Graph(Bundle):
 
     kind, what = GRAPH, "a model that gives no words"
     use = "in Python: sbkit.infer.load('{}').run(FILE)"
-    outputs: list[str]
+    outputs: list[str] = value(Array(String(), 1, 1000))
     """Names of the outputs, in the model's order."""
-    lengths: dict[str, str] = field(default_factory=dict)
+    lengths: dict[str, str] = value(Object(String()), default_factory=dict)
     """For each output whose second dimension is padded, the output that holds the lengths of its utterances."""
-    labels: list[str] = field(default_factory=list)
+    labels: list[str] = value(Array(String(0)), default_factory=list)
     """Names for the entries of the first output's last dimension."""
 
     def check(self, path: Path) -> None:
         super().check(path)
-        if not isinstance(self.outputs, list) or not self.outputs or not all(map(is_name, self.outputs)):
-            raise SbkitError(f"{path}: outputs must be a list of names, not {self.outputs!r}")
-        check_kinds(path, self, dict, "lengths")
-        check_kinds(path, self, list, "labels")
+        _check_once(path, "outputs", self.outputs)
+        of_outputs = Enumerated(tuple(self.outputs))
+        _refuse(str(path), "lengths", self.lengths, Object(of_outputs, of_outputs))
 
 
 @dataclass(kw_only=True)
@@ -145,37 +162,31 @@ class Streaming:
     one before.
     """
 
-    chunks: list[int]
+    chunks: list[int] = value(Array(Integer(), 1, 1000))
     """Output frames of a chunk: the sizes that the model was trained for."""
-    left: int
+    left: int = value(Integer())
     """Output frames before its chunk that a frame sees."""
-    overlap: int
+    overlap: int = value(_SAMPLES)
     """Samples of a feature frame beyond those of the step to the next."""
-    before: int
-    after: int
-    state: dict[str, dict[str, Any]]
+    before: int = value(_SAMPLES)
+    after: int = value(_SAMPLES)
+    state: dict[str, dict[str, Any]] = value(Object(min_items=1, values=Record(
+        {"type": Enumerated(TYPES), "shape": Array(Integer(maximum=MOST_STATE), max_items=8)}, needed=True)))
     """Inputs that hold the state: ``type`` (float32 or int64) and ``shape``, to which a batch adds a first dimension.
     The next state is in the outputs of these names after ``next_``. A stream begins with zeros."""
-    ahead: int = 0
+    ahead: int = value(Integer(0), default=0)
     """The last output frames of a full window, which the next one begins with and says."""
-    models: dict[str, str] = field(default_factory=dict)
+    models: dict[str, str] = value(Object(FILE), default_factory=dict)
     """The file of each format."""
 
     def check(self, path: Path) -> None:
         """Refuse values that no stream can run with."""
         told = f"{path}: streaming"
-        if not isinstance(self.chunks, list) or not self.chunks or not all(is_whole(size, 1) for size in self.chunks):
-            raise SbkitError(f"{told}: chunks is {self.chunks!r}, but must be a list of whole numbers above 0")
-        check_sizes(told, self, "left")
-        check_sizes(told, self, "overlap", "before", "after", "ahead", least=0)
+        _check_fields(told, self)
         if self.ahead >= min(self.chunks):
             raise SbkitError(f"{told}: ahead is {self.ahead}, but must be below the smallest of chunks")
-        if not isinstance(self.state, dict) or not self.state or not all(map(_is_tensor, self.state.values())):
-            raise SbkitError(f"{told}: state must give each name a type, {' or '.join(TYPES)}, and a shape, not "
-                             f"{self.state!r}")
-        if not isinstance(self.models, dict):
-            raise SbkitError(f"{told}: models is {self.models!r}, but must give each format its file")
-        check_names(path, *self.models.values())
+        if sum(math.prod(part["shape"]) for part in self.state.values()) > MOST_STATE:
+            raise SbkitError(f"{told}: state has more than {MOST_STATE:,} numbers", hint="export the model again")
 
 
 @dataclass(kw_only=True)
@@ -184,20 +195,20 @@ class Config(Bundle):
 
     kind, what = CTC, "a speech recogniser"
     use = "use it: sbkit transcribe {} FILES..."
-    hop_samples: int
+    hop_samples: int = value(Integer())
     """Samples between two feature frames."""
-    subsampling: int
+    subsampling: int = value(Integer())
     """Feature frames per output frame."""
-    vocabulary: int
+    vocabulary: int = value(Integer(maximum=MOST_TOKENS))
     """Number of tokens: the width V of the output and the rows of tokens.txt."""
-    blank_id: int = 0
-    silent_ids: list[int] = field(default_factory=list)
+    blank_id: int = value(Integer(0), default=0)
+    silent_ids: list[int] = value(Array(Integer(0)), default_factory=list)
     """Ids of tokens that are not text, such as the beginning and the end of a sentence."""
-    word_separator: str | None = "▁"
+    word_separator: str | None = value(Nullable(String(1, 10)), default="▁")
     """The character that starts a word in tokens; null for scripts without spaces, where each token is a word."""
-    chunk_seconds: float = 20.0
+    chunk_seconds: float = value(Positive(MOST_CHUNK_SECONDS), default=20.0)
     """Longest audio to give the model at once, as in training; longer audio is split."""
-    longest_seconds: float | None = None
+    longest_seconds: float | None = value(Nullable(Positive(MOST_CHUNK_SECONDS)), default=None)
     """The longest audio that the model can hear at once; null: any."""
     streaming: Streaming | None = None
     """Only of a model that also takes streams."""
@@ -227,19 +238,21 @@ class Config(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        check_sizes(path, self, "hop_samples", "subsampling", "vocabulary")
-        if not is_number(self.chunk_seconds) or not 0 < self.chunk_seconds < math.inf:
-            raise SbkitError(f"{path}: chunk_seconds is {self.chunk_seconds!r}, but must be above 0")
-        if self.longest_seconds is not None and not (is_number(self.longest_seconds)
-                                                     and self.chunk_seconds <= self.longest_seconds < math.inf):
+        if self.hop_samples * self.subsampling > MOST_FRAME_SECONDS * self.sample_rate:
+            raise SbkitError(f"{path}: a frame has hop_samples * subsampling = {self.hop_samples * self.subsampling:,} "
+                             f"samples, but must have {MOST_FRAME_SECONDS * self.sample_rate:,} at most",
+                             hint="export the model again")
+        if self.longest_seconds is not None and self.chunk_seconds > self.longest_seconds:
             raise SbkitError(f"{path}: longest_seconds is {self.longest_seconds!r}, but must be no less than "
                              f"chunk_seconds, which is {self.chunk_seconds:g}")
-        check_kinds(path, self, list, "silent_ids")
-        check_kinds(path, self, str | None, "word_separator")
-        if self.blank_id not in range(self.vocabulary):
-            raise SbkitError(f"{path}: blank_id is {self.blank_id!r}, but the vocabulary has {self.vocabulary} entries")
+        _refuse(str(path), "blank_id", self.blank_id, Integer(0, self.vocabulary - 1))
+        _refuse(str(path), "silent_ids", self.silent_ids, Array(Integer(0, self.vocabulary - 1)))
         if self.streaming is not None:
             self.streaming.check(path)
+            parts = {"before": self.streaming.before, "after": self.streaming.after,
+                     "the window of the largest of chunks": self.window(max(self.streaming.chunks))}
+            for name, samples in parts.items():
+                _refuse(f"{path}: streaming", name, samples, Integer(0, MOST_SECONDS * self.sample_rate))
 
 
 @dataclass(kw_only=True)
@@ -248,23 +261,23 @@ class Voice(Bundle):
 
     kind, what = VOICE, "a voice"
     use = "use it: sbkit speak {} TEXT --to FILE"
-    symbols: list[str]
+    symbols: list[str] = value(Array(String(), 2))
     """The character of each id of a text; the first id is padding, and its name no symbol of any text."""
-    speakers: list[str]
+    speakers: list[str] = value(Array(String(), 1))
     """Names of the voices; the first is the default."""
-    max_symbols: int
+    max_symbols: int = value(Integer(maximum=MOST_TEXT))
     """Ids of the longest text that the model is given at once; longer texts are cut."""
-    frame_seconds: float
+    frame_seconds: float = value(Positive(MOST_FRAME_SECONDS))
     """Seconds of a frame, in which durations are counted."""
-    codec: str | None = None
+    codec: str | None = value(Nullable(SHA256), default=None)
     """The sha256 of the codec that the voice learnt to speak through."""
-    books: list[int] = field(default_factory=list)
+    books: list[int] = value(BOOKS, default_factory=list)
     """Entries of each of the codec's books."""
-    spelling: str | None = None
+    spelling: str | None = value(Nullable(String(1, 100, NAME.pattern, "a voice of espeak-ng")), default=None)
     """The voice of espeak-ng by whose pronunciation words become symbols; null: their characters are the symbols."""
-    characters: list[str] = field(default_factory=list)
+    characters: list[str] = value(Array(String()), default_factory=list)
     """With a spelling: the characters that words may have."""
-    text: dict[str, Any] | None = None
+    text: dict[str, Any] | None = value(Nullable(Object()), default=None)
     """The options of the ``TextRules`` that its texts were written by; null: as they are, but for the case."""
 
     def told(self) -> dict[str, str]:
@@ -278,27 +291,15 @@ class Voice(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        check_sizes(path, self, "max_symbols", most=MOST_TEXT)
-        if not is_number(self.frame_seconds) or not 0 < self.frame_seconds < math.inf:
-            raise SbkitError(f"{path}: frame_seconds is {self.frame_seconds!r}, but must be above 0")
-        for name, least in (("symbols", 2), ("speakers", 1)):
-            values = getattr(self, name)
-            if not isinstance(values, list) or len(values) < least or not all(map(is_name, values)):
-                raise SbkitError(f"{path}: {name} must be a list of {least} or more texts, not {values!r}")
-            if twice := sorted({each for each in values if values.count(each) > 1}):
-                raise SbkitError(f"{path}: {name} has {', '.join(map(repr, twice))} twice")
-        if self.spelling is not None and (not isinstance(self.spelling, str) or not NAME.fullmatch(self.spelling)):
-            raise SbkitError(f"{path}: spelling is {self.spelling!r}, which is no voice of espeak-ng")
-        if not isinstance(self.characters, list) or not all(map(is_name, self.characters)) \
-                or bool(self.characters) != (self.spelling is not None):
+        _check_once(path, "symbols", self.symbols)
+        _check_once(path, "speakers", self.speakers)
+        if bool(self.characters) != (self.spelling is not None):
             raise SbkitError(f"{path}: characters must be a list of texts, with a spelling alone")
         for symbol in [*self.symbols[1:], *self.characters]:
             if len(symbol) != 1 or unicodedata.normalize("NFC", symbol) != symbol:
                 raise SbkitError(f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
                                  hint="export the model again")
-        check_books(path, self.books)
-        check_kinds(path, self, str | None, "codec")
-        check_rules(path, self.text)
+        _check_rules(str(path), self.text)
 
 
 @dataclass(kw_only=True)
@@ -307,17 +308,17 @@ class Codec(Bundle):
 
     kind, what = CODEC, "a codec"
     use = "use it: sbkit tokenize {} CORPUS --to FOLDER"
-    codec: str
+    codec: str = value(SHA256)
     """The sha256 of its weights and of what else defines its codes."""
-    books: list[int]
+    books: list[int] = value(BOOKS._replace(min_items=1))
     """Entries of each of its books."""
-    stride: int
+    stride: int = value(Integer())
     """Samples of a frame, the last of which may reach beyond the end."""
-    context: int | None
+    context: int | None = value(Nullable(Integer(0)))
     """Frames on each side of one that decide its codes and its samples; null: all there are."""
-    min_frames: int = 1
+    min_frames: int = value(Integer(), default=1)
     """Fewer codes are padded with zeros to so many frames."""
-    decoders: dict[str, str] = field(default_factory=dict)
+    decoders: dict[str, str] = value(Object(FILE), default_factory=dict)
     """The decoder's file of each format."""
 
     def told(self) -> dict[str, str]:
@@ -326,20 +327,13 @@ class Codec(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        check_sizes(path, self, "stride", most=MOST_FRAME_SECONDS * self.sample_rate)
+        _refuse(str(path), "stride", self.stride, Integer(maximum=MOST_FRAME_SECONDS * self.sample_rate))
         most = MOST_SECONDS * self.sample_rate // self.stride
-        check_sizes(path, self, "min_frames", most=most)
-        if self.context is not None:
-            check_sizes(path, self, "context", least=0, most=most)
-        if not isinstance(self.codec, str) or not re.fullmatch("[0-9a-f]{64}", self.codec):
-            raise SbkitError(f"{path}: codec must be a sha256 in hexadecimal, not {self.codec!r}")
-        if not self.books:
-            raise SbkitError(f"{path}: books is empty, but a codec has one or more")
-        check_books(path, self.books)
-        if not isinstance(self.decoders, dict) or self.decoders.keys() != self.models.keys():
+        _refuse(str(path), "min_frames", self.min_frames, Integer(maximum=most))
+        _refuse(str(path), "context", self.context, Nullable(Integer(0, most)))
+        if self.decoders.keys() != self.models.keys():
             raise SbkitError(f"{path}: decoders must give a file for each of {', '.join(self.models)}, not "
-                             f"{self.decoders!r}")
-        check_names(path, *self.decoders.values())
+                             f"{shown(self.decoders)}")
 
 
 KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, Graph, Voice, Codec)}
@@ -349,26 +343,25 @@ def read(folder: str | Path) -> Bundle:
     """Read the configuration of the bundle in ``folder``, of any kind."""
     path = Path(folder) / CONFIG
     try:
-        with path.open("rb") as file:
-            values = json.loads(file.read(MOST_BYTES).decode())  # one that was cut is no JSON
+        values = untrusted.read_json(path, MOST_BYTES)
     except FileNotFoundError:
         problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
         hint = "sbkit export RUN --to BUNDLE makes one"
         if (before := publish.replaced(folder)).is_dir() and not path.parent.exists():
             hint = f"an export that was killed left the previous bundle at {before}: rename it back"
         raise SbkitError(f"{folder} {problem}", hint=hint) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}") from None
+    except (OSError, ValueError) as error:
+        raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise SbkitError(f"{path} does not describe a bundle of sbkit")
     version = values.pop("version", None)
     if version != VERSION:
-        raise SbkitError(f"{path} has version {version}, but this sbkit reads version {VERSION}",
+        raise SbkitError(f"{path} has version {shown(version)}, but this sbkit reads version {VERSION}",
                          hint="install a newer sbkit" if isinstance(version, int) and version > VERSION else None)
     name = values.pop("kind", CTC)
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise SbkitError(f"{path} is of kind {name!r}, but this sbkit reads {', '.join(KINDS)}",
+        raise SbkitError(f"{path} is of kind {shown(name)}, but this sbkit reads {', '.join(KINDS)}",
                          hint="install a newer sbkit")
     if kind is Config and values.get("streaming") is not None:
         values["streaming"] = _made(Streaming, values["streaming"], f"{path}: streaming")
@@ -380,19 +373,49 @@ def read(folder: str | Path) -> Bundle:
 def _made(kind: type[T], values: object, told: str) -> T:
     """Make an instance of values as they were read."""
     if not isinstance(values, dict):
-        raise SbkitError(f"{told} is {values!r}, but must be an object")
+        raise SbkitError(f"{told} is {shown(values)}, but must be an object")
     unknown = sorted(set(values) - {each.name for each in fields(kind)})
     if unknown:
-        raise SbkitError(f"{told} has unknown keys: {', '.join(unknown)}", hint="was it written by a newer sbkit?")
+        raise SbkitError(f"{told} has unknown keys: {shown_names(unknown)}", hint="was it written by a newer sbkit?")
     try:
         return kind(**values)
     except TypeError as error:
         raise SbkitError(f"{told} lacks keys: {error}") from None
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, dict) and value.keys() == {"type", "shape"} and value["type"] in TYPES \
-        and isinstance(value["shape"], list) and all(is_whole(size, 1) for size in value["shape"])
+def _check_fields(told: str, values: Bundle | Streaming) -> None:
+    """Refuse the first value that its declaration doesn't allow."""
+    for each in fields(values):
+        if "allowed" in each.metadata:  # others are dataclasses, which are checked by themselves
+            _refuse(told, each.name, getattr(values, each.name), each.metadata["allowed"])
+
+
+def _refuse(told: str, name: str, found: object, allowed: Schema) -> None:
+    """Raise if a value isn't allowed."""
+    if found not in allowed:
+        raise SbkitError(f"{told}: {name} is {shown(found)}, but must be {allowed}", hint="export the model again")
+
+
+def _check_rules(told: str, text: object) -> None:
+    """Refuse options that ``TextRules`` doesn't have, and rules that are no language's."""
+    if text is None:
+        return
+    if not isinstance(text, dict) or text.keys() - TextRules().options().keys():
+        raise SbkitError(f"{told}: text must have options of TextRules, not {shown(text)}",
+                         hint="was it written by a newer sbkit?")
+    try:
+        rules = TextRules(**text)
+    except (SbkitError, TypeError) as error:
+        raise SbkitError(f"{told}: {error}", hint="export the model again") from None
+    pairs = [*rules.replace.items(), *rules.case_pairs.items()]
+    if len(pairs) > _MOST_RULES or any(len(each) > _MOST_RULE for pair in pairs for each in pair):
+        raise SbkitError(f"{told}: text replaces by more than {_MOST_RULES} rules, or by one of more than {_MOST_RULE} "
+                         "characters", hint="export the model again")
+
+
+def _check_once(path: Path, name: str, values: list[str]) -> None:
+    if twice := sorted(each for each, count in Counter(values).items() if count > 1):
+        raise SbkitError(f"{path}: {name} has {shown(twice[0])} twice")
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -404,84 +427,3 @@ def size(folder: Path, *names: str) -> int:
     """Return the bytes of these files, of their weights beside them, and of none that is missing."""
     paths = [folder / each for name in names for each in (name, f"{name}.data")]
     return sum(path.stat().st_size for path in paths if path.exists())
-
-
-#: No dimension of a tensor is larger in any runtime.
-MOST = 2**31 - 1
-#: Rules of a text that replace, and the characters of each: a language's own have 14, and two characters.
-_MOST_RULES, _MOST_RULE = 1000, 100
-_KINDS: dict[type | UnionType, str] = {dict: "an object", list: "a list", bool: "true or false",
-                                       str | None: "a text or null"}
-
-
-def check_sizes(told: object, values: object, *names: str, least: int = 1, most: int = MOST) -> None:
-    """Refuse what is no whole number from ``least`` to ``most``."""
-    for name in names:
-        if not is_whole(value := getattr(values, name), least):
-            raise SbkitError(f"{told}: {name} is {value!r}, but must be a whole number of {least} or more"
-                             if least != 1 else f"{told}: {name} is {value!r}, but must be a whole number above 0")
-        if value > most:
-            raise SbkitError(f"{told}: {name} is {str(value)[:40]}, but must be {most:,} at most",
-                             hint="export the model again")
-
-
-def check_kinds(path: Path, values: object, kind: type | UnionType, *names: str) -> None:
-    """Refuse values of another type."""
-    for name in names:
-        if not isinstance(value := getattr(values, name), kind):
-            wanted = _KINDS[kind]
-            raise SbkitError(f"{path}: {name} must be {wanted}, not {repr(value)[:200]}", hint="export the model again")
-
-
-def check_files(path: Path, files: object) -> None:
-    """Refuse what doesn't give each file its size and its sha256."""
-    if not isinstance(files, dict) or not all(
-            isinstance(each, dict) and is_whole(each.get("bytes", 0), 0) and isinstance(each.get("sha256", ""), str)
-            for each in files.values()):
-        raise SbkitError(f"{path}: files must give each file its bytes and sha256, not {repr(files)[:200]}",
-                         hint="export the model again")
-
-
-def check_books(path: Path, books: object) -> None:
-    """Refuse what is no list of sizes of codebooks."""
-    if not isinstance(books, list) or not all(is_whole(size, 1) for size in books):
-        raise SbkitError(f"{path}: books must be a list of whole numbers above 0, not {repr(books)[:200]}")
-
-
-def check_rules(path: Path, text: object) -> None:
-    """Refuse options that ``TextRules`` doesn't have, and rules that are no language's."""
-    if text is None:
-        return
-    if not isinstance(text, dict) or text.keys() - TextRules().options().keys():
-        raise SbkitError(f"{path}: text must have options of TextRules, not {repr(text)[:200]}",
-                         hint="was it written by a newer sbkit?")
-    try:
-        rules = TextRules(**text)
-    except (SbkitError, TypeError) as error:
-        raise SbkitError(f"{path}: {error}", hint="export the model again") from None
-    pairs = [*rules.replace.items(), *rules.case_pairs.items()]
-    if len(pairs) > _MOST_RULES or any(len(each) > _MOST_RULE for pair in pairs for each in pair):
-        raise SbkitError(f"{path}: text replaces by more than {_MOST_RULES} rules, or by one of more than {_MOST_RULE} "
-                         "characters", hint="export the model again")
-
-
-def check_names(path: Path, *names: object) -> None:
-    """Refuse names of files outside of the bundle."""
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise SbkitError(f"{path} names a file outside of the bundle: {name!r}", hint="export the model again")
-
-
-def is_whole(value: object, least: int) -> bool:
-    """Whether this is a whole number of ``least`` or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_number(value: object) -> bool:
-    """Whether this is a number, which may be infinite or none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_name(value: object) -> bool:
-    """Whether this is a text that is not empty."""
-    return isinstance(value, str) and bool(value)

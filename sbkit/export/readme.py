@@ -9,7 +9,7 @@ from sbkit.export.layout import Bundle
 from sbkit.export.parity import Comparison
 
 #: What readers of all kinds of bundles are told of a program of torch.
-PROGRAM = """A `.pt2` file is a program: whoever opens it may run any code of its author. Open it only if you trust whoever
+PROGRAM = """A `.pt2` file is a program: whoever opens it may run any code of its author. Open it only if you trust who
 made this bundle; sbkit does only if you name it (`--model torch`).
 """
 _USE = {

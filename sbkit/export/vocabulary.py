@@ -9,9 +9,11 @@ import numpy as np
 
 from sbkit.decode.heard import Spelling
 from sbkit.decode.spans import Spans, Word, words
-from sbkit.errors import SbkitError
-from sbkit.export.layout import TOKENS, Config
+from sbkit.errors import SbkitError, shown
+from sbkit.export.layout import MOST_BYTES, TOKENS, Config
+from sbkit.system import untrusted
 
+_MOST_DIGITS = 9  # of an id
 BLANK = "<blk>"  # the blank in tokens.txt, as other runtimes expect it
 
 
@@ -78,18 +80,18 @@ def write_tokens(path: Path, pieces: list[str], blank_id: int) -> None:
 def read_tokens(path: Path, vocabulary: int) -> list[str]:
     """Read the symbols of tokens.txt, in order of their ids."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = untrusted.read_text(path, MOST_BYTES).split("\n")
     except FileNotFoundError:
         raise SbkitError(f"{path} is missing", hint="copy the bundle again") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}") from error
+        raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     symbols: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         symbol, _, index = line.rpartition(" ")
-        if not symbol or not index.isdecimal():
-            raise SbkitError(f"{path}:{number}: expected 'symbol id', found {line!r}")
+        if not symbol or not index.isdecimal() or len(index) > _MOST_DIGITS:
+            raise SbkitError(f"{path}:{number}: expected 'symbol id', found {shown(line)}")
         symbols[int(index)] = symbol
     if sorted(symbols) != list(range(vocabulary)):
         raise SbkitError(f"{path} has {len(symbols)} tokens, but the model has {vocabulary} outputs",

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _SHOWN = 160  # characters of a difference, of which the beginning and the end are told
 
 
+class ModelFailed(SbkitError):
+    """An error of the runtime while a graph ran."""
+
+
 class BundleEngine(ABC):
     """Holds one graph of a bundle.
 
@@ -116,8 +120,11 @@ class BundleEngine(ABC):
             return self._ready(*inputs)
         except Exception as error:
             self.fault = devices.fault(error)
-            if not is_out_of_memory(error):
+            if self.fault is not None:
                 raise
+            if not is_out_of_memory(error):
+                raise ModelFailed(f"{self.folder}: the model failed: {first_line(error)}",
+                                  hint="is it whole? export it again") from error
             why = f"out of memory on {self.running.device}: {first_line(error)}"
             traceback.clear_frames(error.__traceback__)  # which hold what has been computed so far
         self._ready.free()

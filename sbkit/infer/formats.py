@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib import util
 from pathlib import Path
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.system import untrusted
 
 AUTO = "auto"
 _FORMATS = (layout.ONNX, layout.INT8, layout.TORCH)
@@ -50,8 +52,10 @@ def check_file(path: Path, config: layout.Bundle) -> None:
     """Report a missing or truncated file, before a library complains about protobufs."""
     expected = config.files.get(path.name, {}).get("bytes")
     try:
-        actual = path.stat().st_size
-    except OSError:
-        raise SbkitError(f"{path} is missing", hint="copy the bundle again") from None
+        with untrusted.open_regular(path) as file:
+            actual = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise SbkitError(f"{path} {problem}", hint="copy the bundle again") from None
     if expected is not None and actual != expected:
         raise SbkitError(f"{path} has {actual} bytes, but the export wrote {expected}", hint="copy the bundle again")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from sbkit.data.pronunciation import pronunciation
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import formats
-from sbkit.infer.bundle_engine import BundleEngine
+from sbkit.infer.bundle_engine import BundleEngine, ModelFailed
 from sbkit.infer.device import DeviceChoice
 from sbkit.infer.interface import Interface
 
@@ -93,11 +93,9 @@ class VoiceEngine(BundleEngine):
         symbols, speakers = len(self.config.symbols), len(self.config.speakers)
         try:
             self._run([Line([symbols - 1], speakers - 1)])
-        except SbkitError:
-            raise
-        except Exception as error:  # a runtime's own, of an index
+        except ModelFailed as error:  # of an index
             raise SbkitError(f"{path} can't speak the last of {symbols} symbols with the last of {speakers} voices: "
-                             f"{first_line(error)}",
+                             f"{error.message}",
                              hint=f"do it and {layout.CONFIG} come from the same export? export it again") from error
 
     def _run(self, lines: list[Line]) -> list[Sound]:

@@ -273,3 +273,16 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     with pytest.raises(SbkitError, match="is no folder of codes, so it is not replaced"):
         write(tmp_path / "t", utterances(), force=True)
     assert (tmp_path / "t" / "thesis.txt").read_text() == "all of it"
+
+
+def test_a_manifest_that_is_no_regular_file_or_too_large_is_refused_before_it_is_read(tmp_path):
+    folder = write(tmp_path / "t", utterances())
+    (folder / MANIFEST).unlink()
+    (folder / MANIFEST).symlink_to("/dev/zero")  # whose size is said to be 0
+    with pytest.raises(SbkitError, match="cannot be read: it is not a regular file"):
+        Codes(folder)
+    (folder / MANIFEST).unlink()
+    with open(folder / MANIFEST, "wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(SbkitError, match=r"it has 1\.1 GB, and 67\.1 MB are the most"):
+        Codes(folder)

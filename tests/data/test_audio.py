@@ -337,3 +337,10 @@ def test_real_wavs():
     for wav in sorted((real_data("an4") / "wav").glob("*.wav"))[:10]:
         expected, rate = soundfile.read(wav, dtype="float32")
         assert rate == 16000 and np.array_equal(read_audio(wav), expected)
+
+
+def test_a_pipe_is_no_recording_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.wav")
+    for wav in (tmp_path / "a.wav", f"{tmp_path / 'a.wav'}?offset=0&size=10"):
+        with pytest.raises(AudioError, match="it is not a regular file"):
+            read_audio(str(wav))

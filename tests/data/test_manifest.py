@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import pickle
 import time
 
@@ -177,3 +178,30 @@ def test_two_million_rows_take_seconds(tmp_path):
     assert len(Manifest.read(tmp_path / "m.csv")) == n
     # Two to three seconds each on an idle laptop; loops over rows would take a minute.
     assert written - started < 20 and time.monotonic() - written < 20
+
+
+@pytest.mark.parametrize("header, told", [
+    (",".join(f"c{i}" for i in range(100_000)), "100,000 columns, and no corpus has more than 10,000"),
+    ("x" * (2 << 20), "no header is so long"), ("ID\rwav," + "x" * 10, "not a header"),
+    ("ID,wav," + ",".join("x" * 5000 for _ in range(2)), "is there twice"),
+])
+def test_a_header_of_no_table_is_refused_at_once_and_in_a_short_line(tmp_path, header, told):
+    path = tmp_path / "m.csv"
+    path.write_bytes(header.encode() + b"\na,b\n")
+    began = time.perf_counter()
+    with pytest.raises(SbkitError, match=told) as error:
+        Manifest.read(path)
+    assert time.perf_counter() - began < 5 and len(str(error.value)) < 1000
+
+
+def test_a_row_that_is_both_too_short_and_no_text_is_told(tmp_path):
+    path = tmp_path / "m.csv"
+    path.write_bytes(b"ID,duration,wav,wrd\na,1,b.wav,c\nd,\xff,e.wav\n")
+    with pytest.raises(SbkitError, match=r"line 3, column 'duration': not UTF-8"):
+        Manifest.read(path)
+
+
+def test_a_pipe_is_no_manifest_and_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "m.csv")
+    with pytest.raises(SbkitError, match=r"cannot be read \(it is not a regular file\)"):
+        Manifest.read(tmp_path / "m.csv")

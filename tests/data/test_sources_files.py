@@ -251,3 +251,11 @@ def test_splits_go_by_many_names(tmp_path):
     write(tmp_path / "only" / "x.csv", "ID,wav,wrd\n")
     with pytest.raises(SbkitError, match=r"has no split train, dev or test \(it has x\); name them"):
         Corpus(tmp_path / "only", folder=tmp_path / "m2").prepare(show_progress=False)
+
+
+@pytest.mark.parametrize("broken", ['{"audio":' * 50_000, "[" * 50_000,
+                                    '{"audio": "b.wav", "text": "x", "offset": ' + "9" * 400 + "}"])
+def test_a_line_that_is_too_deep_or_too_large_costs_itself_only(tmp_path, broken):
+    good = '{"audio": "a.wav", "text": "good", "duration": 1}'
+    rows = read(write(tmp_path / "train.jsonl", f"{good}\n{broken}\n{good}\n"))
+    assert list(rows.texts) == ["good", "good"] and [where for where, _ in rows.malformed] == ["train.jsonl line 2"]

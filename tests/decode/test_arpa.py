@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+import struct
+import time
 
 import numpy as np
 import pytest
@@ -215,6 +218,74 @@ def test_a_binary_cut_short_or_of_another_kind(tmp_path):
     path.write_bytes(data.replace(b"version 5", b"version 4"))
     with pytest.raises(SbkitError, match="another version"):
         kenlm_binary.KenLM(path)
+
+
+def test_a_bomb_is_not_unpacked(tmp_path):
+    path = tmp_path / "lm.arpa.gz"
+    path.write_bytes(gzip.compress(b"\\data\\\nngram 1=1\n" + bytes(100 << 20)))
+    with pytest.raises(SbkitError, match=r"unpacks to more than 16\.8 MB, as no text does"):
+        arpa.read(path)
+
+
+@pytest.mark.parametrize("header", ["ngram 1=" + "9" * 5000, "ngram " + "1" * 5000 + "=4",
+                                    "\n".join(f"ngram {i}=1" for i in range(1, 40)), "ngram" + " " * 1_000_000])
+def test_a_header_of_no_model_is_refused_at_once(tmp_path, header):
+    path = tmp_path / "lm.arpa"
+    path.write_text(f"\\data\\\n{header}\n\n\\1-grams:\n-1 a\n\n\\end\\\n")
+    began = time.perf_counter()
+    with pytest.raises(SbkitError, match="section doesn't say how many n-grams"):
+        arpa.read(path)
+    assert time.perf_counter() - began < 5
+
+
+def spoilt_binary(path, at, value):
+    kenlm_binary.write(estimate(), path)
+    data = bytearray(path.read_bytes())
+    data[at:at + len(value)] = value
+    path.write_bytes(data)
+    return kenlm_binary.KenLM(path)
+
+
+@pytest.mark.parametrize("at, value", [(88, b"\0"), (88, b"\1"), (88, b"\xff"), (92, struct.pack("<f", math.nan)),
+                                       (92, struct.pack("<f", math.inf)), (92, struct.pack("<f", 0.5))])
+def test_a_binary_whose_header_no_model_has_is_refused(tmp_path, at, value):
+    with pytest.raises(SbkitError, match="its header says that its order is"):
+        spoilt_binary(tmp_path / "lm.bin", at, value)
+
+
+def test_a_binary_whose_counts_are_larger_than_itself_is_refused(tmp_path):
+    for count in (0, 2**40, 2**63):
+        with pytest.raises(SbkitError, match="is truncated"):
+            spoilt_binary(tmp_path / "lm.bin", 108, struct.pack("<Q", count))
+
+
+def cells_of_the_longest(path):
+    """Where the table of the longest n-grams has its cells: it is the last thing before the words."""
+    model, size = kenlm_binary.KenLM(path), path.stat().st_size
+    end = size - sum(len(word.encode()) + 1 for word in model.words)
+    return range(end - 12 * int(1.5 * model.counts[-1]), end, 12)
+
+
+def test_a_binary_with_a_table_that_has_no_free_slot_is_refused_and_not_searched_for_ever(tmp_path):
+    path = tmp_path / "lm.bin"
+    kenlm_binary.write(estimate(), path)
+    data = bytearray(path.read_bytes())
+    for cell in cells_of_the_longest(path):
+        data[cell:cell + 8] = data[cell:cell + 8] if any(data[cell:cell + 8]) else b"\7" * 8
+    path.write_bytes(data)
+    with pytest.raises(SbkitError, match="is damaged: 10,000 slots of a table are taken in a row"):
+        kenlm_binary.KenLM(path)
+
+
+def test_a_binary_whose_probabilities_are_no_numbers_is_told_when_they_are_used(tmp_path):
+    path = tmp_path / "lm.bin"
+    kenlm_binary.write(estimate(), path)
+    data = bytearray(path.read_bytes())
+    for cell in cells_of_the_longest(path):
+        data[cell + 8:cell + 12] = struct.pack("<f", math.nan)
+    path.write_bytes(data)
+    with pytest.raises(SbkitError, match="is damaged: it has probabilities that are no numbers"):
+        kenlm_binary.KenLM(path).quality(SENTENCES)
 
 
 def test_a_failed_write_leaves_what_was_there(whole, monkeypatch):

@@ -158,8 +158,8 @@ def test_nothing_in_it_tells_where_it_was_made(made):
 
 def test_its_readme_says_which_files_can_run_code(made):
     readme = (made / "README.md").read_text()
-    for part, of in (("### PyTorch", "`.pt2` file is a program"), ("### SpeechBrain", "calls what `hyperparams.yaml`\nnames")):
-        assert of in readme.split(part)[1].split("###")[0]
+    for part, told in (("PyTorch", "`.pt2` file is a program"), ("SpeechBrain", "calls what `hyperparams.yaml`")):
+        assert told in readme.split(f"### {part}")[1].split("###")[0]
 
 
 def test_a_model_whose_batches_leak_runs_one_at_a_time(made, run, tmp_path, monkeypatch, caplog):

@@ -24,18 +24,19 @@ def test_a_configuration_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("changes, expected", [
-    ({"codec": "0F" * 32}, "codec must be a sha256"), ({"codec": None}, "codec must be a sha256"),
-    ({"books": []}, "books is empty"), ({"books": [1000, 0]}, "books must be a list of whole numbers above 0"),
-    ({"books": 1000}, "books must be"), ({"stride": 0}, "stride is 0"), ({"min_frames": 1.5}, "min_frames is 1.5"),
-    ({"context": -1}, "context is -1, but must be a whole number of 0 or more"), ({"context": True}, "context is True"),
+    ({"codec": "0F" * 32}, "codec is .* must be a sha256"), ({"codec": None}, "codec is .* must be a sha256"),
+    ({"books": []}, "books is .* must be a list of 1 to"),
+    ({"books": [1000, 0]}, "books is .* must be a list of 1 to 256, each a whole number from 1"),
+    ({"books": 1000}, "books is 1000"), ({"stride": 0}, "stride is 0"), ({"min_frames": 1.5}, "min_frames is 1.5"),
+    ({"context": -1}, "context is -1, but must be a whole number from 0 to"), ({"context": True}, "context is True"),
     ({"context": ...}, "lacks keys"), ({"decoders": {}}, "decoders must give a file for each of onnx"),
-    ({"decoders": ["decoder.onnx"]}, "decoders must give"),
-    ({"decoders": {"onnx": "../decoder.onnx"}}, "outside of the bundle"),
-    ({"models": ["model.onnx"]}, "models must be an object"),
-    ({"min_frames": 10**9}, "min_frames is 1000000000, but must be 3,000 at most"),
-    ({"min_samples": 10**11}, "min_samples is 100000000000, but must be 960,000 at most"),
-    ({"stride": 10**11}, "stride is 100000000000, but must be 16,000 at most"),
-    ({"context": 10**9}, "context is 1000000000, but must be 3,000 at most"),
+    ({"decoders": ["decoder.onnx"]}, "decoders is .* must be an object"),
+    ({"decoders": {"onnx": "../decoder.onnx"}}, "name of a file in the bundle's folder"),
+    ({"models": ["model.onnx"]}, "models is .* must be an object"),
+    ({"min_frames": 10**9}, "min_frames is 1000000000, but must be a whole number from 1 to 3,000"),
+    ({"min_samples": 10**7}, "min_samples is 10000000, but must be a whole number from 1 to 960,000"),
+    ({"stride": 10**7}, "stride is 10000000, but must be a whole number from 1 to 16,000"),
+    ({"context": 10**9}, "context is 1000000000, but must be a whole number from 0 to 3,000, or null"),
 ])
 def test_what_nothing_can_be_coded_with_is_refused(tmp_path, changes, expected):
     values = {name: value for name, value in (json.loads(codec().to_json()) | changes).items() if value is not ...}

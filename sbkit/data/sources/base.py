@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from sbkit.data.manifest import Column
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown_names
 
 #: Names by which a column is recognised, the likeliest first. A corpus's ``columns`` option precedes them.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -149,7 +149,7 @@ def no_column(where: object, role: str, available: Iterable[str], columns: Mappi
     """The error for a role that no column has."""
     wanted = repr(columns[role]) if role in columns else "any of " + ", ".join(map(repr, ALIASES[role]))
     return SbkitError(
-        f"{where} has no column for the {role}: looked for {wanted} among {', '.join(available) or 'none'}",
+        f"{where} has no column for the {role}: looked for {wanted} among {shown_names(available) or 'none'}",
         hint=f"name it in the corpus's columns, e.g. columns: {{{role}: NAME}}")
 
 

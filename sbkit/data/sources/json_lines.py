@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -14,9 +13,12 @@ from sbkit.data.manifest import Column
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, no_column, unique_ids
 from sbkit.data.sources.files import FileSource
 from sbkit.errors import SbkitError
+from sbkit.system import untrusted
 from sbkit.system.console import progress
 
 _WORTH_A_BAR = 50e6  # bytes
+#: Bytes of a line, and of a file that has to be read as a whole: ten million utterances.
+_MOST_LINE_BYTES, _MOST_BYTES = 1 << 24, 1 << 31
 
 
 class JsonLines(FileSource):
@@ -47,7 +49,7 @@ class JsonLines(FileSource):
                 for role in found:
                     found[role] |= values[role] is not None
                 utterances.append(_utterance(values, item))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 malformed.append((f"{path.name} line {line}", str(error)))
         for role, there in found.items():
             if keys and not there:
@@ -100,14 +102,12 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
         if whole is not None:
             yield from enumerate(whole, 1)
             return
-        with open(path, "rb") as file:  # as bytes, so that a line that isn't UTF-8 affects no others
-            for number, line in enumerate(file, 1):
-                line = _stripped(line)
-                if line:
-                    try:
-                        yield number, json.loads(line)
-                    except ValueError as error:
-                        yield number, ValueError(f"no JSON ({error})")
+        for number, line in enumerate(_lines(path), 1):
+            if line:
+                try:
+                    yield number, untrusted.parse_json(line)
+                except ValueError as error:
+                    yield number, ValueError(f"no JSON ({error})")
     except OSError as error:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
 
@@ -117,20 +117,16 @@ def _whole(path: Path) -> list[Any] | None:
 
     A file counts as JSON lines even if its first line is broken, provided that another line is an utterance.
     """
-    with open(path, "rb") as file:
-        lines = filter(None, map(_stripped, file))
-        first = next(lines, None)
-        if first is None:
-            return []
-        if _is_row(first):
-            return None
+    first = next(filter(None, _lines(path)), None)
+    if first is None:
+        return []
+    if _is_row(first):
+        return None
     try:
-        data = json.loads(_stripped(path.read_bytes()))
+        data = untrusted.parse_json(_stripped(untrusted.read_bytes(path, _MOST_BYTES)))
     except ValueError as error:
-        if first != b"[":  # an array that was cut off, one utterance a line
-            with open(path, "rb") as file:
-                if any(map(_is_row, map(_stripped, file))):
-                    return None
+        if first != b"[" and any(map(_is_row, _lines(path))):  # "[" begins an array that was cut off
+            return None
         what = f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
         raise SbkitError(f"{path}: neither JSON lines nor one JSON text: {what}",
                          hint='expected lines such as {"audio_filepath": "a.wav", "text": "what is said"}') from None
@@ -139,10 +135,16 @@ def _whole(path: Path) -> list[Any] | None:
     return data if isinstance(data, list) else [data]
 
 
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, as bytes, so that one that isn't UTF-8 affects no others; no utterance has a longer one."""
+    with untrusted.open_regular(path) as file:
+        yield from map(_stripped, iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
+
+
 def _is_row(line: bytes) -> bool:
     """Whether a line is an utterance, and not the beginning, or all, of an object of objects."""
     try:
-        item = json.loads(line)
+        item = untrusted.parse_json(line)
     except ValueError:
         return False
     return isinstance(item, dict) and not all(isinstance(value, dict) for value in item.values())

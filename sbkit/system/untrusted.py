@@ -1,0 +1,88 @@
+"""Reading of files that others made: regular ones alone, which end, and no more of them than a bound."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import json
+import os
+import stat
+import zlib
+from typing import Any, BinaryIO
+
+from sbkit.system import disk
+
+#: No text packs better than this: a language model's shrinks to a fifth. Small ones may.
+_MOST_PACKED, _PACKED_ANYHOW = 50, 16 << 20
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file to read bytes; a pipe or a device, which may never end, is an ``OSError`` at once."""
+    handle = open_handle(path)
+    try:
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def open_handle(path: str | os.PathLike[str]) -> int:
+    """Do the same for a file descriptor, which the caller closes; a folder has one too."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe that nobody writes to is waited for
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    return handle
+
+
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
+    """Read a regular file; one of more than ``most`` bytes is an ``OSError`` before anything of it is read."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EINVAL, f"it has {disk.size(size)}, and {disk.size(most)} are the most",
+                          os.fspath(path))
+        return file.read(size)
+
+
+def read_text(path: str | os.PathLike[str], most: int) -> str:
+    """Read a regular file of at most ``most`` bytes as UTF-8."""
+    return read_bytes(path, most).decode("utf-8")
+
+
+def read_json(path: str | os.PathLike[str], most: int) -> Any:
+    """Read JSON from a regular file of at most ``most`` bytes; whatever is wrong is an OSError or a ValueError."""
+    return parse_json(read_text(path, most))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON, of which too deep a nesting is a ValueError like everything else."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def unpack(path: str | os.PathLike[str], most: int) -> bytes:
+    """Read a regular file and unpack it if it is gzip's; more than ``most`` bytes are an ``OSError``.
+
+    So is what is larger than a text can have been, as soon as that is known: a small file may unpack to terabytes.
+    """
+    data = read_bytes(path, most)
+    if data[:2] != b"\x1f\x8b":
+        return data
+    left = min(most, max(_MOST_PACKED * len(data), _PACKED_ANYHOW))
+    parts: list[bytes] = []
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            while part := file.read(1 << 20):
+                left -= len(part)
+                if left < 0:
+                    raise OSError(errno.EINVAL, f"it has {disk.size(len(data))} and unpacks to more than "
+                                  f"{disk.size(sum(len(each) for each in parts))}, as no text does", os.fspath(path))
+                parts.append(part)
+    except zlib.error as error:
+        raise OSError(errno.EINVAL, f"its compressed data is damaged: {error}", os.fspath(path)) from None
+    return b"".join(parts)

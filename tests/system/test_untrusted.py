@@ -1,0 +1,69 @@
+"""Files that others made: what isn't a regular file, or is too large, is an error before it is read."""
+
+import contextlib
+import gzip
+import os
+import threading
+
+import pytest
+
+from sbkit.system import untrusted
+
+
+def test_a_file_is_read_up_to_its_bound(tmp_path):
+    (tmp_path / "a").write_bytes(b"{\"b\": [1]}")
+    assert untrusted.read_bytes(tmp_path / "a", 10) == b'{"b": [1]}' and untrusted.read_json(tmp_path / "a", 10)
+    with pytest.raises(OSError, match="it has 10 bytes, and 9 bytes are the most"):
+        untrusted.read_bytes(tmp_path / "a", 9)
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("pipe", "link"):
+        found = []
+
+        def read(name=name, found=found):
+            with pytest.raises(OSError, match="not a regular file") as error:
+                untrusted.read_bytes(tmp_path / name, 10)
+            found.append(error)
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert found, f"{name} was waited for"
+    with pytest.raises(IsADirectoryError):
+        untrusted.read_bytes(tmp_path, 10)
+
+
+def test_no_file_descriptor_stays_open(tmp_path):
+    (tmp_path / "a").write_bytes(b"a")
+    os.mkfifo(tmp_path / "pipe")
+    before = len(os.listdir("/proc/self/fd"))
+    for path in (tmp_path / "a", tmp_path, tmp_path / "pipe"):
+        for most in (0, 1):
+            with contextlib.suppress(OSError):
+                untrusted.read_bytes(path, most)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{", "1" * 5000, b"\xff"])
+def test_whatever_is_wrong_with_json_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        untrusted.parse_json(text)
+
+
+def test_packed_text_is_unpacked_and_a_bomb_is_not(tmp_path):
+    text = "".join(f"-{i % 97}.25\tword{i}\n" for i in range(100_000)).encode()
+    (tmp_path / "a.gz").write_bytes(gzip.compress(text))
+    assert untrusted.unpack(tmp_path / "a.gz", 1 << 30) == text
+    (tmp_path / "a").write_bytes(text)
+    assert untrusted.unpack(tmp_path / "a", 1 << 30) == text
+    with pytest.raises(OSError, match=r"unpacks to more than 1\.0 MB, as no"):
+        untrusted.unpack(tmp_path / "a.gz", len(text) - 1)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(64 << 20)))
+    with pytest.raises(OSError, match=r"unpacks to more than 16\.8 MB, as no text does"):
+        untrusted.unpack(tmp_path / "bomb.gz", 1 << 40)
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(text)[:-20])
+    with pytest.raises((OSError, EOFError)):
+        untrusted.unpack(tmp_path / "cut.gz", 1 << 30)
