@@ -52,12 +52,12 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
     return read_bytes(path, most).decode("utf-8")
 
 
-def read_json(path: str | os.PathLike[str], most: int) -> Any:
+def read_json(path: str | os.PathLike[str], most: int) -> Any:  # whatever JSON holds
     """Read JSON from a regular file of at most ``most`` bytes; whatever is wrong is an OSError or a ValueError."""
     return parse_json(read_text(path, most))
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:  # whatever JSON holds
     """Parse JSON, of which too deep a nesting is a ValueError like everything else."""
     try:
         return json.loads(text)
