@@ -86,7 +86,7 @@ class LanguageModel(ABC):
             unknown += float(scores[out].sum(dtype=np.float64))
         total = len(flat)
         return Quality(
-            perplexity=math.exp(-known / max(1, total - missing)),
+            perplexity=math.exp(min(700.0, -known / max(1, total - missing))),
             perplexity_with_unknown=math.exp(min(700.0, -(known + unknown) / max(1, total))),
             words=total - len(sentences), unknown=missing, sentences=len(sentences),
         )

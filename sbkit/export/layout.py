@@ -249,10 +249,12 @@ class Config(Bundle):
         _refuse(str(path), "silent_ids", self.silent_ids, Array(Integer(0, self.vocabulary - 1)))
         if self.streaming is not None:
             self.streaming.check(path)
-            parts = {"before": self.streaming.before, "after": self.streaming.after,
-                     "the window of the largest of chunks": self.window(max(self.streaming.chunks))}
-            for name, samples in parts.items():
-                _refuse(f"{path}: streaming", name, samples, Integer(0, MOST_SECONDS * self.sample_rate))
+            most = MOST_SECONDS * self.sample_rate
+            size = self.hop_samples + self.streaming.overlap  # a stream keeps the samples of one feature frame at least
+            for name, samples, bound in (
+                    ("before", self.streaming.before, most), ("after", self.streaming.after, size),
+                    ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), most)):
+                _refuse(f"{path}: streaming", name, samples, Integer(0, bound))
 
 
 @dataclass(kw_only=True)

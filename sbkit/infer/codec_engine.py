@@ -97,7 +97,7 @@ class CodeEngine(CodecEngine):
     def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
         codes, frames = self._compute(*self._padded(parts))
         expected = [-(-len(part) // self.config.stride) for part in parts]
-        if frames.tolist() != expected or codes.ndim != 3 or codes.shape[1] < max(expected):
+        if frames.tolist() != expected or codes.ndim != 3 or len(codes) != len(parts) or codes.shape[1] < max(expected):
             raise SbkitError(f"the codec gave {frames.tolist()} frames where there are {expected}", hint=_AGAIN)
         return [row[:count].copy() for row, count in zip(codes, expected, strict=True)]  # not a view of the batch
 
@@ -120,7 +120,8 @@ class SoundEngine(CodecEngine):
     def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
         signals, lengths = self._compute(*self._padded(parts))
         expected = [len(part) * self.config.stride for part in parts]
-        if lengths.tolist() != expected or signals.ndim != 2 or signals.shape[1] < max(expected):
+        if lengths.tolist() != expected or signals.ndim != 2 or len(signals) != len(parts) \
+                or signals.shape[1] < max(expected):
             raise SbkitError(f"the codec gave {lengths.tolist()} samples where there are {expected}", hint=_AGAIN)
         sounds = [row[:count].clip(-1.0, 1.0) for row, count in zip(signals, expected, strict=True)]
         if not all(np.isfinite(sound).all() for sound in sounds):

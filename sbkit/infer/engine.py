@@ -116,6 +116,9 @@ class Engine(BundleEngine):
     def _apart(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
         """Split the model's output into the first ``count`` rows."""
         log_probs, frames = found
+        if log_probs.ndim != 3 or frames.ndim != 1 or min(len(log_probs), len(frames)) < count:
+            raise SbkitError(f"the model gives {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
+                             hint="export it again")
         if log_probs.shape[2] != len(self.vocabulary):
             raise SbkitError(f"the model gives {log_probs.shape[2]} scores per frame, but there are "
                              f"{len(self.vocabulary)} tokens")

@@ -59,6 +59,11 @@ class StreamBatch:
     def part(self, found: Sequence[np.ndarray], states: Sequence[State]) -> list[np.ndarray]:
         """Return log-probabilities [T, V] of each stream, and change its state to the next."""
         log_probs, counts, *after = found
+        streams = len(states)
+        if log_probs.ndim != 3 or {len(log_probs), *counts.shape} != {streams} \
+                or [each.shape for each in after] != [(streams, *part.shape) for part in states[0]]:
+            raise SbkitError(f"the graph for streams gives {[each.shape for each in found]} for {streams} streams",
+                             hint="export it again")
         self._check(log_probs)
         for row, state in enumerate(states):
             for part, batch in zip(state, after, strict=True):

@@ -105,6 +105,7 @@ def test_what_would_fill_the_memory_or_break_a_program_is_refused_in_a_short_lin
 @pytest.mark.parametrize("changes, expected", [
     ({"before": 2**31}, "streaming: before is 2147483648, but must be a whole number from 0 to"),
     ({"before": 10**6}, "streaming: before is 1000000, but must be a whole number from 0 to 960,000"),
+    ({"after": 401}, "streaming: after is 401, but must be a whole number from 0 to 400"),
     ({"chunks": [8, 2000]}, "window of the largest of chunks is 1280240, but must be a whole number from 0 to 960,000"),
     ({"state": {"keys": {"type": "float32", "shape": [2**13, 2**14]}}}, "state has more than 67,108,864 numbers"),
 ])

@@ -2,6 +2,7 @@
 
 import json
 
+import bundles
 import numpy as np
 import onnx
 import pytest
@@ -86,3 +87,25 @@ def test_a_graph_that_says_nothing_has_to_speak_the_last_symbol_and_voice(tmp_pa
 def test_a_line_that_no_voice_can_speak_is_refused_before_anything_runs(voice, line, told):
     with pytest.raises(ValueError, match=told):
         voice.engine.submit([Line(np.array([2, 3])), line])
+
+
+@pytest.mark.parametrize("make, at, told", [
+    (voices.make, (0,), "the voice gave"), (toy_codec.make, (0,), "the codec gave"),
+    (toy_codec.make, (1,), "codec gave"), (bundles.make, (0,), "the model gives"),
+])
+def test_a_graph_that_gives_fewer_rows_than_it_was_given_is_refused(tmp_path, make, at, told):
+    """Its outputs are cut behind what the graph computes."""
+    bundle = make(tmp_path / "b")
+    path = sorted(bundle.glob("*.onnx"), key=lambda file: file.name, reverse=True)[-1 if at == (1,) else 0]
+    model = onnx.load(path)
+    output = model.graph.output[0].name
+    for node in model.graph.node:
+        node.output[:] = ["uncut" if name == output else name for name in node.output]
+    for name, value in (("cut_0", [0]), ("cut_axis", [0])):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(value, np.int64), name))
+    model.graph.node.append(onnx.helper.make_node("Slice", ["uncut", "cut_0", "cut_0", "cut_axis"], [output]))
+    path.write_bytes(model.SerializeToString())
+    values = json.loads((bundle / layout.CONFIG).read_text()) | {"files": {}}
+    (bundle / layout.CONFIG).write_text(json.dumps(values))
+    with pytest.raises(SbkitError, match=told):
+        opened(bundle)
