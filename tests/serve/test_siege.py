@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 import httpx
 import pytest
@@ -179,8 +180,8 @@ def test_while_one_address_does_all_that_it_can_another_has_right_answers_soon(b
                                      files={"file": ("a", serving.wav("a right answer"))})
                 took.append(time.monotonic() - began)
                 assert answer.status_code == 200 and answer.json()["text"] == "a right answer", answer.text
-        print(f"{len(took)} answers within {max(took):.1f} s at most")
-        assert max(took) < 20 and len(took) > 3
+        print(f"{len(took)} answers, after {median(took):.2f} s in the middle and {max(took):.2f} s at most")
+        assert median(took) < 5 and len(took) > 3  # the longest is up to what else this machine does
         assert memory(process) < before + 300 and not any("Traceback" in each for each in lines), lines[:50]
     finally:
         over.set()
