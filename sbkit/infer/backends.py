@@ -99,9 +99,10 @@ class Torch:
         refuse_pickles(path)
         import torch
 
-        from sbkit.nn import attention_kernel
+        from sbkit.nn import attention_kernel, tf32
 
         attention_kernel.leave_cudnn()
+        tf32.allow_tf32(False)  # as for ONNX Runtime
         # torch 2.11 crashes in a later backward, of whichever thread, if a program is loaded by one that ends and no
         # gradient was computed there before.
         torch.ones(1, requires_grad=True).sum().backward()

@@ -21,6 +21,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast.norm import flatten_norms
+from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe import learning
 from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import Parts
@@ -96,6 +97,7 @@ class Brain(sb.core.Brain):
         if self.profiler is not None:
             self.profiler = profiler(self.profile_warmup, self.profile_steps, self.hparams.output_folder)
         self.keys = type(self).Keys.read(vars(self.hparams))
+        allow_tf32(self.keys.tf32)
         # Features have no weights, so they aren't among the modules.
         beside = (value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module))
         for module in (self.modules, *beside):

@@ -423,6 +423,7 @@ CASES = {
     "output_folder": (None, From(lambda made: str(made.folder)), lambda made: made.brain().metrics_log is None),
     "seed": (1, 2, weights),
     "accelerate": (False, True, layers),
+    "tf32": (False, True, lambda made: made.brain() and torch.get_float32_matmul_precision()),
     "ema": (None, AVERAGED["ema"], lambda made: made.brain().averages_weights),
     "fsdp": (None, True, wrapped, AVERAGED),
     "activation_checkpointing": (None, "ConformerEncoderLayer", layers),

@@ -13,6 +13,7 @@ from torch.nn import functional
 from sbkit.nn.chunks import Chunks, Seen, seen_in_chunks
 from sbkit.nn.lengths import LengthRule, N, feature_frames, lengths_to_mask, takes_lengths
 from sbkit.nn.streaming.layers import in_turn
+from sbkit.nn.tf32 import without_tf32
 
 # Zero frames appended to every utterance before the convolutions, more than their kernels reach, so that the last
 # frames of an utterance are the same alone and in a batch.
@@ -106,7 +107,8 @@ class Recognizer:
             keep = lengths_to_mask(samples, signals.shape[1])
             return signals.masked_fill(~keep, 0.0).repeat(views, 1), samples.repeat(views)
         given = (signals, samples) if self.features_take_lengths else (signals,)
-        feats = _by_rows(self.compute_features, FRAMES_AT_ONCE * self.hop_samples, *given)
+        with without_tf32():
+            feats = _by_rows(self.compute_features, FRAMES_AT_ONCE * self.hop_samples, *given)
         frames = self._feature_frames(samples)
         if self.normalize is not None:
             # Half a frame less, since rounding a relative length times T in fp32 may otherwise add a frame.

@@ -1,0 +1,46 @@
+"""fp32 is fp32, unless a recipe asks for TF32, and for features always."""
+
+import bundles
+import pytest
+import torch
+from toys import brain
+
+from sbkit.infer.engine import Engine
+from sbkit.nn.tf32 import allow_tf32
+from sbkit.tasks.ctc.recognizer import Recognizer
+
+
+def allowed():
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.fixture(autouse=True)
+def as_speechbrain_has_it():
+    before = allowed()
+    allow_tf32(True)
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("asked, found", [({}, False), ({"tf32": False}, False), ({"tf32": True}, True)])
+def test_a_training_rounds_only_where_its_recipe_asks(asked, found):
+    brain(hparams=asked)
+    assert allowed() == (found, found)
+
+
+def test_a_bundles_program_is_exact(tmp_path):
+    with Engine(bundles.make(tmp_path / "bundle", torch_too=True), model="torch", device="cpu"):
+        assert allowed() == (False, False)
+
+
+class Features(torch.nn.Module):
+    def forward(self, signals):
+        self.allowed = allowed()
+        return signals.unfold(1, 400, 160)
+
+
+def test_features_are_exact_where_the_rest_rounds():
+    features = Features()
+    recognizer = Recognizer(features, torch.nn.Identity(), torch.nn.Identity(), n_features=400)
+    recognizer.features(torch.ones(2, 16000), torch.tensor([16000, 8000]))
+    assert features.allowed == (False, False) and allowed() == (True, True)
