@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,12 @@ def stand_in(*, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: An
     )
 
 
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of all copies to a device: memory that the allocator keeps for a stream serves no other."""
+    return torch.cuda.Stream(device)
+
+
 class DevicePrefetcher:
     """Iterates over batches on ``device``, and copies the next one while the current one is computed.
 
@@ -122,7 +129,7 @@ class DevicePrefetcher:
             for batch in self.batches:
                 yield batch.to(self.device)
             return
-        stream = torch.cuda.Stream(self.device)
+        stream = _copies(self.device)
         current = None
         for batch in self.batches:
             with torch.cuda.stream(stream):

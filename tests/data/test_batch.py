@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +76,36 @@ def test_the_prefetcher_hands_on_every_batch_in_order_on_a_cpu():
     moved = list(DevicePrefetcher(batches, "cpu"))
     assert [it.step for it in moved] == [0, 1, 2, 3, 4]
     assert all(torch.equal(a.signals, b.signals) for a, b in zip(batches, moved, strict=True))
+
+
+def test_all_epochs_copy_on_one_stream(monkeypatch):
+    made = []
+
+    class Stream:
+        def __init__(self, device):
+            made.append(device)
+
+        def record_event(self):
+            return None
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+    monkeypatch.setattr(Batch, "to", lambda self, device: self)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    epochs = [list(DevicePrefetcher([batch(step=i) for i in range(3)], "cuda:7")) for _ in range(3)]
+    assert [[each.step for each in epoch] for epoch in epochs] == [[0, 1, 2]] * 3
+    assert made == [torch.device("cuda:7")]
+
+
+@pytest.mark.gpu
+def test_epochs_hold_no_more_memory_than_one():
+    held = []
+    for _ in range(8):
+        for _ in DevicePrefetcher([batch().pin_memory() for _ in range(4)], "cuda"):
+            pass
+        held.append(torch.cuda.memory_reserved())
+    assert held[-1] == held[0]
 
 
 @pytest.mark.gpu(values=True)
