@@ -468,7 +468,9 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
     steps = 0
 
     def limit(brain: Brain, batch: MicroBatch, *args: object, **kwargs: object) -> None:
-        if diary.stage == "steps" and not steps and length(batch) > 1:
+        if diary.stage == "a batch that doesn't fit" and torch.cuda.memory_stats(device)["num_ooms"]:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)  # its parts fit
+        elif diary.stage == "steps" and not steps and length(batch) > 1:
             diary.enter("a batch that doesn't fit")
             share = min(1.0, getattr(batch, "padded_seconds", figures["batch_seconds"]) / figures["batch_seconds"])
             trained = sum(p.numel() * p.element_size() for p in brain.modules.parameters() if p.requires_grad)
