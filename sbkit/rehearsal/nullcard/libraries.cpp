@@ -23,11 +23,12 @@ EXPORT int cudnnGetRNNTempSpaceSizes(void*, void*, int, void*, size_t* work, siz
   return 0;
 }
 EXPORT int cudnnBackendCreateDescriptor(int, void** made) { return create(made); }
-// A plan has one engine, which takes no workspace: one descriptor where some are asked for, and zeros.
+// A plan has one engine, without workspace and shared memory: one descriptor where some are asked for, and zeros.
 EXPORT int cudnnBackendGetAttribute(void*, int, int type, int64_t asked, int64_t* count, void* values) {
-  constexpr int kInt64 = 3, kDescriptor = 15;
-  if (count) *count = type == kDescriptor || type == kInt64;
-  if (type == kInt64 && values && asked > 0) *static_cast<int64_t*>(values) = 0;
+  constexpr int kInt64 = 3, kDescriptor = 15, kInt32 = 23;
+  size_t bytes = type == kInt64 ? 8 : type == kInt32 ? 4 : 0;
+  if (count) *count = bytes || type == kDescriptor;
+  if (values && asked > 0) memset(values, 0, bytes);
   return 0;
 }
 

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr size_t kSmall = 1 << 16;  // bytes of each rank
-struct Rank { std::atomic<uint64_t> calls, given, taken; char data[kSmall]; };
+struct Rank { std::atomic<uint64_t> calls, given, taken; char latest[64], data[kSmall]; };
 const char* const kTypes[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"};
 const size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 const char* const kOperations[] = {"sum", "prod", "max", "min", "avg"};
@@ -27,7 +27,6 @@ struct card::Communicator {
   int rank, size;
   Rank* ranks;
   uint64_t calls = 0, exchanges = 0, splits = 0;
-  std::string latest;  // what this rank called last
   bool failed = false;
   std::atomic<bool> aborted{false};
 };
@@ -50,8 +49,8 @@ bool wait_for(Communicator* c, const std::function<bool(Rank&)>& holds) {
     if (std::chrono::steady_clock::now() > end) {
       std::string late;
       for (int i = 0; i < c->size; i++)
-        if (!holds(c->ranks[i])) late += (late.empty() ? "" : ", ") + std::to_string(i) + " (" + std::to_string(c->ranks[i].calls) + " calls)";
-      if (!c->failed) card::error("rank %d of %d waits in its call %lu of NCCL, %s, for rank %s, which did not come in %d seconds", c->rank, c->size, c->calls, c->latest.c_str(), late.c_str(), card::settings().patience);
+        if (!holds(c->ranks[i])) late += (late.empty() ? "" : ", ") + std::to_string(i) + " (" + std::to_string(c->ranks[i].calls) + " calls, the latest " + c->ranks[i].latest + ")";
+      if (!c->failed) card::error("rank %d of %d waits in its call %lu of NCCL, %s, for rank %s, which did not come in %d seconds", c->rank, c->size, c->calls, c->ranks[c->rank].latest, late.c_str(), card::settings().patience);
       c->failed = true;
       return false;
     }
@@ -92,8 +91,7 @@ int called(const char* kind, size_t count, int type, const char* operation, Comm
   char text[256];
   card::launch_library(kind);
   if (by_all) c->ranks[c->rank].calls = ++c->calls;
-  snprintf(text, sizeof text, "%s of %zu %s", kind, count, kTypes[type]);
-  c->latest = text;
+  snprintf(c->ranks[c->rank].latest, sizeof Rank::latest, "%s of %zu %s", kind, count, kTypes[type]);
   snprintf(text, sizeof text, "{\"collective\": \"%s\", \"count\": %zu, \"dtype\": \"%s\", \"operation\": \"%s\", \"communicator\": \"%s\", \"size\": %d, \"order\": %lu}",
            kind, count, kTypes[type], operation, c->name.c_str(), c->size, by_all ? c->calls : 0);
   card::write_log(text);

@@ -13,7 +13,6 @@
 #include <unordered_map>
 #include <utility>
 #include <cxxabi.h>
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -271,7 +270,13 @@ void error(const char* format, ...) {
 
 void name_kernel(const void* kernel, const char* name) { Guard guard(lock); names[kernel] = name; }
 
-void launch_library(const char* name) { launches++; Guard guard(lock); library_counts[name]++; }
+void launch_library(const char* name) {
+  Guard guard(lock);
+  library_counts[name]++;
+  for (auto& capture : open_captures)
+    if (capture->thread == std::this_thread::get_id()) { capture->graph->kernels++; return; }
+  launches++;
+}
 
 cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
   Guard guard(lock);
@@ -356,12 +361,8 @@ EXPORT cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSIO
 EXPORT cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 EXPORT cudaError_t cudaGetLastError() { return std::exchange(last, cudaSuccess); }
 EXPORT cudaError_t cudaPeekAtLastError() { return last; }
-static const char* real_text(const char* function, cudaError_t code) {  // the real runtime knows it without a driver
-  auto real = reinterpret_cast<const char* (*)(cudaError_t)>(dlsym(RTLD_NEXT, function));
-  return real ? real(code) : "CUDA error";
-}
-EXPORT const char* cudaGetErrorString(cudaError_t code) { return real_text("cudaGetErrorString", code); }
-EXPORT const char* cudaGetErrorName(cudaError_t code) { return real_text("cudaGetErrorName", code); }
+EXPORT const char* cudaGetErrorString(cudaError_t code) { return card::error_text(code); }
+EXPORT const char* cudaGetErrorName(cudaError_t code) { return card::error_text(code); }
 EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr number, int device) {
   *value = card::attribute(number, device);
   return cudaSuccess;
