@@ -3,28 +3,29 @@
 #include "card.h"
 #include <cstdlib>
 #include <cstring>
+#define API EXPORT int
 
 static int create(void** made) { *made = calloc(1, 512); return 0; }
 
-EXPORT int cublasGetMathMode(void*, int* mode) { *mode = 0; return 0; }
-EXPORT int cublasGetPointerMode_v2(void*, int* mode) { *mode = 0; return 0; }
-EXPORT int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* found) {
+API cublasGetMathMode(void*, int* mode) { *mode = 0; return 0; }
+API cublasGetPointerMode_v2(void*, int* mode) { *mode = 0; return 0; }
+API cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, void* results, int* found) {
   memset(results, 0, 8 * sizeof(uint64_t) + sizeof(size_t) + 6 * sizeof(int));  // cublasLtMatmulHeuristicResult_t
   *found = 1;
   return 0;
 }
 
-EXPORT int cudnnGetStream(void*, cudaStream_t* stream) { *stream = nullptr; return 0; }
-EXPORT int cudnnDropoutGetStatesSize(void*, size_t* bytes) { *bytes = 1 << 20; return 0; }
-EXPORT int cudnnGetRNNWeightSpaceSize(void*, void*, size_t* bytes) { *bytes = 1 << 20; return 0; }
-EXPORT int cudnnGetRNNTempSpaceSizes(void*, void*, int, void*, size_t* work, size_t* reserve) {
+API cudnnGetStream(void*, cudaStream_t* stream) { *stream = nullptr; return 0; }
+API cudnnDropoutGetStatesSize(void*, size_t* bytes) { *bytes = 1 << 20; return 0; }
+API cudnnGetRNNWeightSpaceSize(void*, void*, size_t* bytes) { *bytes = 1 << 20; return 0; }
+API cudnnGetRNNTempSpaceSizes(void*, void*, int, void*, size_t* work, size_t* reserve) {
   if (work) *work = 1 << 20;
   if (reserve) *reserve = 1 << 20;
   return 0;
 }
-EXPORT int cudnnBackendCreateDescriptor(int, void** made) { return create(made); }
+API cudnnBackendCreateDescriptor(int, void** made) { return create(made); }
 // A plan has one engine, without workspace and shared memory: one descriptor where some are asked for, and zeros.
-EXPORT int cudnnBackendGetAttribute(void*, int, int type, int64_t asked, int64_t* count, void* values) {
+API cudnnBackendGetAttribute(void*, int, int type, int64_t asked, int64_t* count, void* values) {
   constexpr int kInt64 = 3, kDescriptor = 15, kInt32 = 23;
   size_t bytes = type == kInt64 ? 8 : type == kInt32 ? 4 : 0;
   if (count) *count = bytes || type == kDescriptor;
@@ -32,5 +33,9 @@ EXPORT int cudnnBackendGetAttribute(void*, int, int type, int64_t asked, int64_t
   return 0;
 }
 
-EXPORT int cufftCreate(int* plan) { *plan = 1; return 0; }
-EXPORT int cufftXtMakePlanMany(int, int, long long*, long long*, long long, long long, int, long long*, long long, long long, int, long long, size_t* bytes, int) { *bytes = 0; return 0; }
+API cufftCreate(int* plan) { *plan = 1; return 0; }
+API cufftXtMakePlanMany(int, int, long long*, long long*, long long, long long, int, long long*, long long, long long,
+    int, long long, size_t* bytes, int) {
+  *bytes = 0;
+  return 0;
+}

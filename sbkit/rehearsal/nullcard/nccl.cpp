@@ -11,12 +11,14 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <unistd.h>
+#define API EXPORT int
 
 namespace {
 
 constexpr size_t kSmall = 1 << 16;  // bytes of each rank
 struct Rank { std::atomic<uint64_t> calls, given, taken; char latest[64], data[kSmall]; };
-const char* const kTypes[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"};
+const char* const kTypes[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64",
+                              "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"};
 const size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 const char* const kOperations[] = {"sum", "prod", "max", "min", "avg"};
 
@@ -48,9 +50,15 @@ bool wait_for(Communicator* c, const std::function<bool(Rank&)>& holds) {
   while (!c->aborted && !all(c, holds)) {
     if (std::chrono::steady_clock::now() > end) {
       std::string late;
-      for (int i = 0; i < c->size; i++)
-        if (!holds(c->ranks[i])) late += (late.empty() ? "" : ", ") + std::to_string(i) + " (" + std::to_string(c->ranks[i].calls) + " calls, the latest " + c->ranks[i].latest + ")";
-      if (!c->failed) card::error("rank %d of %d waits in its call %lu of NCCL, %s, for rank %s, which did not come in %d seconds", c->rank, c->size, c->calls, c->ranks[c->rank].latest, late.c_str(), card::settings().patience);
+      for (int i = 0; i < c->size; i++) {
+        Rank& other = c->ranks[i];
+        if (holds(other)) continue;
+        late += (late.empty() ? "" : ", ") + std::to_string(i) + " (" + std::to_string(other.calls) + " calls";
+        late += other.calls ? std::string(", the latest ") + other.latest + ")" : ")";
+      }
+      if (!c->failed)
+        card::error("rank %d of %d waits in its call %lu of NCCL, %s, for rank %s, which did not come in %d seconds",
+                    c->rank, c->size, c->calls, c->ranks[c->rank].latest, late.c_str(), card::settings().patience);
       c->failed = true;
       return false;
     }
@@ -87,13 +95,15 @@ bool take(Communicator* c, int from, void* data, size_t bytes) {
 }
 void done(Communicator* c) { c->ranks[c->rank].taken = c->exchanges; }
 
-int called(const char* kind, size_t count, int type, const char* operation, Communicator* c, cudaStream_t stream, bool by_all = true) {
-  char text[256];
+int called(const char* kind, size_t count, int type, const char* operation, Communicator* c, cudaStream_t stream,
+           bool by_all = true) {
+  char text[320];
   card::launch_library(kind);
-  if (by_all) c->ranks[c->rank].calls = ++c->calls;
   snprintf(c->ranks[c->rank].latest, sizeof Rank::latest, "%s of %zu %s", kind, count, kTypes[type]);
-  snprintf(text, sizeof text, "{\"collective\": \"%s\", \"count\": %zu, \"dtype\": \"%s\", \"operation\": \"%s\", \"communicator\": \"%s\", \"size\": %d, \"order\": %lu}",
-           kind, count, kTypes[type], operation, c->name.c_str(), c->size, by_all ? c->calls : 0);
+  if (by_all) c->ranks[c->rank].calls = ++c->calls;
+  snprintf(text, sizeof text, R"({"collective": "%s", "count": %zu, "dtype": "%s", "operation": "%s", )"
+           R"("communicator": "%s", "size": %d, "order": %lu})", kind, count, kTypes[type], operation, c->name.c_str(),
+           c->size, by_all ? c->calls : 0);
   card::write_log(text);
   if (by_all) card::wait_on(stream, {c, c->calls});
   return 0;
@@ -123,16 +133,20 @@ cudaError_t settle(Waits& waits) {
 
 }  // namespace card
 
-EXPORT int ncclGetUniqueId(Id* id) { return getrandom(id->bytes, sizeof id->bytes, 0) < 0; }
-EXPORT int ncclCommInitRank(Communicator** made, int size, Id id, int rank) {
+API ncclGetUniqueId(Id* id) { return getrandom(id->bytes, sizeof id->bytes, 0) < 0; }
+API ncclCommInitRank(Communicator** made, int size, Id id, int rank) {
   char name[17];
   for (int i = 0; i < 8; i++) snprintf(name + 2 * i, 3, "%02x", static_cast<unsigned char>(id.bytes[i]));
   *made = join(name, size, rank);
   return *made ? 0 : 2;
 }
-EXPORT int ncclCommInitRankConfig(Communicator** made, int size, Id id, int rank, void*) { return ncclCommInitRank(made, size, id, rank); }
-EXPORT int ncclCommInitRankScalable(Communicator** made, int size, int rank, int, Id* ids, void*) { return ncclCommInitRank(made, size, ids[0], rank); }
-EXPORT int ncclCommSplit(Communicator* c, int color, int key, Communicator** made, void*) {
+API ncclCommInitRankConfig(Communicator** made, int size, Id id, int rank, void*) {
+  return ncclCommInitRank(made, size, id, rank);
+}
+API ncclCommInitRankScalable(Communicator** made, int size, int rank, int, Id* ids, void*) {
+  return ncclCommInitRank(made, size, ids[0], rank);
+}
+API ncclCommSplit(Communicator* c, int color, int key, Communicator** made, void*) {
   struct Choice { int color, key; } own{color, key}, other;
   int rank = 0, size = 0;
   if (!give(c, &own, sizeof own)) return 2;
@@ -143,28 +157,40 @@ EXPORT int ncclCommSplit(Communicator* c, int color, int key, Communicator** mad
     rank += other.key < key || (other.key == key && i < c->rank);
   }
   done(c);
-  *made = color < 0 ? nullptr : join(c->name + "-" + std::to_string(++c->splits) + "." + std::to_string(color), size, rank);
+  std::string name = c->name + "-" + std::to_string(++c->splits) + "." + std::to_string(color);
+  *made = color < 0 ? nullptr : join(name, size, rank);
   return color < 0 || *made ? 0 : 2;
 }
-EXPORT int ncclCommCount(Communicator* c, int* count) { *count = c->size; return 0; }
-EXPORT int ncclCommUserRank(Communicator* c, int* rank) { *rank = c->rank; return 0; }
-EXPORT int ncclCommGetAsyncError(Communicator* c, int* error) { *error = c->failed ? 6 : 0; return 0; }
-EXPORT int ncclCommAbort(Communicator* c) { c->aborted = true; return 0; }
+API ncclCommCount(Communicator* c, int* count) { *count = c->size; return 0; }
+API ncclCommUserRank(Communicator* c, int* rank) { *rank = c->rank; return 0; }
+API ncclCommGetAsyncError(Communicator* c, int* error) { *error = c->failed ? 6 : 0; return 0; }
+API ncclCommAbort(Communicator* c) { c->aborted = true; return 0; }
 EXPORT const char* ncclGetLastError(Communicator*) { return ""; }
-EXPORT int ncclMemAlloc(void** address, size_t bytes) { return cudaMalloc(address, bytes); }
-EXPORT int ncclMemFree(void* address) { return cudaFree(address); }
-EXPORT int ncclRedOpCreatePreMulSum(int* operation, void*, int, int, Communicator*) { *operation = 5; return 0; }
+API ncclMemAlloc(void** address, size_t bytes) { return cudaMalloc(address, bytes); }
+API ncclMemFree(void* address) { return cudaFree(address); }
+API ncclRedOpCreatePreMulSum(int* operation, void*, int, int, Communicator*) { *operation = 5; return 0; }
 
-EXPORT int ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* c, cudaStream_t stream) {
+API ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* c,
+    cudaStream_t stream) {
   called("all_reduce", count, type, named(operation), c, stream);
   return from == to ? 0 : cudaMemcpyAsync(to, from, count * kBytes[type], cudaMemcpyDeviceToDevice, stream);
 }
-EXPORT int ncclReduce(const void*, void*, size_t count, int type, int operation, int, Communicator* c, cudaStream_t stream) { return called("reduce", count, type, named(operation), c, stream); }
-EXPORT int ncclReduceScatter(const void*, void*, size_t count, int type, int operation, Communicator* c, cudaStream_t stream) { return called("reduce_scatter", count, type, named(operation), c, stream); }
-EXPORT int ncclAlltoAll(const void*, void*, size_t count, int type, Communicator* c, cudaStream_t stream) { return called("all_to_all", count, type, "", c, stream); }
-EXPORT int ncclSend(const void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) { return called("send", count, type, "", c, stream, false); }
-EXPORT int ncclRecv(void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) { return called("recv", count, type, "", c, stream, false); }
-EXPORT int ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* c, cudaStream_t stream) {
+API ncclReduce(const void*, void*, size_t count, int type, int operation, int, Communicator* c, cudaStream_t stream) {
+  return called("reduce", count, type, named(operation), c, stream);
+}
+API ncclReduceScatter(const void*, void*, size_t count, int type, int operation, Communicator* c, cudaStream_t stream) {
+  return called("reduce_scatter", count, type, named(operation), c, stream);
+}
+API ncclAlltoAll(const void*, void*, size_t count, int type, Communicator* c, cudaStream_t stream) {
+  return called("all_to_all", count, type, "", c, stream);
+}
+API ncclSend(const void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) {
+  return called("send", count, type, "", c, stream, false);
+}
+API ncclRecv(void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) {
+  return called("recv", count, type, "", c, stream, false);
+}
+API ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* c, cudaStream_t stream) {
   size_t bytes = count * kBytes[type];
   called("all_gather", count, type, "", c, stream);
   if (bytes > kSmall) return 0;
@@ -174,7 +200,7 @@ EXPORT int ncclAllGather(const void* from, void* to, size_t count, int type, Com
   done(c);
   return 0;
 }
-EXPORT int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* c, cudaStream_t stream) {
+API ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* c, cudaStream_t stream) {
   size_t bytes = count * kBytes[type];
   called("broadcast", count, type, "", c, stream);
   if (bytes > kSmall) return 0;
@@ -183,4 +209,6 @@ EXPORT int ncclBroadcast(const void* from, void* to, size_t count, int type, int
   done(c);
   return 0;
 }
-EXPORT int ncclBcast(void* data, size_t count, int type, int root, Communicator* c, cudaStream_t stream) { return ncclBroadcast(data, data, count, type, root, c, stream); }
+API ncclBcast(void* data, size_t count, int type, int root, Communicator* c, cudaStream_t stream) {
+  return ncclBroadcast(data, data, count, type, root, c, stream);
+}

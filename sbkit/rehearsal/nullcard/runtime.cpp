@@ -18,6 +18,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
+#define API EXPORT cudaError_t
 
 using Guard = std::lock_guard<std::recursive_mutex>;
 
@@ -32,7 +33,10 @@ const char* variable(const char* name, const char* otherwise) {
   const char* value = getenv(name);
   return value && *value ? value : otherwise;
 }
-size_t number(const char* name, size_t otherwise) { return strtoull(variable(name, std::to_string(otherwise).c_str()), nullptr, 10); }
+size_t number(const char* name, size_t otherwise) {
+  const char* value = variable(name, "");
+  return *value ? strtoull(value, nullptr, 10) : otherwise;
+}
 
 int visible(int count) {
   const char* listed = getenv("CUDA_VISIBLE_DEVICES");
@@ -47,7 +51,13 @@ std::map<uintptr_t, Region> regions;
 size_t used[kMost];
 
 struct Graph { std::vector<std::function<void()>> copies; uint64_t kernels = 0; };
-struct Capture { uint64_t id; cudaStreamCaptureMode mode; std::thread::id thread; Graph* graph; bool open = true, broken = false; };
+struct Capture {
+  uint64_t id;
+  cudaStreamCaptureMode mode;
+  std::thread::id thread;
+  Graph* graph;
+  bool open = true, broken = false;
+};
 struct Stream { int device = 0, priority = 0; std::shared_ptr<Capture> capture; card::Waits waits; };
 struct Event { std::chrono::steady_clock::time_point at; std::shared_ptr<Capture> capture; card::Waits waits; };
 Stream defaults[kMost];
@@ -91,8 +101,9 @@ bool forbidden(const char* what) {
   Guard guard(card::lock);
   for (auto& capture : open_captures) {
     bool own = capture->thread == std::this_thread::get_id();
-    bool global = capture->mode == cudaStreamCaptureModeGlobal && capture_mode == cudaStreamCaptureModeGlobal;
-    if (capture_mode == cudaStreamCaptureModeRelaxed || !(own ? capture->mode != cudaStreamCaptureModeRelaxed : global)) continue;
+    bool strict = own ? capture->mode != cudaStreamCaptureModeRelaxed
+                      : capture->mode == cudaStreamCaptureModeGlobal && capture_mode == cudaStreamCaptureModeGlobal;
+    if (!strict || capture_mode == cudaStreamCaptureModeRelaxed) continue;
     capture->broken = true;
     card::error("%s while a CUDA graph is captured", what);
     return true;
@@ -141,7 +152,8 @@ void move(void* to, const void* from, size_t bytes) {
   memmove(to, from, bytes);
 }
 void fill(void* to, int value, size_t bytes) {
-  uintptr_t page = 4095, begin = (reinterpret_cast<uintptr_t>(to) + page) & ~page, end = (reinterpret_cast<uintptr_t>(to) + bytes) & ~page;
+  auto begin = (reinterpret_cast<uintptr_t>(to) + 4095) & ~4095ul;
+  auto end = (reinterpret_cast<uintptr_t>(to) + bytes) & ~4095ul;
   if (bytes <= kCopied) memset(to, value, bytes);
   else if (!value) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);  // zeros that take no memory
 }
@@ -219,7 +231,8 @@ int attribute(int number, int device) {
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: return card.shared_memory;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return card.shared_memory + 1024;
     case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
-    case cudaDevAttrTotalConstantMemory: case cudaDevAttrMaxRegistersPerBlock: case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
+    case cudaDevAttrTotalConstantMemory: case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
     case cudaDevAttrWarpSize: return 32;
     case cudaDevAttrMultiProcessorCount: return card.multiprocessors;
     case cudaDevAttrMaxThreadsPerMultiProcessor: return card.threads;
@@ -230,12 +243,9 @@ int attribute(int number, int device) {
     case cudaDevAttrClockRate: return 1500000;
     case cudaDevAttrMemoryClockRate: return 2000000;
     case cudaDevAttrGlobalMemoryBusWidth: return 5120;
-    case cudaDevAttrTextureAlignment: return 512;
     case cudaDevAttrPciBusId: return 16 + device;
-    case cudaDevAttrAsyncEngineCount: return 3;
     case cudaDevAttrUnifiedAddressing: case cudaDevAttrConcurrentKernels: case cudaDevAttrCooperativeLaunch:
-    case cudaDevAttrMemoryPoolsSupported: case cudaDevAttrStreamPrioritiesSupported: case cudaDevAttrHostRegisterSupported:
-    case cudaDevAttrEccEnabled: case cudaDevAttrManagedMemory: case cudaDevAttrCanUseHostPointerForRegisteredMem: return 1;
+    case cudaDevAttrStreamPrioritiesSupported: return 1;
     default: return 0;
   }
 }
@@ -318,6 +328,7 @@ int blocks_per_multiprocessor(int threads, size_t shared) {
 void wait_on(cudaStream_t stream, Wait wait) {
   Guard guard(lock);
   of(stream)->waits.push_back(wait);
+  over(everything);
   everything.push_back(wait);
 }
 
@@ -342,32 +353,32 @@ EXPORT void sbkit_card_kernels(void (*visit)(const char*, uint64_t)) {
 
 // ---- devices
 
-EXPORT cudaError_t cudaGetDeviceCount(int* count) {
+API cudaGetDeviceCount(int* count) {
   if (forked) return said(cudaErrorInitializationError);
   started = true;
   *count = card::settings().count;
   return *count ? cudaSuccess : said(cudaErrorNoDevice);
 }
-EXPORT cudaError_t cudaSetDevice(int device) {
+API cudaSetDevice(int device) {
   if (forked) return said(cudaErrorInitializationError);
   if (device < 0 || device >= card::settings().count) return said(cudaErrorInvalidDevice);
   started = true;
   current = device;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGetDevice(int* device) { *device = current; return cudaSuccess; }
-EXPORT cudaError_t cudaDeviceSynchronize() { return synchronise(everything, "cudaDeviceSynchronize"); }
-EXPORT cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
-EXPORT cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
-EXPORT cudaError_t cudaGetLastError() { return std::exchange(last, cudaSuccess); }
-EXPORT cudaError_t cudaPeekAtLastError() { return last; }
+API cudaGetDevice(int* device) { *device = current; return cudaSuccess; }
+API cudaDeviceSynchronize() { return synchronise(everything, "cudaDeviceSynchronize"); }
+API cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
+API cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
+API cudaGetLastError() { return std::exchange(last, cudaSuccess); }
+API cudaPeekAtLastError() { return last; }
 EXPORT const char* cudaGetErrorString(cudaError_t code) { return card::error_text(code); }
 EXPORT const char* cudaGetErrorName(cudaError_t code) { return card::error_text(code); }
-EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr number, int device) {
+API cudaDeviceGetAttribute(int* value, cudaDeviceAttr number, int device) {
   *value = card::attribute(number, device);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
+API cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   const card::Settings& card = card::settings();
   auto get = [&](cudaDeviceAttr number) { return card::attribute(number, device); };
   if (device < 0 || device >= card.count) return said(cudaErrorInvalidDevice);
@@ -381,65 +392,57 @@ EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   p->maxThreadsPerMultiProcessor = card.threads;
   p->maxThreadsPerBlock = 1024;
   p->warpSize = 32;
-  for (int i = 0; i < 3; i++) {
-    p->maxThreadsDim[i] = i < 2 ? 1024 : 64;
-    p->maxGridSize[i] = i ? 65535 : 2147483647;
-  }
+  p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
+  p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
   p->sharedMemPerBlock = get(cudaDevAttrMaxSharedMemoryPerBlock);
   p->sharedMemPerBlockOptin = card.shared_memory;
   p->sharedMemPerMultiprocessor = get(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  p->reservedSharedMemPerBlock = 1024;
   p->regsPerBlock = p->regsPerMultiprocessor = p->totalConstMem = 65536;
   p->maxBlocksPerMultiProcessor = 32;
   p->l2CacheSize = get(cudaDevAttrL2CacheSize);
-  p->memoryBusWidth = get(cudaDevAttrGlobalMemoryBusWidth);
   p->textureAlignment = 512;
-  p->texturePitchAlignment = 32;
-  p->pciBusID = 16 + device;
-  p->asyncEngineCount = 3;
-  p->unifiedAddressing = p->concurrentKernels = p->cooperativeLaunch = p->memoryPoolsSupported = 1;
-  p->streamPrioritiesSupported = p->hostRegisterSupported = p->managedMemory = p->ECCEnabled = 1;
-  p->canUseHostPointerForRegisteredMem = 1;
+  p->pciBusID = get(cudaDevAttrPciBusId);
+  p->unifiedAddressing = p->concurrentKernels = p->cooperativeLaunch = p->streamPrioritiesSupported = 1;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) { snprintf(text, size, "0000:%02x:00.0", 16 + device); return cudaSuccess; }
-EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+API cudaDeviceGetPCIBusId(char* text, int size, int device) {
+  snprintf(text, size, "0000:%02x:00.0", 16 + device);
+  return cudaSuccess;
+}
+API cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   if (least) *least = 0;
   if (greatest) *greatest = -5;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; }
-EXPORT cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-EXPORT cudaError_t cudaProfilerStart() { return cudaSuccess; }
-EXPORT cudaError_t cudaProfilerStop() { return cudaSuccess; }
+API cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; }
 
 // ---- memory
 
-EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) {
+API cudaMalloc(void** address, size_t bytes) {
   return forbidden("cudaMalloc") ? said(cudaErrorStreamCaptureUnsupported) : allocate(address, bytes, false);
 }
-EXPORT cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return allocate(address, bytes, false); }
-EXPORT cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) { return allocate(address, bytes, true); }
-EXPORT cudaError_t cudaFree(void* address) { return release(address); }
-EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return release(address); }
-EXPORT cudaError_t cudaFreeHost(void* address) { return release(address); }
-EXPORT cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+API cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return allocate(address, bytes, false); }
+API cudaHostAlloc(void** address, size_t bytes, unsigned) { return allocate(address, bytes, true); }
+API cudaFree(void* address) { return release(address); }
+API cudaFreeAsync(void* address, cudaStream_t) { return release(address); }
+API cudaFreeHost(void* address) { return release(address); }
+API cudaHostRegister(void* address, size_t bytes, unsigned) {
   Guard guard(card::lock);
   regions[reinterpret_cast<uintptr_t>(address)] = {bytes, current, true};
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaHostUnregister(void* address) {
+API cudaHostUnregister(void* address) {
   Guard guard(card::lock);
   regions.erase(reinterpret_cast<uintptr_t>(address));
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+API cudaMemGetInfo(size_t* free, size_t* total) {
   Guard guard(card::lock);
   *total = card::settings().memory;
   *free = *total - std::min(*total, used[current] + kContext);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* address) {
+API cudaPointerGetAttributes(cudaPointerAttributes* found, const void* address) {
   Guard guard(card::lock);
   auto region = region_of(address);
   bool known = region != regions.end(), host = !known || region->second.host;
@@ -450,92 +453,111 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const 
   found->hostPointer = host ? const_cast<void*>(address) : nullptr;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+API cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   cudaError_t code = synchronise(of(cudaStream_t(nullptr))->waits, "cudaMemcpy");
   return code ? code : copy(to, from, bytes, nullptr);
 }
-EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) { return copy(to, from, bytes, stream); }
-EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) { return copy(to, from, bytes, stream); }
-EXPORT cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
+API cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return copy(to, from, bytes, stream);
+}
+API cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
+  return copy(to, from, bytes, stream);
+}
+API cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
+    cudaMemcpyKind, cudaStream_t stream) {
   copies++;
   return enqueue(stream, [=] {
     for (size_t row = 0; row < height; row++)
       move(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
   });
 }
-EXPORT cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
-EXPORT cudaError_t cudaGetSymbolAddress(void** address, const void*) {
+API cudaGetSymbolAddress(void** address, const void*) {
   static char constants[65536];
   *address = constants;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemset(void* to, int value, size_t bytes) { fill(to, value, bytes); return cudaSuccess; }
-EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) { return enqueue(stream, [=] { fill(to, value, bytes); }); }
-EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) { *pool = reinterpret_cast<cudaMemPool_t>(&used[device]); return cudaSuccess; }
-EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) { *static_cast<uint64_t*>(value) = 0; return cudaSuccess; }
-EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
-EXPORT cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return cudaSuccess; }
-EXPORT cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
+API cudaMemset(void* to, int value, size_t bytes) { fill(to, value, bytes); return cudaSuccess; }
+API cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  return enqueue(stream, [=] { fill(to, value, bytes); });
+}
+API cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
+  *pool = reinterpret_cast<cudaMemPool_t>(&used[device]);
+  return cudaSuccess;
+}
+API cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
+  *static_cast<uint64_t*>(value) = 0;
+  return cudaSuccess;
+}
 
 // ---- streams and events
 
-EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
+API cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   auto made = new Stream;
   made->device = current;
   made->priority = priority;
   *stream = reinterpret_cast<cudaStream_t>(made);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-EXPORT cudaError_t cudaStreamDestroy(cudaStream_t stream) { delete of(stream); return cudaSuccess; }
-EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) { *priority = of(stream)->priority; return cudaSuccess; }
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return synchronise(of(stream)->waits, "cudaStreamSynchronize"); }
-EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
+API cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+API cudaStreamDestroy(cudaStream_t stream) { delete of(stream); return cudaSuccess; }
+API cudaStreamGetPriority(cudaStream_t stream, int* priority) { *priority = of(stream)->priority; return cudaSuccess; }
+API cudaStreamSynchronize(cudaStream_t stream) { return synchronise(of(stream)->waits, "cudaStreamSynchronize"); }
+API cudaStreamQuery(cudaStream_t stream) {
   if (forbidden("cudaStreamQuery")) return said(cudaErrorStreamCaptureUnsupported);
   return card::over(of(stream)->waits) ? cudaSuccess : cudaErrorNotReady;
 }
-EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   Guard guard(card::lock);
   auto& waits = of(stream)->waits;
   waits.insert(waits.end(), of(event)->waits.begin(), of(event)->waits.end());
   if (of(event)->capture && of(event)->capture->open) of(stream)->capture = of(event)->capture;  // it joins the capture
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) { return enqueue(stream, [=] { function(data); }); }
-EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) { function(stream, cudaSuccess, data); return cudaSuccess; }
+API cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  return enqueue(stream, [=] { function(data); });
+}
+API cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
+  function(stream, cudaSuccess, data);
+  return cudaSuccess;
+}
 
-EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { *event = reinterpret_cast<cudaEvent_t>(new Event{}); return cudaSuccess; }
-EXPORT cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { delete of(event); return cudaSuccess; }
-EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+API cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = reinterpret_cast<cudaEvent_t>(new Event{});
+  return cudaSuccess;
+}
+API cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+API cudaEventDestroy(cudaEvent_t event) { delete of(event); return cudaSuccess; }
+API cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Guard guard(card::lock);
   card::over(of(stream)->waits);
   *of(event) = {std::chrono::steady_clock::now(), of(stream)->capture, of(stream)->waits};
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
-EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+API cudaEventQuery(cudaEvent_t event) {
   if (of(event)->capture && of(event)->capture->open) {
     card::error("cudaEventQuery of an event that a CUDA graph captures");
     return said(cudaErrorCapturedEvent);
   }
   return card::over(of(event)->waits) ? cudaSuccess : cudaErrorNotReady;
 }
-EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return synchronise(of(event)->waits, "cudaEventSynchronize"); }
-EXPORT cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
+API cudaEventSynchronize(cudaEvent_t event) { return synchronise(of(event)->waits, "cudaEventSynchronize"); }
+API cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
   *milliseconds = std::chrono::duration<float, std::milli>(of(to)->at - of(from)->at).count();
   return cudaSuccess;
 }
 
 // ---- CUDA graphs: what is captured is kept, its copies are made at each launch
 
-EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+API cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   Guard guard(card::lock);
   of(stream)->capture = std::make_shared<Capture>(Capture{++captures, mode, std::this_thread::get_id(), new Graph});
   open_captures.push_back(of(stream)->capture);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+API cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   Guard guard(card::lock);
   auto capture = std::exchange(of(stream)->capture, nullptr);
   if (!capture || !capture->open) return said(cudaErrorIllegalState);
@@ -548,8 +570,12 @@ static cudaStreamCaptureStatus status_of(cudaStream_t stream) {
   if (!capturing(of(stream))) return cudaStreamCaptureStatusNone;
   return of(stream)->capture->broken ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
 }
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) { *status = status_of(stream); return cudaSuccess; }
-static cudaError_t describe(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) {
+API cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = status_of(stream);
+  return cudaSuccess;
+}
+static cudaError_t describe(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                            cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) {
   *status = status_of(stream);
   bool active = *status == cudaStreamCaptureStatusActive;
   if (id && active) *id = of(stream)->capture->id;
@@ -559,34 +585,45 @@ static cudaError_t describe(cudaStream_t stream, cudaStreamCaptureStatus* status
   return cudaSuccess;
 }
 #if CUDART_VERSION >= 13000
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData**, size_t* count) { return describe(stream, status, id, graph, nodes, count); }
-EXPORT cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t* count) { *count = 0; return cudaSuccess; }
+API cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+    cudaGraph_t* graph, const cudaGraphNode_t** nodes, const cudaGraphEdgeData**, size_t* count) {
+  return describe(stream, status, id, graph, nodes, count);
+}
+API cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, cudaGraphEdgeData*, size_t* count) {
+  *count = 0;
+  return cudaSuccess;
+}
 #else
-EXPORT cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) { return describe(stream, status, id, graph, nodes, count); }
-EXPORT cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, size_t* count) { *count = 0; return cudaSuccess; }
+API cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+    cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) {
+  return describe(stream, status, id, graph, nodes, count);
+}
+API cudaGraphNodeGetDependencies(cudaGraphNode_t, cudaGraphNode_t*, size_t* count) { *count = 0; return cudaSuccess; }
 #endif
-EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) { std::swap(*mode, capture_mode); return cudaSuccess; }
-EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
+API cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+API cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
   *made = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
+API cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
   launches++;
   for (auto& work : reinterpret_cast<Graph*>(graph)->copies) work();
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) { delete reinterpret_cast<Graph*>(graph); return cudaSuccess; }
-EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { delete reinterpret_cast<Graph*>(graph); return cudaSuccess; }
-EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+API cudaGraphDestroy(cudaGraph_t graph) { delete reinterpret_cast<Graph*>(graph); return cudaSuccess; }
+API cudaGraphExecDestroy(cudaGraphExec_t graph) { delete reinterpret_cast<Graph*>(graph); return cudaSuccess; }
+API cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
   auto captured = reinterpret_cast<Graph*>(graph);
   *count = captured->kernels + captured->copies.size();
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned) { return cudaSuccess; }
 
 // ---- kernels
 
-EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
+API cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {
   memset(found, 0, sizeof *found);
   found->maxThreadsPerBlock = 1024;
   found->numRegs = 32;
@@ -594,31 +631,51 @@ EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*)
   found->maxDynamicSharedSizeBytes = 48 << 10;
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute number, int value) {
+API cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute number, int value) {
   return number == cudaFuncAttributeMaxDynamicSharedMemorySize ? card::allow_shared(kernel, value) : cudaSuccess;
 }
-EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int threads, size_t shared, unsigned) {
+API cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* count, const void*, int threads, size_t shared,
+    unsigned) {
   *count = card::blocks_per_multiprocessor(threads, shared);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void* kernel, int threads, size_t shared) { return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(count, kernel, threads, shared, 0); }
-EXPORT cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) { return card::launch(kernel, grid, block, shared, stream); }
-EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) { return card::launch(kernel, grid, block, shared, stream); }
-EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* kernel, void**) { return card::launch(kernel, how->gridDim, how->blockDim, how->dynamicSmemBytes, how->stream); }
+API cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, const void* kernel, int threads, size_t shared) {
+  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(count, kernel, threads, shared, 0);
+}
+API cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
+  return card::launch(kernel, grid, block, shared, stream);
+}
+API cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
+  return card::launch(kernel, grid, block, shared, stream);
+}
+API cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* kernel, void**) {
+  return card::launch(kernel, how->gridDim, how->blockDim, how->dynamicSmemBytes, how->stream);
+}
 
 // What the compiler puts into each object file with kernels.
 EXPORT void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
 EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 EXPORT void __cudaUnregisterFatBinary(void**) {}
 EXPORT char __cudaInitModule(void**) { return 1; }
-EXPORT void __cudaRegisterFunction(void**, const char* kernel, char*, const char* name, int, void*, void*, void*, void*, int*) { card::name_kernel(kernel, name); }
+EXPORT void __cudaRegisterFunction(void**, const char* kernel, char*, const char* name, int, void*, void*, void*,
+    void*, int*) {
+  card::name_kernel(kernel, name);
+}
 EXPORT void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* handle, const void* kernel) { *handle = reinterpret_cast<cudaKernel_t>(const_cast<void*>(kernel)); return cudaSuccess; }
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) { return card::launch(kernel, grid, block, shared, stream); }
+API __cudaGetKernel(cudaKernel_t* handle, const void* kernel) {
+  *handle = reinterpret_cast<cudaKernel_t>(const_cast<void*>(kernel));
+  return cudaSuccess;
+}
+API __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t shared, cudaStream_t stream) {
+  return card::launch(kernel, grid, block, shared, stream);
+}
 struct Configuration { dim3 grid, block; size_t shared; cudaStream_t stream; };
 static thread_local std::vector<Configuration> configurations;
-EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) { configurations.push_back({grid, block, shared, stream}); return 0; }
-EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+  configurations.push_back({grid, block, shared, stream});
+  return 0;
+}
+API __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
   auto [g, b, n, s] = configurations.back();
   configurations.pop_back();
   *grid = g, *block = b, *shared = n, *static_cast<cudaStream_t*>(stream) = s;

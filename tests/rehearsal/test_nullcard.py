@@ -1,0 +1,271 @@
+"""torch's own CUDA code on a card that computes nothing, each time in processes of its own."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.errors import SbkitError
+from sbkit.rehearsal.cards import CARDS
+from sbkit.rehearsal.nullcard import Collective, RankLog, active, build, environment, mismatches, read_logs
+
+LIBRARIES = Path(importlib.util.find_spec("torch").origin).parent / "lib"
+on_a_card = pytest.mark.skipif(not (LIBRARIES / "libtorch_cuda.so").exists() or platform.system() != "Linux",
+                               reason="needs Linux and a CUDA build of torch")
+START = "import json, os, torch\nfrom sbkit.rehearsal.nullcard import active, counters, errors, kernels\n"
+
+
+def run(code, tmp_path, card="H100", count=1, *, ranks=None, patience=120, **variables):
+    """What a script prints as JSON, one answer for each rank."""
+    script = tmp_path / "script.py"
+    script.write_text(START + code)
+    how = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    made = environment(CARDS[card], count, tmp_path / "log", patience=patience)
+    done = subprocess.run([sys.executable, *how, str(script)], env={**made, **variables}, capture_output=True,
+                          text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
+
+
+@pytest.mark.slow
+@on_a_card
+def test_the_card_is_the_one_that_was_asked_for_and_refuses_what_does_not_fit(tmp_path):
+    [found] = run("""
+card = torch.cuda.get_device_properties(1)
+try: torch.empty(16 << 30, dtype=torch.uint8, device="cuda"); refused = ""
+except torch.OutOfMemoryError as error: refused = str(error)
+free, total = torch.cuda.mem_get_info()
+kept = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+print(json.dumps([active(), torch.cuda.device_count(), card.total_memory, card.multi_processor_count,
+                  [card.major, card.minor], refused, free < total, free - torch.cuda.mem_get_info()[0]]))
+""", tmp_path, "T4", 2)
+    card = CARDS["T4"]
+    assert found[:5] == [True, 2, card.memory, card.multiprocessors, list(card.capability)]
+    assert "Tried to allocate 16.00 GiB" in found[5] and found[6:] == [True, 4 << 30]
+
+
+@pytest.mark.slow
+@on_a_card
+@pytest.mark.parametrize(("listed", "count"), [("", 0), ("1", 1), ("0,3", 2), ("-1", 0)])
+def test_cards_can_be_hidden_as_real_ones_are(listed, count, tmp_path):
+    assert run("print([torch.cuda.device_count()])", tmp_path, "L4", 4, CUDA_VISIBLE_DEVICES=listed) == [[count]]
+
+
+@pytest.mark.slow
+@on_a_card
+def test_copies_are_made_and_kernels_are_counted_and_leave_everything_as_it_is(tmp_path):
+    [found] = run("""
+values = torch.arange(5.).pin_memory().to("cuda", non_blocking=True)
+before = counters()
+added = values.add_(1)
+launched = (counters() - before).launches
+print(json.dumps([values.cpu().tolist(), torch.zeros(3, device="cuda").cpu().tolist(), launched,
+                  [n for name, n in kernels().items() if "AUnaryFunctor" in name or "CUDAFunctorOnSelf_add" in name],
+                  (counters() - before).copies, (counters() - before).synchronisations, errors()]))
+""", tmp_path)
+    assert found == [[0, 1, 2, 3, 4], [0, 0, 0], 1, [1], 2, 2, []]
+
+
+@pytest.mark.slow
+@on_a_card
+@pytest.mark.parametrize(("grid", "block", "shared", "why"), [
+    ((0, 1, 1), (32, 1, 1), 0, "nothing to launch"), ((1, 65536, 1), (32, 1, 1), 0, "x 65535 blocks"),
+    ((1, 1, 1), (64, 32, 1), 0, "at most 1024 threads"), ((1, 1, 1), (32, 1, 1), 49153, "shared memory")])
+def test_a_launch_that_a_card_refuses_is_refused_and_logged(grid, block, shared, why, tmp_path):
+    run(f"""
+import ctypes
+driver, kernel, module = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"of_ours")
+assert driver.cuLaunchKernel(kernel, *{grid}, *{block}, {shared}, None, None, None) and len(errors()) == 1
+assert driver.cuLaunchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, None, None, None) == 0 and len(errors()) == 1
+""", tmp_path)
+    [error] = read_logs(tmp_path / "log")[0].errors
+    assert error.startswith("invalid launch of of_ours: ") and why in error
+
+
+@pytest.mark.slow
+@on_a_card
+def test_a_graph_is_captured_and_launched_at_once_and_waits_break_it(tmp_path):
+    [found] = run("""
+layer, x, graph = torch.nn.Linear(8, 8).cuda(), torch.ones(4, 8, device="cuda"), torch.cuda.CUDAGraph()
+layer(x)
+before = counters()
+with torch.cuda.graph(graph):
+    for _ in range(50): layer(x)
+captured, before = counters() - before, counters()
+graph.replay()
+replayed = counters() - before
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()): torch.cuda.synchronize()
+    said = ""
+except RuntimeError as error: said = str(error)
+print(json.dumps([captured.captures, captured.launches, replayed.launches, said, errors()]))
+""", tmp_path)
+    # Beside the graph torch fills the seeds of its random numbers.
+    assert found[0] == 1 and found[1] < 5 and 1 <= found[2] < 5 and "capture" in found[3]
+    assert found[4] == ["cudaDeviceSynchronize while a CUDA graph is captured"]
+
+
+@pytest.mark.slow
+@on_a_card
+def test_a_forked_process_has_no_card_if_its_parent_asked_the_driver(tmp_path):
+    [found] = run("""
+import ctypes
+ctypes.CDLL("libcuda.so.1").cuInit(0)
+reading, writing = os.pipe()
+if os.fork() == 0:
+    try: torch.zeros(1, device="cuda"); said = "works"
+    except RuntimeError as error: said = str(error)
+    os.write(writing, said.encode()); os._exit(0)
+os.wait()
+print(json.dumps([os.read(reading, 1000).decode()]))
+""", tmp_path)
+    assert "initialization failed" in found[0]
+
+
+RANKS = """
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+"""
+
+
+@pytest.mark.slow
+@on_a_card
+def test_ranks_train_together_exchange_objects_and_have_groups_of_their_own(tmp_path):
+    found = run(RANKS + """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda())
+model(torch.ones(2, 8, device="cuda")).sum().backward()
+objects, group = [None, None], dist.new_group([0, 1])
+dist.all_gather_object(objects, {"of": rank})
+dist.all_reduce(torch.ones(5, device="cuda", dtype=torch.bfloat16), dist.ReduceOp.MAX, group=group)
+torch.cuda.synchronize()
+os.write(1, (json.dumps(objects) + "\\n").encode())
+dist.destroy_process_group()
+""", tmp_path, "H100", 2, ranks=2)
+    assert found == [[{"of": 0}, {"of": 1}]] * 2
+    logs = read_logs(tmp_path / "log")
+    assert mismatches(logs) == [] and [log.errors for log in logs.values()] == [[], []]
+    calls = [str(call) for call in logs[0].collectives]
+    assert "all_reduce of 72 float32 (sum)" in calls and calls[-1] == "all_reduce of 5 bfloat16 (max)"
+    assert len({call.communicator for call in logs[0].collectives}) == 2
+
+
+@pytest.mark.slow
+@on_a_card
+def test_a_collective_that_one_rank_never_calls_ends_and_names_who_waits_for_whom(tmp_path):
+    found = run(RANKS + """
+dist.all_reduce(torch.ones(3, device="cuda"))
+torch.cuda.synchronize()
+if rank == 0:
+    try: dist.all_reduce(torch.ones(7, device="cuda")); torch.cuda.synchronize()
+    except RuntimeError as error: print(json.dumps([str(error)]), flush=True)
+dist.distributed_c10d._get_default_store().set(f"done {rank}", "")
+dist.distributed_c10d._get_default_store().wait(["done 0", "done 1"])
+os._exit(0)
+""", tmp_path, "H100", 2, ranks=2, patience=2)
+    assert len(found) == 1 and "timeout" in found[0][0]
+    logs = read_logs(tmp_path / "log")
+    assert logs[0].errors == ["rank 0 of 2 waits in its call 2 of NCCL, all_reduce of 7 float32, for rank 1 (1 calls, "
+                              "the latest all_reduce of 3 float32), which did not come in 2 seconds"]
+    assert mismatches(logs) == ["collective 2 differs between ranks: rank 0 calls all_reduce of 7 float32 (sum), "
+                                "rank 1 calls nothing"]
+
+
+@pytest.mark.slow
+@on_a_card
+def test_it_is_compiled_once_by_processes_that_start_together(tmp_path):
+    code = "from sbkit.rehearsal.nullcard import build; print(build())"
+    home = {**os.environ, "SBKIT_CACHE": str(tmp_path)}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=home, stdout=subprocess.PIPE, text=True)
+               for _ in range(2)]
+    paths = {process.communicate(timeout=300)[0].strip() for process in running}
+    assert len(paths) == 1 and [str(path) for path in (tmp_path / "kernels").iterdir()] == list(paths)
+
+
+@pytest.mark.slow
+@on_a_card
+def test_a_command_runs_on_it_and_what_was_set_before_stays(tmp_path):
+    code = "import os, torch; print(torch.cuda.device_count(), os.environ['LD_PRELOAD'], os.environ['OF_MINE'])"
+    before = {**os.environ, "LD_PRELOAD": "libm.so.6", "OF_MINE": "kept"}
+    command = ["-m", "sbkit.rehearsal.nullcard", "--cards", "3xA10", "--logs", str(tmp_path), "--"]
+    done = subprocess.run([sys.executable, *command, sys.executable, "-c", code], env=before, capture_output=True,
+                          text=True, check=True)
+    count, preloaded, kept = done.stdout.split()
+    assert (count, kept) == ("3", "kept") and preloaded.endswith(".so:libm.so.6")
+
+
+def test_this_process_is_not_on_it():
+    assert active() == ("sbkit/kernels" in os.environ.get("LD_PRELOAD", ""))
+
+
+def not_linux(monkeypatch, tmp_path):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    return "Linux, not Darwin"
+
+
+def a_torch_for_cpus(monkeypatch, tmp_path):
+    (tmp_path / "lib").mkdir()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    return "a CUDA build of torch is needed"
+
+
+def no_headers(monkeypatch, tmp_path):
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
+    found = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    return "CUDA's headers"
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="is refused elsewhere for another reason")
+@pytest.mark.parametrize("trouble", [not_linux, a_torch_for_cpus, no_headers])
+def test_a_machine_that_cannot_have_it_is_told_why(trouble, monkeypatch, tmp_path):
+    why = trouble(monkeypatch, tmp_path)
+    with pytest.raises(SbkitError, match=why):
+        build()
+
+
+@on_a_card
+def test_without_a_compiler_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(SbkitError, match="no C compiler") as told:
+        build()
+    assert "g++" in told.value.hint
+
+
+CALLS = st.lists(st.sampled_from([("all_reduce", 4), ("all_reduce", 5), ("broadcast", 4)]), max_size=6)
+
+
+def logged(calls, communicator="a"):
+    return RankLog([Collective(kind, count, "float32", "", communicator, 2, i + 1)
+                    for i, (kind, count) in enumerate(calls)], [])
+
+
+@given(CALLS, CALLS)
+def test_ranks_that_call_different_collectives_are_found_where_they_first_differ(one, other):
+    found = mismatches({0: logged(one), 1: logged(other)})
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    if one == other:
+        assert found == []
+    elif one and other:  # a rank that never joined isn't known to belong to the communicator
+        assert len(found) == 1 and found[0].startswith(f"collective {same + 1} differs")
+
+
+@given(CALLS)
+def test_what_not_all_ranks_call_is_not_compared(calls):
+    sent = [dataclasses.replace(call, collective="send", order=0) for call in logged(calls).collectives]
+    first = logged(calls)
+    assert mismatches({0: RankLog([*first.collectives, *sent], []), 1: logged(calls)}) == []
