@@ -72,9 +72,8 @@ def test_without_onnx_runtime_the_other_format_is_not_taken_in_its_place(tmp_pat
     assert formats.choose(tmp_path, {"torch": "model.pt2", "onnx": "model.onnx"}, "torch") == "torch"
 
 
-@pytest.mark.parametrize("version, told", [
-    (onnxruntime.__version__, "External data path|onnxruntime .* reads any file"),
-    ("1.23.2", "onnxruntime 1.23.2 reads any file of this machine")])
+@pytest.mark.parametrize("version, told", [(onnxruntime.__version__, "External data path|reads any file of"),
+                                           ("1.23.2", "onnxruntime 1.23.2 reads any file of this machine")])
 @pytest.mark.parametrize("named", ["../secret", "link"])
 def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypatch, version, told, named):
     """ONNX Runtime refuses it since 1.24; earlier ones would read the file, so such a model isn't given to them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from sbkit.runs.initial.names import SavedNames, encoders
 from sbkit.runs.initial.vocabulary import Vocabulary
 from sbkit.runs.layout import RECIPE
 from sbkit.score.metric import Metric, Order
+from sbkit.system import untrusted
 from sbkit.train.averaging import average, weights_in
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import BASE, base_file, read_base
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, or a .safetensors file"
 #: What a bundle says that it is, and the file that says it; in that, transformers' models say theirs.
-_BUNDLE, _CONFIG = "sbkit bundle", "config.json"
+_BUNDLE, _CONFIG, _MOST_BYTES = "sbkit bundle", "config.json", 1 << 24
 _WEIGHTS = "model.safetensors"  # of bundles that have them by their names in the recipe
 _TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
 _OTHER = "it holds no tensors"
@@ -214,7 +214,7 @@ def _none(folder: Path) -> SbkitError:
 def _config(folder: Path) -> dict[str, Any]:
     """What a folder says of itself in JSON, as bundles and transformers' models do."""
     try:
-        said = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        said = untrusted.read_json(folder / _CONFIG, _MOST_BYTES)
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}

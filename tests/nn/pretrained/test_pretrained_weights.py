@@ -191,9 +191,10 @@ def test_another_architecture_is_told(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SbkitError, match=r"has no model_type in its config.json"):
         Encoder(str(tmp_path))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(SbkitError, match=r"config.json can't be read"):
-        Encoder(str(tmp_path))
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SbkitError, match=r"config.json can't be read"):
+            Encoder(str(tmp_path))
 
 
 def test_a_config_that_transformers_refuses_is_told(folder):

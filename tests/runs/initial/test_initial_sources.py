@@ -305,7 +305,9 @@ def test_what_is_not_there_is_told_before_the_corpus_is_prepared(english, tmp_pa
 
 def test_a_folder_that_is_none_of_these(english, tmp_path):
     (tmp_path / "odd").mkdir()
-    assert "is none of what a run can start from" in refusal(english, tmp_path, tmp_path / "odd").message
+    for text in ("{}", "[" * 100_000):
+        (tmp_path / "odd" / "config.json").write_text(text)
+        assert "is none of what a run can start from" in refusal(english, tmp_path, tmp_path / "odd").message
 
 
 def test_a_run_that_saved_nothing(english, tmp_path):
