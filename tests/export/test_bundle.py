@@ -270,7 +270,8 @@ def test_the_last_and_the_mean_of_checkpoints(run, tmp_path):
     assert export(ExportRequest(run, tmp_path / "mean", formats=["torch"], average=2, clips=2)) == 0
     assert Config.read(tmp_path / "mean").trained["mean_of"] == 2
     signal = np.random.default_rng(0).standard_normal(16_000).astype(np.float32) * 0.1
-    found = [sbkit.infer.load(tmp_path / name, device="cpu").engine.run([signal])[0] for name in ("last", "mean")]
+    found = [sbkit.infer.load(tmp_path / name, device="cpu", model="torch").engine.run([signal])[0]
+             for name in ("last", "mean")]
     assert np.abs(found[0] - found[1]).max() > 1e-3, "they are different models"
 
 
