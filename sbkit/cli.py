@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in argv:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # every rank makes the same error; one reports it
-            print(f"error: {error}", file=sys.stderr)
+            console.write_error(f"error: {error}")
         _tell_torchrun(error)
         return error.exit_code
     except KeyboardInterrupt:  # outside training steps, which save a checkpoint first

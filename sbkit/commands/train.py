@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.errors import SbkitError
 from sbkit.system import console, disk
 from sbkit.system.environment import check_torch_pair
 from sbkit.train.distributed import launcher
@@ -40,12 +39,8 @@ def run(words: list[str]) -> int:
     device = devices.resolve(request.run_opts.device)
     if device.type == "cpu":
         host.keep_freed_memory()
-    try:
-        with EndSignals():
-            _run(request, device)
-    except SbkitError as error:
-        console.LogFile.catch_up(f"error: {error}")
-        raise
+    with EndSignals():
+        _run(request, device)
     return 0
 
 

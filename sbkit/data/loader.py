@@ -58,7 +58,7 @@ class Workers(DataLoader[Any]):
         """Do nothing, where torch would warn."""
 
     def _get_iterator(self) -> Any:  # torch's own, of a class that it keeps to itself
-        reader: Any = getattr(self.dataset, "reader", self.dataset)
+        reader: Any = getattr(self.dataset, "reader", self.dataset)  # a Reader, or a dataset that keeps one
         if self.num_workers:
             reader.reading = torch.full((self.num_workers,), -1).share_memory_()
         iterator = super()._get_iterator()

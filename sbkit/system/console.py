@@ -126,12 +126,23 @@ def _lasting(fd: int, encoding: str, errors: str, lost: bool = False) -> io.Text
 def write_now(text: str) -> None:
     """Write to stderr from a thread that must neither wait nor fail."""
     try:
-        if not getattr(getattr(getattr(sys.stderr, "buffer", None), "raw", None), "lost", False):
+        if not _nobody_reads_stderr():
             os.write(2, text.encode())
             return
     except OSError:
         pass
     _unwritten.append(text.strip())
+
+
+def write_error(text: str) -> None:
+    """Write the error that ends a command to stderr, and to the log of its run."""
+    print(text, file=sys.stderr)
+    if not _nobody_reads_stderr():  # otherwise the log has it already
+        LogFile.catch_up(text)
+
+
+def _nobody_reads_stderr() -> bool:
+    return getattr(getattr(getattr(sys.stderr, "buffer", None), "raw", None), "lost", False)
 
 
 class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # has no arguments before Python 3.11

@@ -108,6 +108,6 @@ def test_the_end_of_the_terminal_saves_and_stops_and_the_next_start_goes_on(word
     (done,) = programs(1, with_output, "terminal", str(tmp_path), *words, timeout=400)
     log = (tmp_path / "log.txt").read_text()
     assert done.returncode == 129, log
-    assert re.search(r"INFO - error: stopped by SIGHUP after step \d+, checkpoint saved at", log), log
+    assert len(re.findall(r"INFO - error: stopped by SIGHUP after step \d+, checkpoint saved at", log)) == 1, log
     (done,) = programs(1, command, str(ROOT), *words, timeout=400)
     assert done.returncode == 0 and steps(tmp_path) == steps(undisturbed), done.stderr

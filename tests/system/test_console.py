@@ -22,6 +22,7 @@ logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers)
 logging.info("by a logger")
 for _ in tqdm(range(3), desc="bar"): pass
 print("last")
+console.write_error("error: why")
 assert [os.readlink(f"/proc/self/fd/{fd}") for fd in map(int, sys.argv[2])] == ["/dev/null"] * len(sys.argv[2])
 """
 
@@ -38,6 +39,7 @@ def test_lines_that_nobody_can_read_are_in_the_log_once(streams, gone, tmp_path)
     shown = (done.stdout + done.stderr).splitlines()
     for line, fd in (("on stdout", "1"), ("last", "1"), ("on stderr", "2"), ("at once", "2")):
         assert (lines.count(line), shown.count(line)) == ((1, 0) if fd in gone else (0, 1)), line
-    assert lines.count("by a logger") == 1
+    assert lines.count("by a logger") == lines.count("error: why") == 1
+    assert shown.count("error: why") == ("2" not in gone)
     assert sum(line.startswith("bar: 100%") for line in lines) == ("2" in gone)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
