@@ -316,6 +316,8 @@ def plain_errors() -> Iterator[None]:
     """Replace torch's errors about workers that died or hang by errors that say what to do."""
     try:
         yield
+    except SbkitError:  # some are RuntimeErrors too, and say what is wrong themselves
+        raise
     except RuntimeError as error:
         text = str(error)
         if "timed out" in text:
