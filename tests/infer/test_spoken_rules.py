@@ -72,7 +72,7 @@ def test_a_place_is_exact_behind_a_replacement_of_another_length():
 
 
 @pytest.mark.parametrize("text, told", [
-    (["NFC"], "text must have options of TextRules"), ({"colour": 1}, "text must have options of TextRules"),
+    (["NFC"], "text is .*, but must be an object, or null"), ({"colour": 1}, "text must have options of TextRules"),
     ({"case": "title"}, "case is 'title'"), ({"replace": {"": "x"}}, "replace is"), ({"unicode": []}, "unicode is"),
     ({"case": {}}, "case is"), ({"keep_punctuation": 1}, "keep_punctuation is 1"),
     ({"replace": {"a": "b" * 101}}, "text replaces by more than"),

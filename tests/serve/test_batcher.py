@@ -7,6 +7,7 @@ import bundles
 import numpy as np
 import pytest
 
+from sbkit.errors import SbkitError
 from sbkit.infer.engine import Engine
 from sbkit.serve.batcher import Batcher
 
@@ -120,7 +121,7 @@ def test_one_that_fails_does_not_fail_its_neighbours(engine):
     futures = [batcher.submit(bundles.voiced([i])) for i in (5, 6, 7, 8)]
     go.set()
     assert [labels(futures[i])[0] for i in (0, 1, 3)] == [5, 6, 8]
-    with pytest.raises(RuntimeError, match="no sevens"):
+    with pytest.raises(SbkitError, match="no sevens"):
         futures[2].result(10)
     engine._backend = real
     assert labels(batcher.submit(bundles.voiced([9])))[0] == 9

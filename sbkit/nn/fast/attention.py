@@ -117,8 +117,8 @@ class RoPEMHA(attention.RoPEMHA):
     def _rotated(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split and rotate with operations that compilers support."""
         size = qkv.shape[3] // 3
-        qk, v = qkv.split([2 * size, size], -1)  # its backward is one copy
-        q, k = self._rotate(qk.unflatten(-1, (2, size))).unbind(3)
+        qk, v = qkv[..., : 2 * size].unflatten(-1, (2, size)), qkv[..., 2 * size :]
+        q, k = self._rotate(qk).unbind(3)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     @staticmethod
