@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -65,7 +66,7 @@ class LastingStream(io.FileIO):
 
     def __init__(self, fd: int, lost: bool = False):
         super().__init__(fd, "w", closefd=False)
-        self.lost, self._line = lost, ""
+        self.lost, self._line = lost, b""
 
     def write(self, data: Any) -> int:  # whatever has bytes, as io's own
         """Write as a file does, or keep the lines for the log."""
@@ -77,15 +78,17 @@ class LastingStream(io.FileIO):
                 self.lost = True
                 with contextlib.suppress(OSError):  # so that C code and Python's end write somewhere, too
                     silence(self.fileno())
-        *lines, self._line = (self._line + bytes(data).decode("utf-8", "replace")).split("\n")
+        *lines, line = (self._line + bytes(data)).split(b"\n")
+        self._line = line[line.rfind(b"\r", 0, -1) + 1:][-_LONGEST_LINE:]  # of a bar, what it shows now
         if not getattr(_logging, "here", False):
-            _unwritten.extend(filter(None, (_CONTROL.sub("", line).rstrip() for line in lines)))
-            LogFile.catch_up()
+            texts = (_CONTROL.sub("", line.decode("utf-8", "replace")).rstrip() for line in lines)
+            LogFile.catch_up(*filter(None, texts))
         return len(data)
 
 
 _CONTROL = re.compile(r".*\r(?=.)|\x1b\[[0-9;?]*[A-Za-z]")
-_unwritten: list[str] = []
+_LONGEST_LINE = 1 << 16
+_unwritten: deque[str] = deque(maxlen=10_000)  # a script may have no log that would take them
 _logging = threading.local()
 
 
@@ -169,33 +172,46 @@ class ForPeople(logging.Filter):
 
 
 class LogFile(logging.FileHandler):
-    """Handler of log.txt. A full disk loses lines, which is reported once rather than with a traceback for each."""
+    """Handler of log.txt. A full or broken disk loses lines, which is reported once rather than with a traceback for each."""
 
     _told = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, and before it the lines that the terminal could not show."""
-        while _unwritten:
-            super().emit(logging.LogRecord("output", logging.INFO, __file__, 0, _unwritten.pop(0), None, None))
+        self._catch_up()
         super().emit(record)
+
+    def _catch_up(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                line = _unwritten.popleft()
+                super().emit(logging.LogRecord("output", logging.INFO, __file__, 0, line, None, None))
 
     @classmethod
     def catch_up(cls, *lines: str) -> None:
-        """Write lines that no logger has, and those that the terminal could not show, if there is such a file."""
+        """Write lines that no logger has, and those that the terminal could not show, if there is such a file.
+
+        What another thread keeps from being written now comes before the next record: this may be called where that one
+        waits for this one's output.
+        """
         _unwritten.extend(lines)
         for handler in logging.getLogger().handlers:
-            if isinstance(handler, cls) and _unwritten:
-                handler.handle(logging.LogRecord("output", logging.INFO, __file__, 0, _unwritten.pop(), None, None))
+            if isinstance(handler, cls) and handler.lock and handler.lock.acquire(blocking=False):
+                try:
+                    handler._catch_up()
+                finally:
+                    handler.lock.release()
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Handle a failed ``emit``."""
         error = sys.exc_info()[1]
-        refused = disk.refusal(error) if error else None
-        if not refused:
+        refused = (disk.refusal(error) or error) if error else None
+        if not isinstance(refused, OSError):
             super().handleError(record)
         elif not self._told:
             self._told = True
-            print(f"warning: {disk.explain(refused, self.baseFilename)}; some of its lines are lost", file=sys.stderr)
+            # Not by sys.stderr, which may be what waits for this record.
+            write_now(f"warning: {disk.explain(refused, self.baseFilename)}; some of its lines are lost\n")
 
 
 @contextlib.contextmanager

@@ -215,14 +215,14 @@ def test_tensorboard_lacks_points_and_goes_on_with_the_metrics(room, caplog):
     assert len(list((room.path / "tensorboard").iterdir())) > 1, "another file once there is room"
 
 
-def test_the_log_says_once_that_it_lacks_lines(room, capsys):
+def test_the_log_says_once_that_it_lacks_lines(room, capfd):
     handler = LogFile(room.path / "log.txt")
     logger = logging.Logger("alone")
     logger.addHandler(handler)
     with room.full():
         for _ in range(3000):
             logger.warning("a line")
-    told = capsys.readouterr().err
+    told = capfd.readouterr().err
     assert re.fullmatch(rf"warning: {re.escape(str(room.path))}/log.txt could not be written: {REFUSED} .*\n", told)
     logger.warning("there is room")
     handler.close()

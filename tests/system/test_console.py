@@ -1,10 +1,15 @@
 """Output that nobody can read any more fails nobody, and is in the log once."""
 
+import logging
 import subprocess
 import sys
+import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
+
+from sbkit.system.console import LastingStream, LogFile
 
 SCRIPT = """
 import logging, os, sys, time
@@ -43,3 +48,75 @@ def test_lines_that_nobody_can_read_are_in_the_log_once(streams, gone, tmp_path)
     assert shown.count("error: why") == ("2" not in gone)
     assert sum(line.startswith("bar: 100%") for line in lines) == ("2" in gone)
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no disk that is always full")
+def test_neither_a_full_disk_nor_a_dead_reader_fails_who_prints():
+    done = subprocess.run([sys.executable, "-c", """
+import logging, os, sys
+from sbkit.system import console
+ours, reader = os.pipe()
+os.close(ours)
+os.dup2(reader, 2)
+console.outlast_terminal()
+logging.basicConfig(level=logging.INFO, handlers=[console.Terminal(sys.stderr), console.LogFile("/dev/full")])
+for _ in range(3):
+    print("a line", file=sys.stderr)
+    logging.info("a record")
+print("went on")
+"""], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("went on\n", 0)
+
+
+@pytest.fixture
+def log(tmp_path):
+    handler = LogFile(tmp_path / "log.txt")
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+    handler.close()
+
+
+def lines(log):
+    log.emit(logging.LogRecord("a", logging.INFO, __file__, 0, "end", None, None))
+    return Path(log.baseFilename).read_text().splitlines()[:-1]
+
+
+def test_who_prints_does_not_wait_for_who_writes_the_log(log):
+    """Who writes it may wait for the stream that this one prints to."""
+    def write():
+        LastingStream(2, lost=True).write(b"a line\n")
+
+    log.acquire()
+    try:
+        printing = threading.Thread(target=write, daemon=True)
+        printing.start()
+        printing.join(10)
+        assert not printing.is_alive()
+    finally:
+        log.release()
+    assert lines(log) == ["a line"]
+
+
+def test_a_line_is_whole_in_whichever_pieces_it_came(log):
+    stream, written = LastingStream(2, lost=True), "bar 1%\rbar 100%\ncaf\u00e9\r\nlast\n".encode()
+    for at in range(len(written)):
+        stream.write(written[at:at + 1])
+    assert lines(log) == ["bar 100%", "caf\u00e9", "last"]
+
+
+def test_what_no_log_takes_has_bounds(tmp_path):
+    stream = LastingStream(2, lost=True)
+    tracemalloc.start()
+    try:
+        for _ in range(1000):
+            stream.write(b"\r" + b"x" * 1000)  # a bar
+        for _ in range(1000):
+            stream.write(b"." * 1000)
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
+    stream.write(b"\n" + b"a line\n" * 20_000)
+    log = LogFile(tmp_path / "log.txt")
+    assert len(lines(log)) <= 10_000
+    log.close()
