@@ -25,6 +25,7 @@ from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe import learning
 from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import Parts
+from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
 from sbkit.train.checkpoint import Checkpointer
@@ -306,6 +307,7 @@ class Brain(sb.core.Brain):
         if self.test_only:
             logger.info("Test only mode, skipping training and validation stages.")
             return
+        outlast_terminal()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.fitting():
             state = self.train_state
             state.plan_driven = loaders.is_plan_driven(train_set)
@@ -362,6 +364,7 @@ class Brain(sb.core.Brain):
         progressbar: bool | None = None, test_loader_kwargs: dict[str, Any] | None = None,
     ) -> float:
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
+        outlast_terminal()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.ignoring_signals():
             test_set = loaders.made(self, test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import subprocess
+import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -529,3 +532,19 @@ class LosesItsWorker(ToyBrain):
 def test_a_data_worker_that_dies_during_a_step_is_one_clear_error():
     with pytest.raises(SbkitError, match=r"a data worker died: .*killed by signal: Killed"):
         brain(LosesItsWorker).fit([1], DataLoader(range(9), num_workers=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", ["fit(range(1, 4), ToyTrainLoader())", "evaluate(ToyEvalLoader())"])
+def test_a_script_goes_on_when_whoever_reads_its_output_leaves(act):
+    done = subprocess.run([sys.executable, "-c", f"""
+import os, sys
+from toys import ToyEvalLoader, ToyTrainLoader, brain
+ours, reader = os.pipe()
+os.close(ours)
+os.dup2(reader, 2)
+brain(noprogressbar=False).{act}
+print("an end", file=sys.stderr)
+print("went on")
+"""], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (done.stdout, done.returncode) == ("went on\n", 0)
