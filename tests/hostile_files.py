@@ -39,7 +39,7 @@ from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.decoding import decoder
 
-SECONDS, BYTES = 5.0, 1 << 30
+SECONDS, BYTES, LONGER = 5.0, 1 << 30, 200 << 20
 VALUES = [0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**63, 10**400, 0.5, 1e-300, 1e308, float("nan"), float("inf"),
           -float("inf"), "", " ", ".", "..", "../x", "/dev/zero", "a\0b", "\n", "a" * 5000, "\ud800", "é", "\u212b",
           "model.onnx", "NaN", [], [[]], {}, [None], [0], [2**40] * 3, ["a", "a"], {"a": {}}, {"": 1}, None, True,
@@ -127,6 +127,8 @@ def spoil(rng: random.Random, path: Path) -> None:
             path.mkdir()
         elif kind == 3:
             path.write_bytes(b"")
+    elif kind == 39:
+        os.truncate(path, len(data) + LONGER)  # takes no room on the disk
     elif path.suffix == ".json" and kind < 34:
         path.write_bytes(of_json(rng, data))
     elif path.suffix == ".gz":

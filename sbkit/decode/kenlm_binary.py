@@ -29,6 +29,7 @@ _LONGEST = np.dtype([("key", "<u8"), ("log10", "<f4")])
 #: How much larger than what it holds a table may be, and the longest row of slots that are taken: with KenLM's factor
 #: of 1.5, a table of a billion n-grams has about 300.
 _MOST_MULTIPLIER, _MOST_STEPS = 100, 10_000
+_BLOCK = 1 << 20
 _KINDS = ("probing", "rest probing", "trie", "quantized trie", "array trie", "quantized array trie")
 
 
@@ -95,9 +96,7 @@ class KenLM(LanguageModel):
         self._unigrams, self._tables = tables[0], tables[1:]
         for table in self._tables:
             self._probe(table["key"], np.zeros(1, np.uint64))  # finds a free slot
-        words = data[at:].tobytes().split(b"\0")[:-1]
-        if not words or words[0] != UNKNOWN.encode() or len(words) not in (self.counts[0], self.counts[0] + 1):
-            raise self._truncated()
+        words = self._spelled(data[at:])
         self.words = [word_of(self.path, word) for word in words]
         self.ids = {word: i for i, word in enumerate(self.words)}
         self.unknown, self.end = 0, self.ids.get(END, 0)
@@ -106,6 +105,20 @@ class KenLM(LanguageModel):
         if begin is not None:
             self.start[:2] = 1, begin
             self.start[order:].view(np.float32)[0] = self._unigrams["backoff"][begin]
+
+    def _spelled(self, data: np.ndarray) -> list[bytes]:
+        """Split what follows the tables into words, without a copy of what can't be any."""
+        hint = "get or build the file again"
+        for at in range(0, len(data), _BLOCK):
+            block = data[at:at + _BLOCK + 1]
+            if not (block[1:] | block[:-1]).all():
+                raise SbkitError(f"{self.path} is too long, or damaged: zeros are where words should be", hint=hint)
+        *words, rest = data.tobytes().split(b"\0", self.counts[0] + 1)
+        if not words or words[0] != UNKNOWN.encode() or len(words) < self.counts[0]:
+            raise self._truncated()
+        if rest:
+            raise SbkitError(f"{self.path} is damaged: its last {len(rest)} bytes are none of its words", hint=hint)
+        return words
 
     def _truncated(self) -> SbkitError:
         return SbkitError(f"{self.path} is truncated: its header promises more than its {self.path.stat().st_size} "

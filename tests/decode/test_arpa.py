@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import struct
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -217,6 +219,25 @@ def test_a_binary_cut_short_or_of_another_kind(tmp_path):
         kenlm_binary.KenLM(path)
     path.write_bytes(data.replace(b"version 5", b"version 4"))
     with pytest.raises(SbkitError, match="another version"):
+        kenlm_binary.KenLM(path)
+
+
+@pytest.mark.parametrize("more, says", [(1, "zeros are where words should be"), (100 << 20, "is too long, or damaged")])
+def test_a_binary_that_goes_on_after_its_words_is_not_copied(tmp_path, more, says):
+    path = tmp_path / "lm.bin"
+    kenlm_binary.write(estimate(), path)
+    os.truncate(path, path.stat().st_size + more)  # takes no room on the disk
+    tracemalloc.start()
+    try:
+        with pytest.raises(SbkitError, match=says):
+            kenlm_binary.KenLM(path)
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
+    with path.open("ab") as file:
+        file.truncate(path.stat().st_size - more)
+        file.write(b"more")
+    with pytest.raises(SbkitError, match="its last 4 bytes are none of its words"):
         kenlm_binary.KenLM(path)
 
 
