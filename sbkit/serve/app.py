@@ -146,10 +146,9 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
                 await anext(found)  # it is audio; from here on errors are sent as events
                 if ask.stream:
                     return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
-                transcript = await anext(found)
+                return await anext(found)
             except (Left, ClientDisconnect):
                 return _left(state)
-            return replies.reply(transcript, ask.response_format, ask.granularities)
 
     @app.post("/v1/audio/speech", response_model=None)
     async def speech(request: Request) -> Response:
@@ -201,8 +200,10 @@ def _left(state: State) -> Response:
 # ---------------------------------------------------------------------- a transcription
 
 
-def _transcribe(state: State, ask: Form, held: Held, visit: Visit, told: Callable[[Any], None]) -> Transcript:
-    """Transcribe in a thread: reports first that the upload is audio, then, for a stream, pieces of the text."""
+def _transcribe(state: State, ask: Form, held: Held, visit: Visit,
+                told: Callable[[Any], None]) -> Transcript | Response:
+    """Transcribe and make the answer in a thread: reports first that the upload is audio, then, for a stream, pieces of
+    the text, and its transcript is the last."""
     job, limits = visit.job, state.limits
     with contextlib.closing(ask.served.batcher.backlog.hold(
             job.client, limits.client_share, limits.request_seconds, visit.until)) as audio:
@@ -218,7 +219,7 @@ def _transcribe(state: State, ask: Form, held: Held, visit: Visit, told: Callabl
             ask.served.check()  # raises for a broken device
             raise
     state.metrics.audio.add(transcript.duration, model=ask.served.name)
-    return transcript
+    return transcript if ask.stream else replies.reply(transcript, ask.response_format, ask.granularities)
 
 
 async def _events(found: AsyncIterator[str | Transcript], request: str) -> AsyncGenerator[bytes, None]:

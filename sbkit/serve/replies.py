@@ -27,7 +27,15 @@ def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Re
         return PlainTextResponse(FORMATS[_AS_TEXT[kind]](transcript), media_type=media, headers=headers)
     if kind == "json":
         return JSONResponse({"text": transcript.text, "usage": _usage(transcript), **_warning(transcript)})
-    return JSONResponse(verbose(transcript, granularities))
+    return _Verbose(verbose(transcript, granularities))
+
+
+class _Verbose(JSONResponse):
+    """An answer that is encoded piece by piece: for hours of audio at once, all threads would wait for that."""
+
+    def render(self, content: Any) -> bytes:  # whatever JSON holds
+        """Encode the content."""
+        return "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)).encode()
 
 
 def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, Any]:

@@ -5,12 +5,15 @@ import json
 import socket
 import time
 
+import httpx
 import numpy as np
 import pytest
 import serving
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from sbkit.decode.spans import Word
+from sbkit.infer.transcript import Transcript
 from sbkit.serve.limits import Limits
 
 LONGEST = 0.1
@@ -124,6 +127,22 @@ def send(server, data):
 @pytest.mark.parametrize("data", REQUESTS.values(), ids=REQUESTS)
 def test_no_request_stops_the_loop(server, data):
     assert longest_pause(server, lambda: send(server, data)) < LONGEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"response_format": "srt"}, {
+    "response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]}], ids=["srt", "verbose_json"])
+def test_no_answer_stops_the_loop(server, options, monkeypatch):
+    words = [Word("word", 0.3 * i, 0.3 * i + 0.2, 0.9) for i in range(30_000)]
+    transcript = Transcript("", " ".join(word.text for word in words), words, 9000.0)
+    monkeypatch.setattr("sbkit.serve.app.recognise", lambda *_: transcript)
+
+    def ask():
+        answer = httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level", **options}, timeout=60,
+                            files={"file": ("a.wav", serving.wav("a"))})
+        assert answer.text.count("word") >= len(words)
+
+    assert longest_pause(server, ask) < LONGEST
 
 
 def say(server, *messages):
