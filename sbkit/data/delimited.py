@@ -158,21 +158,29 @@ def _table(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, d
 def _malformed_lines(path: Path, expected: int, skip: int, delimiter: str,
                      quoted: bool) -> Iterator[tuple[int, str]]:
     with open(path, encoding="utf-8-sig", newline="" if quoted else None) as file:
-        for _ in range(skip):
-            next(file)
+        lines = _lines(path, file, skip)
         if quoted:
-            counts = ((line, len(row)) for line, row in _quoted_rows(path, file, skip, delimiter))
+            counts = ((line, len(row)) for line, row in _quoted_rows(path, lines, skip, delimiter))
         else:
-            counts = ((number, line.count(delimiter) + (line != "\n")) for number, line in enumerate(file, skip + 1))
+            counts = ((number, line.count(delimiter) + (line != "\n")) for number, line in enumerate(lines, skip + 1))
         for line, found in counts:
             if found not in (0, expected):
                 yield line, _wrong_fields(expected, found)
 
 
-def _quoted_rows(path: Path, file: IO[str], skip: int, delimiter: str,
+def _lines(path: Path, file: IO[str], skip: int) -> Iterator[str]:
+    """The lines after the first ``skip``."""
+    for number, line in enumerate(iter(lambda: file.readline(_BLOCK_BYTES), ""), 1):
+        if len(line) == _BLOCK_BYTES:
+            raise SbkitError(f"{path}, line {number}: no line is so long", hint="is it a table at all?")
+        if number > skip:
+            yield line
+
+
+def _quoted_rows(path: Path, lines: Iterator[str], skip: int, delimiter: str,
                  skipinitialspace: bool = False) -> Iterator[tuple[int, list[str]]]:
     """(line number, fields) of each row of a file whose first ``skip`` lines were read already."""
-    reader = csv.reader(itertools.chain(file, [_END]), delimiter=delimiter,
+    reader = csv.reader(itertools.chain(lines, [_END]), delimiter=delimiter,
                         skipinitialspace=skipinitialspace)
     begins = skip + 1
     try:
@@ -193,9 +201,8 @@ def _read_spaced(path: Path, names: Sequence[str], skip: int, delimiter: str) ->
     """Read a file with blanks after the commas (``ID, duration, wav``), which Arrow's faster reader doesn't strip."""
     rows, malformed = [], []
     with open(path, encoding="utf-8-sig", newline="") as file:
-        for _ in range(skip):
-            next(file)
-        for line, row in _quoted_rows(path, file, skip, delimiter, skipinitialspace=True):
+        lines = _lines(path, file, skip)
+        for line, row in _quoted_rows(path, lines, skip, delimiter, skipinitialspace=True):
             if len(row) == len(names):
                 rows.append(row)
             elif row:

@@ -172,7 +172,7 @@ class ForPeople(logging.Filter):
 
 
 class LogFile(logging.FileHandler):
-    """Handler of log.txt. A full or broken disk loses lines, which is reported once rather than with a traceback for each."""
+    """Handler of log.txt. A full or broken disk loses lines, which is reported once, not with a traceback for each."""
 
     _told = False
 

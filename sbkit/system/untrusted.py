@@ -15,6 +15,7 @@ from sbkit.system import disk
 
 #: No text packs better than this: a language model's shrinks to a fifth. Small ones may.
 _MOST_PACKED, _PACKED_ANYHOW = 50, 16 << 20
+_MOST_ZEROS = 1 << 20
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -73,6 +74,8 @@ def unpack(path: str | os.PathLike[str], most: int) -> bytes:
     data = read_bytes(path, most)
     if data[:2] != b"\x1f\x8b":
         return data
+    if data.find(bytes(_MOST_ZEROS)) >= 0:  # which gzip would step over one by one
+        raise OSError(errno.EINVAL, "its compressed data is damaged: it has a long row of zeros", os.fspath(path))
     left = min(most, max(_MOST_PACKED * len(data), _PACKED_ANYHOW))
     parts: list[bytes] = []
     try:

@@ -153,6 +153,15 @@ def test_a_quotation_mark_that_is_never_closed_swallows_no_rows(tmp_path, separa
     assert list(Manifest.read(path).texts) == ["x\ny", "x", "z"]
 
 
+@pytest.mark.parametrize("separator", [",", ", "])
+def test_a_file_that_goes_on_without_an_end_of_line_is_refused(tmp_path, separator):
+    path = tmp_path / "x.csv"
+    path.write_text(separator.join(["ID", "duration", "wav", "wrd"]) + "\n")
+    os.truncate(path, 40 << 20)  # takes no room on the disk
+    with pytest.raises(SbkitError, match=r"x.csv, line 2: no line is so long"):
+        Manifest.read(path)
+
+
 def test_a_last_text_of_several_lines_is_one(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text('ID,duration,wav,wrd\na,1.0,a.wav,"x\ny ""z"" w"')

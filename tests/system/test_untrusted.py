@@ -67,3 +67,7 @@ def test_packed_text_is_unpacked_and_a_bomb_is_not(tmp_path):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(text)[:-20])
     with pytest.raises((OSError, EOFError)):
         untrusted.unpack(tmp_path / "cut.gz", 1 << 30)
+    (tmp_path / "long.gz").write_bytes(gzip.compress(text))
+    os.truncate(tmp_path / "long.gz", 200 << 20)  # takes no room on the disk
+    with pytest.raises(OSError, match="it has a long row of zeros"):
+        untrusted.unpack(tmp_path / "long.gz", 1 << 30)
