@@ -49,7 +49,7 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
     frame headers are read.
     """
     head = read(_RESYNC_BYTES, 0)
-    start = _after_id3(head)
+    start = after_id3(head)
     if start:
         head = read(_RESYNC_BYTES, start)
     at = _next_frame(head, 0)
@@ -90,7 +90,8 @@ def with_tag(data: bytes, mp3: Mp3) -> bytes:
     return body.ljust(tagged.size, b"\0") + data[mp3.first :]
 
 
-def _after_id3(head: bytes) -> int:
+def after_id3(head: bytes) -> int:
+    """Where what follows a tag at the beginning of a file begins."""
     if head[:3] != b"ID3" or len(head) < 10:
         return 0
     size = 0

@@ -11,13 +11,15 @@ from collections.abc import Callable
 
 import soundfile
 
+from sbkit.data import mp3
+
 Read = Callable[[int, int], bytes]
 
 #: In libsndfile's log, bytes of audio (or of all) that a header claims, and those that the file has.
 _CLAIM = re.compile(r"^\s*(?:data|SSND|Data Size|riff|Riff size)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
 #: Who writes into a pipe doesn't know the size, and puts about the largest in place of it.
 _UNKNOWN_SIZE = 0x7FFF0000
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES, _MOST_TAIL_BYTES = 1 << 16, 1 << 23
 #: Samples of a FLAC frame by the code in its header; codes 6 and 7 say that they follow.
 _FLAC_SAMPLES = {1: 192, 2: 576, 3: 1152, 4: 2304, 5: 4608, **{code: 1 << code for code in range(8, 16)}}
 
@@ -55,16 +57,24 @@ def _wav(read: Read, size: int) -> tuple[int, int]:
 
 def _flac(read: Read, size: int) -> int | None:
     """The samples up to the end of a FLAC's last frame; None if that can't be found."""
-    if read(4, 0) != b"fLaC":
+    at = mp3.after_id3(read(10, 0))
+    if read(4, at) != b"fLaC":
         return None
-    info = read(34, 8)
-    begin = size - max(2 * int.from_bytes(info[7:10], "big"), _TAIL_BYTES)
-    tail = read(size, max(begin, 0))
+    info = read(34, at + 8)
+    tail = max(2 * int.from_bytes(info[7:10], "big"), _TAIL_BYTES)
+    for most in (tail, 8 * tail, _MOST_TAIL_BYTES):  # padding or a tag may follow
+        begin = max(size - min(most, _MOST_TAIL_BYTES), 0)
+        if (end := _flac_end(read(size, begin), int.from_bytes(info[2:4], "big"))) is not None or not begin:
+            return end
+    return None
+
+
+def _flac_end(tail: bytes, block: int) -> int | None:
     # A header's mark and its checksum of eight bits occur in audio too, but not where another frame begins or ends.
     behind: dict[int, int] = {}
     at = len(tail)
     while (at := tail.rfind(b"\xff", 0, at)) >= 0:
-        if (frame := _flac_frame(tail[at : at + 16], int.from_bytes(info[2:4], "big"))) is not None:
+        if (frame := _flac_frame(tail[at : at + 16], block)) is not None:
             first, samples = frame
             if first == 0 or first + samples in behind:
                 return behind.get(first + samples, first + samples)

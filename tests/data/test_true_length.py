@@ -45,7 +45,9 @@ def test_a_file_cut_in_half_is_cut_off(format):
     audio_info(data[: len(data) // 2])  # whoever wants a stretch may find it there
 
 
-@pytest.mark.parametrize("data", [wav_that_says(2 * RATE), flac_that_says(RATE)])
+@pytest.mark.parametrize("data", [
+    wav_that_says(2 * RATE), flac_that_says(RATE), flac_that_says(RATE) + bytes(1_000_000),
+    b"ID3\4\0\0\0\0\1\0" + bytes(128) + flac_that_says(RATE)])
 def test_a_file_that_goes_on_is_said_to(data):
     with pytest.raises(AudioError, match=r"its header says 1\.00 s, but it goes on to 10\.00 s"):
         audio_info(data, whole=True)
