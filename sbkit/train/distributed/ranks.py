@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from sbkit.errors import SbkitError
 from sbkit.train.distributed import ending, launcher
-from sbkit.train.distributed.heartbeats import Heartbeats
+from sbkit.train.distributed.heartbeats import SILENT_SECONDS, Heartbeats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -137,17 +137,38 @@ def _unused(store: Store, place: int, world: int) -> Store:
     me = uuid.uuid4().hex
     store.set(f"sbkit/start/{place}", me)
     if place:
+        _wait_for_ranks(lambda: [] if store.check([f"sbkit/name/{me}"]) else [0], tells=place == 1)
         name = store.get(f"sbkit/name/{me}").decode()
-        store.add(f"{name}/named", 1)
+        store.set(f"{name}/named/{place}", b"1")
         return PrefixStore(name, store)
     answered: set[bytes] = set()
-    while store.add(f"{me}/named", 0) < world - 1:
-        for other in range(1, world):
+
+    def missing() -> list[int]:
+        found = [other for other in range(1, world) if not store.check([f"{me}/named/{other}"])]
+        for other in found:
             if store.check([key := f"sbkit/start/{other}"]) and (token := store.get(key)) not in answered:
                 answered.add(token)
                 store.set(f"sbkit/name/{token.decode()}", me)
-        time.sleep(_POLL_SECONDS)
+        return found
+
+    _wait_for_ranks(missing, tells=True)
     return PrefixStore(me, store)
+
+
+def _wait_for_ranks(missing: Callable[[], list[int]], tells: bool) -> None:
+    """Wait until no rank is missing; who still is after a minute is told."""
+    began = time.monotonic()
+    while absent := missing():
+        waited = time.monotonic() - began
+        who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        if waited > COLLECTIVE_TIMEOUT.total_seconds():
+            raise SbkitError(f"{who} didn't join the others in {waited:.0f} s",
+                             hint="their output may say why; is there a machine on which none was started?")
+        if tells and waited > SILENT_SECONDS:
+            logger.warning("Waiting for %s, which didn't join the others in %.0f s. Does it still start, and can it "
+                           "reach this machine?", who, waited)
+            tells = False
+        time.sleep(_POLL_SECONDS)
 
 
 def closed_first(holder: _Holder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import signal
@@ -12,6 +13,8 @@ import pytest
 import torch
 from processes import results
 
+from sbkit.errors import SbkitError
+from sbkit.system.processes import free_port
 from sbkit.train.distributed import heartbeats, ranks
 
 
@@ -62,3 +65,16 @@ def leaves_early():
     else:
         time.sleep(3)
     return said
+
+
+@pytest.mark.parametrize("rank, who", [(0, "ranks 1, 2"), (1, "rank 0")])
+def test_ranks_that_never_join_are_named_and_not_waited_for_without_end(monkeypatch, caplog, rank, who):
+    agent = torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(ranks, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(ranks, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=1))
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": agent.port, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SbkitError, match=f"^{who} didn't join the others in 1 s"):
+        ranks.init(torch.device("cpu"))
+    assert [f"Waiting for {who}, which" in record.getMessage() for record in caplog.records] == [True]
