@@ -1,6 +1,7 @@
 """Trains a toy model on noise, and is killed where it is told to; the end of a run is printed as digests.
 
-Arguments: the output folder, then the place to be killed at as ``where:epoch:step:micro`` (or nothing).
+Arguments: the output folder, then the place to be killed at as ``where:epoch:step:micro`` (or nothing), with ``@rank``
+if it isn't the last one. After each of torchrun's restarts, it is the next one of a list with commas.
 """
 
 import hashlib
@@ -99,11 +100,11 @@ class Net(torch.nn.Module):
 class Toy(Brain):
     """CTC with every source of randomness there is."""
 
-    kill = None
+    kill, victim = None, ""
 
     def at(self, where, *place):
-        """The last rank is the one that is killed."""
-        if self.kill == (where, *place) and ranks.rank() == ranks.world_size() - 1:
+        """Here one rank is killed, if that is what is wanted."""
+        if self.kill == (where, *place) and ranks.rank() == int(self.victim or ranks.world_size() - 1):
             os.kill(os.getpid(), getattr(signal, os.environ.get("SIGNAL", "SIGKILL")))
 
     def on_stage_start(self, stage, epoch=None):
@@ -188,7 +189,9 @@ def main(folder, place=None):
                   "grad_accumulation_factor": 3},
         checkpointer=checkpointer,
     )
-    if place:
+    places = (place or "").split(",")[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):]
+    if places and places[0]:
+        place, _, brain.victim = places[0].partition("@")
         where, *numbers = place.split(":")
         brain.kill = (where, *map(int, numbers))
     if os.environ.get("LOADER") == "speechbrain":

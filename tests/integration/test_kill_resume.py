@@ -147,14 +147,33 @@ def test_a_signal_ends_it_with_a_checkpoint_a_line_and_a_code(runs, never_stoppe
     assert differences(result, never_stopped) == []
 
 
-@pytest.mark.slow
-def test_two_processes_one_of_them_killed(runs):
-    code, expected, log = train(runs / "two", processes=2)
+@pytest.fixture(scope="module")
+def two_never_stopped(runs):
+    code, result, log = train(runs / "two", processes=2)
     assert code == 0, log
+    return result
+
+
+@pytest.mark.slow
+def test_two_processes_one_of_them_killed(runs, two_never_stopped):
     assert train(runs / "two-killed", "train:2:4:1", processes=2)[0] not in (0, None)
     code, result, log = train(runs / "two-killed", processes=2)
     assert code == 0, log
-    assert differences(result, expected) == []
+    assert differences(result, two_never_stopped) == []
+
+
+@pytest.mark.slow
+def test_torchruns_restarts_end_as_the_run_never_stopped(runs, two_never_stopped):
+    """It keeps the store, in which the addresses of the ranks before each restart are."""
+    folder = runs / "restarted"
+    places = "train:1:7:2@1,train:2:4:1@0,train:3:7:0@0"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
+         "--monitor-interval=0.2", resume_run.__file__, str(folder), places], capture_output=True, text=True,
+        timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.count("(exitcode: -9)") == 3
+    assert differences(json.loads(done.stdout.splitlines()[-1]), two_never_stopped) == []
 
 
 def seen(folder):

@@ -121,24 +121,6 @@ def test_a_killed_process_comes_back_with_all_others_at_the_last_checkpoint(tmp_
 
 
 @pytest.mark.slow
-def test_one_killed_process_after_the_other_comes_back_on_one_machine(tmp_path):
-    """torchrun keeps the store, in which the addresses of the ranks before the restart are."""
-    steps, command = 200, [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                           "--max-restarts=3", "--monitor-interval=0.2"]
-    with Cluster(tmp_path, "1", SCRIPT, []) as cluster, open(tmp_path / "log", "w") as log:
-        cluster.agents["one"] = agent = subprocess.Popen(
-            [*command, str(SCRIPT), str(tmp_path), str(steps)], stdout=log, stderr=log,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-        for kill in range(3):
-            wait_for(lambda at=20 * kill + 20: cluster.reaches(at), agent)
-            os.kill([start["pid"] for start in cluster.starts() if start["rank"] == 1][-1], signal.SIGKILL)
-            wait_for(lambda count=2 * kill + 4: len(cluster.starts()) >= count or None, agent)
-        assert agent.wait(timeout=SECONDS) == 0, (tmp_path / "log").read_text()[-4000:]
-    assert cluster.state() == {"step": steps, "total": steps * (steps + 1) / 2}
-    assert len(cluster.starts()) == 2 * 4
-
-
-@pytest.mark.slow
 def test_a_range_of_machines_goes_on_without_a_lost_one_and_takes_a_new_one_in(tmp_path):
     with Cluster(tmp_path, "1:2", SCRIPT, [str(tmp_path), "100000"]) as cluster:
         one, two = cluster.start("one"), cluster.start("two")
