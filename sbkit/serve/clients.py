@@ -71,6 +71,7 @@ class Turns:
     def wait(self, client: str | None) -> Future[None]:
         """Wait for a place, which has to be given :meth:`back` if the future can't be cancelled any more."""
         asked: Future[None] = Future()
+        asked.add_done_callback(lambda _: self._leave(client, asked))
         with self._lock:
             self._waiting.setdefault(client, deque()).append(asked)
         self._give()
@@ -99,6 +100,15 @@ class Turns:
         finally:
             if not asked.cancel():
                 self.back(job.client)
+
+    def _leave(self, client: str | None, asked: Future[None]) -> None:
+        """Let others move up if one that waits is cancelled."""
+        with self._lock:
+            line = self._waiting.get(client)
+            if asked.cancelled() and line and asked in line:
+                line.remove(asked)
+                if not line:
+                    del self._waiting[client]
 
     def _give(self) -> None:
         with self._lock:

@@ -62,6 +62,18 @@ def test_places_are_given_in_turn_and_one_address_has_its_share_of_them():
     assert [turns.wait(None).done() for _ in range(5)] == [True] * 4 + [False], "a proxy on this machine may have all"
 
 
+def test_who_left_is_not_waited_for():
+    turns = Turns(8, 1.0)
+    for _ in range(8):
+        turns.wait("a")
+    waiting = [turns.wait("a") for _ in range(501)]
+    for each in waiting[1:]:
+        each.cancel()
+    assert turns.ahead("a") == 1 / 8
+    turns.back("a")
+    assert waiting[0].done() and turns.ahead("a") == 0
+
+
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["wait", "cancel", "back"])), max_size=60))
 def test_no_place_is_lost_or_given_twice_whoever_leaves(acts):
