@@ -6,9 +6,12 @@ import asyncio
 import functools
 import socket
 import time
+from collections.abc import Container
 from typing import Any
 
 import h11
+import uvicorn
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
@@ -36,6 +39,19 @@ def protocol_options(doors: Doors) -> dict[str, Any]:
             "h11_max_incomplete_event_size": _HEADERS_BYTES}
 
 
+def _owner(peer: tuple[str, int] | None, config: uvicorn.Config) -> str | None:
+    """The address whose share of the connections one takes; that of a trusted proxy is everybody's, so nobody's."""
+    trusted = config.forwarded_allow_ips if config.proxy_headers else None
+    if trusted and peer and peer[0] in _proxies(",".join([trusted] if isinstance(trusted, str) else trusted)):
+        return None
+    return address({"client": peer})
+
+
+@functools.cache
+def _proxies(trusted: str) -> Container[str]:
+    return ProxyHeadersMiddleware(None, trusted).trusted_hosts  # type: ignore[arg-type]  # it is asked for nothing
+
+
 class Impatient(H11Protocol):
     """HTTP connection with a time limit for a request's headers, which uvicorn lacks.
 
@@ -59,7 +75,7 @@ class Impatient(H11Protocol):
         """Start watching the connection."""
         super().connection_made(transport)
         transport.max_size = _READ_HTTP_BYTES  # type: ignore[attr-defined]  # of asyncio's own
-        self.address = address({"client": self.client})
+        self.address = _owner(self.client, self.config)
         self._seen: object = self
         self._watch = self.loop.call_later(_LOOK_SECONDS, self._look)
         self._whole = self._doors.enter(self, self.connections)
@@ -135,7 +151,7 @@ class LiveSocket(WebSocketsSansIOProtocol):
         transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own, which the server asks for
         self._pong = b""  # the answer to a ping, for which there was no room
         super().connection_made(transport)
-        self.address = address({"client": self.client})
+        self.address = _owner(self.client, self.config)
 
     def data_received(self, data: bytes) -> None:
         """Take what arrived. The first is the whole request: if it begins no handshake, nothing ever will."""

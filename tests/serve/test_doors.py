@@ -65,6 +65,17 @@ def test_one_address_gives_way_to_itself_and_leaves_places_for_others(bundle):
             assert asked(source).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("proxies", ["127.0.0.3", "127.0.0.0/24"])
+def test_a_trusted_proxys_connections_have_no_share(bundle, proxies):
+    limits = Limits(decoders=1, max_connections=8, max_live=100, client_share=0.25)
+    with serving.serving(bundle, limits=limits, proxies=(proxies,)) as server, contextlib.ExitStack() as all_:
+        for i in range(6):
+            session = all_.enter_context(connect(server.live, source_address=("127.0.0.3", 0),
+                                                 additional_headers={"x-forwarded-for": f"192.0.2.{i}"}))
+            session.send(json.dumps({"type": "start", "model": "level", "sample_rate": 8000}))
+            assert json.loads(session.recv())["type"] == "ready"
+
+
 @pytest.mark.slow
 def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bundle):
     with serving.serving(bundle, limits=Limits(decoders=1, max_connections=2)) as server:
