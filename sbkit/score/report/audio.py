@@ -54,9 +54,9 @@ class Clips:
     def _make(self, one: Recording) -> tuple[str | None, str | None]:
         if self.left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
-        if not self.owned(one.wav):
-            return None, "not embedded: it is neither in the run's folder nor in its manifests"
         try:
+            if not self.owned(one.wav):
+                return None, "not embedded: it is neither in the run's folder nor in its manifests"
             signal = read_audio(one.wav, start=one.start, duration=min(one.duration, _LONGEST), sample_rate=_RATE,
                                 remote=self.remote)
             encoded = io.BytesIO()
@@ -64,6 +64,8 @@ class Clips:
                             bitrate_mode="VARIABLE", compression_level=_COMPRESSION)
         except AudioError as error:
             return None, f"the recording can't be read: {error.cause}"
+        except ValueError as error:  # no path has zeros, or halves of surrogate pairs
+            return None, f"not embedded: its path is none ({error})"
         except soundfile.LibsndfileError as error:  # some are built without MP3
             return None, f"not embedded: {error}"
         uri = "data:audio/mpeg;base64," + base64.b64encode(encoded.getvalue()).decode()

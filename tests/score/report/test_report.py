@@ -154,6 +154,15 @@ def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, wav
         assert ("neither in the run's folder nor in its manifests" in page.text) != embedded
 
 
+@pytest.mark.parametrize("name", ["a\0b.wav", "\ud800.wav"])
+def test_a_recording_whose_name_no_file_can_have_is_said_on_its_card(tmp_path, name):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav="/nowhere.wav"))
+    path = run / "test_utterances.jsonl"
+    path.write_text(path.read_text().replace("/nowhere.wav", json.dumps(name)[1:-1]))
+    page = Page(write_report(run))
+    assert "not embedded: its path is none" in page.text and not page.all("audio")
+
+
 def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(tmp_path, wav, monkeypatch):
     def no_mp3(*args, **kwargs):
         raise soundfile.LibsndfileError(1)
