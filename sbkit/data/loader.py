@@ -158,6 +158,7 @@ class _Loader:
         self._loader._iterator = None
         if iterator is None or not self.workers:
             return
+        _started.pop(iterator, None)
         iterator._shutdown_workers()
         for worker in iterator._workers:  # one that hangs while reading doesn't end by itself
             if worker.is_alive():
@@ -347,7 +348,9 @@ def _dead_worker() -> tuple[str, str] | None:
             if not worker.exitcode:
                 continue
             killed = -worker.exitcode if worker.exitcode < 0 else None
-            cause = f"was killed by {signal.Signals(killed).name}" if killed else f"ended with code {worker.exitcode}"
+            names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
+            cause = f"was killed by {names.get(killed, f'signal {killed}')}" if killed else \
+                f"ended with code {worker.exitcode}"
             row = int(reader.reading[number])
             last = f"what it read last is {reader.manifest.ids[row]} ({reader.manifest.wavs[row]})" if row >= 0 else \
                 "it had read nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,9 @@ _RECORD_PROVIDERS = "session.record_ep_graph_assignment_info"  # ignored before 
 _LIBRARIES = ("are the CUDA and cuDNN libraries of this onnxruntime-gpu installed? "
               "pip install 'onnxruntime-gpu[cuda,cudnn]' installs them")
 
-#: From this version on, weights are only read from files in the model's folder; what the name of such a file follows.
-_CHECKS_WEIGHTS, _WEIGHTS_BESIDE = (1, 24), b"location"
+#: From this version on, weights are only read from files in the model's folder; what the name of such a file follows, a
+#: text of 8 bytes, which protobuf takes as 08, 88 00, 88 80 00 and so on.
+_CHECKS_WEIGHTS, _WEIGHTS_BESIDE = (1, 24), re.compile(rb"(?:\x08|\x88\x80*\x00)location")
 
 Session = Any  # onnxruntime.InferenceSession, which has no types
 
@@ -129,7 +131,7 @@ def _refuse_foreign_weights(runtime: ModuleType, path: Path) -> None:
     if tuple(map(int, runtime.__version__.split(".")[:2])) >= _CHECKS_WEIGHTS or not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data.find(_WEIGHTS_BESIDE) >= 0:
+        if _WEIGHTS_BESIDE.search(data):
             raise SbkitError(f"{path} names other files that its weights are in, and onnxruntime {runtime.__version__} "
                              "reads any file of this machine that a model names",
                              hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later")

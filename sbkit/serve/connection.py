@@ -6,7 +6,6 @@ import asyncio
 import functools
 import socket
 import time
-from collections.abc import Container
 from typing import Any
 
 import h11
@@ -41,15 +40,16 @@ def protocol_options(doors: Doors) -> dict[str, Any]:
 
 def _owner(peer: tuple[str, int] | None, config: uvicorn.Config) -> str | None:
     """The address whose share of the connections one takes; that of a trusted proxy is everybody's, so nobody's."""
-    trusted = config.forwarded_allow_ips if config.proxy_headers else None
-    if trusted and peer and peer[0] in _proxies(",".join([trusted] if isinstance(trusted, str) else trusted)):
+    trusted = config.forwarded_allow_ips
+    if peer and config.proxy_headers and _is_proxy(peer[0], trusted if isinstance(trusted, str) else ",".join(trusted)):
         return None
     return address({"client": peer})
 
 
-@functools.cache
-def _proxies(trusted: str) -> Container[str]:
-    return ProxyHeadersMiddleware(None, trusted).trusted_hosts  # type: ignore[arg-type]  # it is asked for nothing
+@functools.lru_cache(1024)
+def _is_proxy(host: str, trusted: str) -> bool:
+    app: Any = None  # which is asked for nothing
+    return host in ProxyHeadersMiddleware(app, trusted).trusted_hosts
 
 
 class Impatient(H11Protocol):

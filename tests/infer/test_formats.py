@@ -72,12 +72,21 @@ def test_without_onnx_runtime_the_other_format_is_not_taken_in_its_place(tmp_pat
     assert formats.choose(tmp_path, {"torch": "model.pt2", "onnx": "model.onnx"}, "torch") == "torch"
 
 
-@pytest.mark.parametrize("version, told", [(onnxruntime.__version__, "External data path|reads any file of"),
-                                           ("1.23.2", "onnxruntime 1.23.2 reads any file of this machine")])
+def of_another_model(bundle, model: bytes):
+    """Put it in the bundle, whose config.json then says nothing of the model's size."""
+    (bundle / "model.onnx").write_bytes(model)
+    values = json.loads((bundle / layout.CONFIG).read_text()) | {"files": {}}
+    (bundle / layout.CONFIG).write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("version, told, length", [
+    (onnxruntime.__version__, "External data path|reads any file of", b"\x08"),
+    ("1.23.2", "onnxruntime 1.23.2 reads any file of this machine", b"\x08"),
+    ("1.23.2", "onnxruntime 1.23.2 reads any file of this machine", b"\x88\x00")])  # protobuf takes that as 8, too
 @pytest.mark.parametrize("named", ["../secret", "link"])
-def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypatch, version, told, named):
+def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypatch, version, told, named, length):
     """ONNX Runtime refuses it since 1.24; earlier ones would read the file, so such a model isn't given to them."""
-    bundle = bundles.make(tmp_path / "bundle", files={})
+    bundle = bundles.make(tmp_path / "bundle")
     (tmp_path / "secret").write_bytes(bytes(4096))
     (bundle / "link").symlink_to(tmp_path / "secret")
     model = onnx.load(bundle / "model.onnx")
@@ -85,9 +94,17 @@ def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypat
     weights.ClearField("raw_data")
     weights.data_location = onnx.TensorProto.EXTERNAL
     weights.external_data.add(key="location", value=named)
-    (bundle / "model.onnx").write_bytes(model.SerializeToString())
-    values = json.loads((bundle / layout.CONFIG).read_text()) | {"files": {}}
-    (bundle / layout.CONFIG).write_text(json.dumps(values))
+    of_another_model(bundle, model.SerializeToString().replace(b"\x08location", length + b"location"))
     monkeypatch.setattr(onnxruntime, "__version__", version)
     with pytest.raises(SbkitError, match=told):
         sbkit.infer.load(bundle, device="cpu")
+
+
+def test_a_model_with_a_node_of_that_name_is_opened_by_an_earlier_one_too(tmp_path, monkeypatch):
+    bundle = bundles.make(tmp_path / "bundle")
+    model = onnx.load(bundle / "model.onnx")
+    model.graph.node[0].name = "a location"
+    of_another_model(bundle, model.SerializeToString())
+    monkeypatch.setattr(onnxruntime, "__version__", "1.23.2")
+    with sbkit.infer.load(bundle, device="cpu"):
+        pass
