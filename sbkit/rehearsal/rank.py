@@ -144,6 +144,7 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
     diary = Diary(folder, launch, rank)
     stack = open(folder / f"{launch}.{rank}.stack", "w")  # noqa: SIM115 (stays open)
     faulthandler.register(STANDS, stack, all_threads=False)
+    faulthandler.enable(stack, all_threads=False)
     out = os.open(folder / f"{launch}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -518,6 +519,9 @@ def export(job: Mapping[str, Any], diary: Diary) -> int:
 
         diary.enter("model.pt2 on the card")
         open_bundle(to, device="cuda", model="torch").close()
+    else:
+        diary.enter("model.pt2 on the card")
+        diary.write("skip", "the bundle has none")
     return 0
 
 
@@ -526,11 +530,17 @@ def _dump_collectives(diary: Diary) -> None:
     if ranks.world_size() > 1:
         trace: Any = torch._C._distributed_c10d  # its stub lacks the function
         found = pickle.loads(trace._dump_nccl_trace()).get("entries", [])
-        calls = [[each["profiling_name"].removeprefix("nccl:"), each["input_sizes"], each.get("input_dtypes", ""),
+        calls = [[each["profiling_name"].removeprefix("nccl:"), _tensors(each["input_sizes"], each["input_dtypes"]),
                   *own_place((frame["filename"], frame["line"]) for frame in each["frames"])] for each in found]
         written = diary.path.with_suffix(f".{threading.get_ident()}")
         written.write_text(json.dumps(calls))
         written.rename(diary.path.with_suffix(".collectives"))
+
+
+def _tensors(sizes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> str:
+    """Describe tensors, such as ``6 x 80 float32``."""
+    named = [str(getattr(torch, dtype.lower(), dtype)).removeprefix("torch.") for dtype in dtypes]
+    return ", ".join(f"{' x '.join(map(str, size)) or 1} {name}" for size, name in zip(sizes, named, strict=False))
 
 
 def _keep_collectives(diary: Diary) -> None:

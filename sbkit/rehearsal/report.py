@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.bill import EFFICIENCY
-from sbkit.recipe.report import Finding, Report, Section
+from sbkit.recipe.report import ERROR, Finding, Report, Section
 from sbkit.rehearsal.cards import Card
 from sbkit.rehearsal.run import RANKS, Line
 from sbkit.score.markup import Markup, tag, text
@@ -21,6 +21,7 @@ GIB = 2**30
 STAGES = ("corpus", "check", "start", "count of FLOPs", "steps", "a step of the planned batch",
           "the largest batch of the estimate", "a batch that doesn't fit", "validation", "checkpoint",
           "kill and resume", "test", "export", "model.pt2 on the card", "a rank that fails")
+UNREACHED = "not reached"
 UNPROVEN = ("what kernels compute: their values are never looked at here",
             "how fast they are, and how much of an exchange between ranks hides behind backward",
             "`make gpu` proves these first, once there is a card")
@@ -30,6 +31,8 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
     """Make the report of what the processes of a rehearsal wrote down."""
     report = Report(recipe, seconds=seconds, notes=list(UNPROVEN))
     figures: Line = {}
+    if counts := [line["collectives"] for line in found if "collectives" in line]:
+        figures["collectives"] = sum(counts)
     for line in found:
         figures |= line.get("figures", {}) if line.get("rank") == 0 else {}
         for each in (*line.get("report", {}).get("errors", ()), *line.get("report", {}).get("warnings", ())):
@@ -38,6 +41,10 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
     report.add(Finding(**{name: value for name, value in each.items() if name not in ("stage", "ends")} |
                        {"file": each["file"] or recipe}) for each in wrong)
     report.sections["rehearsal"] = _stages(found, wrong, report, count, card, figures)
+    unreached = [row[0] for row in report.sections["rehearsal"].rows if row[1] == UNREACHED]
+    if unreached and not report.errors:
+        report.add([Finding(ERROR, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, and no process "
+                            "said why", "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`")])
     if "host_ms" in figures:
         report.sections["figures"] = _figures(figures, card)
         report.sections["memory"] = _memory(figures["timeline"], figures)
@@ -89,7 +96,7 @@ def _stages(found: Sequence[Line], wrong: Sequence[Line], report: Report, count:
         if stage == STAGES[-1] and world == 1:
             continue
         result = "wrong" if stage in bad else f"left out: {left_out[stage]}" if stage in left_out else \
-            "ok" if stage in seconds else "not reached"
+            "ok" if stage in seconds else UNREACHED
         rows.append([stage, result, f"{seconds[stage]:.1f}" if stage in seconds else ""])
     ranks = f"{count} x {card.name}" + (f", {world} ranks stand for {count}" if world < count else "")
     return Section(f"Rehearsal on {ranks}; data: {figures.get('data', 'none')}", ["stage", "result", "seconds"], rows,

@@ -22,7 +22,7 @@ import sbkit
 from sbkit.errors import SbkitError
 from sbkit.rehearsal import nullcard
 from sbkit.rehearsal.cards import Card
-from sbkit.system.processes import free_port, torchrun_environment
+from sbkit.system.processes import free_port, session_seconds, torchrun_environment
 
 #: Ranks that stand for any larger number.
 RANKS = 2
@@ -34,6 +34,10 @@ WAITS = 0.05
 AFTER = {"prepare": (), "measure": ("prepare",), "export": ("resume",), "train": ("prepare",), "resume": ("train",),
          "fail": ("measure", "train")}
 ALONE = ("prepare", "measure", "export")
+#: The stages of ``export``.
+EXPORTS = ("export", "model.pt2 on the card")
+#: The last lines of its log that tell why a process crashed.
+LAST_LINES = 3
 
 Line = dict[str, Any]
 
@@ -74,7 +78,7 @@ def main(folder: str) -> None:
         for name in [name for name, after in waiting.items() if well.issuperset(after)]:
             del waiting[name]
             if name == "export" and not job["figures"]["exports"]:
-                found.append({"launch": name, "stage": name, "skip": "the task exports nothing"})
+                found += [{"launch": name, "stage": stage, "skip": "the task exports nothing"} for stage in EXPORTS]
             else:
                 running[name] = Launch(name, job)
         time.sleep(0.05)
@@ -168,8 +172,10 @@ class Launch:
         ready = sum("ready" in line for line in lines)
         if self.name == "train" and ready == self.world:
             return True
-        now, computed = time.monotonic(), sum(_cpu_seconds(process.pid) for process in self.processes)
-        then, count, before = self._last
+        now, (then, count, before) = time.monotonic(), self._last
+        if now - then < 1:
+            return False
+        computed = sum(session_seconds(process.pid or 0) for process in self.processes)
         if len(lines) > count or computed - before > WAITS * (now - then) + 0.5:
             self._last = now, len(lines), computed
         self.hangs = now - then > (IDLE if all(alive) and not ready else END)
@@ -184,23 +190,38 @@ class Launch:
                 if process.is_alive():
                     os.kill(process.pid or 0, STANDS)
             time.sleep(2)  # they also write down their collectives each second
-        ended = time.monotonic()
-        for process in self.processes:
+        ended, crashed = time.monotonic(), list[Line]()
+        for rank, process in enumerate(self.processes):
+            code, lines = process.exitcode, self._lines(rank)
             _end(process.pid or 0)
             process.join()
+            self._file(rank, "group").unlink()
+            if code is not None and not any("end" in line for line in lines):
+                crashed.append(self._crash(rank, code, lines))
         found = [{"launch": self.name, "rank": rank, **line}
-                 for rank in range(self.world) for line in self._lines(rank)]
-        found += self._compared() if self.name != "fail" else []
+                 for rank in range(self.world) for line in self._lines(rank)] + crashed
+        found += self._compared(found) if self.name != "fail" else []
         found += self._standing(found) if self.hangs else []
         return [*found, {"launch": self.name, "rank": 0, "ended": ended}]
 
     def went_well(self, lines: Sequence[Line]) -> bool:
         """Whether what follows this launch can be launched."""
-        if self.hangs or any(line.get("finding", {}).get("ends") for line in lines):
+        if self.hangs or any(map(_ends, lines)):
             return False
-        return self.name == "train" or all(line["end"] == 0 for line in lines if "end" in line)
+        done = [line for line in lines if ("ready" in line if self.name == "train" else line.get("end") == 0)]
+        return len(done) == self.world
 
-    def _compared(self) -> list[Line]:
+    def _crash(self, rank: int, code: int, lines: Sequence[Line]) -> Line:
+        """The finding that a process ended without a word, with the last ones of its log."""
+        how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        stage = next((line["stage"] for line in reversed(lines) if "stage" in line), "start")
+        log = self._file(rank, "log")
+        last = log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:] if log.exists() else []
+        found = self._finding("crash", self._place(rank) or ("", 0), f"rank {rank} ended by {how} in the stage {stage}",
+                              f"the last lines of its log: {' | '.join(last)}", stage)
+        return found | {"rank": rank, "at": lines[-1]["at"] if lines else self.started}
+
+    def _compared(self, found: Sequence[Line]) -> list[Line]:
         """What is known of the collectives: how many there are, or the first one that isn't the same on all ranks."""
         files = [self._file(rank, "collectives") for rank in range(self.world)]
         if self.world == 1 or not all(file.exists() for file in files):
@@ -208,27 +229,32 @@ class Launch:
         calls = [json.loads(file.read_text()) for file in files]
         for number in range(max(map(len, calls))):
             here = [each[number] if number < len(each) else None for each in calls]
-            if any((each and each[:3]) != (here[0] and here[0][:3]) for each in here):
+            if any((each and each[:2]) != (here[0] and here[0][:2]) for each in here):
+                if None in here and any(map(_ends, found)):  # ranks ended early for another reason
+                    return []
                 said = [f"rank {rank} calls " + (f"{each[0]} of {each[1]}" if each else "none")
-                        + (f" at {each[3]}:{each[4]}" if each and each[3] else "") for rank, each in enumerate(here)]
-                place = next((each[3:5] for each in here if each and each[3]), ["", 0])
-                found = self._finding("collectives", place, f"collective {number + 1} of the run differs: "
-                                      f"{' and '.join(said)}", "all ranks must call the same ones in the same order")
-                return [found | {"at": self.started}]  # the cause of all else that ranks say
-        return [{"launch": self.name, "rank": 0, "figures": {"collectives": len(calls[0])}}]
+                        + (f" at {each[2]}:{each[3]}" if each and each[2] else "") for rank, each in enumerate(here)]
+                place = next((each[2:] for each in here if each and each[2]), ["", 0])
+                differs = self._finding("collectives", place, f"collective {number + 1} of the run differs: "
+                                        f"{' and '.join(said)}", "all ranks must call the same ones in the same order")
+                return [differs | {"at": self.started}]  # the cause of all else that ranks say
+        return [{"launch": self.name, "rank": 0, "collectives": len(calls[0])}]
+
+    def _place(self, rank: int) -> tuple[str, int] | None:
+        """The line at which a rank stands or crashed."""
+        from sbkit.rehearsal.rank import own_place
+
+        file = self._file(rank, "stack")
+        frames = re.findall(r'File "(.*)", line (\d+)', file.read_text()) if file.exists() else []
+        return own_place([(name, int(line)) for name, line in frames]) if frames else None
 
     def _standing(self, found: Sequence[Line]) -> list[Line]:
         """The finding that nothing got further, with the line at which each rank stands."""
-        from sbkit.rehearsal.rank import own_place
-
-        said, places = [], list[tuple[str, int]]()
-        for rank in range(self.world):
-            frames = re.findall(r'File "(.*)", line (\d+)', self._file(rank, "stack").read_text())
-            if frames:
-                places.append(own_place([(file, int(line)) for file, line in frames]))
-            said.append(f"rank {rank} " + (f"stands at {places[-1][0]}:{places[-1][1]}" if frames else "has ended"))
+        places = [self._place(rank) for rank in range(self.world)]
+        said = [f"rank {rank} " + (f"stands at {place[0]}:{place[1]}" if place else "has ended")
+                for rank, place in enumerate(places)]
         stage = next((line["stage"] for line in reversed(found) if "stage" in line), self.name)
-        return [self._finding("hang", places[0] if places else ("", 0), f"nothing gets further: {', '.join(said)}",
+        return [self._finding("hang", next(filter(None, places), ("", 0)), f"nothing gets further: {', '.join(said)}",
                               "does each rank come here, and do all call the same collectives?", stage)]
 
     def _finding(self, code: str, place: Sequence[Any], message: str, suggestion: str, stage: str = "steps") -> Line:
@@ -237,13 +263,9 @@ class Launch:
             "suggestion": suggestion, "stage": stage, "ends": True}}
 
 
-def _cpu_seconds(pid: int | None) -> float:
-    """The seconds that a process has computed."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _ends(line: Line) -> bool:
+    """Whether a line is a finding that ended its launch."""
+    return line.get("finding", {}).get("ends", False)
 
 
 def _enter(live: Callable[..., None], place: dict[str, str], launch: str, rank: int, job: Line) -> None:

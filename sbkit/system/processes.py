@@ -48,6 +48,12 @@ def group_lives(group: int) -> bool:
     return any(int(own) == group and state[0] not in "ZX" for own, state in map(str.split, found.stdout.splitlines()))
 
 
+def session_seconds(session: int) -> float:
+    """The seconds that the processes of a session (``os.setsid``) have computed, and their children that have ended."""
+    return sum(sum(map(int, rest[7:11])) for _, _, _, own, *rest in _stats() if int(own) == session) \
+        / os.sysconf("SC_CLK_TCK")
+
+
 def _stats() -> Iterator[list[str]]:
     """Yield the fields of ``/proc/*/stat`` of each process, from its state on."""
     for file in Path("/proc").glob("[0-9]*/stat"):

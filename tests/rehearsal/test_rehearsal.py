@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 WORDS = ("low", "high", "both")
 #: Tasks with one fault each, on top of the word spotter of docs/extend.md.
 FAULTS = '''
+import os
+
 import torch
 import sbkit
 from spotter import Spotter
@@ -60,11 +62,20 @@ class Alone(Spotter):
 
 
 class Left(Spotter):
-    """Leaves a tensor on the CPU where only a validation needs it."""
+    """Leaves a tensor on the CPU where only a validation of the second rank needs it."""
+
+    def compute_objectives(self, scores, batch, stage):
+        if stage == VALID and torch.distributed.get_rank() == 1:
+            scores = scores + torch.zeros(3)  # left
+        return super().compute_objectives(scores, batch, stage)
+
+
+class Crashing(Spotter):
+    """Ends the process without a word."""
 
     def compute_objectives(self, scores, batch, stage):
         if stage == VALID:
-            scores = scores + torch.zeros(3)  # left
+            os.abort()  # crashes
         return super().compute_objectives(scores, batch, stage)
 '''
 
@@ -123,9 +134,18 @@ def test_a_collective_on_one_rank_alone_is_named(home):
 
 
 @pytest.mark.slow
-def test_a_tensor_left_on_the_cpu_is_named_with_its_stage(home):
-    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Left", code=1, cards="H100")
-    assert places(report) == {("device-mismatch", "left")}
+def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothing_else(home):
+    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Left", code=1)
+    assert places(report) == {("device-mismatch", "left")} and len(report["errors"]) == 1
+    assert stages(report)["validation"] == "wrong" and stages(report)["test"] == "not reached"
+
+
+@pytest.mark.slow
+def test_a_process_that_crashes_is_named_with_its_stage_and_line(home):
+    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Crashing", code=1, cards="H100")
+    assert places(report) == {("crash", "crashes")}
+    [error] = report["errors"]
+    assert error["message"] == "rank 0 ended by SIGABRT in the stage validation"
     assert stages(report)["validation"] == "wrong" and stages(report)["test"] == "not reached"
 
 

@@ -1,0 +1,126 @@
+"""What is found in the diaries of a launch, whose processes do something simple here."""
+
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sbkit.rehearsal import rank, run
+from sbkit.rehearsal.cards import CARDS
+from sbkit.rehearsal.report import assemble
+
+
+def launched(live, folder, monkeypatch, name="train", world=2):
+    """What a launch has written once it is over, whose ranks do ``live(diary, rank)``; and whether it went well."""
+
+    def enter(launch, number, job):
+        log = os.open(folder / f"{launch}.{number}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1), os.dup2(log, 2)
+        diary = rank.Diary(folder, launch, number)
+        diary.enter("steps")
+        live(diary, number)
+        diary.write("end", 0)
+        os._exit(0)
+
+    monkeypatch.setattr(rank, "live", enter)
+    launch = run.Launch(name, {"folder": str(folder), "world": world})
+    while not launch.is_over():
+        time.sleep(0.02)
+    lines = launch.close()
+    assert not list(folder.glob("*.group"))  # another process may have the number soon
+    return lines, launch.went_well(lines)
+
+
+def errors_of(lines):
+    return assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0).errors
+
+
+def fail(diary, words):
+    diary.find("error", ("task.py", 3), words, "", ends=True)
+    diary.write("end", 1)
+    os._exit(0)
+
+
+def call(diary, *calls):
+    diary.path.with_suffix(".collectives").write_text(json.dumps([[*each, "task.py", 7] for each in calls]))
+
+
+GRADIENTS = ("all_reduce", "6 float32")
+
+
+def test_a_process_that_ends_without_a_word_is_an_error_with_the_last_words_of_its_log(tmp_path, monkeypatch):
+    def live(diary, number):
+        diary.write("ready", "")
+        if number == 1:
+            diary.enter("validation")
+            os.write(2, b"one\ntwo\nthree\n[ma] out of order\n")
+            faulthandler.disable()  # pytest's
+            os.abort()
+
+    lines, well = launched(live, tmp_path, monkeypatch, "resume")
+    [error] = errors_of(lines)
+    assert not well and error.code == "crash"
+    assert error.message == "rank 1 ended by SIGABRT in the stage validation"
+    assert error.suggestion.endswith("two | three | [ma] out of order")
+
+
+def test_a_launch_goes_well_only_if_each_process_says_so(tmp_path, monkeypatch):
+    assert launched(lambda diary, number: None, tmp_path, monkeypatch, "resume")[1]
+    assert not launched(lambda diary, number: os._exit(0), tmp_path, monkeypatch, "fail")[1]
+    assert not launched(lambda diary, number: number or diary.write("ready", ""), tmp_path, monkeypatch, "train")[1]
+
+
+def test_stages_that_nothing_reached_are_an_error_if_nothing_else_says_why():
+    [error] = errors_of([{"launch": "prepare", "rank": 0, "stage": "corpus", "at": 1.0}])
+    assert error.code == "not-reached" and "validation" in error.message and "corpus" not in error.message
+
+
+def test_the_error_of_one_rank_is_the_cause_and_not_the_collectives_that_it_no_longer_calls(tmp_path, monkeypatch):
+    def live(diary, number):
+        call(diary, *[GRADIENTS] * (3 - number))
+        if number == 1:
+            fail(diary, "ValueError: no such label")
+
+    lines, well = launched(live, tmp_path, monkeypatch)
+    assert [error.message for error in errors_of(lines)] == ["ValueError: no such label"] and not well
+
+
+@pytest.mark.parametrize("others", [[GRADIENTS, ("all_reduce", "7 float32")], [GRADIENTS]])
+def test_collectives_that_differ_are_the_cause_of_what_follows_from_them(others, tmp_path, monkeypatch):
+    def live(diary, number):
+        call(diary, *([GRADIENTS] * 2, others)[number])
+        if number == 1 and len(others) == 2:
+            fail(diary, "RuntimeError: timeout")
+
+    [error] = errors_of(launched(live, tmp_path, monkeypatch)[0])
+    assert error.code == "collectives" and (error.file, error.line) == ("task.py", 7)
+    assert "collective 2 of the run differs: rank 0 calls all_reduce of 6 float32 at task.py:7" in error.message
+
+
+def test_collectives_are_counted_in_all_launches(tmp_path, monkeypatch):
+    def live(diary, number):
+        call(diary, *[GRADIENTS] * 4)
+        if number == 0:
+            diary.write("figures", {"host_ms": 1.0, "card_ms": 2.0, "operations": 1, "peak_bytes": 1, "held_bytes": 1,
+                                    "launches": 1, "copies": 1, "batch": "", "precision": "fp32",
+                                    "timeline": {"lines": []}})
+
+    lines = [line for name in ("train", "resume") for line in launched(live, tmp_path, monkeypatch, name)[0]]
+    figures = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0).sections["figures"]
+    assert figures.values["collectives"] == 8 and ["collectives", "8, the same on all ranks"] in figures.rows
+
+
+@pytest.mark.slow
+def test_a_rank_whose_children_compute_does_not_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "IDLE", 2.5)
+    work = "import os, time\nwhile time.process_time() < 3: pass"
+
+    def live(diary, number):
+        subprocess.run([sys.executable, "-c", work], check=True)
+
+    lines, well = launched(live, tmp_path, monkeypatch, "prepare")
+    assert well and errors_of(lines)[0].code == "not-reached"
