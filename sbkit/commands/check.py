@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sbkit.errors import SbkitError
+from sbkit.system import disk
 from sbkit.system.environment import check_torch_pair
 
 HELP = (
@@ -32,8 +33,8 @@ def run(words: list[str]) -> int:
     if {"--measure", "--no-run"} <= chosen:
         raise SbkitError("--measure runs steps of the recipe, and --no-run runs nothing", hint="drop one of them")
     if given.cards is not None:
-        if chosen - {"--json"}:
-            raise SbkitError(f"--as rehearses the whole run, so it can't be used with {' and '.join(chosen)}",
+        if others := sorted(chosen - {"--json"}):
+            raise SbkitError(f"--as rehearses the whole run, so it can't be used with {' and '.join(others)}",
                              hint="drop one of them")
         return _rehearse([word for word in words if word not in FLAGS], given.cards, given.html, "--json" in chosen)
     if given.html is not None:
@@ -78,9 +79,14 @@ def _rehearse(words: list[str], cards: str, html: Path | None, as_json: bool) ->
     from sbkit.rehearsal.run import rehearse
 
     count, card = parse_cards(cards)
+    if html is not None:
+        disk.check_writable(html, "--html")
     recipe, started = arguments.parse(words).path, time.perf_counter()
     report = assemble(str(recipe), rehearse(words, count, card), count, card, time.perf_counter() - started)
     print(report.json() if as_json else page(report))
     if html is not None:
-        write_html(report, html)
+        try:
+            write_html(report, html)
+        except OSError as error:
+            raise disk.unwritable(html, "--html", error) from error
     return 1 if report.errors else 0

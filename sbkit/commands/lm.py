@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sbkit.commands.options import RUNS_CODE
 from sbkit.errors import SbkitError
+from sbkit.system import disk
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def estimate(request: LmRequest) -> int:
     held_out = [found(name, "dev") for name in request.evaluate]
     if run and not held_out and run.corpus.manifest_path("dev").is_file():
         held_out = [str(run.corpus.manifest_path("dev"))]
-    _check_writable(request.out)
+    disk.check_writable(request.out, "--out")
     rules = run.corpus.text if run else str
     try:
         report = lm.build(
@@ -91,21 +91,6 @@ def estimate(request: LmRequest) -> int:
             tokenizer=None if run is None else run.tokenizer, min_count=request.min_count,
             evaluate=map(rules, texts(held_out)) if held_out else None, binary=request.binary)
     except OSError as error:
-        raise _unwritable(request.out, error) from error
+        raise disk.unwritable(request.out, "--out", error) from error
     print(report)
     return 0
-
-
-def _check_writable(path: Path) -> None:
-    """Raise before the counting, not after it, if ``path`` can't be written."""
-    if path.is_dir():
-        raise SbkitError(f"{path} is a folder", hint="name a file for the model: --out words.arpa")
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    try:
-        tempfile.TemporaryFile(dir=there).close()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> SbkitError:
-    return SbkitError(f"cannot write {path}: {error.strerror or error}", hint="choose another place with --out")

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +114,22 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
     needs = "" if needed is None else f"it needs about {size(needed)}, "
     free = f"free in {os.fspath(path)}" if called else "free"
     return f"{called or os.fspath(path)} {what}: {os.strerror(error.errno or 0)} ({needs}{free}: {_free(Path(path))})"
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise if a file can't be written here, before the work whose result it takes."""
+    if path.is_dir():
+        raise SbkitError(f"{path} is a folder", hint=f"name a file with {option}")
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise unwritable(path, option, error) from error
+
+
+def unwritable(path: Path, option: str, error: OSError) -> SbkitError:
+    """Say that the file which this option names couldn't be written."""
+    return SbkitError(f"cannot write {path}: {error.strerror or error}", hint=f"choose another place with {option}")
 
 
 def size(count: float) -> str:

@@ -168,10 +168,13 @@ def test_the_flagship_runs_from_start_to_end_on_two_ranks(tmp_path):
     assert "make gpu" in report["not_looked_at"][-1]
 
 
-def test_cards_that_nobody_knows_are_refused(capsys):
+@pytest.mark.parametrize(("words", "said"), [
+    (["--as", "8xABC"], "known are"), (["--html", "page.html"], "--as"),
+    (["--as", "H100", "--json", "--no-run"], "can't be used with --no-run"),
+    (["--as", "H100", "--html", "/dev/null/page.html"], "cannot write /dev/null/page.html: "),
+    (["--as", "H100", "--html", "/"], "/ is a folder; name a file with --html")])
+def test_what_cannot_be_rehearsed_is_refused_at_once(words, said, capsys):
     from sbkit import cli
 
-    assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), "--as", "8xABC"]) == 2
-    assert "known are" in capsys.readouterr().err
-    assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), "--html", "page.html"]) == 2
-    assert "--as" in capsys.readouterr().err
+    assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
+    assert said in capsys.readouterr().err
