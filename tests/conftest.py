@@ -66,7 +66,7 @@ def pytest_runtest_setup(item):
 
 @cache
 def _leave_values_out():
-    from sbkit.rehearsal.nullcard import no_values
+    from sbkit.rehearsal import no_values
 
     no_values.install()
 

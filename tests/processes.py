@@ -77,7 +77,7 @@ def _run(pipe, rank, world, port, fn, args) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
     if nullcard.active():
-        from sbkit.rehearsal.nullcard import no_values
+        from sbkit.rehearsal import no_values
 
         no_values.install()
     start = time.monotonic()

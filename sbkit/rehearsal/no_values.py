@@ -1,6 +1,6 @@
 """Leaves out what judges computed values, since on a null card they mean nothing; what computes them still runs.
 
-``python -m sbkit.rehearsal.nullcard.no_values train.py ...`` runs a script so.
+``python -m sbkit.rehearsal.no_values train.py ...`` runs a script so.
 """
 
 from __future__ import annotations

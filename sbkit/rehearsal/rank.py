@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import functools
 import gc
-import importlib
 import json
 import linecache
 import os
@@ -40,6 +39,7 @@ from sbkit.recipe.report import ERROR, Finding
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import peak_of
 from sbkit.rehearsal import corpus, nullcard
+from sbkit.runs import start
 from sbkit.tasks.task import Task
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
@@ -49,8 +49,8 @@ from sbkit.train.memory.oom import length
 
 #: Stages by the names that the report has.
 NAMES = {Stage.TRAIN: "steps", Stage.VALID: "validation", Stage.TEST: "test"}
-#: Steps of an epoch before allocations and waits count, and of the second epoch before the run is killed.
-SETTLED, KILLED_AT = 2, 2
+#: Epochs of a run; steps of one before allocations and waits count, and of the second before the run is killed.
+EPOCHS, SETTLED, KILLED_AT = 2, 2, 2
 #: The memory for a step as a share of what it needs, so that a batch doesn't fit.
 TOO_LITTLE = 0.6
 #: Trial steps, of which the fastest counts.
@@ -309,8 +309,8 @@ def _find_stand_ins(diary: Diary) -> None:
 class Watch:
     """Follows a run through the public methods that it calls, and the steps of its optimizer."""
 
-    def __init__(self, diary: Diary, epochs: int):
-        self.diary, self.epochs, self.epoch, self.steps = diary, epochs, 0, 0
+    def __init__(self, diary: Diary):
+        self.diary, self.epoch, self.steps = diary, 0, 0
         self.on_step: Callable[[int, int], None] = lambda epoch, step: None
         self._first: torch.optim.Optimizer | None = None
         self._waits: Counter[tuple[str, int]] = Counter()
@@ -425,15 +425,14 @@ def _after(owner: object, name: str, call: Callable[..., object]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _run(job: Mapping[str, Any], diary: Diary, epochs: int, *words: str, folder: str = "run",
+def _run(job: Mapping[str, Any], diary: Diary, *words: str, folder: str = "run",
          on_step: Callable[[int, int], None] | None = None) -> Watch:
     """Run ``sbkit train`` as this rank."""
     diary.enter("start")
-    watch = Watch(diary, epochs)
+    watch = Watch(diary)
     watch.on_step = on_step or watch.on_step
-    command = importlib.import_module("sbkit.commands.train")  # by its name, as the command line finds it
-    command.run([*job["words"], "--output_folder", str(Path(job["folder"], folder)), "--epoch_counter.limit",
-                 str(epochs), "--no-check", "--noprogressbar", *words])
+    start.run([*job["words"], "--output_folder", str(Path(job["folder"], folder)), "--epoch_counter.limit",
+               str(EPOCHS), "--no-check", "--noprogressbar", *words], Opened)
     return watch
 
 
@@ -447,7 +446,7 @@ def train(job: Mapping[str, Any], diary: Diary) -> int:
             diary.write("ready", "to be killed")
             time.sleep(600)
 
-    _run(job, diary, 2, on_step=ready)
+    _run(job, diary, on_step=ready)
     raise SbkitError("the run ended before it could be killed in its second epoch")
 
 
@@ -458,7 +457,7 @@ def resume(job: Mapping[str, Any], diary: Diary) -> int:
             diary.find("resume", ("", 0), f"the killed run begins again with epoch {epoch} instead of 2",
                        "add the epoch_counter to the checkpointer's recoverables")
 
-    _run(job, diary, 2, on_step=resumed)
+    _run(job, diary, on_step=resumed)
     return 0
 
 
@@ -497,7 +496,7 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
     _after(Brain, "__init__", lambda brain, *args, **kwargs: _before(type(brain), "compute_forward", limit))
     world, most = ranks.world_size(), figures["max_batch_seconds"]
     try:
-        _run(job, diary, 2, "--batching.step_seconds", str(world * most), folder="fails", on_step=failing)
+        _run(job, diary, "--batching.step_seconds", str(world * most), folder="fails", on_step=failing)
     except _Planted:
         return 1
     return 0

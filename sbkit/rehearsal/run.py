@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import multiprocessing
 import os
@@ -101,22 +100,15 @@ def main(folder: str) -> None:
 
 
 def _import_all() -> None:
-    """Import what the processes need without asking the driver for cards, after which none could use them."""
-    import torch
-
-    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
-    try:
+    """Import what the processes need."""
+    with nullcard.without_driver():
         import torch._dynamo
-        import torch._refs  # of stand-ins
+        import torch._refs  # noqa: F401 (of stand-ins)
 
         import sbkit.export.bundle
         import sbkit.runs.training
         import sbkit.train.memory.trials  # noqa: F401
-        from sbkit.rehearsal.nullcard import no_values
-
-        importlib.import_module("sbkit.commands.train")
-    finally:
-        torch.cuda.is_available = is_available
+        from sbkit.rehearsal import no_values
     no_values.install()
 
 

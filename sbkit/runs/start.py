@@ -1,7 +1,11 @@
-"""``sbkit train RECIPE.yaml [--key value ...]``: prepare, fit, test and report."""
+"""What ``sbkit train`` does, once for each process: prepares a run or resumes it, fits, tests and reports.
+
+Heavy modules are imported in functions, since signals count from the start.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,16 +19,15 @@ if TYPE_CHECKING:
 
     from sbkit.recipe.arguments import Request
     from sbkit.recipe.load import Recipe
+    from sbkit.runs.bundles import Bundles
     from sbkit.runs.start_guard import StartGuard
 
-HELP = (
-    "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
-    "The same command resumes a run. Only one run at a time may use an output_folder: a second start is refused."
-)
 
+def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
+    """Train or resume and return the exit code.
 
-def run(words: list[str]) -> int:
-    """Train or resume and return the exit code."""
+    open_bundles : makes what opens bundles of other models, a room above this one
+    """
     console.outlast_terminal()
     launcher.watch()
     check_torch_pair()
@@ -40,11 +43,11 @@ def run(words: list[str]) -> int:
     if device.type == "cpu":
         host.keep_freed_memory()
     with EndSignals():
-        _run(request, device)
+        _run(request, device, open_bundles())
     return 0
 
 
-def _run(request: Request, device: torch.device) -> None:
+def _run(request: Request, device: torch.device, bundles: Bundles) -> None:
     from sbkit.recipe import load
     from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
@@ -61,13 +64,12 @@ def _run(request: Request, device: torch.device) -> None:
             recipe = load.opened(load.load(request.path, request.overrides), request.path)
             folder = Path(recipe.keys.folder)
             with disk.told(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
-                _train(recipe, request, device, guard)
+                _train(recipe, request, device, guard, bundles)
     finally:
         ranks.shutdown()
 
 
-def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartGuard) -> None:
-    from sbkit.infer.bundles import Opened
+def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartGuard, bundles: Bundles) -> None:
     from sbkit.recipe import load
     from sbkit.runs import initial, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
@@ -77,7 +79,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     ranks.run_on_main(initial.look, recipe.keys)
     # Before a corpus is prepared, so that what is missing is told at once.
     pretrained.fetch(recipe.keys.pretrainer, _filled(recipe))
-    follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, Opened())
+    follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
     if follows:
         request.overrides.update({key: value for key, value in follows.items() if key in recipe.hparams})
         recipe = load.opened(load.load(request.path, request.overrides), request.path)
@@ -94,7 +96,7 @@ def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartG
     corpus = recipe.keys.corpus
     manifests = corpus.load()
     pretrained.load(recipe.keys.pretrainer, _filled(recipe))
-    brain = training.fit_and_test(recipe, request, device, manifests, guard, Opened())
+    brain = training.fit_and_test(recipe, request, device, manifests, guard, bundles)
     ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run

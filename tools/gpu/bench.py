@@ -304,7 +304,7 @@ def _check(function: str, bench: Bench, log: str) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for its own children, as in an ordinary program
     try:
         if nullcard.active():  # shows that each check runs and ends in its time, and nothing about values
-            from sbkit.rehearsal.nullcard import no_values
+            from sbkit.rehearsal import no_values
 
             no_values.install()
         if bench.rehearse:

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,21 @@ def errors() -> list[str]:
     found: list[str] = []
     _visit("sbkit_card_errors", lambda text: found.append(text.decode()), ctypes.c_char_p)
     return found
+
+
+@contextlib.contextmanager
+def without_driver() -> Iterator[None]:
+    """Within it, imports don't ask the driver for cards, as SpeechBrain's do for the sake of AMD's.
+
+    A process that has asked can't pass on CUDA to those that it forks, on real cards and on these.
+    """
+    import torch
+
+    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: torch.version.hip is not None
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = is_available
 
 
 def _visit(function: str, visitor: Callable[..., None], *types: Any) -> None:

@@ -1,0 +1,26 @@
+"""``sbkit train RECIPE.yaml [--key value ...]``: prepare, fit, test and report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sbkit.runs import start
+
+if TYPE_CHECKING:
+    from sbkit.infer.bundles import Opened
+
+HELP = (
+    "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
+    "The same command resumes a run. Only one run at a time may use an output_folder: a second start is refused."
+)
+
+
+def run(words: list[str]) -> int:
+    """Train or resume and return the exit code."""
+    return start.run(words, _bundles)
+
+
+def _bundles() -> Opened:
+    from sbkit.infer.bundles import Opened
+
+    return Opened()
