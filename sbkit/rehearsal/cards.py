@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sbkit.errors import SbkitError
@@ -88,6 +89,20 @@ def parse_cards(text: str) -> tuple[int, Card]:
     if not 1 <= count <= MOST:
         raise SbkitError(f"'{text}' asks for {count} cards", hint=f"1 to {MOST} of one machine can be rehearsed")
     return count, card
+
+
+def runs_on(kernels: Iterable[str], capability: tuple[int, int]) -> bool:
+    """Whether kernels that were compiled for these architectures run on a card of this compute capability.
+
+    Machine code (``sm_``) runs on later minor versions, PTX (``compute_``) on all later ones, and what is only for one
+    (``sm_90a``) or a family (``sm_100f``) isn't all of torch.
+
+    >>> runs_on(["sm_80", "sm_90"], (8, 6)), runs_on(["sm_80", "sm_90"], (7, 0)), runs_on(["compute_70"], (9, 0))
+    (True, False, True)
+    """
+    built = [(kind, divmod(int(number), 10)) for kind, number in
+             re.findall(r"\b(sm|compute)_(\d+)\b", " ".join(kernels))]
+    return any(least <= capability and (kind == "compute" or least[0] == capability[0]) for kind, least in built)
 
 
 #: The most cards of one machine.

@@ -39,6 +39,7 @@ from sbkit.recipe.report import ERROR, Finding
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import peak_of
 from sbkit.rehearsal import corpus, nullcard
+from sbkit.rehearsal.cards import runs_on
 from sbkit.runs import start
 from sbkit.tasks.task import Task
 from sbkit.train.brain import Brain
@@ -157,7 +158,12 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
         pass
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        diary.failed(error)
+        if (lacking := nullcard.lacks()) and "not supported" in str(error).lower().replace("_", " "):
+            diary.write("skip", f"the null card has no {lacking[-1]}")
+        else:
+            diary.failed(error)
+    for function in dict.fromkeys(nullcard.lacks()):
+        diary.write("lacks", function)
     for refused in dict.fromkeys(nullcard.errors()):
         diary.find("invalid-launch", ("", 0), f"a real card refuses {refused}", "look at the sizes of this operation")
     _dump_collectives(diary)
@@ -170,6 +176,13 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
 
 def prepare(job: dict[str, Any], diary: Diary) -> int:
     """Write the corpus, and check the recipe on the card; a recipe that can't be loaded is only checked."""
+    diary.enter("start")
+    capability, kernels = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+    if not runs_on(kernels, capability):
+        diary.find("no-kernels", ("", 0), f"torch {torch.__version__} has no kernels for this card, whose compute "
+                   f"capability is {'.'.join(map(str, capability))}: it was built for {', '.join(kernels)}",
+                   "install another build of torch", ends=True)
+        return 1
     diary.enter("corpus")
     words, request, findings = list(job["words"]), arguments.parse(job["words"]), Findings()
     read(request.path, request.overrides, findings)
@@ -239,14 +252,15 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             diary.write("skip", "the check has no estimate")
             return 0
         del batch
-        most = min(most, HOST_BYTES / torch.float32.itemsize / brain.keys.sample_rate)
-        count = max(1, int(most / seconds))
+        host = HOST_BYTES / torch.float32.itemsize / brain.keys.sample_rate
+        capped = f", all that this machine's memory allows of {most:.0f} s" if most > host else ""
+        count = max(1, int(min(most, host) / seconds))
         torch.cuda.reset_peak_memory_stats()
         if not brain.try_batch(brain.stand_in(count, seconds).to(device)):
             diary.find("estimate", (str(request.path), 0), f"the check says that {most:.0f} s fit into this card, and "
                        f"{count} utterances of {seconds:g} s don't", "sbkit tune finds what fits; tell us about this "
                        "recipe, since its cost is counted wrong")
-        diary.write("figures", {"largest_batch": f"{count} x {seconds:g} s",
+        diary.write("figures", {"largest_batch": f"{count} x {seconds:g} s{capped}",
                                 "largest_peak_bytes": torch.cuda.max_memory_allocated()})
     return 0
 
@@ -361,7 +375,8 @@ class Watch:
             self._shown(message, *args, **kwargs)
             return
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-        self._waits[own_place(stack)] += 1
+        place = own_place(stack)
+        self._waits[place if _is_own(place[0]) else ("", 0)] += 1  # no line of Python has called autograd's threads
 
     def end_of_steps(self) -> None:
         """Report where the host waited, and what memory grew."""
@@ -377,7 +392,7 @@ class Watch:
         for place, count in self._waits.most_common():
             if count >= counted:
                 self.diary.find("wait", place, f"the host waits for the card {count / counted:.3g} times a step: "
-                                f"{linecache.getline(*place).strip()}",
+                                f"{linecache.getline(*place).strip() or 'in torch, in a backward'}",
                                 "keep the value on the device, or read it a step later")
         self._find_growth(events)
 

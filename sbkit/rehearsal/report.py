@@ -21,6 +21,8 @@ GIB = 2**30
 STAGES = ("corpus", "check", "start", "count of FLOPs", "steps", "a step of the planned batch",
           "the largest batch of the estimate", "a batch that doesn't fit", "validation", "checkpoint",
           "kill and resume", "test", "export", "model.pt2 on the card", "a rank that fails")
+#: Milliseconds of a card for a step below which the model is a toy, and no larger batch makes it busy.
+LITTLE = 0.05
 UNREACHED = "not reached"
 UNPROVEN = ("what kernels compute: their values are never looked at here",
             "how fast they are, and how much of an exchange between ranks hides behind backward",
@@ -29,7 +31,9 @@ UNPROVEN = ("what kernels compute: their values are never looked at here",
 
 def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds: float) -> Report:
     """Make the report of what the processes of a rehearsal wrote down."""
-    report = Report(recipe, seconds=seconds, notes=list(UNPROVEN))
+    lacks = dict.fromkeys(line["lacks"] for line in found if "lacks" in line)
+    notes = [*(f"what {name} does, which the null card has not" for name in lacks), *UNPROVEN]
+    report = Report(recipe, seconds=seconds, notes=notes)
     figures: Line = {}
     if counts := [line["collectives"] for line in found if "collectives" in line]:
         figures["collectives"] = sum(counts)
@@ -42,7 +46,7 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
                        {"file": each["file"] or recipe}) for each in wrong)
     report.sections["rehearsal"] = _stages(found, wrong, report, count, card, figures)
     unreached = [row[0] for row in report.sections["rehearsal"].rows if row[1] == UNREACHED]
-    if unreached and not report.errors:
+    if unreached and not report.errors and not lacks:
         report.add([Finding(ERROR, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, and no process "
                             "said why", "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`")])
     if "host_ms" in figures:
@@ -111,30 +115,35 @@ def _figures(figures: Line, card: Card) -> Section:
             ["a step asks the card for", f"{figures['launches']:,} launches, {figures['copies']:,} copies"],
             ["the host needs", f"{host:.1f} ms a step, on a core of this machine"]]
     if needs is not None:
-        bound = "bound by launches" if host > needs else "not bound by launches"
+        bound = "too little to fill one" if needs < LITTLE else \
+            "bound by launches" if host > needs else "not bound by launches"
         rows.append(["the card needs", f"{needs:.1f} ms for {figures['operations'] / 1e12:.3g} TFLOP, at "
                      f"{EFFICIENCY:.0%} of its peak: {bound}"])
-    rows.append(["memory at once", f"{peak / GIB:.2f} GiB of {card.memory / GIB:.1f}" + (
-        f"; the check estimates {estimated / GIB:.2f}" if estimated else "")])
+    rows.append(["memory at once", f"{_memory_size(peak)} of {_memory_size(card.memory)}" + (
+        f"; the check estimates {_memory_size(estimated)}" if estimated else "")])
     if "largest_batch" in figures:
         rows.append(["the largest batch of the estimate", f"{figures['largest_batch']}: "
-                     f"{figures['largest_peak_bytes'] / GIB:.1f} GiB"])
+                     f"{_memory_size(figures['largest_peak_bytes'])}"])
     if "waits" in figures:
         rows.append(["waits in the run's steps", f"{sum(wait[2] for wait in figures['waits']):.3g} a step" + "".join(
-            f"; {short(wait[0], wait[1])}" for wait in figures["waits"][:2])])
+            f"; {short(wait[0], wait[1]) if wait[0] else 'in a backward of torch'}" for wait in figures["waits"][:2])])
     if "collectives" in figures:
         rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
-    idles = needs is not None and host > needs
+    idles = needs is not None and host > needs >= LITTLE
     remarks = ["the card waits for the host in each step: a larger max_batch_seconds, or --compile"] if idles else []
     return Section("Figures", ["what", "how much"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
 
 
 def _memory(timeline: Line, figures: Line) -> Section:
-    rows = [[f"{size / GIB:.2f} GiB", short(file, line) if file else "in torch", source[:60]]
+    rows = [[_memory_size(size), short(file, line) if file else "in torch", source[:60]]
             for file, line, size, source in timeline["lines"]]
-    held = f"{figures['held_bytes'] / GIB:.2f} GiB more are held all the time: weights and the optimizer's states"
+    held = f"{_memory_size(figures['held_bytes'])} more are held all the time: weights and the optimizer's states"
     return Section("What a step holds at its peak", ["memory", "made at", "line"], rows, [held], timeline)
+
+
+def _memory_size(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= 0.1 * GIB else f"{count / 2**20:.1f} MiB"
 
 
 def short(file: str, line: int) -> str:

@@ -52,7 +52,7 @@ def rehearse(words: Sequence[str], count: int, card: Card) -> list[Line]:
         job = {"folder": made, "world": min(count, RANKS), "words": [*words, "--device", "cuda"], "memory": card.memory}
         (folder / "job.json").write_text(json.dumps(job))
         path = os.pathsep.join(filter(None, [str(Path(sbkit.__file__).parent.parent), os.environ.get("PYTHONPATH")]))
-        environment = nullcard.environment(card, count, folder / "logs", base={**os.environ, "PYTHONPATH": path}) | {
+        environment = nullcard.environment(card, count, base={**os.environ, "PYTHONPATH": path}) | {
             "TORCH_FR_BUFFER_SIZE": "20000", "TMPDIR": made, "OMP_NUM_THREADS": "1"}
         with open(folder / "server.log", "w") as log:
             process = subprocess.Popen([sys.executable, "-m", "sbkit.rehearsal.run", made], env=environment,
@@ -65,7 +65,7 @@ def rehearse(words: Sequence[str], count: int, card: Card) -> list[Line]:
                     _end(int(file.read_text()))
         if not (folder / "found.json").exists():
             raise SbkitError(f"the rehearsal ended early:\n{(folder / 'server.log').read_text()[-3000:]}", exit_code=1)
-        return json.loads((folder / "found.json").read_text())
+        return json.loads((folder / "found.json").read_text().replace(made, "the rehearsal's folder"))  # it goes
 
 
 def main(folder: str) -> None:
@@ -182,16 +182,18 @@ class Launch:
                 if process.is_alive():
                     os.kill(process.pid or 0, STANDS)
             time.sleep(2)  # they also write down their collectives each second
-        ended, crashed = time.monotonic(), list[Line]()
+        ended, codes = time.monotonic(), [process.exitcode for process in self.processes]
         for rank, process in enumerate(self.processes):
-            code, lines = process.exitcode, self._lines(rank)
             _end(process.pid or 0)
             process.join()
             self._file(rank, "group").unlink()
-            if code is not None and not any("end" in line for line in lines):
-                crashed.append(self._crash(rank, code, lines))
         found = [{"launch": self.name, "rank": rank, **line}
-                 for rank in range(self.world) for line in self._lines(rank)] + crashed
+                 for rank in range(self.world) for line in self._lines(rank)]
+        silent = {rank: code for rank, code in enumerate(codes) if code is not None
+                  and not any(line["rank"] == rank and "end" in line for line in found)}
+        failed = any(line.get("end") for line in found) or min(silent.values(), default=0) < 0
+        # One that leaves with a code after another has failed does as it should.
+        found += [self._crash(rank, code) for rank, code in silent.items() if code < 0 or not failed]
         found += self._compared(found) if self.name != "fail" else []
         found += self._standing(found) if self.hangs else []
         return [*found, {"launch": self.name, "rank": 0, "ended": ended}]
@@ -203,8 +205,9 @@ class Launch:
         done = [line for line in lines if ("ready" in line if self.name == "train" else line.get("end") == 0)]
         return len(done) == self.world
 
-    def _crash(self, rank: int, code: int, lines: Sequence[Line]) -> Line:
+    def _crash(self, rank: int, code: int) -> Line:
         """The finding that a process ended without a word, with the last ones of its log."""
+        lines = self._lines(rank)
         how = signal.Signals(-code).name if code < 0 else f"code {code}"
         stage = next((line["stage"] for line in reversed(lines) if "stage" in line), "start")
         log = self._file(rank, "log")
@@ -262,9 +265,7 @@ def _ends(line: Line) -> bool:
 
 def _enter(live: Callable[..., None], place: dict[str, str], launch: str, rank: int, job: Line) -> None:
     os.setsid()
-    logs = Path(job["folder"], "logs", launch)
-    logs.mkdir(parents=True, exist_ok=True)
-    os.environ.update(place | {"SBKIT_CARD_LOG": str(logs)})
+    os.environ.update(place)
     live(launch, rank, job)
 
 

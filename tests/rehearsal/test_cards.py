@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.errors import SbkitError
-from sbkit.rehearsal.cards import CARDS, MOST, parse_cards
+from sbkit.rehearsal.cards import CARDS, MOST, parse_cards, runs_on
 
 NAMES = st.sampled_from(sorted(CARDS))
 
@@ -37,3 +37,14 @@ def test_each_card_is_described_in_the_same_units(name):
     assert 1e12 < card.fp32_flops < card.bf16_flops and 1e11 < card.bandwidth < 1e13
     # From its peak no card computes less than 20 or more than 1,000 operations per byte of memory that it reads.
     assert 20 < card.bf16_flops / card.bandwidth < 1000
+
+
+NUMBERS = st.tuples(st.integers(5, 12), st.integers(0, 9))
+
+
+@given(NUMBERS, NUMBERS)
+def test_kernels_run_on_later_cards_of_the_same_major_version_and_ptx_on_all_later_ones(built, card):
+    number = "".join(map(str, built))
+    assert runs_on([f"sm_{number}"], card) == (built[0] == card[0] and built[1] <= card[1])
+    assert runs_on([f"sm_{number}", f"compute_{number}"], card) == (built <= card)
+    assert not runs_on([f"sm_{number}a", f"sm_{number}f"], card) and not runs_on([], card)

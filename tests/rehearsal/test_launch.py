@@ -68,6 +68,16 @@ def test_a_process_that_ends_without_a_word_is_an_error_with_the_last_words_of_i
     assert error.suggestion.endswith("two | three | [ma] out of order")
 
 
+def test_a_rank_that_leaves_because_another_has_failed_is_no_crash(tmp_path, monkeypatch):
+    def live(diary, number):
+        if number == 0:
+            os._exit(1)
+        fail(diary, "ValueError: no such label")
+
+    lines, well = launched(live, tmp_path, monkeypatch)
+    assert [error.message for error in errors_of(lines)] == ["ValueError: no such label"] and not well
+
+
 def test_a_launch_goes_well_only_if_each_process_says_so(tmp_path, monkeypatch):
     assert launched(lambda diary, number: None, tmp_path, monkeypatch, "resume")[1]
     assert not launched(lambda diary, number: os._exit(0), tmp_path, monkeypatch, "fail")[1]
@@ -124,3 +134,11 @@ def test_a_rank_whose_children_compute_does_not_hang(tmp_path, monkeypatch):
 
     lines, well = launched(live, tmp_path, monkeypatch, "prepare")
     assert well and errors_of(lines)[0].code == "not-reached"
+
+
+def test_what_the_null_card_has_not_is_no_error_and_is_told_beside_what_needs_a_card():
+    lines = [{"stage": "steps"}, {"skip": "the null card has no cudnnRNN"}, {"lacks": "cudnnRNN"}]
+    lines = [{"launch": "train", "rank": 0, "at": 1.0} | line for line in lines]
+    report = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0)
+    assert not report.errors and report.notes[0].startswith("what cudnnRNN does")
+    assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("left out: the null card has no")

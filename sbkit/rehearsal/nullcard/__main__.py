@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
-from pathlib import Path
 
 from sbkit.errors import SbkitError
 from sbkit.rehearsal.cards import parse_cards
@@ -16,12 +14,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m sbkit.rehearsal.nullcard", description="Run a command on GPUs "
                                      "that compute nothing, on a machine without any.")
     parser.add_argument("--cards", default="H100", help="such as 2xH100 (default: %(default)s)")
-    parser.add_argument("--logs", type=Path, help="a folder for each rank's calls of NCCL and what a card would refuse")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     given = parser.parse_args()
     try:
         count, card = parse_cards(given.cards)
-        made = environment(card, count, given.logs or Path(tempfile.mkdtemp(prefix="sbkit-null-card-")))
+        made = environment(card, count)
     except SbkitError as error:
         parser.error(str(error))
     os.execvpe(given.command[0], given.command, made)

@@ -70,18 +70,18 @@ def _stubs(torch: Path, include: Path) -> str:
     names = {line.split()[-1].split("@")[0] for line in symbols.splitlines() if line.strip()}
     names |= set(re.findall(r"\bcu[A-Z]\w+(?=\()|\bcu[A-Z]\w+_v\d\b", (include / "cuda.h").read_text(encoding="utf-8")))
     lines = ["#include <cstdlib>",  # without CUDA's headers, which declare what these functions really take
-             "namespace card { void error(const char*, ...); void launch_library(const char*); }",
+             "namespace card { void lacks(const char*); void launch_library(); }",
              '#define STUB extern "C" __attribute__((weak, visibility("default"))) int']
     for name in sorted(name for name in names if _STUBBED.fullmatch(name) and not _REAL.search(name)):
         if _ACCEPTED.fullmatch(name):
             body = "() { return 0; }"
         elif _REFUSED.fullmatch(name):
             code = next((code for library, code in _NOT_SUPPORTED.items() if name.startswith(library)), 801)
-            body = f'() {{ card::error("the null card has no {name}"); return {code}; }}'
+            body = f'() {{ card::lacks("{name}"); return {code}; }}'
         elif "Create" in name and not name.startswith("nccl"):
             body = "(void** made) { *made = calloc(1, 512); return 0; }"
         else:
-            body = "() { return 0; }" if _IDLE.search(name) else f'() {{ card::launch_library("{name}"); return 0; }}'
+            body = "() { return 0; }" if _IDLE.search(name) else '() { card::launch_library(); return 0; }'
         lines.append(f"STUB {name}{body}")
     codes = dict(re.findall(r"\bcuda(?:Error)?(\w+)\s*=\s*(\d+)", _enumeration(include / "driver_types.h")))
     texts = {code: re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name, code in codes.items()}

@@ -1,10 +1,11 @@
-// NCCL between processes of one machine. Each call is written to the log of its rank and is over once every rank has
-// called it; each rank counts its calls in a file that all map. Small broadcasts and gathers really exchange what they
+// NCCL between processes of one machine. Each call is over once every rank has called it; each rank counts its calls in a
+// file that all map, and that has no name any more once all do. Small broadcasts and gathers really exchange what they
 // carry, since sizes and objects are sent with them; reductions leave each rank its own values.
 #include "card.h"
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <fcntl.h>
@@ -16,11 +17,10 @@
 namespace {
 
 constexpr size_t kSmall = 1 << 16;  // bytes of each rank
-struct Rank { std::atomic<uint64_t> calls, given, taken; char latest[64], data[kSmall]; };
+struct Rank { std::atomic<uint64_t> joined, calls, given, taken; char latest[64], data[kSmall]; };
 const char* const kTypes[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64",
                               "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"};
 const size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-const char* const kOperations[] = {"sum", "prod", "max", "min", "avg"};
 
 }  // namespace
 
@@ -68,12 +68,17 @@ bool wait_for(Communicator* c, const std::function<bool(Rank&)>& holds) {
 }
 
 Communicator* join(const std::string& name, int size, int rank) {
-  std::string path = (card::settings().log.empty() ? "/dev/shm" : card::settings().log) + "/nccl-" + name;
+  const char* folder = getenv("TMPDIR");
+  std::string path = std::string(folder ? folder : "/tmp") + "/sbkit-nccl-" + name;
   int file = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   if (file < 0 || ftruncate(file, size * sizeof(Rank))) return nullptr;
   void* mapped = mmap(nullptr, size * sizeof(Rank), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
-  return mapped == MAP_FAILED ? nullptr : new Communicator{name, rank, size, static_cast<Rank*>(mapped)};
+  if (mapped == MAP_FAILED) return nullptr;
+  auto made = new Communicator{name, rank, size, static_cast<Rank*>(mapped)};
+  made->ranks[rank].joined = 1;
+  if (all(made, [](Rank& r) -> bool { return r.joined; })) unlink(path.c_str());
+  return made;
 }
 
 // Gives data to the others, or nullptr for nothing; afterwards each rank's data can be read until done().
@@ -95,20 +100,14 @@ bool take(Communicator* c, int from, void* data, size_t bytes) {
 }
 void done(Communicator* c) { c->ranks[c->rank].taken = c->exchanges; }
 
-int called(const char* kind, size_t count, int type, const char* operation, Communicator* c, cudaStream_t stream,
-           bool by_all = true) {
-  char text[320];
-  card::launch_library(kind);
+int called(const char* kind, size_t count, int type, Communicator* c, cudaStream_t stream, bool by_all = true) {
+  card::launch_library();
   snprintf(c->ranks[c->rank].latest, sizeof Rank::latest, "%s of %zu %s", kind, count, kTypes[type]);
-  if (by_all) c->ranks[c->rank].calls = ++c->calls;
-  snprintf(text, sizeof text, R"({"collective": "%s", "count": %zu, "dtype": "%s", "operation": "%s", )"
-           R"("communicator": "%s", "size": %d, "order": %lu})", kind, count, kTypes[type], operation, c->name.c_str(),
-           c->size, by_all ? c->calls : 0);
-  card::write_log(text);
-  if (by_all) card::wait_on(stream, {c, c->calls});
+  if (!by_all) return 0;
+  c->ranks[c->rank].calls = ++c->calls;
+  card::wait_on(stream, {c, c->calls});
   return 0;
 }
-const char* named(int operation) { return operation < 5 ? kOperations[operation] : "scaled sum"; }
 
 }  // namespace
 
@@ -170,29 +169,29 @@ API ncclMemAlloc(void** address, size_t bytes) { return cudaMalloc(address, byte
 API ncclMemFree(void* address) { return cudaFree(address); }
 API ncclRedOpCreatePreMulSum(int* operation, void*, int, int, Communicator*) { *operation = 5; return 0; }
 
-API ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* c,
+API ncclAllReduce(const void* from, void* to, size_t count, int type, int, Communicator* c,
     cudaStream_t stream) {
-  called("all_reduce", count, type, named(operation), c, stream);
+  called("all_reduce", count, type, c, stream);
   return from == to ? 0 : cudaMemcpyAsync(to, from, count * kBytes[type], cudaMemcpyDeviceToDevice, stream);
 }
-API ncclReduce(const void*, void*, size_t count, int type, int operation, int, Communicator* c, cudaStream_t stream) {
-  return called("reduce", count, type, named(operation), c, stream);
+API ncclReduce(const void*, void*, size_t count, int type, int, int, Communicator* c, cudaStream_t stream) {
+  return called("reduce", count, type, c, stream);
 }
-API ncclReduceScatter(const void*, void*, size_t count, int type, int operation, Communicator* c, cudaStream_t stream) {
-  return called("reduce_scatter", count, type, named(operation), c, stream);
+API ncclReduceScatter(const void*, void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) {
+  return called("reduce_scatter", count, type, c, stream);
 }
 API ncclAlltoAll(const void*, void*, size_t count, int type, Communicator* c, cudaStream_t stream) {
-  return called("all_to_all", count, type, "", c, stream);
+  return called("all_to_all", count, type, c, stream);
 }
 API ncclSend(const void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) {
-  return called("send", count, type, "", c, stream, false);
+  return called("send", count, type, c, stream, false);
 }
 API ncclRecv(void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) {
-  return called("recv", count, type, "", c, stream, false);
+  return called("recv", count, type, c, stream, false);
 }
 API ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* c, cudaStream_t stream) {
   size_t bytes = count * kBytes[type];
-  called("all_gather", count, type, "", c, stream);
+  called("all_gather", count, type, c, stream);
   if (bytes > kSmall) return 0;
   if (!give(c, from, bytes)) return 2;
   for (int i = 0; i < c->size; i++)
@@ -202,7 +201,7 @@ API ncclAllGather(const void* from, void* to, size_t count, int type, Communicat
 }
 API ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* c, cudaStream_t stream) {
   size_t bytes = count * kBytes[type];
-  called("broadcast", count, type, "", c, stream);
+  called("broadcast", count, type, c, stream);
   if (bytes > kSmall) return 0;
   if (!give(c, c->rank == root ? from : nullptr, bytes)) return 2;
   if (c->rank == root ? from != to && !memmove(to, from, bytes) : !take(c, root, to, bytes)) return 2;

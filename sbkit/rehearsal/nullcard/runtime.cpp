@@ -13,7 +13,6 @@
 #include <unordered_map>
 #include <utility>
 #include <cxxabi.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -69,11 +68,9 @@ thread_local cudaError_t last = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 std::atomic<uint64_t> launches, copies, allocations, synchronisations, captures;
-std::vector<std::string> errors;
+std::vector<std::string> errors, lacking;
 std::unordered_map<const void*, const char*> names;
 std::unordered_map<const void*, size_t> shared_allowed;
-std::unordered_map<const void*, uint64_t> kernel_counts;
-std::map<std::string, uint64_t> library_counts;
 
 bool started = false, forked = false;
 __attribute__((constructor)) void loaded() {
@@ -205,7 +202,6 @@ const Settings& settings() {
   static const Settings made = [] {
     Settings card;
     card.name = variable("SBKIT_CARD_NAME", "null card");
-    card.log = variable("SBKIT_CARD_LOG", "");
     card.memory = number("SBKIT_CARD_MEMORY", 16ul << 30);
     card.shared_memory = number("SBKIT_CARD_SHARED_MEMORY", 64 << 10);
     card.count = visible(std::min<size_t>(number("SBKIT_CARD_COUNT", 1), kMost));
@@ -250,23 +246,6 @@ int attribute(int number, int device) {
   }
 }
 
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    out += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
-  }
-  return out + '"';
-}
-
-void write_log(const std::string& json) {
-  const Settings& card = settings();
-  if (card.log.empty()) return;
-  std::string path = card.log + "/rank-" + std::to_string(card.rank) + ".jsonl", line = json + "\n";
-  static int file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-  if (file >= 0 && write(file, line.data(), line.size()) < 0) close(file);
-}
-
 void error(const char* format, ...) {
   char text[1024];
   va_list given;
@@ -275,14 +254,14 @@ void error(const char* format, ...) {
   va_end(given);
   Guard guard(lock);
   errors.push_back(text);
-  write_log("{\"error\": " + quoted(text) + "}");
 }
+
+void lacks(const char* name) { Guard guard(lock); lacking.push_back(name); }
 
 void name_kernel(const void* kernel, const char* name) { Guard guard(lock); names[kernel] = name; }
 
-void launch_library(const char* name) {
+void launch_library() {
   Guard guard(lock);
-  library_counts[name]++;
   for (auto& capture : open_captures)
     if (capture->thread == std::this_thread::get_id()) { capture->graph->kernels++; return; }
   launches++;
@@ -304,7 +283,6 @@ cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t shared, cud
   }
   if (capturing(of(stream))) of(stream)->capture->graph->kernels++;
   else launches++;
-  kernel_counts[kernel]++;
   return cudaSuccess;
 }
 
@@ -345,10 +323,9 @@ EXPORT void sbkit_card_errors(void (*visit)(const char*)) {
   Guard guard(card::lock);
   for (auto& text : errors) visit(text.c_str());
 }
-EXPORT void sbkit_card_kernels(void (*visit)(const char*, uint64_t)) {
+EXPORT void sbkit_card_lacks(void (*visit)(const char*)) {
   Guard guard(card::lock);
-  for (auto& [kernel, count] : kernel_counts) visit(readable(name_of(kernel)).c_str(), count);
-  for (auto& [name, count] : library_counts) visit(name.c_str(), count);
+  for (auto& name : lacking) visit(name.c_str());
 }
 
 // ---- devices
