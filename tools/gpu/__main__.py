@@ -1,6 +1,6 @@
 """Runs the checks of the cards in order, prints a line as each ends, and writes ``gpu-report.md`` and ``.json``.
 
-    python -m tools.gpu [--rehearse] [--only CHECK[,CHECK]] [--minutes 10] [--out gpu-report]
+    python -m tools.gpu [--dry-run] [--only CHECK[,CHECK]] [--minutes 10] [--out gpu-report]
 
 Each check has a share of the time; it may also use what earlier ones left over, and none of the shares of later ones.
 """
@@ -33,7 +33,7 @@ APART = 30.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks and write the report; returns 1 if one falls short or wasn't run."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--rehearse", action="store_true", help="the same checks, scaled down, on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="the same checks, scaled down, on the CPU")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="CHECK[,CHECK]")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit for everything (10)")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="the report's name without .md and .json")
@@ -52,7 +52,7 @@ def prove(args: argparse.Namespace) -> int:
     """Run the asked checks; the report is written as each ends."""
     started, stamp = time.monotonic(), time.time()
     asked = [check for check in CHECKS if not args.only or check.name in args.only]
-    settings, machine = look(args.rehearse)
+    settings, machine = look(args.dry_run)
     logs = Path(f"{args.out}-logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{len(asked)} checks on {machine}, {args.minutes:g} minutes at most; logs in {logs}")
@@ -69,7 +69,7 @@ def prove(args: argparse.Namespace) -> int:
         for place, check in enumerate(asked):
             result = _run(check, asked[place + 1:], until, {**settings, "home": home}, logs)
             results[check.name] = result
-            written = report.write(report.Made(stamp, time.monotonic() - started, args.rehearse, about,
+            written = report.write(report.Made(stamp, time.monotonic() - started, args.dry_run, about,
                                                list(results.values()), args.only), args.out)
             bad = [f"{expect.what}: {seen.seen}" for expect, seen in result.lines() if seen.verdict in BAD]
             say(f"[{place + 1:2}/{len(asked)}] {check.name:<10} {result.seconds:6.1f} s of {check.seconds:3g}  "
@@ -104,17 +104,17 @@ def _stop(signum: int, frame: object) -> None:
     sys.exit(128 + signum)
 
 
-def look(rehearse: bool) -> tuple[dict[str, object], str]:
+def look(dry_run: bool) -> tuple[dict[str, object], str]:
     """Find the cards, as a separate process sees them: this one must not touch them, since it forks others."""
-    if rehearse:
-        return {"device": "cpu", "rehearse": True, "cards": 2, "gib": None}, "a CPU that stands in for two cards"
+    if dry_run:
+        return {"device": "cpu", "dry_run": True, "cards": 2, "gib": None}, "a CPU that stands in for two cards"
     cards = probe.asked("torch").get("cards", {}).get("cards", [])
     if not cards:
         raise SbkitError("torch finds no CUDA card on this machine", exit_code=1,
-                         hint="sbkit doctor says why; --rehearse runs the same checks small, on the CPU")
+                         hint="sbkit doctor says why; --dry-run runs the same checks small, on the CPU")
     names = [card["name"] for card in cards]
     shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return {"device": "cuda:0", "rehearse": False, "cards": len(cards), "gib": cards[0]["total"] / 2**30}, shown
+    return {"device": "cuda:0", "dry_run": False, "cards": len(cards), "gib": cards[0]["total"] / 2**30}, shown
 
 
 def say(text: object) -> None:

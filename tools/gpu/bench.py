@@ -27,14 +27,14 @@ from sbkit.rehearsal import nullcard
 from sbkit.system import processes
 
 from . import corpus
-from .check import NOT_SHOWN, OK, REHEARSED, SHORT, Check, Observation, Result, complete
+from .check import DRY_RUN, NOT_SHOWN, OK, SHORT, Check, Observation, Result, complete
 
 T = TypeVar("T")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 RECIPES = {"flagship": CHECKOUT / "hparams/ctc.yaml",
            "large": CHECKOUT / "recipes/CommonVoice/ASR/CTC/hparams/large.yaml"}
-#: Sizes that a rehearsal sets in a recipe.
+#: Sizes that a dry run sets in a recipe.
 SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "d_ffn": 32, "kernel_size": 7,
          "cnn_first_channels": 4, "cnn_channels": 4, "num_workers": 0}
 #: Seconds that a check's child processes may take to end once killed.
@@ -70,7 +70,7 @@ class Bench:
 
     name: str
     device: str
-    rehearse: bool
+    dry_run: bool
     cards: int
     gib: float | None
     home: Path
@@ -83,8 +83,8 @@ class Bench:
         self._observe(Observation(key, seen, OK if good else SHORT, figures))
 
     def measured(self, key: str, seen: str, good: bool, **figures: Any) -> None:
-        """Report a line with a target for cards: a rehearsal shows the figure without judging it."""
-        self._observe(Observation(key, seen, REHEARSED if self.rehearse else OK if good else SHORT, figures))
+        """Report a line with a target for cards: a dry run shows the figure without judging it."""
+        self._observe(Observation(key, seen, DRY_RUN if self.dry_run else OK if good else SHORT, figures))
 
     def not_shown(self, key: str, why: str) -> None:
         """Report a line that can't be checked here, through no fault of sbkit."""
@@ -105,8 +105,8 @@ class Bench:
     # ------------------------------------------------------------------ sizes
 
     def size(self, card: T, small: T) -> T:
-        """Choose the first on a card, the second in a rehearsal."""
-        return small if self.rehearse else card
+        """Choose the first on a card, the second in a dry run."""
+        return small if self.dry_run else card
 
     def corpus(self, hours: float = 1.0) -> Path:
         """Return the folder of a corpus with as many hours to train on; above one hour, recordings are repeated."""
@@ -114,7 +114,7 @@ class Bench:
         if not (whole / "test.csv").exists():  # the last file written
             sizes = self.size({"train": 1.0, "dev": 0.05, "test": 0.05}, {"train": 0.012, "dev": 0.002, "test": 0.002})
             corpus.write(whole, sizes, longest=self.size(corpus.LONGEST, 2.5))
-        if self.rehearse or hours == 1.0:
+        if self.dry_run or hours == 1.0:
             return whole
         return corpus.repeated(whole, self.home / f"corpus-{hours:g}", hours)
 
@@ -126,13 +126,13 @@ class Bench:
 
     def words(self, name: str, device: str | None = None, hours: float = 1.0, **keys: Any) -> list[str]:
         """A command's arguments: recipe, device, corpus, sizes, and overridden keys."""
-        small = SMALL if self.rehearse else {}
+        small = SMALL if self.dry_run else {}
         given = {"data_folder": self.corpus(hours), "language": "en", **small, **self._batches(name), **keys}
         pairs = [word for key, value in given.items() for word in (f"--{key}", str(value))]
         return [str(RECIPES[name]), "--device", device or self.device, *pairs]
 
     def _batches(self, name: str) -> dict[str, Any]:
-        if self.rehearse:
+        if self.dry_run:
             vocabulary = {"output_neurons": 40} if name == "large" else {}
             return {"max_batch_seconds": 8, "step_seconds": 8, "corpus.max_duration": 8, **vocabulary}
         if name == "flagship":
@@ -307,7 +307,7 @@ def _check(function: str, bench: Bench, log: str) -> None:
             from sbkit.rehearsal import no_values
 
             no_values.install()
-        if bench.rehearse:
+        if bench.dry_run:
             import torch
 
             from sbkit.recipe import speed

@@ -17,7 +17,7 @@ from sbkit.train.distributed import ranks
 from sbkit.train.step import Loss
 
 #: Environment variables: the optimizer step at which rank 1 fails, that at which all get SIGTERM, the notes folder.
-FAIL_AT, STOP_AT, NOTES = "SBKIT_DOCTOR_FAIL_AT", "SBKIT_DOCTOR_STOP_AT", "SBKIT_DOCTOR_NOTES"
+FAIL_AT, STOP_AT, NOTES = "SBKIT_GPU_FAIL_AT", "SBKIT_GPU_STOP_AT", "SBKIT_GPU_NOTES"
 
 
 class Watched(CTC):

@@ -22,7 +22,7 @@ EXACT: dict[str, Any] = {"dropout": 0.0, "spec_augment": "null", "precision": "f
 
 
 def check(bench: Bench) -> None:
-    """Check a trace of the large model, an epoch on one and on two cards, and a failure; a rehearsal over gloo."""
+    """Check a trace of the large model, an epoch on one and on two cards, and a failure; a dry run over gloo."""
     _overlap(bench)
     one, two = _epochs(bench)
     apart = abs(two / one - 1)

@@ -26,7 +26,7 @@ class Made:
 
     at: float
     seconds: float
-    rehearsal: bool
+    dry_run: bool
     machine: Sequence[tuple[str, str]]
     results: Sequence[Result]
     only: Sequence[str] = ()
@@ -51,7 +51,7 @@ def facts(made: Made) -> dict[str, Any]:
                        "seconds": round(result.seconds, 1), "command": _command(made, result), "notes": result.notes,
                        "lines": lines})
     return {"format": FORMAT, "ok": passed(made.results), "verdict": headline(made.results),
-            "rehearsal": made.rehearsal, "at": round(made.at), "seconds": round(made.seconds, 1),
+            "dry_run": made.dry_run, "at": round(made.at), "seconds": round(made.seconds, 1),
             "machine": dict(made.machine), "checks": checks}
 
 
@@ -59,9 +59,9 @@ def page(made: Made) -> str:
     """Format the report in Markdown."""
     day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made.at))
     blocks = [
-        "# Rehearsal of the GPU report, on a CPU" if made.rehearsal else "# GPU report",
+        "# Dry run of the GPU report, on a CPU" if made.dry_run else "# GPU report",
         f"**{headline(made.results)}.**",
-        f"`{_command(made)}`, {day}, {_clock(made.seconds)}.{SMALL if made.rehearsal else ''}",
+        f"`{_command(made)}`, {day}, {_clock(made.seconds)}.{SMALL if made.dry_run else ''}",
         "## Machine",
         _table(["what", "found"], made.machine),
         "## Checks",
@@ -94,7 +94,7 @@ def _details(made: Made, result: Result) -> Iterable[str]:
 
 
 def _command(made: Made, result: Result | None = None) -> str:
-    words = ["python -m tools.gpu", *(["--rehearse"] if made.rehearsal else [])]
+    words = ["python -m tools.gpu", *(["--dry-run"] if made.dry_run else [])]
     only = made.only if result is None else [result.check.name]
     return " ".join([*words, *([f"--only {','.join(only)}"] if only else [])])
 

@@ -85,7 +85,7 @@ def _judge(bench: Bench, found: list[dict[str, Any]]) -> None:
 def precisions(bench: Bench) -> None:
     """Check each precision, compiled, and with CUDA graphs; a failure does not stop the others.
 
-    A rehearsal has bf16 in place of fp16, which a CPU can't train in, and compiles nothing.
+    A dry run has bf16 in place of fp16, which a CPU can't train in, and compiles nothing.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     few = {"step_seconds": bench.size(120, 8)}  # 30 steps of 120 s an epoch, as far as sums and compilers matter
@@ -187,7 +187,7 @@ def ship(bench: Bench) -> None:
     characters = sum(map(len, expected))
     bench.note(f"{len(clips)} clips, {characters} characters from the model on the CPU, such as "
                f"{expected[0][:60]!r}")
-    if not characters and not bench.rehearse:
+    if not characters and not bench.dry_run:
         raise RuntimeError("the model on the CPU hears nothing in any clip: there is nothing to compare with")
     _compare(bench, "torch", bundle, clips, expected)
     if with_onnx:
@@ -241,7 +241,7 @@ def _together(bundle: Path, device: str, clips: list[Path], expected: list[str])
 
 
 def tests(bench: Bench) -> None:
-    """Run the tests that need a card in one pytest process; a rehearsal runs a few, which skip."""
+    """Run the tests that need a card in one pytest process; a dry run runs a few, which skip."""
     if util.find_spec("pytest") is None:
         bench.not_shown("tests", "needs pytest: pip install -e '.[dev]'")
         return
@@ -257,7 +257,7 @@ def tests(bench: Bench) -> None:
         return
     counts, bad = outcomes(out)
     words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    good = not bad and done.returncode == 0 and bool(counts["skipped"] if bench.rehearse else counts["passed"])
+    good = not bad and done.returncode == 0 and bool(counts["skipped"] if bench.dry_run else counts["passed"])
     bench.found("tests", words + (f": {', '.join(bad[:5])}" if bad else ""), good, **counts)
 
 

@@ -29,18 +29,18 @@ NOT_FUSED = "none that is fused"
 
 
 def kernels(bench: Bench) -> None:
-    """Check losses, gradients, layers and dropout; a rehearsal has torch's CTC instead of the kernels."""
+    """Check losses, gradients, layers and dropout; a dry run has torch's CTC instead of the kernels."""
     losses, gradients = {}, {}
     sizes = bench.size(LABELS, LABELS[:3])
     used = bench.call(_used, bench.device, sizes)
-    unused = "not tried: they need a card" if bench.rehearse else "they don't, torch's are used: the log says why"
+    unused = "not tried: they need a card" if bench.dry_run else "they don't, torch's are used: the log says why"
     bench.measured("used", "they do" if used else unused, used)
     for labels in sizes:
         losses[str(labels)], gradients[str(labels)] = bench.call(ctc_apart, bench.device, labels)
     bench.found("losses", _worst(losses), max(losses.values()) <= LOSSES, **losses)
     bench.found("gradients", _worst(gradients),
                 all(gradients[str(labels)] <= max_apart(labels) for labels in sizes), **gradients)
-    for precision, apart in bench.call(layers, bench.device, bench.rehearse, bench.folder).items():
+    for precision, apart in bench.call(layers, bench.device, bench.dry_run, bench.folder).items():
         bench.found(precision, _worst(apart), max(apart.values()) <= LAYERS[precision], **apart)
     share, factor = bench.call(dropped, bench.device)
     bench.found("dropout", f"drops {100 * share:.2f} %, scales by {factor:.4f}",
@@ -96,8 +96,9 @@ def layers(device: str, small: bool, folder: Path) -> dict[str, dict[str, float]
     import torch
 
     from sbkit.nn.accelerate import accelerate, restore
+    from sbkit.nn.tf32 import allow_tf32
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    allow_tf32(False)
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run
     modules, run = flagship(device, small, folder)
     gather = functools.partial(_gather, modules, run, torch.device(device).type)
@@ -192,7 +193,7 @@ def attention(bench: Bench) -> None:
                    speeds[chosen] * NEAR >= best, **{f"rounded to {seconds:g} s, audio s/s": value
                                                      for seconds, value in speeds.items()})
     times = {f"cuDNN {'on' if on else 'off'}, {what}": value for on in (False, True)
-             for what, value in bench.call(_shapes, bench.device, on, bench.rehearse).items()}
+             for what, value in bench.call(_shapes, bench.device, on, bench.dry_run).items()}
     without, with_it = times["cuDNN off, new shape, ms"], times["cuDNN on, new shape, ms"]
     bench.measured("shapes", f"{without:.1f} ms off, {with_it:.1f} ms on", without <= 1.1 * with_it, **times)
 

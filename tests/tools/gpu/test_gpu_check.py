@@ -7,11 +7,11 @@ import pytest
 from tools.gpu.__main__ import APART
 from tools.gpu.check import (
     CHECKS,
+    DRY_RUN,
     FAILED,
     NOT_RUN,
     NOT_SHOWN,
     OK,
-    REHEARSED,
     SHORT,
     Check,
     Expect,
@@ -50,7 +50,7 @@ def test_each_line_has_a_verdict_however_the_check_ended(found, how, late, cards
 
 @pytest.mark.parametrize("verdicts, whole, good", [
     ((OK, OK), OK, True), ((OK, NOT_SHOWN), OK, True), ((NOT_SHOWN, NOT_SHOWN), NOT_SHOWN, True),
-    ((REHEARSED, REHEARSED), REHEARSED, True), ((OK, SHORT), SHORT, False), ((SHORT, FAILED), FAILED, False),
+    ((DRY_RUN, DRY_RUN), DRY_RUN, True), ((OK, SHORT), SHORT, False), ((SHORT, FAILED), FAILED, False),
     ((OK, NOT_RUN), NOT_RUN, False),
 ])
 def test_what_was_not_run_is_no_pass_and_what_cannot_be_shown_no_fault(verdicts, whole, good):
@@ -62,12 +62,12 @@ def test_the_headline_names_what_is_short():
     told = headline([result(OK, SHORT), result(FAILED, NOT_SHOWN), left_out(PAIR, "no time", NOT_RUN)])
     assert told == ("1 of 5 as expected; short: pair (the second); failed: pair (the first); 2 not run; "
                     "1 not shown here")
-    assert headline([result(OK, REHEARSED)]) == "1 of 1 as expected; 1 rehearsed"
+    assert headline([result(OK, DRY_RUN)]) == "1 of 1 as expected; 1 dry run"
 
 
 @pytest.mark.parametrize("cards", [1, 8])
 def test_the_checks_fit_into_ten_minutes_and_their_functions_are_there(cards):
-    assert sum(check.seconds for check in CHECKS if check.cards <= cards) <= 600 - APART
+    assert sum(check.seconds for check in CHECKS if check.cards <= cards) <= 600 - APART - 10  # a look at the machine
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
         module, name = check.function.split(":")

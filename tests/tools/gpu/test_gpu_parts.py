@@ -41,7 +41,7 @@ def test_the_layers_leave_nothing_where_the_user_started(monkeypatch, tmp_path):
     assert not list(here.iterdir())
 
 
-def test_kernels_are_rehearsed_for_each_number_of_labels(monkeypatch):
+def test_kernels_are_tried_for_each_number_of_labels(monkeypatch):
     asked = mock.create_autospec(ctc._kernels_work.__wrapped__, side_effect=lambda device, block: block < 2048)
     monkeypatch.setattr(ctc, "_kernels_work", asked)
     assert values._used("cuda:0", (5, 300)) and not values._used("cuda:0", (5, 1023))

@@ -20,7 +20,7 @@ def made(log="", **kwargs):
         Result(Check("pair", "two cards", ".nowhere:check", 5, (Expect("fails", "one fails", "all end", cards=2),)),
                [Observation("fails", "needs 2 cards", NOT_SHOWN)]),
     ]
-    return Made(**{"at": 1.7e9, "seconds": 492.4, "rehearsal": False, "machine": [("cuda:0", "a card")],
+    return Made(**{"at": 1.7e9, "seconds": 492.4, "dry_run": False, "machine": [("cuda:0", "a card")],
                    "results": results, **kwargs})
 
 
@@ -63,10 +63,10 @@ def test_the_page_begins_with_the_verdict_and_has_a_row_for_each_line(tmp_path):
     assert "    line 39" in page and "line 20" not in page
 
 
-def test_a_rehearsal_says_that_it_is_one():
-    page = report.page(made(rehearsal=True))
-    assert page.startswith("# Rehearsal of the GPU report, on a CPU\n")
-    assert "`python -m tools.gpu --rehearse`" in page and "the figures say nothing about a card" in page
+def test_a_dry_run_says_that_it_is_one():
+    page = report.page(made(dry_run=True))
+    assert page.startswith("# Dry run of the GPU report, on a CPU\n")
+    assert "`python -m tools.gpu --dry-run`" in page and "the figures say nothing about a card" in page
 
 
 def test_the_page_names_the_command_that_made_it():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.gpu.bench import Bench, CheckProcess
-from tools.gpu.check import FAILED, NOT_RUN, OK, REHEARSED, SHORT, Check, Expect
+from tools.gpu.check import DRY_RUN, FAILED, NOT_RUN, OK, SHORT, Check, Expect
 
 EXPECTS = Expect("one", "the first", "good"), Expect("two", "the second", "good")
 
@@ -17,7 +17,7 @@ def run(tmp_path, monkeypatch):
     """Runs one of the functions of ``gpu_ends.py`` as a check."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     (tmp_path / "home").mkdir()
-    settings = {"device": "cpu", "rehearse": False, "cards": 1, "gib": None, "home": tmp_path / "home"}
+    settings = {"device": "cpu", "dry_run": False, "cards": 1, "gib": None, "home": tmp_path / "home"}
 
     def one(name, limit=60.0, **changes):
         check = Check(name, "", f"gpu_ends:{name}", 5, EXPECTS)
@@ -33,8 +33,8 @@ def test_what_a_check_finds_is_handed_over(run):
     assert "well: two: slow (short)" in Path(done.log).read_text()
 
 
-def test_a_rehearsal_does_not_judge_what_only_a_card_can_reach(run):
-    assert [each.verdict for each in run("well", rehearse=True).seen] == [OK, REHEARSED]
+def test_a_dry_run_does_not_judge_what_only_a_card_can_reach(run):
+    assert [each.verdict for each in run("well", dry_run=True).seen] == [OK, DRY_RUN]
 
 
 def test_a_crash_and_an_error_are_told_and_what_was_found_before_stays(run):

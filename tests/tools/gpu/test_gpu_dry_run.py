@@ -1,4 +1,4 @@
-"""The whole of ``python -m tools.gpu --rehearse``: no check can be broken before a card comes."""
+"""The whole of ``python -m tools.gpu --dry-run``: no check can be broken before a card comes."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from sbkit.doctor import examination, probe
 from tools.gpu import __main__ as gpu
 from tools.gpu.check import CHECKS, NOT_RUN, OK, left_out
 
-COMMAND = [sys.executable, "-m", "tools.gpu", "--rehearse"]
+COMMAND = [sys.executable, "-m", "tools.gpu", "--dry-run"]
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_every_check_runs_on_a_cpu(tmp_path):
     told = json.loads(out.with_suffix(".json").read_text())
     assert [check["name"] for check in told["checks"]] == [check.name for check in CHECKS]
     verdicts = {line["verdict"] for check in told["checks"] for line in check["lines"]}
-    assert verdicts == {"as expected", "rehearsed"} and told["ok"], page
+    assert verdicts == {"as expected", "dry run"} and told["ok"], page
     ended = [line for line in done.stderr.splitlines() if line.startswith("[")]
     assert len(ended) == len(CHECKS) and told["verdict"] in done.stderr
 
@@ -58,11 +58,11 @@ def test_without_a_card_it_says_so(capsys, monkeypatch):
 
 def test_a_check_that_does_not_exist_is_named(capsys):
     with pytest.raises(SystemExit):
-        gpu.main(["--rehearse", "--only", "kernel"])
+        gpu.main(["--dry-run", "--only", "kernel"])
     assert "there is no check kernel; choose from kernels," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["--rehearse", "--only", "kernels"]])
+@pytest.mark.parametrize("words", [[], ["--dry-run", "--only", "kernels"]])
 def test_the_old_command_says_the_new_one(words, capsys):
     assert sbkit(["doctor", "--gpu", *words]) == 2
     assert " ".join(["run there: make gpu, or python -m tools.gpu", *words]) in capsys.readouterr().err
@@ -91,7 +91,7 @@ def limits(monkeypatch, tmp_path):
 
         monkeypatch.setattr(gpu, "CheckProcess", Ends)
         out = tmp_path / "report"
-        code = gpu.main(["--rehearse", "--minutes", str(minutes), "--only", only, "--out", str(out)])
+        code = gpu.main(["--dry-run", "--minutes", str(minutes), "--only", only, "--out", str(out)])
         checks = json.loads(out.with_suffix(".json").read_text())["checks"]
         return code, given, {check["name"]: check for check in checks}
 
