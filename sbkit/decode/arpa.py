@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from sbkit.errors import SbkitError, shown
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
-_AT_ONCE = 500_000  # lines
+_AT_ONCE = 1 << 22  # bytes
 #: Of the text: a model of more is for KenLM's binary, which needs no reading.
 _MOST_BYTES = 1 << 33
 _COUNT = re.compile(rb"ngram[ \t]+(\d{1,18})[ \t]*=[ \t]*(\d{1,18})(?!\d)")
@@ -79,13 +81,13 @@ def read(path: str | Path) -> NGram:
                              f"there are {count} {order}-grams", hint="get or write the file again")
         at = data.index(b":", start) + 1
         end = data.find(b"\n\\", at)
-        body = data[at:end if end >= 0 else len(data)]
-        lines = list(filter(bytes.strip, body.splitlines()))
-        if len(lines) != count:
-            what = "is truncated" if len(lines) < count else "is inconsistent"
-            raise SbkitError(f"{path} {what}: its section \\{order}-grams: has {len(lines)} n-grams, and \\data\\ says "
+        section = partial(_some_lines, data, at, end if end >= 0 else len(data))
+        found = sum(map(len, section()))
+        if found != count:
+            what = "is truncated" if found < count else "is inconsistent"
+            raise SbkitError(f"{path} {what}: its section \\{order}-grams: has {found} n-grams, and \\data\\ says "
                              f"{count}", hint="get or write the file again")
-        levels.append(_level(path, order, lines, words, levels))
+        levels.append(_level(path, order, section, words, levels))
     if end < 0 or not data.startswith(b"\n\\end\\", end):
         raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="get or write the file again")
     return NGram([word_of(path, word) for word in words], levels)
@@ -119,9 +121,24 @@ def _section(data: bytes, order: int, start: int) -> int:
     return at if at < 0 else at + 1
 
 
-def _level(path: Path, order: int, lines: list[bytes], words: dict[bytes, int], below: list[Level]) -> Level:
+def _some_lines(data: bytes, at: int, end: int) -> Iterator[list[bytes]]:
+    """The lines between two places, some at once: as objects they are several times as large as the text."""
+    while True:
+        stop = data.find(b"\n", min(at + _AT_ONCE, end), end) + 1 or end
+        yield list(filter(bytes.strip, data[at:stop].splitlines()))
+        if (at := stop) == end:
+            return
+
+
+def _level(path: Path, order: int, section: Callable[[], Iterator[list[bytes]]], words: dict[bytes, int],
+           below: list[Level]) -> Level:
     """Read the n-grams of an order, sorted; the first order fills the vocabulary."""
-    columns = [_columns(path, order, lines[i:i + _AT_ONCE], words) for i in range(0, max(1, len(lines)), _AT_ONCE)]
+    columns = [_columns(path, order, lines, words) for lines in section()]
+
+    def shown_line(number: int) -> str:
+        line = next(itertools.islice(itertools.chain.from_iterable(section()), number, None))
+        return shown(line.decode("utf-8", "replace"))
+
     log10, backoff, ids = (np.concatenate([column[part] for column in columns]) for part in range(3))
     if order == 1:
         return Level(np.zeros(len(ids), np.int32), np.arange(len(ids), dtype=np.int32), log10, backoff)
@@ -129,16 +146,14 @@ def _level(path: Path, order: int, lines: list[bytes], words: dict[bytes, int], 
     for level, word in zip(below[1:], ids[:, 1:-1].T, strict=True):
         row = _rows(level, row, word, size)
         if (row < 0).any():
-            line = lines[int(np.flatnonzero(row < 0)[0])].decode("utf-8", "replace")
-            raise SbkitError(f"{path}: the {order}-gram {shown(line)} is there without the {order - 1}-gram it begins "
-                             "with")
+            raise SbkitError(f"{path}: the {order}-gram {shown_line(int(np.flatnonzero(row < 0)[0]))} is there without "
+                             f"the {order - 1}-gram it begins with")
     keys = row * size + ids[:, -1]
     order_of = np.argsort(keys, kind="stable")
     keys = keys[order_of]
     twice = np.flatnonzero(keys[1:] == keys[:-1])
     if len(twice):
-        line = lines[int(order_of[twice[0] + 1])].decode("utf-8", "replace")
-        raise SbkitError(f"{path}: the {order}-gram {shown(line)} occurs twice")
+        raise SbkitError(f"{path}: the {order}-gram {shown_line(int(order_of[twice[0] + 1]))} occurs twice")
     return Level(row[order_of].astype(np.int32), ids[order_of, -1].astype(np.int32), log10[order_of],
                  backoff[order_of])
 

@@ -77,15 +77,15 @@ def unpack(path: str | os.PathLike[str], most: int) -> bytes:
     if data.find(bytes(_MOST_ZEROS)) >= 0:  # which gzip would step over one by one
         raise OSError(errno.EINVAL, "its compressed data is damaged: it has a long row of zeros", os.fspath(path))
     left = min(most, max(_MOST_PACKED * len(data), _PACKED_ANYHOW))
-    parts: list[bytes] = []
+    text = io.BytesIO()  # whose value is no copy
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             while part := file.read(1 << 20):
                 left -= len(part)
                 if left < 0:
                     raise OSError(errno.EINVAL, f"it has {disk.size(len(data))} and unpacks to more than "
-                                  f"{disk.size(sum(len(each) for each in parts))}, as no text does", os.fspath(path))
-                parts.append(part)
+                                  f"{disk.size(text.tell())}, as no text does", os.fspath(path))
+                text.write(part)
     except zlib.error as error:
         raise OSError(errno.EINVAL, f"its compressed data is damaged: {error}", os.fspath(path)) from None
-    return b"".join(parts)
+    return text.getvalue()

@@ -248,6 +248,18 @@ def test_a_bomb_is_not_unpacked(tmp_path):
         arpa.read(path)
 
 
+@pytest.mark.slow
+def test_lines_are_not_objects_all_at_once(tmp_path):
+    path, size = tmp_path / "lm.arpa.gz", 15 << 20
+    path.write_bytes(gzip.compress(b"\\data\\\nngram 1=2\n\n\\1-grams:\n-1 a\n" + b"\n" * size + b"-1 b\n\n\\end\\\n"))
+    tracemalloc.start()
+    try:
+        assert arpa.read(path).words[:2] == ["a", "b"]
+        assert tracemalloc.get_traced_memory()[1] < 5 * size
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("header", ["ngram 1=" + "9" * 5000, "ngram " + "1" * 5000 + "=4",
                                     "\n".join(f"ngram {i}=1" for i in range(1, 40)), "ngram" + " " * 1_000_000])
 def test_a_header_of_no_model_is_refused_at_once(tmp_path, header):
