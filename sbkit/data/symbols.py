@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from sbkit.data.pronunciation import Pronunciation, apart, pronunciation, weights
 from sbkit.errors import SbkitError
+from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
 #: The name of symbol 0, which fills up a batch's rows.
@@ -17,7 +18,7 @@ PADDING = "<pad>"
 NAMELESS = "voice"
 #: A corpus with more characters is not written in letters; one with more speakers has too little of each.
 MOST_SYMBOLS, MOST_SPEAKERS = 10_000, 1_000
-_LONGEST = 200  # name of a speaker
+_LONGEST, _MOST_BYTES = 200, 1 << 26  # of the name of a speaker, and of a file
 
 
 class NameTable:
@@ -47,10 +48,10 @@ class NameTable:
     def read(self) -> list[str]:
         """Read the stored names."""
         try:
-            found = json.loads(self.file.read_text(encoding="utf-8"))
+            found = untrusted.read_json(self.file, _MOST_BYTES)
         except FileNotFoundError:
             raise SbkitError(f"{self.file} is not there yet", hint="prepare the corpus first (sbkit prepare)") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise SbkitError(f"{self.file} cannot be read: {error}") from None
         if not isinstance(found, list) or not found or not all(isinstance(name, str) and name for name in found) \
                 or found != sorted(set(found)):

@@ -10,7 +10,10 @@ from typing import Protocol
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
+
+_LONGEST_LINE = 1 << 24
 
 
 class Row(Protocol):
@@ -57,10 +60,10 @@ def write(path: str | os.PathLike[str], heard: Iterable[ScoredUtterance]) -> Non
 def read(path: str | os.PathLike[str]) -> list[ScoredUtterance]:
     """Read utterances.jsonl; an invalid line is an error that names it."""
     found = []
-    with open(path, encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
+    with open(path, encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
             try:
-                found.append(ScoredUtterance(**json.loads(line)))
+                found.append(ScoredUtterance(**untrusted.parse_json(line)))
             except (ValueError, TypeError) as error:
                 raise SbkitError(f"{path}, line {number}: {error}",
                                  hint="score the run again (sbkit evaluate)") from None

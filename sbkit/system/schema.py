@@ -63,7 +63,7 @@ class String(NamedTuple):
                 and (self.pattern is None or re.fullmatch(self.pattern, value) is not None))
 
     def __str__(self) -> str:
-        return self.what if self.pattern else f"a text of {self.min_length} to {self.max_length:,} characters"
+        return self.what if self.pattern else f"a text in UTF-8 of {self.min_length} to {self.max_length:,} characters"
 
 
 class Array(NamedTuple):

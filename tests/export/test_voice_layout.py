@@ -51,7 +51,7 @@ def test_a_configuration_is_read_as_it_was_written(tmp_path):
     ({"files": {"model.onnx": {"bytes": "3"}}}, "files is .* must be an"),
     ({"trained": []}, "trained is .* must be an object"),
     ({"made_by": "me"}, "made_by is .* must be an object"),
-    ({"language": 3}, "language is 3, but must be a text of 0 to 100 characters, or null"),
+    ({"language": 3}, "language is 3, but must be a text in UTF-8 of 0 to 100 characters, or null"),
     ({"batching": 1}, "batching is 1, but must be true or false"),
     ({"codec": 1}, "codec is 1, but must be a sha256 in hexadecimal, or null"),
     ({"max_symbols": 10**9}, "max_symbols is 1000000000, but must be a whole number from 1 to 50,000"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,6 +32,9 @@ from sbkit.score.run_files import (
     RESULT,
 )
 from sbkit.score.utterances import ScoredUtterance
+from sbkit.system import untrusted
+
+_MOST_BYTES = 1 << 30  # of a file of a run
 
 
 @dataclass(eq=False)
@@ -192,7 +194,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     lines = _text(path).split("\n")
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line) if line.strip() else None
+            value = untrusted.parse_json(line) if line.strip() else None
         except ValueError as error:
             if number == len(lines):  # the run was killed, or is writing it just now
                 continue
@@ -218,13 +220,18 @@ def _warnings(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return untrusted.parse_json(_bytes(path)) if path.is_file() else None
     except ValueError as error:
         raise SbkitError(f"{path} is damaged: {error}") from None
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return _bytes(path).decode("utf-8", "replace") if path.is_file() else ""
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return untrusted.read_bytes(path, _MOST_BYTES)
+    except OSError as error:
+        raise SbkitError(f"{path} can't be read: {error.strerror}") from None

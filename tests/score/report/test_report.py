@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -269,6 +270,17 @@ def test_damaged_files_are_named(tmp_path):
     with open(run / "test_utterances.jsonl", "a") as out:
         out.write('{"id": "x"}\n')
     with pytest.raises(SbkitError, match=r"test_utterances.jsonl, line 61: .*reference"):
+        write_report(run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "test_utterances.jsonl", "manifests/prepare_report.json"])
+def test_json_that_is_nested_too_deeply_or_too_large_is_named(tmp_path, name):
+    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
+    (run / name).write_text("[" * 200_000 + "\n\n")
+    with pytest.raises(SbkitError, match=rf"{name}.*nested too deeply"):
+        write_report(run)
+    os.truncate(run / name, 3 << 30)  # takes no room on the disk
+    with pytest.raises(SbkitError, match=rf"{name}.* can't be read: it has 3\.2 GB|{name}, line 1: "):
         write_report(run)
 
 
