@@ -27,6 +27,7 @@ from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
 from sbkit.data.reader import Encoder, Failure, Reader, Request, quiet_worker, starting_workers
 from sbkit.errors import SbkitError, first_line
+from sbkit.system.processes import ended_by
 
 logger = logging.getLogger(__name__)
 
@@ -348,9 +349,7 @@ def _dead_worker() -> tuple[str, str] | None:
             if not worker.exitcode:
                 continue
             killed = -worker.exitcode if worker.exitcode < 0 else None
-            names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
-            cause = f"was killed by {names.get(killed, f'signal {killed}')}" if killed else \
-                f"ended with code {worker.exitcode}"
+            cause = f"was killed by {ended_by(killed)}" if killed else f"ended with code {worker.exitcode}"
             row = int(reader.reading[number])
             last = f"what it read last is {reader.manifest.ids[row]} ({reader.manifest.wavs[row]})" if row >= 0 else \
                 "it had read nothing"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from sbkit.errors import summary
-from sbkit.system import helper_process
+from sbkit.system import helper_process, processes
 
 #: Time limit; a cold start of torch from a network folder is slow.
 _SECONDS = 120
@@ -40,7 +39,7 @@ def asked(library: str) -> dict[str, Any]:
 def _how(done: subprocess.CompletedProcess[str]) -> str:
     """Describe why the process ended early; empty if it did not."""
     if done.returncode < 0:
-        return f"the process that imported it was ended by {signal.Signals(-done.returncode).name}"
+        return f"the process that imported it was ended by {processes.ended_by(-done.returncode)}"
     return "" if not done.returncode else (done.stderr.strip().splitlines() or ["it ended without a message"])[-1]
 
 

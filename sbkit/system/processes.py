@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def ended_by(number: int) -> str:
+    """The name of the signal that ended a process; most real-time signals have none."""
+    return {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
 
 
 def machine() -> str:

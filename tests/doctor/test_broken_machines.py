@@ -73,12 +73,14 @@ def test_a_mixed_pair_is_in_the_way_with_what_to_install(says, installed):
     assert (audio.verdict, audio.found) == (IN_THE_WAY, "2.11.0 doesn't work: OSError: undefined symbol: _ZN3c10")
 
 
-def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, installed):
+@pytest.mark.parametrize("signum, name", [(11, "SIGSEGV"), (35, "signal 35")])
+def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, installed, signum, name):
     installed(torch="2.11.0", torchaudio="2.11.0")
     probe.asked.cache_clear()
-    monkeypatch.setattr(probe.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, -11, "", ""))
+    monkeypatch.setattr(probe.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(
+        command, -signum, "", ""))
     assert only(packages.torch_pair).found == (
-        "2.11.0 can't be imported: the process that imported it was ended by SIGSEGV")
+        f"2.11.0 can't be imported: the process that imported it was ended by {name}")
     probe.asked.cache_clear()
 
 

@@ -289,7 +289,7 @@ class CheckProcess:
         if not code:
             return ""
         if code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
+            return f"its process was ended by {processes.ended_by(-code)}"
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else f"its process ended with code {code}"
 
