@@ -49,6 +49,8 @@ def call(diary, *calls):
     diary.path.with_suffix(".collectives").write_text(json.dumps([[*each, "task.py", 7] for each in calls]))
 
 
+FIGURES = {"host_ms": 5.0, "card_ms": 2.0, "operations": 1, "peak_bytes": 3 << 20, "held_bytes": 2 << 30, "launches": 1,
+           "copies": 1, "batch": "", "precision": "fp32", "timeline": {"lines": []}}
 GRADIENTS = ("all_reduce", "6 float32")
 
 
@@ -115,9 +117,7 @@ def test_collectives_are_counted_in_all_launches(tmp_path, monkeypatch):
     def live(diary, number):
         call(diary, *[GRADIENTS] * 4)
         if number == 0:
-            diary.write("figures", {"host_ms": 1.0, "card_ms": 2.0, "operations": 1, "peak_bytes": 1, "held_bytes": 1,
-                                    "launches": 1, "copies": 1, "batch": "", "precision": "fp32",
-                                    "timeline": {"lines": []}})
+            diary.write("figures", FIGURES)
 
     lines = [line for name in ("train", "resume") for line in launched(live, tmp_path, monkeypatch, name)[0]]
     figures = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0).sections["figures"]
@@ -142,3 +142,14 @@ def test_what_the_null_card_has_not_is_no_error_and_is_told_beside_what_needs_a_
     report = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0)
     assert not report.errors and report.notes[0].startswith("what cudnnRNN does")
     assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("left out: the null card has no")
+
+
+@pytest.mark.parametrize(("card_ms", "said", "advised"), [
+    (9.0, "not bound by launches", 0), (2.0, ": bound by launches", 1), (0.01, "too little to fill one", 0)])
+def test_a_larger_batch_is_advised_only_where_the_host_is_late_for_work_that_fills_a_card(card_ms, said, advised):
+    line = {"launch": "measure", "rank": 0, "figures": FIGURES | {"card_ms": card_ms}}
+    report = assemble("recipe.yaml", [line], 1, CARDS["H100"], 0.0)
+    rows = dict(report.sections["figures"].rows)
+    assert said in rows["the card needs"] and len(report.sections["figures"].remarks) == advised
+    assert rows["memory at once"].startswith("3.0 MiB of 79.18 GiB")
+    assert report.sections["memory"].remarks[0].startswith("2.00 GiB more")

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import torch
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("low", "high", "both")
 #: Tasks with one fault each, on top of the word spotter of docs/extend.md.
 FAULTS = '''
 import os
+import threading
 
 import torch
 import sbkit
@@ -33,6 +35,9 @@ class Lazy(Spotter):
         loss = super().compute_objectives(scores, batch, stage)
         if stage == TRAIN and not is_fake(scores):
             loss.total.item()  # waits
+            thread = threading.Thread(target=loss.total.item)  # as one of autograd's
+            thread.start()
+            thread.join()
             self.kept.append(scores * 2)  # grows
         return loss
 
@@ -105,6 +110,7 @@ def rehearse(home, *words, code=None, cards="2xH100"):
     done = subprocess.run([sys.executable, "-m", "sbkit", "check", *words, "--as", cards, "--json"], cwd=home,
                           capture_output=True, text=True, timeout=500)
     assert done.returncode in ((0, 1) if code is None else (code,)), done.stdout[-4000:] + done.stderr[-4000:]
+    assert "sbkit-rehearsal-" not in done.stdout  # its folder is gone
     return json.loads(done.stdout)
 
 
@@ -123,6 +129,8 @@ def places(report):
 def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(home):
     report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Lazy", code=1, cards="H100")
     assert places(report) >= {("wait", "waits"), ("growth", "grows"), ("error", "depends on a value")}
+    assert any(error["code"] == "wait" and not error["line"] and "backward" in error["message"]
+               for error in report["errors"])
     assert stages(report)["steps"] == stages(report)["export"] == "wrong"
     assert stages(report)["test"] == stages(report)["kill and resume"] == "ok"
 
@@ -154,6 +162,14 @@ def test_checkpoints_that_cannot_be_written_are_named(home):
     report = rehearse(home, "spotter.yaml", "--checkpointer.checkpoints_dir", "/dev/null/save", code=1, cards="H100")
     assert any("/dev/null" in error["message"] for error in report["errors"])
     assert "test" not in {name for name, result in stages(report).items() if result == "ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("sm_70" in torch._C._cuda_getArchFlags(), reason="this torch has kernels for a V100")
+def test_a_card_for_which_torch_has_no_kernels_is_an_error(home):
+    report = rehearse(home, "spotter.yaml", code=1, cards="V100")
+    [error] = report["errors"]
+    assert error["code"] == "no-kernels" and "capability is 7.0" in error["message"]
 
 
 @pytest.mark.slow
