@@ -178,10 +178,29 @@ os._exit(0)
 def test_what_only_a_real_card_has_is_no_error_of_the_program(tmp_path):
     [found] = run("""
 import ctypes
-before, runtime = lacks(), ctypes.CDLL(None)
-print(json.dumps([before, runtime.cudaIpcOpenMemHandle(), lacks(), errors()]))
+before, driver = lacks(), ctypes.CDLL("libcuda.so.1")
+print(json.dumps([before, driver.cuMemCreate(), lacks(), errors()]))
 """, tmp_path)
-    assert found == [[], 801, ["cudaIpcOpenMemHandle"], []]
+    assert found == [[], 801, ["cuMemCreate"], []]
+
+
+@pytest.mark.slow
+@on_a_card
+def test_recurrent_layers_keep_their_weights_and_train(tmp_path):
+    found = run("""
+for layer in (torch.nn.LSTM(5, 8, 3, bidirectional=True, proj_size=3), torch.nn.GRU(6, 7, 2), torch.nn.RNN(4, 4)):
+    before = [weight.detach().clone() for weight in layer.parameters()]
+    layer.cuda()
+    kept = all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, layer.parameters(), strict=True))
+    started, held = counters(), torch.cuda.memory_allocated()
+    out, _ = layer(torch.ones(50, 2, layer.input_size, device="cuda"))
+    reserved = torch.cuda.memory_allocated() - held
+    out.sum().backward()
+    print(json.dumps([kept, list(out.shape), reserved, all(p.grad.shape == p.shape for p in layer.parameters()),
+                      (counters() - started).launches > 3, lacks(), errors()]))
+""", tmp_path)
+    assert [line[:2] for line in found] == [[True, [50, 2, 6]], [True, [50, 2, 7]], [True, [50, 2, 4]]]
+    assert all(line[2] > 50 * 2 * 4 * 4 and line[3:] == [True, True, [], []] for line in found)
 
 
 @pytest.mark.slow

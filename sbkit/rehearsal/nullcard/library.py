@@ -23,7 +23,7 @@ _REAL = re.compile(r"Get(?:\w*Version|Property|ErrorString|ErrorName|StatusStrin
 # Functions of the runtime that need to do nothing here.
 _ACCEPTED = re.compile(r"cuda(?:MemPool|Profiler|DeviceEnablePeer|GraphDebug|MemcpyToSymbol)\w*|cuda\w*SetLimit")
 # The rest of CUDA's own, and what gives the host sizes that nothing computed; each library has a number for that.
-_REFUSED = re.compile(r"cuda?[A-Z]\w+|cusolver(?!\w*(?:Create|Destroy|Set))\w+|cudnnSetRNNDescriptor\w*")
+_REFUSED = re.compile(r"cu(?:da)?[A-Z]\w+|cusolver(?!\w*(?:Create|Destroy|Set))\w+|cudnnSetRNNDescriptor\w*")
 _NOT_SUPPORTED = {"cusolver": 9, "cudnn": 3000}
 _IDLE = re.compile(r"Create|Destroy|Get|Set|Init|Finalize|Query|Plan|Register|Group|ufferSize|WorkspaceSize|_buffer")
 
