@@ -21,7 +21,7 @@ import sbkit
 from sbkit.errors import SbkitError
 from sbkit.rehearsal import nullcard
 from sbkit.rehearsal.cards import Card
-from sbkit.system.processes import free_port, session_seconds, torchrun_environment
+from sbkit.system.processes import ended_by, free_port, session_seconds, torchrun_environment
 
 #: Ranks that stand for any larger number.
 RANKS = 2
@@ -208,7 +208,7 @@ class Launch:
     def _crash(self, rank: int, code: int) -> Line:
         """The finding that a process ended without a word, with the last ones of its log."""
         lines = self._lines(rank)
-        how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        how = ended_by(-code) if code < 0 else f"code {code}"
         stage = next((line["stage"] for line in reversed(lines) if "stage" in line), "start")
         log = self._file(rank, "log")
         last = log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:] if log.exists() else []
