@@ -26,7 +26,7 @@ from sbkit.recipe.parts import opened
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
-from sbkit.recipe.trace import Trace, build_brain
+from sbkit.recipe.trace import Trace, build_brain, gpu_stand_ins
 
 GIB = 2**30
 #: Memory of common GPUs in GB, for planning without one.
@@ -35,6 +35,10 @@ SIZES = (16, 24, 40, 80, 141)
 USABLE = 0.85
 #: Speed of training as a share of that of a large matrix product.
 EFFICIENCY = 0.35
+#: What cuBLAS holds for matrix products: 32 MiB in the thread of forward, and as much in that of backward.
+WORKSPACE = 64 << 20
+#: A GPU's memory is allocated in blocks of this many bytes.
+BLOCK = 512
 #: Seconds of the longest utterance if the corpus sets no limit.
 LONGEST = 20.0
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafactor": 0}
@@ -105,7 +109,7 @@ class _Alive(Arithmetic):
         key = storage._cdata
         if key in self.alive or key in self.known:
             return
-        size = storage.nbytes()
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
         self.alive[key] = weakref.finalize(storage, self._free, key, size)
         self.now += size
         self.peak = max(self.peak, self.now)
@@ -122,7 +126,7 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> 
     utterances = max(1, int(batch_seconds / longest))
     brain = build_brain(type(traced.brain), hparams, precision="fp32" if precision == "fp32" else "bf16")
     try:
-        counted = flops.run(brain, utterances, longest, _Alive)
+        counted = flops.run(brain, utterances, longest, _Alive, gpu=gpu_stand_ins())
     finally:
         restore(nn.ModuleDict(owned.roots))
     return Cost(utterances, longest, counted.peak, float(counted.operations))
@@ -149,7 +153,7 @@ class Bill:
     frozen: int
     """The number of parameters that are never trained."""
     weights: int
-    """Bytes that don't depend on the batch: weights, gradients, optimizer states."""
+    """Bytes that don't depend on the batch: weights, gradients, optimizer states, cuBLAS's work space."""
     cost: Cost
     hours_per_100: float | None
     """Hours of computation for 100 hours of audio; None if the speed of the device is unknown."""
@@ -204,7 +208,8 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
     parameters = {id(p): p for root in owned.roots.values() for p in root.parameters()}.values()
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     held = sum(t.numel() * t.element_size() for root in owned.roots.values() for t in root.state_dict().values())
-    weights = held + trained * (1 + states_per_parameter(hparams.get("opt_class")))
+    averaged = getattr(hparams.get("ema"), "decay", 0.0) > 0
+    weights = held + trained * (1 + states_per_parameter(hparams.get("opt_class")) + averaged) + WORKSPACE
     cost = count(traced, owned, precision, float(batch_seconds))
     hours: float | None
     if measured is not None:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from sbkit.recipe import gpu_step
 from sbkit.recipe.keys import Task
 from sbkit.recipe.trace import on_stand_ins
 
@@ -62,17 +63,28 @@ def operations_per_second(brain: Task, seconds: float) -> float:
 A = TypeVar("A", bound="Arithmetic")
 
 
-def run(brain: Task, utterances: int, seconds: float, counts: type[A]) -> A:
+def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool = False) -> A:
     """Run forward, loss and backward of a training micro-batch on stand-ins; return the counter.
 
     The Brain is unchanged afterwards, whatever device its modules are on: stand-ins have no memory, and other state
     that a forward changes is restored.
+
+    gpu : run as on a GPU, whatever device the modules are on; gradients of weights aren't counted then
     """
     def counted(mode: FakeTensorMode) -> A:
+        if gpu:
+            gpu_step.move(brain)
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
         batch = brain.stand_in(utterances, seconds).to(brain.device)
         with torch.enable_grad(), counts(weights) as counter:
-            brain.loss_of(batch).total.backward()
+            if gpu:
+                saved = gpu_step.Saved()
+                with gpu_step.FusedAttention(), saved:
+                    gpu_step.backward(brain.loss_of(batch).total, saved)
+            else:
+                brain.loss_of(batch).total.backward()
         return counter
 
-    return on_stand_ins(brain, counted)
+    # Without cuDNN, which an LSTM would ask for the layout of its weights, and which needs a driver.
+    with torch.backends.cudnn.flags(enabled=not gpu and torch.backends.cudnn.enabled):
+        return on_stand_ins(brain, counted)

@@ -39,7 +39,7 @@ class Holdings:
                 self._before[id(each)] = each, _plain(each)
 
     def restore(self, mode: FakeTensorMode) -> None:
-        """Put back what stand-ins of ``mode`` replaced, and empty functions' caches; raise if some are still held."""
+        """Put back what stand-ins of ``mode`` replaced, and empty functions' caches."""
         for tensor in self._tensors:
             if type(tensor.grad) is FakeTensor:
                 tensor.grad = None
@@ -48,15 +48,8 @@ class Holdings:
         for container, before in self._before.values():
             if self._gained_stand_ins(container, before):
                 _refill(container, before)
-        for cache in {id(cache): cache for leak in _alive(mode) for cache in _caches(leak)}.values():
+        for cache in _caches(_alive(mode)):
             cache.cache_clear()
-        gc.collect()  # objects that hold each other
-        names = sorted({_name(leak) for leak in _alive(mode)})
-        if names:
-            raise SbkitError(
-                f"a forward without data, which shows what a step costs, leaves tensors without values in "
-                f"{', '.join(names[:3])}{' and more' if names[3:] else ''}, where training would use them",
-                hint="hold such a tensor as a buffer, or compute it in each forward")
 
     def _gained_stand_ins(self, container: Container, before: Container) -> bool:
         known = {id(value) for value in _values(before)}
@@ -113,18 +106,31 @@ def _refill(container: Container, before: Container) -> None:
     fill(before)
 
 
+def refuse_left(mode: FakeTensorMode) -> None:
+    """Raise if something still holds stand-ins of ``mode``."""
+    if not any(True for _ in _alive(mode)):
+        return
+    gc.collect()  # objects that hold each other
+    names = sorted({_name(leak) for leak in _alive(mode)})
+    if names:
+        raise SbkitError(
+            f"a forward without data, which shows what a step costs, leaves tensors without values in "
+            f"{', '.join(names[:3])}{' and more' if names[3:] else ''}, where training would use them",
+            hint="hold such a tensor as a buffer, or compute it in each forward")
+
+
 def _alive(mode: FakeTensorMode) -> Iterator[FakeTensor]:
     return (each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode)
 
 
-def _caches(leak: FakeTensor) -> Iterator[functools._lru_cache_wrapper[object]]:
-    """Yield the functions whose functools.cache holds a stand-in."""
-    return (holder for holder in _holders(leak) if isinstance(holder, _CACHE))
+def _caches(leaks: Iterable[FakeTensor]) -> Iterator[functools._lru_cache_wrapper[object]]:
+    """Yield the functions whose functools.cache holds stand-ins."""
+    return (holder for holder in _holders(*leaks) if isinstance(holder, _CACHE))
 
 
-def _holders(leak: object) -> Iterator[object]:
-    """Yield what holds a stand-in, from the inside out."""
-    level, seen = [leak], {id(leak)}
+def _holders(*leaks: object) -> Iterator[object]:
+    """Yield what holds stand-ins, from the inside out."""
+    level, seen = [*leaks], {id(leak) for leak in leaks}
     for _ in range(_DEPTH):
         level = [each for each in gc.get_referrers(*level) if id(each) not in seen and not isinstance(each, FrameType)]
         seen |= {id(each) for each in level}

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import (
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
-from sbkit.recipe.leftovers import Holdings
+from sbkit.recipe.leftovers import Holdings, refuse_left
 from sbkit.recipe.parts import for_good
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
@@ -79,27 +79,32 @@ class Trace:
 
 
 @contextlib.contextmanager
-def stand_ins() -> Iterator[FakeTensorMode]:
-    """Within it, new tensors have shapes but no memory, and real weights are treated like them."""
+def stand_ins(*holders: object) -> Iterator[FakeTensorMode]:
+    """Within it, new tensors have shapes but no memory, and real weights are treated like them.
+
+    holders : what may come to hold stand-ins; it holds what it held before, afterwards
+    """
+    held = Holdings(attention._get_precomputed_values, *holders)  # in which SpeechBrain caches rotary tables
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which becomes a finding here
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with warnings.catch_warnings(), mode:
             warnings.simplefilter("ignore")
             yield mode
     finally:
         logging.disable(before)
+        held.restore(mode)
 
 
 T = TypeVar("T")
 
 
-def on_stand_ins(brain: Task, compute: Callable[[FakeTensorMode], T]) -> T:
-    """Return what ``compute`` returns on stand-ins; the Brain and all that it reaches is unchanged afterwards."""
-    held = Holdings(brain, attention._get_precomputed_values)  # in which SpeechBrain caches rotary tables
-    with brain.untouched(), stand_ins() as mode:
+def on_stand_ins(holder: Task | nn.Module, compute: Callable[[FakeTensorMode], T]) -> T:
+    """Return what ``compute`` returns on stand-ins; a Brain or module, and all that it reaches, stays as it was."""
+    with getattr(holder, "untouched", contextlib.nullcontext)(), stand_ins(holder) as mode:
         result = compute(mode)
-    held.restore(mode)
+    refuse_left(mode)
     return result
 
 
@@ -167,14 +172,18 @@ def _tell_clashes(keys: Keys, built: Built, findings: Findings) -> bool:
 def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Trace:
     """Repeat the forward with modules on a stand-in GPU; it fails where a tensor is still on the CPU.
 
-    modules: all that a Brain moves, on the ``meta`` device; they are stand-ins afterwards
+    modules: all that a Brain moves, on the ``meta`` device
     """
     found = Trace(before.built)
     found.brain = before.brain
-    # Without cuDNN, which an LSTM would ask for the layout of its weights, and which needs a driver.
-    with _telling(found, findings), torch.no_grad(), stand_ins(), torch.backends.cudnn.flags(enabled=False):
+
+    def run(_: FakeTensorMode) -> None:
         modules.to_empty(device="cuda:0")
         _run(found, "cuda:0")
+
+    # Without cuDNN, which an LSTM would ask for the layout of its weights, and which needs a driver.
+    with _telling(found, findings), torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
+        on_stand_ins(found.brain, run)
     return found
 
 

@@ -271,9 +271,10 @@ class Brain(sb.core.Brain):
             return self.compute_objectives(outputs, batch, stage=stage).detach()
 
     def loss_of(self, batch: MicroBatch) -> Loss:
-        """Return the loss of a training batch, without backward or update."""
-        self.trainer.loss_of(batch)
-        return self.trainer.loss
+        """Return the loss of a training batch, without backward or update; the Brain keeps nothing of it."""
+        with self.trainer.keeping_computed():
+            self.trainer.loss_of(batch)
+            return self.trainer.loss
 
     def try_batch(self, batch: MicroBatch) -> bool:
         """Take a step on this micro-batch alone; return False if it did not fit into memory in one piece."""
@@ -289,7 +290,7 @@ class Brain(sb.core.Brain):
         own = self.__dict__.copy()
         beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
         try:
-            with self.trainer.keeping_computed(), sandbox.untouched([self.modules, *beside], self.device):
+            with sandbox.untouched([self.modules, *beside], self.device):
                 yield
         finally:
             self.__dict__.clear()

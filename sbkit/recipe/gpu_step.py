@@ -1,0 +1,133 @@
+"""Forward and backward on stand-ins of a GPU, on a machine that may have none, to count what they cost there.
+
+Forward has the GPU's autocast and attention. Autograd's engine needs a driver for a GPU's gradients, so backward goes
+from node to node here, in the engine's order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from speechbrain.utils.autocast import TorchAutocast
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from sbkit.recipe.keys import Task
+
+DEVICE = torch.device("cuda:0")
+#: A row of a mask of attention begins at a multiple of this many values.
+ALIGNED = 16
+
+
+def move(brain: Task) -> None:
+    """Move the modules of a Brain onto stand-ins of a GPU."""
+    beside = [value for value in vars(brain.hparams).values() if isinstance(value, nn.Module)]
+    moved: dict[int, Tensor] = {}  # a weight that two layers share stays one
+    for layer in (each for root in (brain.modules, *beside) for each in root.modules()):
+        for held in (layer._parameters, layer._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in moved:
+                    on_gpu = torch.empty_like(tensor, device=DEVICE)
+                    moved[id(tensor)] = nn.Parameter(on_gpu, tensor.requires_grad) \
+                        if isinstance(tensor, nn.Parameter) else on_gpu
+                held[name] = None if tensor is None else moved[id(tensor)]
+    brain.device, brain.device_type = DEVICE, DEVICE.type
+    if brain.precision != "fp32":
+        brain.training_ctx = TorchAutocast(DEVICE.type, dtype=torch.bfloat16)
+        brain.training_ctx.context._enabled = True  # which torch switches off where there is no GPU
+
+
+class FusedAttention(TorchFunctionMode):
+    """Lets attention be a GPU's fused kernel, which keeps no weights of each pair of frames."""
+
+    def __torch_function__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> object:
+        return (_attend if func is functional.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+    if torch.is_autocast_enabled(DEVICE.type):
+        query, key, value = (each.to(torch.get_autocast_dtype(DEVICE.type)) for each in (query, key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+        frames = key.shape[2]
+        padded = functional.pad(attn_mask.to(query.dtype), (0, -frames % ALIGNED))  # so its rows can be read at once
+        attn_mask = padded[..., :frames].expand(*query.shape[:3], frames)
+    with torch.autocast(DEVICE.type, enabled=False):
+        found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
+    return found[0]
+
+
+class Saved(saved_tensors_hooks):
+    """Holds what forward saves for backward, and lets go of it as backward has used it."""
+
+    def __init__(self) -> None:
+        self.used: list[list[Tensor]] = []
+        super().__init__(lambda tensor: [tensor], self._use)
+
+    def _use(self, saved: list[Tensor]) -> Tensor:
+        self.used.append(saved)
+        return saved[0]
+
+    def free_used(self) -> None:
+        for saved in self.used:
+            saved.clear()
+        self.used.clear()
+
+
+def backward(loss: Tensor, saved: Saved) -> None:
+    """Run backward from a loss.
+
+    Gradients of weights are dropped, and one that adds to another counts as added in place.
+    """
+    assert loss.grad_fn is not None, "a loss depends on weights"
+    order = itertools.count()
+    ahead = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
+    coming: dict[Node, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
+    with torch.no_grad():
+        while ahead:
+            node = heapq.heappop(ahead)[-1]
+            left = _gradients(node, coming.pop(node))
+            saved.free_used()
+            while left:
+                child, slot, gradient = left.pop()
+                inputs = child._input_metadata
+                if child not in coming:
+                    coming[child] = [None] * len(inputs)
+                    heapq.heappush(ahead, (-child._sequence_nr(), next(order), child))
+                if coming[child][slot] is None:
+                    coming[child][slot] = _shaped(gradient, inputs[slot])
+                del gradient
+
+
+def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, Tensor]]:
+    """Run the backward of a node; the nodes that get a gradient, the number of their output that it is of, and it."""
+    edges = list(node.next_functions)
+    found: Any
+    if isinstance(node, BackwardCFunction):  # which has an edge for each input that needs a gradient
+        filled = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) if one is None else one
+                  for one, each in zip(given, node._input_metadata, strict=True)]
+        found = node.apply(*filled)
+        found = found if isinstance(found, tuple) else (found,)
+        found = [one for one, needed in zip(found, node.needs_input_grad, strict=False) if needed]
+        edges = [edge for edge in edges if edge[0] is not None]
+    else:
+        found = node(*given)  # type: ignore[operator]  # its type says less than it can
+        found = found if isinstance(found, tuple) else (found,)
+    return [(child, slot, one) for (child, slot), one in zip(edges, found, strict=False)
+            if child is not None and one is not None and not hasattr(child, "variable")]
+
+
+def _shaped(gradient: Tensor, like: Any) -> Tensor:
+    """Give a gradient the shape and type that a node takes, as the engine does."""
+    return (gradient if gradient.shape == like.shape else gradient.sum_to_size(like.shape)).to(like.dtype)

@@ -1,0 +1,65 @@
+"""Backward from node to node, as autograd's engine would on a GPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sbkit.recipe import gpu_step
+from sbkit.recipe.flops import Arithmetic
+from sbkit.recipe.trace import stand_ins
+
+
+class Scaled(torch.autograd.Function):
+    """One with an input that needs no gradient, and two outputs of which one is used."""
+
+    @staticmethod
+    def forward(ctx, x, factor, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.factor = factor
+        return x @ weight * factor, x + 1
+
+    @staticmethod
+    def backward(ctx, gradient, other):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t() * ctx.factor + other, None, x.t() @ gradient * ctx.factor
+
+
+def forward(layers, weight, x, recomputed):
+    x = torch.relu(layers[0](x))
+    x, _ = Scaled.apply(x, 3.0, weight)
+    for layer in layers[1:]:
+        branch = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        x = nn.functional.layer_norm(x + torch.tanh(branch), (16,))
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_it_computes_what_the_engine_does_and_frees_what_it_has_used(recomputed):
+    found = []
+    for by_node in (True, False):
+        with stand_ins():
+            layers, weight = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.Parameter(torch.ones(16, 16))
+            x = torch.ones(8, 16, requires_grad=True)
+            saved = gpu_step.Saved()
+            with saved, Arithmetic() as counter:
+                loss = forward(layers, weight, x, recomputed)
+                if by_node:
+                    gpu_step.backward(loss, saved)
+                else:
+                    loss.backward()
+        found.append(counter.operations)
+    assert found[0] == found[1] > 0
+
+
+def test_what_forward_saved_is_free_after_its_use():
+    saved = gpu_step.Saved()
+    x = torch.ones(3, requires_grad=True)
+    with saved:
+        y = (x * 2).exp()
+        loss = y.sum()
+    del y
+    kept = loss.grad_fn.next_functions[0][0]
+    gpu_step.backward(loss, saved)
+    with pytest.raises(IndexError):
+        kept(torch.ones(3))
