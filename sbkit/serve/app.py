@@ -158,7 +158,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
             visit = rooms.visit(upload.request)
             stay.callback(visit.close)
             try:
-                ask = await visit.read(speech_form.read(upload.request, state.loaded))
+                ask = await visit.read(speech_form.read(upload.request, state.loaded, visit.step))
                 spoken = sound(visit, ask, state.metrics)
                 first = await anext(spoken)  # from here on nothing is wrong with the request
             except (Left, ClientDisconnect):

@@ -55,7 +55,7 @@ async def sound(visit: Visit, ask: SpeechForm, metrics: Metrics) -> AsyncGenerat
                 ask.served.check()  # raises for a broken device
                 raise
             speech = spoken(piece, found, ask.served.config, pause)
-            data = await visit.met(asyncio.to_thread(_encoded, stream, speech, not (coming or computing)))
+            data = await visit.met(visit.step(_encoded, stream, speech, not (coming or computing)))
             usage.symbols += len(piece.ids)
             usage.frames += int(found.frames.sum())
             metrics.spoken.add(speech.seconds, model=name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +55,15 @@ class Room:
             raise too_large(_MOST_BYTES, param=None)
 
 
-async def read(request: Request, registry: Callable[[], Registry]) -> SpeechForm:
-    """Read and check a request."""
+async def read(request: Request, registry: Callable[[], Registry], step: Callable[..., Awaitable[Any]]) -> SpeechForm:
+    """Read and check a request, its text by ``step`` in a thread."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise invalid("the body must be application/json with the fields model, input and voice")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise invalid("compressed bodies are not supported; send it uncompressed")
     fields = json_object(decoded(await request.body(), "the body"), "the body")
-    return await asyncio.to_thread(_read, fields, registry())
+    found: SpeechForm = await step(_read, fields, registry())
+    return found
 
 
 def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:

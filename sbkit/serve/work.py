@@ -31,6 +31,7 @@ class Rooms:
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
         self._threads = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-request")
+        self._steps = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-step")
         self.turns = Turns(limits.max_active, limits.client_share)
         self._shares = Shares(limits.max_requests, limits.client_share)
         self._mean = 1.0
@@ -72,9 +73,14 @@ class Rooms:
         running.add_done_callback(ended)
         return running
 
+    async def step(self, call: Callable[..., T], *values: Any) -> T:
+        """Do what takes milliseconds in a thread that serves nothing else."""
+        return await asyncio.get_running_loop().run_in_executor(self._steps, call, *values)
+
     def close(self) -> None:
         """End the threads after the last request."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._steps):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Visit:
@@ -85,6 +91,7 @@ class Visit:
         self._request, self._rooms, self._metrics = request, rooms, metrics
         self._seconds, self.until = seconds, time.monotonic() + seconds
         self._gone: asyncio.Task[None] | None = None
+        self.step = rooms.step
 
     async def read(self, reading: Awaitable[T]) -> T:
         """Wait for the upload, within the deadline."""

@@ -1,5 +1,6 @@
 """OpenAI's own client has texts spoken by a real server: formats, streams, events; what is refused stays unspoken."""
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -163,6 +164,20 @@ def test_events_carry_the_sound_and_end_with_what_it_took(client):
     assert heard(b"".join(base64.b64decode(each["audio"]) for each in events[:-1])) == SAID
     symbols, frames = len(TEXT) - 1, voices.FRAMES * (len(TEXT) - 1)
     assert events[-1]["usage"] == {"input_tokens": symbols, "output_tokens": frames, "total_tokens": symbols + frames}
+
+
+def test_texts_and_live_sessions_wait_for_no_threads_of_each_other(server, client):
+    go = threading.Event()
+
+    async def hold():  # the threads that decode what live sessions hear
+        await asyncio.gather(*(asyncio.to_thread(go.wait, 60) for _ in range(64)))
+
+    held = asyncio.run_coroutine_threadsafe(hold(), server.state.loop)
+    try:
+        heard(speak(client, response_format="wav", timeout=10).content)
+    finally:
+        go.set()
+        held.result(30)
 
 
 def test_texts_at_once_share_batches_and_each_gets_its_own(server, client):
