@@ -54,6 +54,9 @@ class FusedAttention(TorchFunctionMode):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
             is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+    if query.dim() != 4 or enable_gqa:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal,
+                                                       scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(DEVICE.type):
         query, key, value = (each.to(torch.get_autocast_dtype(DEVICE.type)) for each in (query, key, value))
     if attn_mask is not None:

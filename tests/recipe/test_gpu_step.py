@@ -52,6 +52,16 @@ def test_it_computes_what_the_engine_does_and_frees_what_it_has_used(recomputed)
     assert found[0] == found[1] > 0
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 16), (2, 4, 5, 16)])
+@pytest.mark.parametrize("mask", [None, torch.ones(5, 5, dtype=torch.bool)])
+def test_attention_of_any_shape_has_the_shape_that_it_has(shape, mask):
+    with stand_ins():
+        x = torch.ones(shape)
+        with gpu_step.FusedAttention():
+            found = nn.functional.scaled_dot_product_attention(x, x, x, None if mask is None else mask.clone())
+    assert tuple(found.shape) == shape
+
+
 def test_what_forward_saved_is_free_after_its_use():
     saved = gpu_step.Saved()
     x = torch.ones(3, requires_grad=True)
