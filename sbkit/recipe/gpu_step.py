@@ -6,6 +6,7 @@ from node to node here, in the engine's order.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Collection, Mapping
@@ -18,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from sbkit.recipe.keys import Task
 
@@ -47,7 +49,7 @@ def move(brain: Task) -> None:
 class FusedAttention(TorchFunctionMode):
     """Lets attention be a GPU's fused kernel, which keeps no weights of each pair of frames."""
 
-    def __torch_function__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),
+    def __torch_function__(self, func: Any, types: Collection[type], args: tuple[Any, ...] = (),  # any of torch's
                            kwargs: Mapping[str, Any] | None = None) -> object:
         return (_attend if func is functional.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
 
@@ -97,7 +99,8 @@ def backward(loss: Tensor, saved: Saved) -> None:
     order = itertools.count()
     ahead = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]
     coming: dict[Node, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
-    with torch.no_grad():
+    # Without a graph task of the engine, a checkpoint would compute anew for each tensor that it saved.
+    with torch.no_grad(), getattr(checkpoint, "GraphExecGroup", contextlib.nullcontext)():
         while ahead:
             node = heapq.heappop(ahead)[-1]
             left = _gradients(node, coming.pop(node))
@@ -116,7 +119,7 @@ def backward(loss: Tensor, saved: Saved) -> None:
 def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, Tensor]]:
     """Run the backward of a node; the nodes that get a gradient, the number of their output that it is of, and it."""
     edges = list(node.next_functions)
-    found: Any
+    found: Any  # a gradient, or several
     if isinstance(node, BackwardCFunction):  # which has an edge for each input that needs a gradient
         filled = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) if one is None else one
                   for one, each in zip(given, node._input_metadata, strict=True)]
@@ -131,6 +134,6 @@ def _gradients(node: Node, given: list[Tensor | None]) -> list[tuple[Node, int, 
             if child is not None and one is not None and not hasattr(child, "variable")]
 
 
-def _shaped(gradient: Tensor, like: Any) -> Tensor:
+def _shaped(gradient: Tensor, like: Any) -> Tensor:  # torch's InputMetadata, which has no type
     """Give a gradient the shape and type that a node takes, as the engine does."""
     return (gradient if gradient.shape == like.shape else gradient.sum_to_size(like.shape)).to(like.dtype)

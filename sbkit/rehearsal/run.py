@@ -168,9 +168,10 @@ class Launch:
         if now - then < 1:
             return False
         computed = sum(session_seconds(process.pid or 0) for process in self.processes)
-        if len(lines) > count or computed - before > WAITS * (now - then) + 0.5:
+        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # whoever computes gets no more than such a share
+        if len(lines) > count or computed - before > (WAITS * (now - then) + 0.5) / busy:
             self._last = now, len(lines), computed
-        self.hangs = now - then > (IDLE if all(alive) and not ready else END)
+        self.hangs = now - then > busy * (IDLE if all(alive) and not ready else END)
         return self.hangs
 
     def close(self) -> list[Line]:

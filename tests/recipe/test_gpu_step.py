@@ -25,6 +25,10 @@ class Scaled(torch.autograd.Function):
         return gradient @ weight.t() * ctx.factor + other, None, x.t() @ gradient * ctx.factor
 
 
+def block(number):
+    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) if number else nn.Linear(16, 16)
+
+
 def forward(layers, weight, x, recomputed):
     x = torch.relu(layers[0](x))
     x, _ = Scaled.apply(x, 3.0, weight)
@@ -39,7 +43,7 @@ def test_it_computes_what_the_engine_does_and_frees_what_it_has_used(recomputed)
     found = []
     for by_node in (True, False):
         with stand_ins():
-            layers, weight = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), nn.Parameter(torch.ones(16, 16))
+            layers, weight = nn.ModuleList(map(block, range(4))), nn.Parameter(torch.ones(16, 16))
             x = torch.ones(8, 16, requires_grad=True)
             saved = gpu_step.Saved()
             with saved, Arithmetic() as counter:

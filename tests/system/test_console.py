@@ -72,14 +72,20 @@ print("went on")
 def log(tmp_path):
     handler = LogFile(tmp_path / "log.txt")
     logging.getLogger().addHandler(handler)
+    mark(handler)  # what earlier tests have printed is before it
     yield handler
     logging.getLogger().removeHandler(handler)
     handler.close()
 
 
+def mark(log):
+    log.emit(logging.LogRecord("a", logging.INFO, __file__, 0, "MARK", None, None))
+
+
 def lines(log):
-    log.emit(logging.LogRecord("a", logging.INFO, __file__, 0, "end", None, None))
-    return Path(log.baseFilename).read_text().splitlines()[:-1]
+    mark(log)
+    written = Path(log.baseFilename).read_text().splitlines()
+    return written[next(i for i, line in enumerate(written) if "MARK" in line) + 1:-1]
 
 
 def test_who_prints_does_not_wait_for_who_writes_the_log(log):
