@@ -85,6 +85,8 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
                 brain.loss_of(batch).total.backward()
         return counter
 
+    if not gpu:
+        return on_stand_ins(brain, counted)
     # Without cuDNN, which an LSTM would ask for the layout of its weights, and which needs a driver.
-    with torch.backends.cudnn.flags(enabled=not gpu and torch.backends.cudnn.enabled):
+    with gpu_step.autocast_without_gpu(), torch.backends.cudnn.flags(enabled=False):
         return on_stand_ins(brain, counted)

@@ -10,7 +10,9 @@ import contextlib
 import heapq
 import itertools
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from speechbrain.utils.autocast import TorchAutocast
@@ -43,7 +45,14 @@ def move(brain: Task) -> None:
     brain.device, brain.device_type = DEVICE, DEVICE.type
     if brain.precision != "fp32":
         brain.training_ctx = TorchAutocast(DEVICE.type, dtype=torch.bfloat16)
-        brain.training_ctx.context._enabled = True  # which torch switches off where there is no GPU
+
+
+def autocast_without_gpu() -> AbstractContextManager[object]:
+    """Within it, torch.autocast doesn't switch itself off because there is no GPU."""
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+    patches.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True))
+    return patches
 
 
 class FusedAttention(TorchFunctionMode):
