@@ -170,7 +170,7 @@ def test_torchruns_restarts_end_as_the_run_never_stopped(runs, two_never_stopped
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
          "--monitor-interval=0.2", resume_run.__file__, str(folder), places], capture_output=True, text=True,
-        timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        timeout=550, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr.count("(exitcode: -9)") == 3
     assert differences(json.loads(done.stdout.splitlines()[-1]), two_never_stopped) == []
