@@ -238,7 +238,7 @@ class Launch:
 
     def _place(self, rank: int) -> tuple[str, int] | None:
         """The line at which a rank stands or crashed."""
-        from sbkit.rehearsal.rank import own_place
+        from sbkit.rehearsal.watch import own_place
 
         file = self._file(rank, "stack")
         frames = re.findall(r'File "(.*)", line (\d+)', file.read_text()) if file.exists() else []

@@ -20,6 +20,7 @@ TINY = [
     "--num_encoder_layers", "1", "--cnn_first_channels", "4", "--cnn_channels", "4", "--num_workers", "1",
     "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0", "--ckpt_interval_steps", "2",
     "--max_batch_seconds", "16", "--step_seconds", "16", "--least_steps", "0", "--no-check",
+    "--log_interval", "0",  # a line each step: after 10 s, others on a slow machine
 ]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 MEASURED = ("kind", "epoch", "step", "train_loss", "valid_loss", "valid_WER", "test_loss", "test_WER")

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sbkit.rehearsal import rank, run
+from sbkit.rehearsal import rank, run, watch
 from sbkit.rehearsal.cards import CARDS
 from sbkit.rehearsal.report import assemble
 
@@ -20,7 +20,7 @@ def launched(live, folder, monkeypatch, name="train", world=2):
     def enter(launch, number, job):
         log = os.open(folder / f"{launch}.{number}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1), os.dup2(log, 2)
-        diary = rank.Diary(folder, launch, number)
+        diary = watch.Diary(folder, launch, number)
         diary.enter("steps")
         live(diary, number)
         diary.write("end", 0)
