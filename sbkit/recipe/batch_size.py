@@ -61,7 +61,7 @@ def place(model: list[Any], keys: TaskKeys, precision: str, device: torch.device
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
         str(keys.activation_checkpointing), keys.numbers_of_the_task(), str(unwrapped(keys.opt_class)[0]),
-        keys.ema is not None and getattr(keys.ema, "decay", 1) > 0, *([for_good(keys.freeze)] if keys.freeze else []),
+        keys.average is not None, *([for_good(keys.freeze)] if keys.freeze else []),
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_folder() / "tune" / f"{key}.json"

@@ -208,8 +208,8 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
     parameters = {id(p): p for root in owned.roots.values() for p in root.parameters()}.values()
     trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     held = sum(t.numel() * t.element_size() for root in owned.roots.values() for t in root.state_dict().values())
-    averaged = getattr(hparams.get("ema"), "decay", 0.0) > 0
-    weights = held + trained * (1 + states_per_parameter(hparams.get("opt_class")) + averaged) + WORKSPACE
+    copies = 1 + states_per_parameter(hparams.get("opt_class")) + (traced.keys.average is not None)
+    weights = held + trained * copies + WORKSPACE
     cost = count(traced, owned, precision, float(batch_seconds))
     hours: float | None
     if measured is not None:
@@ -253,6 +253,7 @@ def section(bill: Bill, audio: Audio | None, planned: float, tried: Sequence[Bat
     values = {
         "parameters": bill.parameters, "frozen": bill.frozen, "weights_bytes": bill.weights, "batch_bytes": cost.memory,
         "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations / cost.batch_seconds,
+        "step_bytes": bill.step_memory, "largest_here": total and bill.largest(total),
         "largest_max_batch_seconds": {f"{size} GB": int(bill.largest(size * 1e9)) for size in SIZES},
         "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
         "hours_per_100_hours": bill.hours_per_100, "audio_hours_per_epoch": audio and audio.epoch_hours,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,22 +72,20 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
 
     gpu : run as on a GPU, whatever device the modules are on; gradients of weights aren't counted then
     """
+    backward = gpu_step.backward if gpu else _backward
+
     def counted(mode: FakeTensorMode) -> A:
         if gpu:
             gpu_step.move(brain)
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
         batch = brain.stand_in(utterances, seconds).to(brain.device)
         with torch.enable_grad(), counts(weights) as counter:
-            if gpu:
-                saved = gpu_step.Saved()
-                with gpu_step.FusedAttention(), saved:
-                    gpu_step.backward(brain.loss_of(batch).total, saved)
-            else:
-                brain.loss_of(batch).total.backward()
+            backward(lambda: brain.loss_of(batch).total)
         return counter
 
-    if not gpu:
+    with gpu_step.without_driver() if gpu else contextlib.nullcontext():
         return on_stand_ins(brain, counted)
-    # Without cuDNN, which an LSTM would ask for the layout of its weights, and which needs a driver.
-    with gpu_step.autocast_without_gpu(), torch.backends.cudnn.flags(enabled=False):
-        return on_stand_ins(brain, counted)
+
+
+def _backward(compute: Callable[[], torch.Tensor]) -> None:
+    compute().backward()

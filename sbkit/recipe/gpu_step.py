@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -47,12 +46,16 @@ def move(brain: Task) -> None:
         brain.training_ctx = TorchAutocast(DEVICE.type, dtype=torch.bfloat16)
 
 
-def autocast_without_gpu() -> AbstractContextManager[object]:
-    """Within it, torch.autocast doesn't switch itself off because there is no GPU."""
-    patches = contextlib.ExitStack()
-    patches.enter_context(mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-    patches.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True))
-    return patches
+@contextlib.contextmanager
+def without_driver() -> Iterator[None]:
+    """Within it, torch.autocast isn't switched off because there is no GPU, and nothing asks a driver.
+
+    cuDNN isn't used, since an LSTM would ask it for the layout of its weights.
+    """
+    with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False), \
+            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True), \
+            torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 class FusedAttention(TorchFunctionMode):
@@ -99,11 +102,17 @@ class Saved(saved_tensors_hooks):
         self.used.clear()
 
 
-def backward(loss: Tensor, saved: Saved) -> None:
-    """Run backward from a loss.
+def backward(compute: Callable[[], Tensor]) -> None:
+    """Compute a loss and run backward from it.
 
     Gradients of weights are dropped, and one that adds to another counts as added in place.
     """
+    saved = Saved()
+    with FusedAttention(), saved:
+        _walk(compute(), saved)
+
+
+def _walk(loss: Tensor, saved: Saved) -> None:
     assert loss.grad_fn is not None, "a loss depends on weights"
     order = itertools.count()
     ahead = [(-loss.grad_fn._sequence_nr(), next(order), loss.grad_fn)]

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from sbkit.errors import SbkitError
+from sbkit.recipe import gpu_step
 from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
 from sbkit.recipe.leftovers import Holdings, refuse_left
@@ -181,8 +182,7 @@ def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Tr
         modules.to_empty(device="cuda:0")
         _run(found, "cuda:0")
 
-    # Without cuDNN, which an LSTM would ask for the layout of its weights, and which needs a driver.
-    with _telling(found, findings), torch.no_grad(), torch.backends.cudnn.flags(enabled=False):
+    with _telling(found, findings), torch.no_grad(), gpu_step.without_driver():
         on_stand_ins(found.brain, run)
     return found
 

@@ -37,6 +37,7 @@ from sbkit.rehearsal.watch import (
 )
 from sbkit.runs import start
 from sbkit.tasks.task import Task
+from sbkit.train import device as devices
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 from sbkit.train.given import MicroBatch
@@ -160,10 +161,10 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             "operations": operations,
             "host_ms": 1e3 * host, **asdict(counted), "held_bytes": held, "peak_bytes": peak,
             "card_ms": None if peak_flops is None else 1e3 * operations / (peak_flops * bill.EFFICIENCY),
-            "card_source": source, "estimated_bytes": estimate.get("bytes"), "timeline": timeline}
+            "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
         diary.enter("the largest batch of the estimate")
-        if not (most := estimate.get("largest")):
+        if not (most := estimate.get("largest_here")):
             diary.write("skip", "the check has no estimate")
             return 0
         del batch
@@ -211,6 +212,13 @@ def train(job: Mapping[str, Any], diary: Diary) -> int:
             diary.write("ready", "to be killed")
             time.sleep(600)
 
+    def look() -> None:
+        check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
+
+    # As a run does, in the process that trains, to which it must leave nothing; its overrides would be told as wrong.
+    request = arguments.parse(job["words"])
+    ranks.init(devices.resolve(request.run_opts.device))
+    ranks.run_on_main(look)
     _run(job, diary, on_step=ready)
     raise SbkitError("the run ended before it could be killed in its second epoch")
 

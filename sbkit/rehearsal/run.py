@@ -49,7 +49,7 @@ def rehearse(words: Sequence[str], count: int, card: Card) -> list[Line]:
     nullcard.build()
     with tempfile.TemporaryDirectory(prefix="sbkit-rehearsal-") as made:
         folder = Path(made)
-        job = {"folder": made, "world": min(count, RANKS), "words": [*words, "--device", "cuda"], "memory": card.memory}
+        job = {"folder": made, "world": min(count, RANKS), "words": [*words, "--device", "cuda"]}
         (folder / "job.json").write_text(json.dumps(job))
         path = os.pathsep.join(filter(None, [str(Path(sbkit.__file__).parent.parent), os.environ.get("PYTHONPATH")]))
         environment = nullcard.environment(card, count, base={**os.environ, "PYTHONPATH": path}) | {
@@ -91,7 +91,7 @@ def main(folder: str) -> None:
                 job["figures"] |= line.get("figures", {})
                 job["words"] = line.get("words", job["words"])
                 if "report" in line:
-                    job["estimate"] = _estimate(line["report"], job["memory"])
+                    job["estimate"] = line["report"]["sections"].get("bill", {}).get("values", {})
             if launch.went_well(lines):
                 well.add(name)
         if not running and not any(well.issuperset(after) for after in waiting.values()):
@@ -110,18 +110,6 @@ def _import_all() -> None:
         import sbkit.train.memory.trials  # noqa: F401
         from sbkit.rehearsal import no_values
     no_values.install()
-
-
-def _estimate(report: Line, memory: int) -> dict[str, float]:
-    """What the check says of memory: the bytes of a step, and the seconds of the largest batch on this card."""
-    from sbkit.recipe.bill import USABLE
-
-    cost = report["sections"].get("bill", {}).get("values")
-    if not cost:
-        return {}
-    per_second = cost["batch_bytes"] / cost["batch_seconds"]
-    return {"bytes": cost["weights_bytes"] + cost["batch_bytes"],
-            "largest": max(0.0, (USABLE * memory - cost["weights_bytes"]) / per_second)}
 
 
 class Launch:

@@ -117,9 +117,9 @@ class Brain(sb.core.Brain):
         """If set before ``fit``, each epoch reports the share of the device's peak FLOPs that it used."""
         self.metrics_log = None if self.debug else MetricsLog.of(self.keys)
         self._rng = rng.RngState(int(self.keys.seed or 0), lambda: self.optimizer_step, device)
-        ema = self.keys.ema if getattr(self.keys.ema, "decay", 1) > 0 else None
         self._overrides = Overrides.of(type(self), Brain)
-        parts = (self, self.train_state, ema, self._freezing(), self._rng, lambda: self._save_intra_epoch_ckpt())
+        parts = (self, self.train_state, self.keys.average, self._freezing(), self._rng,
+                 lambda: self._save_intra_epoch_ckpt())
         self.trainer = PlainLoop(*parts, overrides=self._overrides) if self._overrides.any else Trainer(*parts)
         self._evaluation = EvaluationLoop(self, self.trainer, self._overrides.update_average)
         self._factors: dict[str, float] = {}

@@ -37,6 +37,11 @@ class TrainKeys(Keys):
     log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, Range(0))
     tensorboard: bool = key("write the same numbers for TensorBoard", False)
 
+    @property
+    def average(self) -> Any:  # an EMA, as above
+        """The moving average of the weights; None if the recipe has none, or one that is switched off."""
+        return self.ema if getattr(self.ema, "decay", 1) > 0 else None
+
 
 @dataclass(kw_only=True)
 class ScriptKeys(TrainKeys):
