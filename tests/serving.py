@@ -15,7 +15,7 @@ import uvicorn
 from sbkit.serve import connection, doors, registry
 from sbkit.serve.app import State, make
 from sbkit.serve.decoders import Decoders
-from sbkit.serve.gate import Keys
+from sbkit.serve.gate import ApiKeys
 from sbkit.serve.limits import Limits
 from sbkit.serve.server import _bound as bound
 
@@ -69,12 +69,12 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         state.decoders.check()
         folders = folder if isinstance(folder, dict) else dict.fromkeys(names, folder)
         state.registry = registry.load(
-            folders, registry.Options(device=device, threads=1, **options),
+            folders, registry.BundleOptions(device=device, threads=1, **options),
             lambda name, rows: state.metrics.batches.observe(rows, model=name),
             lambda name, rows: state.metrics.steps.observe(rows, model=name))
     listening = bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
-        make(state, Keys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
+        make(state, ApiKeys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
         **connection.protocol_options(state.doors), timeout_graceful_shutdown=5, proxy_headers=bool(proxies),
         forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))

@@ -10,7 +10,7 @@ import numpy as np
 
 from sbkit.codes import Books
 from sbkit.export import layout
-from sbkit.export.layout import Codec
+from sbkit.export.layout import CodecConfig
 
 RATE = 16_000
 STRIDE = 320
@@ -30,7 +30,7 @@ def make(folder: Path, graph_sizes: tuple[int, int] = SIZES, highest: float = 1.
     write_decoder(folder / "decoder.onnx", graph_sizes)
     options = {"sample_rate": RATE, "codec": HASH, "books": list(SIZES), "stride": STRIDE, "context": 0,
                "models": {"onnx": "model.onnx"}, "decoders": {"onnx": "decoder.onnx"}}
-    config = Codec(**(options | changes))
+    config = CodecConfig(**(options | changes))
     config.files = {path.name: layout.fingerprint(path) for path in folder.iterdir() if path.name != layout.CONFIG}
     (folder / layout.CONFIG).write_text(config.to_json())
     return folder

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.export import layout
-from sbkit.export.layout import Voice
+from sbkit.export.layout import VoiceConfig
 
 SYMBOLS = ["<pad>", " ", *"abcdefghijklmnopqrstuvwxyz", *".,!?'"]
 SPEAKERS = ["anna", "ben"]
@@ -73,7 +73,7 @@ def make(folder: Path, torch_too: bool = False, rate: int = RATE, **changes) -> 
     write_onnx(folder / "model.onnx", rate)
     options = {"sample_rate": rate, "language": "en", "symbols": SYMBOLS, "speakers": SPEAKERS, "max_symbols": 60,
                "frame_seconds": FRAME / rate, "models": {"onnx": "model.onnx"}}
-    config = Voice(**(options | changes))
+    config = VoiceConfig(**(options | changes))
     if torch_too:
         write_torch(folder / "model.pt2", rate)
         config.models["torch"] = "model.pt2"

@@ -40,7 +40,7 @@ import torch
 
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
-from sbkit.decode.fusion import Weights
+from sbkit.decode.fusion import FusionWeights
 from sbkit.score.edits import count
 from sbkit.system.console import table
 from sbkit.system.cores import usable_cores
@@ -195,7 +195,7 @@ def tune(task: Task, beam: int) -> Pair:
     events = search.events(torch.from_numpy(task.log_probs), torch.from_numpy(task.lengths))
 
     def wrong(weights: Pair) -> float:
-        return error_rate(task.said, [several[0].text for several in search.search(events, Weights(*weights))])
+        return error_rate(task.said, [several[0].text for several in search.search(events, FusionWeights(*weights))])
 
     return min(itertools.product(LM_WEIGHTS, WORD_SCORES), key=wrong)
 

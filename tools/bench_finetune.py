@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import bench_train
 
 if TYPE_CHECKING:
-    from sbkit.recipe.arguments import Request
+    from sbkit.recipe.arguments import CommandLine
 
 RECIPE = bench_train.ROOT / "hparams" / "ssl.yaml"
 BATCHES = 2
@@ -76,13 +76,13 @@ def draw(folder: Path, **sizes: Any) -> Path:
     return folder
 
 
-def ours(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
+def ours(hparams: dict[str, Any], request: CommandLine) -> SimpleNamespace:
     """Set up sbkit's Brain with the encoder's weights."""
     hparams["encoder"].load()
     return bench_train.ours(hparams, request, BATCHES)
 
 
-def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
+def stock(hparams: dict[str, Any], request: CommandLine) -> SimpleNamespace:
     """Set up SpeechBrain's Brain around its wrapper, as in its Common Voice CTC recipes."""
     import speechbrain as sb
     import torch

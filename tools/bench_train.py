@@ -39,10 +39,10 @@ if TYPE_CHECKING:  # each side imports only what it needs, when it starts to wor
     from sbkit.data.corpus import Corpus
     from sbkit.data.loader import TrainLoader
     from sbkit.data.plan import Batching
-    from sbkit.recipe.arguments import Request
+    from sbkit.recipe.arguments import CommandLine
     from sbkit.tasks.task import Task
 
-    MakeSide = Callable[[dict[str, Any], Request], SimpleNamespace]
+    MakeSide = Callable[[dict[str, Any], CommandLine], SimpleNamespace]
 
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # the piece before each that is not counted
@@ -106,13 +106,13 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path, program: st
 
 def prepare(path: Path, overrides: list[str]) -> list[str]:
     """Prepare manifests and tokenizer; returns the overrides, with those that follow from the corpus."""
-    from sbkit.infer.bundles import Opened
+    from sbkit.infer.bundles import BundleLoader
     from sbkit.recipe import arguments, load
     from sbkit.runs.preparation import prepare_data
 
     request = arguments.parse([str(path), *overrides])
     recipe = load.opened(load.load(request.path, request.overrides), request.path)
-    follows = prepare_data(recipe, request.overrides, Opened())
+    follows = prepare_data(recipe, request.overrides, BundleLoader())
     return overrides + [f"--{name}={value}" for name, value in follows.items()]
 
 
@@ -220,7 +220,7 @@ def planned(hparams: dict[str, Any], device: str, batches: int = STEP_BATCHES) -
     return loader, list(itertools.islice(loader.at(1), batches))
 
 
-def ours(hparams: dict[str, Any], request: Request, batches: int = STEP_BATCHES) -> SimpleNamespace:
+def ours(hparams: dict[str, Any], request: CommandLine, batches: int = STEP_BATCHES) -> SimpleNamespace:
     """Set up sbkit's Brain, plan and loaders."""
     import itertools
 
@@ -275,7 +275,7 @@ def adamw(hparams: dict[str, Any]) -> Callable[..., Any]:
                              weight_decay=hparams["weight_decay"])
 
 
-def stock(hparams: dict[str, Any], request: Request) -> SimpleNamespace:
+def stock(hparams: dict[str, Any], request: CommandLine) -> SimpleNamespace:
     """Set up SpeechBrain's Brain and data pipeline, as in its CTC recipes, and their optimizer."""
     import functools
 

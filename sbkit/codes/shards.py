@@ -50,7 +50,7 @@ class NotKept(SbkitError):
 
 
 @dataclass(frozen=True)
-class Utterance:
+class CodedUtterance:
     """An utterance's codes [T, Q] int64, and what was said by whom."""
 
     id: str
@@ -81,16 +81,16 @@ class Codes:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def __getitem__(self, index: int) -> Utterance:
+    def __getitem__(self, index: int) -> CodedUtterance:
         """Read an utterance; raises ``InvalidCode`` if an id isn't in its codebook."""
         if not 0 <= index < len(self):
             raise IndexError(f"there are {len(self)} utterances, so none has the number {index}")
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         shard = self._shards[number]
         row, codes = shard.read(index - self._starts[number])
-        return Utterance(codes=self.books.check(codes, f"{shard.path}, {row['id']}"), **row)
+        return CodedUtterance(codes=self.books.check(codes, f"{shard.path}, {row['id']}"), **row)
 
-    def __iter__(self) -> Iterator[Utterance]:
+    def __iter__(self) -> Iterator[CodedUtterance]:
         return (self[index] for index in range(len(self)))
 
     @property
@@ -116,7 +116,7 @@ class Codes:
                               first.level, first.id, hint=first.hint)
 
 
-class Writer:
+class CodesWriter:
     """Writes utterances into the shards of a folder."""
 
     def __init__(self, folder: Path, books: Books, shard_frames: int, made_from: str | None):
@@ -183,7 +183,7 @@ class Writer:
 
 @contextlib.contextmanager
 def writing(folder: str | Path, books: Books, force: bool = False, shard_frames: int = MOST_FRAMES,
-            made_from: str | None = None) -> Iterator[Writer]:
+            made_from: str | None = None) -> Iterator[CodesWriter]:
     """Write a folder of codes, which is there once the block has ended without an error.
 
     >>> with writing("tokens", books) as out:       # doctest: +SKIP
@@ -200,7 +200,7 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
     publish.tidy(to)
     check_place(folder, force)
     with publish.room_beside(to) as aside:
-        out = Writer(aside, books, min(shard_frames, MOST_FRAMES), made_from)
+        out = CodesWriter(aside, books, min(shard_frames, MOST_FRAMES), made_from)
         yield out
         out.close()
         publish.publish(aside, to, force)

@@ -27,7 +27,7 @@ class Special(enum.IntEnum):
     PAD = 2
 
 
-class State(enum.IntEnum):
+class SlotState(enum.IntEnum):
     """Where a sequence stands, which says what may come next."""
 
     INSIDE = 0
@@ -41,8 +41,8 @@ class State(enum.IntEnum):
 
 
 #: Whether a code may come in a state, and which of the special tokens.
-_MAY = {State.INSIDE: (True, False, False, False), State.BOUNDARY: (True, False, True, False),
-        State.FULL: (False, False, True, False), State.ENDED: (False, False, False, True)}
+_MAY = {SlotState.INSIDE: (True, False, False, False), SlotState.BOUNDARY: (True, False, True, False),
+        SlotState.FULL: (False, False, True, False), SlotState.ENDED: (False, False, False, True)}
 
 
 class NoChoice(SbkitError):
@@ -75,7 +75,7 @@ class Slots:
         return self.books.sizes[slot] + len(Special)
 
     def mask(self, slot: int, state: np.ndarray) -> np.ndarray:
-        """Return what may be sampled [B, width] in states [B] of ``State``."""
+        """Return what may be sampled [B, width] in states [B] of ``SlotState``."""
         if slot not in range(len(self.books.sizes)):
             raise ValueError(f"there is no slot {slot} among {len(self.books.sizes)}")
         if any(each not in _MAY for each in state.tolist()):
@@ -97,7 +97,7 @@ class Slots:
         logits : [B, width or more]; -inf is for what the model itself rules out. Columns for special tokens may be
             left out where none may come
         slot : the level
-        state : [B], of ``State``
+        state : [B], of ``SlotState``
         generator : of all rows, or one for each: then what a row gets does not depend on the others
         temperature : 0 takes the likeliest
         top_k : takes one of so many of the likeliest, among those that may come
@@ -169,10 +169,10 @@ class Sequences:
         """Where each sequence stands [B]."""
         frames = len(self._frames)
         if self.slot or frames < self._least:
-            here = State.INSIDE
+            here = SlotState.INSIDE
         else:
-            here = State.FULL if frames == self._most else State.BOUNDARY
-        return np.where(self.ended, State.ENDED, here)
+            here = SlotState.FULL if frames == self._most else SlotState.BOUNDARY
+        return np.where(self.ended, SlotState.ENDED, here)
 
     @property
     def done(self) -> bool:

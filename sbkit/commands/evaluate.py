@@ -16,7 +16,7 @@ from sbkit.system.environment import check_torch_pair
 if TYPE_CHECKING:
     from sbkit.data.remote import Remote
     from sbkit.recipe.load import Recipe
-    from sbkit.runs.evaluation import EvaluateRequest, Result
+    from sbkit.runs.evaluation import CheckpointResult, EvaluateRequest
     from sbkit.tasks.task import Task
 
 OVER_LIMIT = 1  # exit code
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def evaluate(request: EvaluateRequest) -> int:
     """Score, write the files and print a table; the exit code says whether ``max_wer`` was met."""
-    from sbkit.infer.bundles import Opened
+    from sbkit.infer.bundles import BundleLoader
     from sbkit.runs import evaluation_corpus, restore
     from sbkit.train import device as devices
     from sbkit.train.distributed import ranks
@@ -76,7 +76,7 @@ def evaluate(request: EvaluateRequest) -> int:
             if request.chunk:
                 brain.take_chunks(request.chunk)
             if bundle := request.recogniser or brain.recogniser:
-                brain.take_recogniser(Opened().recogniser(bundle, recipe.keys.sample_rate))
+                brain.take_recogniser(BundleLoader().recogniser(bundle, recipe.keys.sample_rate))
             results = list(_results(request, recipe, brain, name, path, remote))
             return _tell(results, request) if ranks.is_main() else 0
     finally:
@@ -84,7 +84,7 @@ def evaluate(request: EvaluateRequest) -> int:
 
 
 def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, path: Path,
-             remote: Remote) -> Iterator[Result]:
+             remote: Remote) -> Iterator[CheckpointResult]:
     from sbkit.data.manifest import Manifest
     from sbkit.runs import evaluation, restore, scoring
     from sbkit.train.distributed import ranks
@@ -109,7 +109,7 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
         yield scored._replace(replaced=ranks.run_on_main(evaluation.write, scored, manifest))
 
 
-def _tell(results: Sequence[Result], request: EvaluateRequest) -> int:
+def _tell(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
     from sbkit.runs.layout import REPORT
 
     columns, max_wer = [name for name, _ in results[0].came.lines_of_table()[0]], request.max_wer

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     check_torch_pair()
     check_torch_exports()
     from sbkit.export.bundle import ExportRequest, export
-    from sbkit.infer.bundles import Opened
+    from sbkit.infer.bundles import BundleLoader
 
     wanted = {name: getattr(args, name) for name in ExportRequest.__dataclass_fields__}
-    return export(ExportRequest(**{name: value for name, value in wanted.items() if value is not None}), Opened())
+    return export(ExportRequest(**{name: value for name, value in wanted.items() if value is not None}), BundleLoader())

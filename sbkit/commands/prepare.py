@@ -17,7 +17,7 @@ def run(words: list[str]) -> int:
     """Prepare the corpus and return the exit code."""
     check_torch_pair()
     host.reserve_little()
-    from sbkit.infer.bundles import Opened
+    from sbkit.infer.bundles import BundleLoader
     from sbkit.recipe import arguments, load
     from sbkit.runs.lock import RunLock
     from sbkit.runs.preparation import prepare_data
@@ -32,5 +32,5 @@ def run(words: list[str]) -> int:
         with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():
             if folder:
                 put_back(Path(folder))
-            prepare_data(recipe, request.overrides, Opened())
+            prepare_data(recipe, request.overrides, BundleLoader())
     return 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sbkit.runs import start
 
 if TYPE_CHECKING:
-    from sbkit.infer.bundles import Opened
+    from sbkit.infer.bundles import BundleLoader
 
 HELP = (
     "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
@@ -20,7 +20,7 @@ def run(words: list[str]) -> int:
     return start.run(words, _bundles)
 
 
-def _bundles() -> Opened:
-    from sbkit.infer.bundles import Opened
+def _bundles() -> BundleLoader:
+    from sbkit.infer.bundles import BundleLoader
 
-    return Opened()
+    return BundleLoader()

@@ -206,7 +206,7 @@ def split_member(wav: str) -> tuple[str, int, int | None]:
     return match["path"], int(match["offset"]), int(match["size"])
 
 
-class Opened(NamedTuple):
+class OpenRecording(NamedTuple):
     """An open recording with a plausible header."""
 
     file: soundfile.SoundFile
@@ -218,7 +218,7 @@ class Opened(NamedTuple):
 
 @contextlib.contextmanager
 def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
-                   remote: Remote = NOWHERE) -> Iterator[Opened]:
+                   remote: Remote = NOWHERE) -> Iterator[OpenRecording]:
     """Open a recording.
 
     Whatever goes wrong with the recording while it is open is an ``AudioError`` that begins with ``name``.
@@ -245,7 +245,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
         _check_header(name, file.samplerate, file.frames)
         last = max(file.frames - VORBIS_PAGE, 0) if file.subtype == "VORBIS" else file.frames if exact else 0
         size = len(data) if handle is None else os.fstat(handle).st_size
-        yield Opened(file, last, functools.partial(true_length.frames, file, read, size))
+        yield OpenRecording(file, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
         raise AudioError(name, _cause(error, handle, data)) from None
     except OSError as error:

@@ -179,7 +179,7 @@ class AddNoise:
     def __init__(self, folder: str, snr_low: float = 0.0, snr_high: float = 20.0, prob: float = 0.5,
                  sample_rate: int | None = None):
         _check_range("AddNoise", snr_low=snr_low, snr_high=snr_high)
-        self.files = AudioFolder(folder, "AddNoise")
+        self.files = AudioFiles(folder, "AddNoise")
         self.snr_low, self.snr_high, self.prob = snr_low, snr_high, _share(prob, "AddNoise")
         self.sample_rate = sample_rate
 
@@ -218,7 +218,7 @@ class AddReverb:
     """
 
     def __init__(self, folder: str, prob: float = 0.5, sample_rate: int | None = None):
-        self.files = AudioFolder(folder, "AddReverb")
+        self.files = AudioFiles(folder, "AddReverb")
         self.prob, self.sample_rate = _share(prob, "AddReverb"), sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -243,7 +243,7 @@ def _response(path: str, sample_rate: int) -> np.ndarray:
     return response[peak:]
 
 
-class AudioFolder:
+class AudioFiles:
     """The audio files below a folder, listed once and sorted, so that the order is the same on every machine."""
 
     def __init__(self, folder: str, whose: str):

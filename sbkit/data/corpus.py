@@ -21,7 +21,7 @@ from sbkit.data import exclusions
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number, texts
-from sbkit.data.prepare import MISSING, UNDECODABLE, Limits, SplitReport, prepare_split, recording_keys, summarize
+from sbkit.data.prepare import MISSING, UNDECODABLE, RowLimits, SplitReport, prepare_split, recording_keys, summarize
 from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NOWHERE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_hub, open_source
@@ -369,9 +369,9 @@ class Corpus:
             raise SbkitError(f"{rows.origin}: the {split} split is empty", hint="expected at least one row")
         return rows
 
-    def _limits(self, split: str) -> Limits:
+    def _limits(self, split: str) -> RowLimits:
         limited = split in self.limit_splits
-        return Limits(
+        return RowLimits(
             min_duration=self.min_duration if limited else None,
             max_duration=self.max_duration if limited else None,
             alphabet=limited and self._needs_text, text=self._needs_text,

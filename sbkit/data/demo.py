@@ -88,7 +88,7 @@ class Speaker:
 
 
 @dataclass(frozen=True)
-class Clip:
+class DemoClip:
     """A clip to be made; what its sound has at random, beyond the speaker's properties, is drawn from ``seed``."""
 
     number: int
@@ -281,7 +281,7 @@ def _studio(voices: Sequence[str]) -> dict[str, list[Speaker]]:
 def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], seed: int, run: Run) -> int:
     """The number of clips for so many hours, estimated by synthesising a few."""
     sample = [
-        Clip(0, "train", speaker, text, text, i)
+        DemoClip(0, "train", speaker, text, text, i)
         for i in range(3) for speaker in speakers
         for text in [expand(grammar, random.Random(f"{seed} sample {i} {speaker.id}"))]
     ]
@@ -289,21 +289,21 @@ def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], se
     return max(3 * LEAST_CLIPS, round(hours * 3600 / (seconds / len(sample))))
 
 
-def _plan(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[Clip]:
+def _plan(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[DemoClip]:
     """All clips: who says what. A hash of a sentence decides its split, so that none occurs in two of them."""
     sizes = {split: max(LEAST_CLIPS, round(count * SHARES[split])) for split in ("dev", "test")}
     sizes = {"train": count - sum(sizes.values()), **sizes}
     sizes.update({name: max(2, round(count * share)) for name, share in EXTRAS.items()})
     rng = random.Random(f"{seed} sentences")
     used: set[str] = set()
-    clips: list[Clip] = []
+    clips: list[DemoClip] = []
     for split, size in sizes.items():
         belongs = split if split in SHARES else "train"
         for i in range(size):
             text = _new_sentence(grammar, rng, belongs, used)
             wrong = _new_sentence(grammar, rng, belongs, used) if split == "invalidated" else text
             speaker = voices[belongs][i % len(voices[belongs])]
-            clips.append(Clip(40_000_000 + len(clips), split, speaker, text, wrong, rng.getrandbits(31)))
+            clips.append(DemoClip(40_000_000 + len(clips), split, speaker, text, wrong, rng.getrandbits(31)))
     return clips
 
 
@@ -328,7 +328,7 @@ def _home(text: str) -> str:
     return "train"
 
 
-def _sound(clip: Clip) -> np.ndarray:
+def _sound(clip: DemoClip) -> np.ndarray:
     """The clip as float32 [S] at SAMPLE_RATE: speech at a random level, with a moment of silence on both sides."""
     import soxr
 
@@ -350,7 +350,7 @@ def _sound(clip: Clip) -> np.ndarray:
     return (samples + 10 ** (-60 / 20) * rng.standard_normal(len(samples))).astype(np.float32)
 
 
-def _record(clip: Clip, path: Path) -> int:
+def _record(clip: DemoClip, path: Path) -> int:
     """Write the clip as MP3 and return its duration in milliseconds."""
     import soundfile
 
@@ -360,11 +360,11 @@ def _record(clip: Clip, path: Path) -> int:
     return round(len(samples) * 1000 / SAMPLE_RATE)
 
 
-def _file_name(clip: Clip, language: str) -> str:
+def _file_name(clip: DemoClip, language: str) -> str:
     return f"common_voice_{language}_{clip.number}.mp3"
 
 
-def _write_tables(folder: Path, clips: Sequence[Clip], milliseconds: Sequence[int], language: str) -> None:
+def _write_tables(folder: Path, clips: Sequence[DemoClip], milliseconds: Sequence[int], language: str) -> None:
     votes = {"invalidated": (0, 2), "other": (1, 0)}
     rows: dict[str, list[str]] = {name: [] for name in (*SHARES, "validated", *EXTRAS)}
     for clip in clips:

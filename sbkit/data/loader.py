@@ -25,7 +25,7 @@ from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
-from sbkit.data.reader import Encoder, Failure, Reader, Request, quiet_worker, starting_workers
+from sbkit.data.reader import Failure, Reader, ReadRequest, SupportsEncode, quiet_worker, starting_workers
 from sbkit.errors import SbkitError, first_line
 from sbkit.system.processes import ended_by
 
@@ -38,13 +38,13 @@ PREFETCH = 4
 NAMED = 5
 
 
-class _Requests(Sampler[Request]):
+class _Requests(Sampler[ReadRequest]):
     """The requests for the workers; ``source`` is set before each iteration."""
 
     def __init__(self) -> None:
-        self.source: Iterator[Request] = iter(())
+        self.source: Iterator[ReadRequest] = iter(())
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         return self.source
 
 
@@ -110,7 +110,7 @@ class _Loader:
         )
         _loaders.add(self)
 
-    def _run(self, source: Iterator[Request]) -> Iterator[Batch]:
+    def _run(self, source: Iterator[ReadRequest]) -> Iterator[Batch]:
         self._turn += 1
         turn = self._turn
         self._requests.source = source
@@ -192,7 +192,7 @@ class TrainLoader(_Loader):
     ...         ...
     """
 
-    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, plan: Plan, *, rank: int = 0,
+    def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, plan: Plan, *, rank: int = 0,
                  world: int = 1, min_micros: int = 1, augment: Augment | None = None,
                  sample_rate: int = SAMPLE_RATE, **reading: Any):
         if len(plan.durations) != len(manifest):
@@ -227,13 +227,13 @@ class TrainLoader(_Loader):
             self._epoch = epoch, self.plan.epoch(epoch)
         return self._epoch[1]
 
-    def _from(self, epoch: int, first: int) -> Iterator[Request]:
+    def _from(self, epoch: int, first: int) -> Iterator[ReadRequest]:
         plan = self.epoch_plan(epoch)
         for step in range(first, plan.steps):
             share = plan.share(step, self.rank, self.world, self.min_micros)
             most = plan.most(step, self.world, self.min_micros)
             for micro, rows in enumerate(share):
-                yield Request(epoch, step, micro, len(share), rows, most, self.plan.visit(epoch, step))
+                yield ReadRequest(epoch, step, micro, len(share), rows, most, self.plan.visit(epoch, step))
 
 
 class EvalLoader(_Loader):
@@ -243,7 +243,7 @@ class EvalLoader(_Loader):
     The other arguments are those of ``TrainLoader``.
     """
 
-    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, max_batch_seconds: float,
+    def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, max_batch_seconds: float,
                  max_batch_utterances: int | None = None, rank: int = 0, world: int = 1,
                  sample_rate: int = SAMPLE_RATE, **reading: Any):
         batches = eval_batches(manifest.durations, max_batch_seconds, world, max_batch_utterances)
@@ -257,7 +257,7 @@ class EvalLoader(_Loader):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._run(Request(0, i, 0, 1, rows) for i, rows in enumerate(self.batches))
+        return self._run(ReadRequest(0, i, 0, 1, rows) for i, rows in enumerate(self.batches))
 
 
 def eval_batches(durations: np.ndarray, max_batch_seconds: float, world: int = 1,

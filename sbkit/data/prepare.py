@@ -43,7 +43,7 @@ _WORTH_A_BAR = 1000
 
 
 @dataclass(frozen=True)
-class Limits:
+class RowLimits:
     """Limits beyond which the rows of a split are left out, though they are usable."""
 
     min_duration: float | None = None
@@ -78,7 +78,7 @@ class SplitReport:
         return sum(entry["count"] for entry in self.left_out.values())
 
 
-def prepare_split(split: str, rows: Rows, rules: TextRules, limits: Limits, *, taken: Sequence[pa.Array] = (),
+def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, taken: Sequence[pa.Array] = (),
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
                   journal: Path | None = None, workers: int | None = None, remote: Remote = NOWHERE,
                   show_progress: bool = True) -> tuple[Manifest, SplitReport]:

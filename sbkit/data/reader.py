@@ -27,13 +27,13 @@ from sbkit.errors import SbkitError
 SECONDS_AFTER_SIGTERM = 20
 
 
-class Encoder(Protocol):
+class SupportsEncode(Protocol):
     """The part of a tokenizer that a loader uses."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """A micro-batch to read: its place in the epoch and its rows of the manifest."""
 
     epoch: int
@@ -55,7 +55,7 @@ class Reader(Dataset[Any]):
         samples in all; 0: no rounding
     """
 
-    def __init__(self, manifest: Manifest, tokenizer: Encoder | None, *, augment: Augment | None = None,
+    def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, augment: Augment | None = None,
                  seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, most: int = 0):
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
         self.seed, self.sample_rate, self.round_to, self.most = seed, sample_rate, round_to, most
@@ -68,7 +68,7 @@ class Reader(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.manifest)
 
-    def __getitem__(self, request: Request) -> Batch | Failure:
+    def __getitem__(self, request: ReadRequest) -> Batch | Failure:
         try:
             return self.read(request)
         except SbkitError as error:
@@ -78,7 +78,7 @@ class Reader(Dataset[Any]):
             cause = f"reading {where} failed: {type(error).__name__}: {error}"
             return Failure(SbkitError(cause), traceback.format_exc())
 
-    def read(self, request: Request) -> Batch:
+    def read(self, request: ReadRequest) -> Batch:
         """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
         place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros,
                                  "most": request.most}

@@ -61,7 +61,7 @@ class NameTable:
         return found
 
 
-class Written(NamedTuple):
+class SymbolText(NamedTuple):
     """A text in symbols."""
 
     ids: list[int]
@@ -121,10 +121,10 @@ class Symbols(NameTable):
         self._ids = {symbol: number for number, symbol in enumerate(self._found, 1)}
         return self
 
-    def write(self, text: str) -> Written:
+    def write(self, text: str) -> SymbolText:
         """Write a text in symbols; what is none is left out."""
         known = [(self._ids[symbol], float(end)) for symbol, end in self._written(text) if symbol in self._ids]
-        return Written([number for number, _ in known], [end for _, end in known])
+        return SymbolText([number for number, _ in known], [end for _, end in known])
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; what is no symbol is left out."""

@@ -106,7 +106,7 @@ class TextRules:
         return f"TextRules({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
 
     def _prepare(self) -> None:
-        self._table = _Table(self.keep_punctuation, self.keep_anywhere)
+        self._table = _CharacterTable(self.keep_punctuation, self.keep_anywhere)
         inner = "".join(sorted({*self.keep_punctuation, *_JOINERS} - set(self.keep_anywhere)))
         self._inner = re.compile(f"[{re.escape(inner)}]")
         pairs = {lower: upper for upper, lower in self.case_pairs.items()}
@@ -170,7 +170,7 @@ class AsWritten(TextRules):
         return super().options() | {"as_written": True}
 
 
-class _Table(dict[int, str | None]):
+class _CharacterTable(dict[int, str | None]):
     """A table for ``str.translate`` that decides about a character when it occurs for the first time."""
 
     def __init__(self, inner: str, anywhere: str):

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sbkit.decode import lm as language_models
-from sbkit.decode.fusion import Fusion, Weights
+from sbkit.decode.fusion import Fusion, FusionWeights
 from sbkit.decode.heard import Spelling
 from sbkit.decode.hotwords import HotWords, boosted
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.posteriors import Events, events, spans_of
 from sbkit.decode.prefix_search import AT_ONCE, Search
-from sbkit.decode.spans import WORD_START, Spans, Word, words
+from sbkit.decode.spans import WORD_START, TokenSpans, Word, words
 from sbkit.errors import SbkitError
 from sbkit.system import helper_process
 
@@ -39,7 +39,7 @@ class Hypothesis:
     text: str
     score: float  # the total: acoustic, language model, words, hot words
     acoustic: float  # CTC's log-probability of the tokens
-    spans: Spans  # the tokens with their frames and confidences, as greedy decoding gives them
+    spans: TokenSpans  # the tokens with their frames and confidences, as greedy decoding gives them
 
     @property
     def confidence(self) -> float | None:
@@ -92,8 +92,8 @@ class BeamSearch:
         self.beam, self.token_beam, self.token_threshold = beam, token_beam, float(token_threshold)
         self.width, self.nbest = float(width), nbest
         if word_score is None:  # compensates the language model's penalty on each word
-            word_score = Weights.word if self.lm else 0.0
-        self.weights = Weights(float(lm_weight), float(word_score), float(unknown_score))
+            word_score = FusionWeights.word if self.lm else 0.0
+        self.weights = FusionWeights(float(lm_weight), float(word_score), float(unknown_score))
         self.hot_words = HotWords(boosted(hot_words, hot_boost))
         self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
         self._tokenizer = tokenizer
@@ -115,7 +115,7 @@ class BeamSearch:
         """Run the first half of :meth:`decode`: likely tokens, small enough to keep for a whole test set."""
         return events(log_probs, lengths, self.blank_id, self.token_threshold, self.token_beam)
 
-    def search(self, batch: Events, weights: Weights | None = None) -> list[list[Hypothesis]]:
+    def search(self, batch: Events, weights: FusionWeights | None = None) -> list[list[Hypothesis]]:
         """Run the second half of :meth:`decode` on the result of :meth:`events`, optionally with other weights."""
         weights = weights or self.weights
         if len(batch) and batch.labels != len(self.pieces):
@@ -130,7 +130,7 @@ class BeamSearch:
             found = [self._search(piece, weights) for piece in pieces]
         return [hypotheses for part in found for hypotheses in part]
 
-    def words(self, spans: Spans, frame_seconds: float, start: float = 0.0) -> list[Word]:
+    def words(self, spans: TokenSpans, frame_seconds: float, start: float = 0.0) -> list[Word]:
         """Join tokens to words with times in seconds and confidences; the first frame is at ``start``."""
         return words(spans, self.pieces.texts.__getitem__, frame_seconds, start=start, skip=self._silent,
                      separator=self.separator)
@@ -200,7 +200,7 @@ class BeamSearch:
 
     # ---------------------------------------------------------------- search
 
-    def _search(self, batch: Events, weights: Weights) -> list[list[Hypothesis]]:
+    def _search(self, batch: Events, weights: FusionWeights) -> list[list[Hypothesis]]:
         search = Search(self.fusion, weights, max(self.beam, self.nbest), self.width)
         # Over pieces a transcript can be found in several spellings; only the best is kept.
         found = search.run(batch, self.nbest if not self.fusion.per_piece else 2 * self.nbest)
@@ -215,7 +215,7 @@ class BeamSearch:
             result.append(list(unique.values())[:self.nbest])
         return result
 
-    def _text(self, spans: Spans) -> str:
+    def _text(self, spans: TokenSpans) -> str:
         if self.pieces.any_letter:  # letters may be spread over several pieces
             parts = [word.text for word in self.words(spans, 1.0)]
             return ("" if self.separator is None else " ").join(parts)
@@ -227,7 +227,7 @@ class BeamSearch:
 
     # -------------------------------------------------------------- processes
 
-    def _in_processes(self, parts: list[Events], weights: Weights) -> list[list[list[Hypothesis]]]:
+    def _in_processes(self, parts: list[Events], weights: FusionWeights) -> list[list[list[Hypothesis]]]:
         """Search the first part in this process and the others in worker processes."""
         if self._pool is None:
             self.load()  # so that errors are raised once, and here
@@ -264,6 +264,6 @@ def _begin(search: BeamSearch) -> None:
     _here = search
 
 
-def _go_on(part: Events, weights: Weights) -> list[list[Hypothesis]]:
+def _go_on(part: Events, weights: FusionWeights) -> list[list[Hypothesis]]:
     assert _here is not None, "_begin comes first"
     return _here._search(part, weights)

@@ -8,9 +8,9 @@ import numpy as np
 
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.event_stream import EventStream
-from sbkit.decode.heard import Heard, Spelling, settled
+from sbkit.decode.heard import Spelling, StreamResult, settled
 from sbkit.decode.line_search import LineSearch
-from sbkit.decode.spans import Spans, Word
+from sbkit.decode.spans import TokenSpans, Word
 from sbkit.errors import SbkitError
 
 #: No line ends while a hypothesis that goes on is more than a hundredth as likely as one that is silent.
@@ -48,7 +48,7 @@ class BeamStream:
         self._settled: list[Word] = []  # of this line, and not told yet
         self._in_line = False  # whether a word of this line was settled
 
-    def feed(self, log_probs: np.ndarray) -> list[Heard]:
+    def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
         """Hear log-probabilities [T, V]; see ``sbkit.decode.heard.StreamSearch``."""
         self.spelling.check(log_probs)
         self._events.feed(log_probs)
@@ -64,23 +64,23 @@ class BeamStream:
         now = self._tell(partial, False, self._events.frames)
         return [*heard, now] if now.settled or partial or not heard else heard
 
-    def finish(self) -> Heard:
+    def finish(self) -> StreamResult:
         """Settle what is left: the stream is over."""
         self._end(self._events.frames)
         heard = self._tell([], self._in_line, self._events.frames)
         self._in_line = False
         return heard
 
-    def _tell(self, partial: list[Word], endpoint: bool, frame: int) -> Heard:
+    def _tell(self, partial: list[Word], endpoint: bool, frame: int) -> StreamResult:
         words, self._settled = self._settled, []
-        return Heard(words, partial, endpoint, frame * self.spelling.frame_seconds)
+        return StreamResult(words, partial, endpoint, frame * self.spelling.frame_seconds)
 
-    def _write(self, spans: Spans) -> list[Word]:
+    def _write(self, spans: TokenSpans) -> list[Word]:
         return self.spelling.write(self.spelling.groups(spans), spans)
 
     # ----------------------------------------------------------------- lines
 
-    def _close_before(self, frame: int) -> list[Heard]:
+    def _close_before(self, frame: int) -> list[StreamResult]:
         """End the line if a pause has come by a frame, before which all events were searched."""
         line, pause = self._line, self.spelling.pause
         if not (line.taken or self._in_line) or frame - line.quiet_since(_DOUBT) < pause:

@@ -18,7 +18,7 @@ FORBIDDEN = -1e4
 
 
 @dataclass(frozen=True)
-class Weights:
+class FusionWeights:
     """Weights of the scores beside the acoustic one; natural logarithms."""
 
     lm: float = 0.5
@@ -57,11 +57,11 @@ class Fusion:
             ids = np.array([model.ids.get(word, model.unknown) for word in words], np.int64)
             alone = model.score(np.repeat(model.empty[None], len(ids), axis=0), ids)[0]
             self._unknown_alone = float(model.score(model.empty[None], np.array([model.unknown]))[0][0])
-        self._vocabulary = hashing.Table(hashing.hash_all(raw), ids)
+        self._vocabulary = hashing.HashTable(hashing.hash_all(raw), ids)
         self._begun = _beginnings(raw, alone)
         self.strict = self.closed or self._word_model is not None  # whether some words are unknown
 
-    def complete(self, states: np.ndarray, words: np.ndarray, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
+    def complete(self, states: np.ndarray, words: np.ndarray, weights: FusionWeights) -> tuple[np.ndarray, np.ndarray]:
         """The scores of complete words [N], given by hash, after states [N], and the states after them."""
         gain = np.full(len(words), weights.word)
         if not self.strict:
@@ -75,7 +75,7 @@ class Fusion:
         scores, after = self._word_model.score(states, ids)
         return gain + weights.lm * scores, after
 
-    def expect(self, words: np.ndarray, weights: Weights) -> np.ndarray:
+    def expect(self, words: np.ndarray, weights: FusionWeights) -> np.ndarray:
         """The best score that unfinished words [N] can get; 0 if there is none."""
         if not self.strict:
             return np.zeros(len(words))
@@ -86,26 +86,26 @@ class Fusion:
         best[words == 0] = 0.0
         return best
 
-    def extend(self, states: np.ndarray, tokens: np.ndarray, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
+    def extend(self, states: np.ndarray, tokens: np.ndarray, weights: FusionWeights) -> tuple[np.ndarray, np.ndarray]:
         """The scores of tokens [N] after states [N] by a model over pieces, and the states after them."""
         assert self.model is not None, "only a model over pieces extends"
         scores, after = self.model.score(states, self.piece_ids[tokens])
         return weights.lm * scores.astype(np.float64), after
 
-    def finish(self, states: np.ndarray, weights: Weights) -> np.ndarray:
+    def finish(self, states: np.ndarray, weights: FusionWeights) -> np.ndarray:
         """The score of the sentence end."""
         if self.model is None:
             return np.zeros(len(states))
         return weights.lm * self.model.score(states, np.full(len(states), self.model.end))[0].astype(np.float64)
 
 
-def _beginnings(words: list[bytes], scores: np.ndarray) -> hashing.Table:
+def _beginnings(words: list[bytes], scores: np.ndarray) -> hashing.HashTable:
     """Index all prefixes of all words, each with the best score of the words that begin with it."""
     hashes, begins = hashing.prefixes(words)
     best = np.repeat(scores, np.diff(begins))
     if not len(hashes):
-        return hashing.Table(hashes, best)
+        return hashing.HashTable(hashes, best)
     order = np.argsort(hashes, kind="stable")
     hashes, best = hashes[order], best[order]
     firsts = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
-    return hashing.Table(hashes[firsts], np.maximum.reduceat(best, firsts))
+    return hashing.HashTable(hashes[firsts], np.maximum.reduceat(best, firsts))

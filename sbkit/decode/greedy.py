@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbkit.decode.spans import Spans, collapse
+from sbkit.decode.spans import TokenSpans, collapse
 from sbkit.errors import SbkitError
 
 
 @dataclass(frozen=True)
 class Hypotheses:
-    """The greedy transcripts of a batch, one ``Spans`` per utterance."""
+    """The greedy transcripts of a batch, one ``TokenSpans`` per utterance."""
 
-    spans: list[Spans]
+    spans: list[TokenSpans]
 
     @property
     def ids(self) -> list[list[int]]:
@@ -28,10 +28,10 @@ class Hypotheses:
     def __len__(self) -> int:
         return len(self.spans)
 
-    def __getitem__(self, index: int) -> Spans:
+    def __getitem__(self, index: int) -> TokenSpans:
         return self.spans[index]
 
-    def __iter__(self) -> Iterator[Spans]:
+    def __iter__(self) -> Iterator[TokenSpans]:
         return iter(self.spans)
 
 

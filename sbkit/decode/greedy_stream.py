@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 
 from sbkit.decode.best_path import best_path
-from sbkit.decode.heard import Heard, Spelling, settled
-from sbkit.decode.spans import Spans, sums
+from sbkit.decode.heard import Spelling, StreamResult, settled
+from sbkit.decode.spans import TokenSpans, sums
 
-_NOTHING = Spans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
+_NOTHING = TokenSpans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 class GreedyStream:
@@ -35,13 +35,13 @@ class GreedyStream:
         self._open = _NOTHING  # complete tokens of words that aren't settled
         self._in_line = False  # whether a word of this line was settled
 
-    def feed(self, log_probs: np.ndarray) -> list[Heard]:
+    def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
         """Hear log-probabilities [T, V]; see ``sbkit.decode.heard.StreamSearch``."""
         self.spelling.check(log_probs)
         labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), self.blank_id)
         return self.hear(labels[0], confidence[0])
 
-    def hear(self, labels: np.ndarray, confidence: np.ndarray) -> list[Heard]:
+    def hear(self, labels: np.ndarray, confidence: np.ndarray) -> list[StreamResult]:
         """Hear the best labels [T] of frames and their probabilities [T], which ``best_path`` finds for many streams
         at once."""
         tokens, going_on = self._tokens(labels, confidence)
@@ -53,18 +53,19 @@ class GreedyStream:
         words = self.spelling.write(groups[:count], rest)
         self._in_line |= bool(words)
         self._open = _part(rest, first, len(rest) - going_on)
-        now = Heard(words, self.spelling.write(groups[count:], rest), False, self._frames * self.spelling.frame_seconds)
+        now = StreamResult(words, self.spelling.write(groups[count:], rest), False,
+                           self._frames * self.spelling.frame_seconds)
         return [*heard, now] if words or now.partial or not heard else heard
 
-    def finish(self) -> Heard:
+    def finish(self) -> StreamResult:
         """Settle what is left: the stream is over."""
         tokens, _ = self._tokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
         words = self.spelling.write(self.spelling.groups(tokens, self.spelling.longest), tokens)
         over = self._in_line or bool(words)
         self._open, self._label, self._in_line = _NOTHING, self.blank_id, False
-        return Heard(words, [], over, self._frames * self.spelling.frame_seconds)
+        return StreamResult(words, [], over, self._frames * self.spelling.frame_seconds)
 
-    def _tokens(self, labels: np.ndarray, confidence: np.ndarray) -> tuple[Spans, bool]:
+    def _tokens(self, labels: np.ndarray, confidence: np.ndarray) -> tuple[TokenSpans, bool]:
         """The tokens that aren't settled, and whether the last of them may go on; the frames are counted in."""
         labels = np.concatenate([[self._label], labels])
         weights = np.concatenate([[self._sum], confidence])
@@ -81,22 +82,24 @@ class GreedyStream:
         mean = (total[said] / (ends - starts)[said]).astype(np.float32)
         columns = (ids[said], starts[said], ends[said], mean)
         before = (self._open.ids, self._open.starts, self._open.ends, self._open.confidence)
-        return Spans(*map(np.concatenate, zip(before, columns, strict=True))), bool(said[-1])
+        return TokenSpans(*map(np.concatenate, zip(before, columns, strict=True))), bool(said[-1])
 
-    def _lines(self, tokens: Spans) -> list[Spans]:
+    def _lines(self, tokens: TokenSpans) -> list[TokenSpans]:
         """Split tokens at pauses; the last part, which may be empty, is the line that goes on."""
         gaps = np.append(tokens.starts[1:], self._frames)[:len(tokens)] - tokens.ends
         cuts = [0, *(np.flatnonzero(gaps >= self.spelling.pause) + 1).tolist(), len(tokens)]
         return [_part(tokens, start, stop) for start, stop in pairwise(cuts)]
 
-    def _close(self, line: Spans) -> Heard | None:
+    def _close(self, line: TokenSpans) -> StreamResult | None:
         """Settle the rest of a line that a pause ends; None if nothing was said in it."""
         words = self.spelling.write(self.spelling.groups(line, self.spelling.longest), line)
         over, self._in_line = self._in_line or bool(words), False
         if not over:
             return None
-        return Heard(words, [], True, self.spelling.after_pause(int(line.ends[-1])) * self.spelling.frame_seconds)
+        return StreamResult(words, [], True,
+                            self.spelling.after_pause(int(line.ends[-1])) * self.spelling.frame_seconds)
 
 
-def _part(spans: Spans, start: int, stop: int) -> Spans:
-    return Spans(spans.ids[start:stop], spans.starts[start:stop], spans.ends[start:stop], spans.confidence[start:stop])
+def _part(spans: TokenSpans, start: int, stop: int) -> TokenSpans:
+    return TokenSpans(spans.ids[start:stop], spans.starts[start:stop], spans.ends[start:stop],
+                      spans.confidence[start:stop])

@@ -49,7 +49,7 @@ def mix(hashes: np.ndarray) -> np.ndarray:
     return hashes ^ (hashes >> np.uint64(32))
 
 
-class Table:
+class HashTable:
     """A table of values by hash, with batched lookup."""
 
     def __init__(self, hashes: np.ndarray, values: np.ndarray):

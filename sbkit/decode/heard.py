@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sbkit.decode.spans import PAUSE_SECONDS, WORD_START, Group, Spans, Word, grouped, written
+from sbkit.decode.spans import PAUSE_SECONDS, WORD_START, TokenSpans, Word, WordTokens, grouped, written
 from sbkit.errors import SbkitError
 
 #: A word, or what waits for a word to be settled, is ended after this long: a stream has to be bounded.
@@ -17,11 +17,11 @@ LONGEST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Heard:
+class StreamResult:
     """What is new after a piece of a stream. Times are seconds from the first sample."""
 
     settled: list[Word]
-    """Words that nothing can change any more, since the last ``Heard``."""
+    """Words that nothing can change any more, since the last ``StreamResult``."""
     partial: list[Word]
     """All words after the settled ones: they may change."""
     endpoint: bool
@@ -30,7 +30,7 @@ class Heard:
     """Until when it was heard."""
 
 
-def within(heard: Heard, seconds: float) -> Heard:
+def within(heard: StreamResult, seconds: float) -> StreamResult:
     """Bound what was heard by the seconds of audio that there were: the last frame may reach beyond them."""
     if heard.seconds <= seconds:
         return heard
@@ -45,11 +45,11 @@ class StreamSearch(Protocol):
     quick: bool
     """Whether a piece takes less time than handing it to another thread would."""
 
-    def feed(self, log_probs: np.ndarray) -> list[Heard]:
-        """Hear log-probabilities [T, V]: one ``Heard`` for each line that ends there, and one for the line that goes
-        on. Refused ones leave the stream as it was."""
+    def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
+        """Decode log-probabilities [T, V]: one ``StreamResult`` for each line that ends there, and one for the line in
+        progress. Refused ones leave the stream unchanged."""
 
-    def finish(self) -> Heard:
+    def finish(self) -> StreamResult:
         """Settle what is left; afterwards, only :meth:`reset` is of use."""
 
     def reset(self) -> None:
@@ -83,12 +83,12 @@ class Spelling:
         """The most frames of a word, or of what waits for a word to be settled."""
         return LONGEST_SECONDS / self.frame_seconds
 
-    def groups(self, spans: Spans, longest: float | None = None) -> list[Group]:
+    def groups(self, spans: TokenSpans, longest: float | None = None) -> list[WordTokens]:
         """Assign the tokens of a stretch to words."""
         return grouped(spans, self.symbols.__getitem__, skip=self.silent, separator=self.separator, pause=self.pause,
                        longest=longest)
 
-    def write(self, groups: Sequence[Group], spans: Spans) -> list[Word]:
+    def write(self, groups: Sequence[WordTokens], spans: TokenSpans) -> list[Word]:
         """Write the words of ``spans``, whose frames count from the first of the stream."""
         return written(groups, spans, self.frame_seconds)
 
@@ -112,7 +112,7 @@ class Spelling:
                              hint="apply log_softmax to the model's output")
 
 
-def settled(groups: Sequence[Group]) -> tuple[int, int]:
+def settled(groups: Sequence[WordTokens]) -> tuple[int, int]:
     """Count the words [of groups] that the tokens after them can't change, and give the first token of the rest.
 
     A word is settled once a token that says nothing of it has begun the next.

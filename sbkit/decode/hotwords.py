@@ -99,5 +99,5 @@ class HotWords:
         return gain, np.where(further > 0, further, self._to.get(words, 0))
 
 
-def _table(values: dict[int, float], kind: type) -> hashing.Table:
-    return hashing.Table(np.array(list(values), np.uint64), np.array(list(values.values()), kind))
+def _table(values: dict[int, float], kind: type) -> hashing.HashTable:
+    return hashing.HashTable(np.array(list(values), np.uint64), np.array(list(values.values()), kind))

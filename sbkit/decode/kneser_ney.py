@@ -24,7 +24,7 @@ FALLBACK = (0.5, 1.0, 1.5)
 
 
 @dataclass(frozen=True)
-class Corpus:
+class EncodedText:
     """Text as integers: each sentence is its start symbol, its words and its end symbol."""
 
     words: list[str]
@@ -44,7 +44,7 @@ class Corpus:
 
 
 @dataclass
-class Counts:
+class NgramCounts:
     """The n-grams of one order, sorted by (context, word); arrays of equal length [N]."""
 
     context: np.ndarray  # row of the first words in the order below
@@ -70,7 +70,7 @@ class Estimate(NamedTuple):
     counted: list[int]  # n-grams of each order in the text, before pruning
 
 
-def read(texts: Iterable[str], min_count: int = 1) -> Corpus:
+def read(texts: Iterable[str], min_count: int = 1) -> EncodedText:
     """Read text; words that occur less than ``min_count`` times become the unknown word."""
     sentences = [words for words in map(str.split, texts) if words]
     if not sentences:
@@ -88,10 +88,10 @@ def read(texts: Iterable[str], min_count: int = 1) -> Corpus:
     begin, end = vocabulary[BEGIN], vocabulary[END]
     size = sum(map(len, sentences)) + 2 * len(sentences)
     flat = chain.from_iterable((begin, *(get(word, 0) for word in words), end) for words in sentences)
-    return Corpus(list(vocabulary), np.fromiter(flat, dtype=np.int32, count=size), len(sentences))
+    return EncodedText(list(vocabulary), np.fromiter(flat, dtype=np.int32, count=size), len(sentences))
 
 
-def count(corpus: Corpus, order: int) -> list[Counts]:
+def count(corpus: EncodedText, order: int) -> list[NgramCounts]:
     """Count all n-grams up to ``order``, with a row for every word of the vocabulary, seen or not."""
     ids, size = corpus.ids, len(corpus.words)
     begin = corpus.words.index(BEGIN)
@@ -99,7 +99,7 @@ def count(corpus: Corpus, order: int) -> list[Counts]:
     depth = np.arange(len(ids)) - np.repeat(starts, np.diff(np.append(starts, len(ids))))
     raw = np.bincount(ids, minlength=size)
     everything = np.arange(size, dtype=np.int32)
-    levels = [Counts(np.zeros(size, np.int32), everything, np.zeros(size, np.int32), raw, raw.copy())]
+    levels = [NgramCounts(np.zeros(size, np.int32), everything, np.zeros(size, np.int32), raw, raw.copy())]
     rows = ids  # row, in the current level, of the n-gram that ends at each position
     for k in range(2, order + 1):
         at = np.flatnonzero(depth >= k - 1)
@@ -110,7 +110,8 @@ def count(corpus: Corpus, order: int) -> list[Counts]:
         # Only n-grams that begin a sentence have nothing before them; they keep their plain counts.
         before = np.bincount(suffix, minlength=len(below.word))
         below.adjusted = np.where(before > 0, before, below.raw)
-        levels.append(Counts((keys // size).astype(np.int32), (keys % size).astype(np.int32), suffix, raw, raw.copy()))
+        levels.append(NgramCounts((keys // size).astype(np.int32), (keys % size).astype(np.int32), suffix, raw,
+                                  raw.copy()))
         rows = np.zeros(len(ids), dtype=np.int64)
         rows[at] = inverse
     return levels
@@ -132,7 +133,7 @@ def discounts(adjusted: np.ndarray) -> Discounts:
     return Discounts(values, False)
 
 
-def estimate(corpus: Corpus, order: int, cutoffs: Sequence[int] = ()) -> Estimate:
+def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Estimate:
     """Estimate a model up to an order.
 
     Arguments
@@ -172,13 +173,13 @@ def estimate(corpus: Corpus, order: int, cutoffs: Sequence[int] = ()) -> Estimat
     return Estimate(NGram(corpus.words, built), taken, [len(level.word) for level in levels])
 
 
-def _kept(level: Counts, cutoff: int, rows: np.ndarray) -> np.ndarray:
+def _kept(level: NgramCounts, cutoff: int, rows: np.ndarray) -> np.ndarray:
     """Which n-grams occur more often than ``cutoff`` and have a context that is kept."""
     if not cutoff:
         return np.ones(len(level.word), dtype=bool) & (rows[level.context] >= 0)
     return (level.raw > cutoff) & (rows[level.context] >= 0)
 
 
-def _countable(level: Counts, corpus: Corpus) -> np.ndarray:
+def _countable(level: NgramCounts, corpus: EncodedText) -> np.ndarray:
     """The counts to estimate discounts from: those of predicted words, not of sentence starts."""
     return level.adjusted[level.word != corpus.words.index(BEGIN)]

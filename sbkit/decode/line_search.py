@@ -7,7 +7,7 @@ import numpy as np
 from sbkit.decode.event_stream import EventStream
 from sbkit.decode.posteriors import Events, spans_of
 from sbkit.decode.prefix_search import Beams, Search
-from sbkit.decode.spans import Spans
+from sbkit.decode.spans import TokenSpans
 
 
 class LineSearch(Search):
@@ -49,7 +49,7 @@ class LineSearch(Search):
         with np.errstate(divide="ignore"):
             return np.log(beams.blank + beams.other) + beams.text + beams.soft
 
-    def spans_to(self, node: int) -> Spans:
+    def spans_to(self, node: int) -> TokenSpans:
         """The tokens on the path to a row of the history."""
         return self._spans(*(part[0] for part in self._trace(np.array([node]))))
 
@@ -57,7 +57,7 @@ class LineSearch(Search):
         """The row in the history of the best hypothesis if the line goes on."""
         return int(self.beams.node[self.scores().argmax()])
 
-    def over(self) -> Spans:
+    def over(self) -> TokenSpans:
         """The tokens of the best transcript if the line ends here, as the whole search finds it."""
         found = self._finish([self.beams], 1)[0]
         return self._spans(found[0].tokens, found[0].events) if found else self.spans_to(0)
@@ -70,7 +70,7 @@ class LineSearch(Search):
         event = np.concatenate([column for _, _, column in self.history])[nodes[nodes > 0] - 1]
         return int(self.stream.kept.frame[event].max(initial=self.start))
 
-    def _spans(self, tokens: np.ndarray, events: np.ndarray) -> Spans:
+    def _spans(self, tokens: np.ndarray, events: np.ndarray) -> TokenSpans:
         return spans_of(self.searched, [tokens], [events])[0]
 
     # ----------------------------------------------------------- forgetting

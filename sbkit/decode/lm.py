@@ -36,7 +36,7 @@ _LOOK = 10_000  # words that are checked against the tokens
 
 
 @dataclass(frozen=True)
-class Report:
+class LMReport:
     """What was estimated, and how well it predicts a text."""
 
     files: list[Path]
@@ -70,7 +70,7 @@ class Report:
 
 def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence[int] | float | None = None,
           unit: str = "word", tokenizer: Tokenizer | None = None, min_count: int = 1,
-          evaluate: Iterable[str] | None = None, binary: bool = False) -> Report:
+          evaluate: Iterable[str] | None = None, binary: bool = False) -> LMReport:
     """Estimate a Kneser-Ney language model from text and write it.
 
     Arguments
@@ -112,8 +112,8 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
             name = out.name.removesuffix(".gz").removesuffix(".arpa")
             files.append(out.with_name(f"{name}.bin"))
             kenlm_binary.write(model, files[-1])
-    return Report(files, unit, model.counts, counted, discounts, corpus.sentences, corpus.tokens,
-                  len(corpus.words) - len(SPECIAL), quality, evaluate is not None, time.perf_counter() - began)
+    return LMReport(files, unit, model.counts, counted, discounts, corpus.sentences, corpus.tokens,
+                    len(corpus.words) - len(SPECIAL), quality, evaluate is not None, time.perf_counter() - began)
 
 
 def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer: Tokenizer | None,

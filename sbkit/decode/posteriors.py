@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sbkit.decode.spans import Spans
+from sbkit.decode.spans import TokenSpans
 from sbkit.errors import SbkitError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, most: int)
     return row[order], token[order].astype(np.int32), value[order].astype(np.float64)
 
 
-def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.ndarray]) -> list[Spans]:
+def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.ndarray]) -> list[TokenSpans]:
     """Locate the tokens of each transcript [U] that begin at events [U], and how likely they are there.
 
     A token begins at the event where the best path first takes it, and continues while it is at least as likely as
@@ -236,4 +236,4 @@ def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.nd
     starts = batch.frame[event].astype(np.int64)
     columns = (token, starts, starts + run, (mass / run).astype(np.float32))
     cuts = np.cumsum(sizes)[:-1]
-    return [Spans(*parts) for parts in zip(*(np.split(column, cuts) for column in columns), strict=True)]
+    return [TokenSpans(*parts) for parts in zip(*(np.split(column, cuts) for column in columns), strict=True)]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from sbkit.decode.fusion import Fusion, Weights
+from sbkit.decode.fusion import Fusion, FusionWeights
 from sbkit.decode.hashing import mix
 from sbkit.decode.posteriors import Events
 
@@ -31,7 +31,7 @@ _DONE, _WORD, _LAST = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F
 
 
 @dataclass(frozen=True)
-class Found:
+class TokenHypothesis:
     """A transcript of an utterance. Scores are natural logarithms."""
 
     tokens: np.ndarray  # [U]
@@ -78,13 +78,13 @@ class Search:
     width : how much worse than the best a hypothesis may be, a natural logarithm
     """
 
-    def __init__(self, fusion: Fusion, weights: Weights, beam: int, width: float):
+    def __init__(self, fusion: Fusion, weights: FusionWeights, beam: int, width: float):
         self.fusion, self.pieces, self.weights = fusion, fusion.pieces, weights
         self.beam, self.width = beam, width
         self.most_gained = max(0.0, weights.word) + fusion.hot.most  # by one token, without the language model
         self.opening = fusion.expect(self.pieces.hash, weights)  # [V] best score of a word that begins with it
 
-    def run(self, events: Events, nbest: int) -> list[list[Found]]:
+    def run(self, events: Events, nbest: int) -> list[list[TokenHypothesis]]:
         """The best transcripts of each utterance, best first."""
         self.events, self.token = events, events.token.astype(np.int64)
         counts = np.diff(events.first)
@@ -254,7 +254,7 @@ class Search:
         keep[order[np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes) >= self.beam]] = False
         return rows[keep]
 
-    def _finish(self, parts: list[Beams], nbest: int) -> list[list[Found]]:
+    def _finish(self, parts: list[Beams], nbest: int) -> list[list[TokenHypothesis]]:
         beams = Beams(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Beams)))
         begun = np.flatnonzero(beams.word != 0)
         self._complete(beams, begun)
@@ -273,9 +273,9 @@ class Search:
         utterance = beams.utterance[rows]
         first = np.arange(len(rows)) - np.searchsorted(utterance, utterance) < nbest
         rows, score, acoustic, utterance = rows[first], score[first], acoustic[first], utterance[first]
-        found: list[list[Found]] = [[] for _ in self.rank]
+        found: list[list[TokenHypothesis]] = [[] for _ in self.rank]
         tokens, events = self._trace(beams.node[rows])
-        hypotheses = map(Found, tokens, events, score.tolist(), acoustic.tolist())
+        hypotheses = map(TokenHypothesis, tokens, events, score.tolist(), acoustic.tolist())
         for place, hypothesis in zip(self.rank[utterance].tolist(), hypotheses, strict=True):
             found[place].append(hypothesis)
         return found

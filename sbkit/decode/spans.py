@@ -15,7 +15,7 @@ _BYTES = re.compile(r"(?:<0x[0-9A-F]{2}>)+")  # how SentencePiece writes a chara
 
 
 @dataclass(frozen=True)
-class Spans:
+class TokenSpans:
     """The tokens of one utterance: arrays of equal length [U].
 
     ``starts`` and ``ends`` are frames, the end excluded; ``confidence`` is the mean probability of the token over its
@@ -41,7 +41,7 @@ class Word:
     confidence: float
 
 
-def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[Spans]:
+def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[TokenSpans]:
     """Apply CTC's rule: merge equal neighbours and drop blanks.
 
     Arguments
@@ -52,7 +52,7 @@ def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> l
     batch, frames = labels.shape
     if not labels.size:
         nothing = np.zeros(0, dtype=np.int64)
-        return [Spans(nothing, nothing, nothing, np.zeros(0, dtype=np.float32))] * batch
+        return [TokenSpans(nothing, nothing, nothing, np.zeros(0, dtype=np.float32))] * batch
     begins = np.ones(labels.shape, dtype=bool)
     begins[:, 1:] = labels[:, 1:] != labels[:, :-1]
     starts = np.flatnonzero(begins)  # starts of the runs, for all rows
@@ -64,7 +64,7 @@ def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> l
     columns = [ids, first, first + ends - starts, mean.astype(np.float32)]
     cuts = np.cumsum(np.bincount(row[tokens], minlength=batch))[:-1]
     utterances = zip(*(np.split(column[tokens], cuts) for column in columns), strict=True)
-    return [Spans(*parts) for parts in utterances]
+    return [TokenSpans(*parts) for parts in utterances]
 
 
 def sums(begins: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ def sums(begins: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.bincount(np.cumsum(begins) - 1, weights=weights)
 
 
-class Group(NamedTuple):
+class WordTokens(NamedTuple):
     """The tokens of one word, or of none where only a word's mark was heard."""
 
     opener: int  # the token that began it
@@ -84,7 +84,7 @@ class Group(NamedTuple):
     tokens: list[int]  # those that say the parts
 
 
-def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, start: float = 0.0,
+def words(spans: TokenSpans, piece: Callable[[int], str], frame_seconds: float, *, start: float = 0.0,
           skip: Collection[int] = (), separator: str | None = WORD_START, pause: float | None = None) -> list[Word]:
     """Join the tokens of an utterance into words.
 
@@ -100,14 +100,14 @@ def words(spans: Spans, piece: Callable[[int], str], frame_seconds: float, *, st
     return written(grouped(spans, piece, skip=skip, separator=separator, pause=pause), spans, frame_seconds, start)
 
 
-def grouped(spans: Spans, piece: Callable[[int], str], *, skip: Collection[int] = (),
+def grouped(spans: TokenSpans, piece: Callable[[int], str], *, skip: Collection[int] = (),
             separator: str | None = WORD_START, pause: float | None = None, longest: float | None = None
-            ) -> list[Group]:
+            ) -> list[WordTokens]:
     """Assign tokens to words; the arguments are those of :func:`words`.
 
     longest : a token that begins this many frames after the word that it continues begins another; None: none does
     """
-    found: list[Group] = []
+    found: list[WordTokens] = []
     heard_until, began = 0, 0
     for i, token in enumerate(spans.ids.tolist()):
         if token in skip:
@@ -120,14 +120,14 @@ def grouped(spans: Spans, piece: Callable[[int], str], *, skip: Collection[int] 
                 alone = not found or i not in found[-1].tokens
                 if alone:
                     began = spans.starts[i]
-                found.append(Group(i, alone, [], []))
+                found.append(WordTokens(i, alone, [], []))
             if part:
                 found[-1].parts.append(part)
                 found[-1].tokens.append(i)
     return found
 
 
-def written(groups: Sequence[Group], spans: Spans, frame_seconds: float, start: float = 0.0) -> list[Word]:
+def written(groups: Sequence[WordTokens], spans: TokenSpans, frame_seconds: float, start: float = 0.0) -> list[Word]:
     """Write groups of tokens as words with times and confidences."""
     return [
         Word(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sbkit.doctor import probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding, Scope
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope
 
 _SECONDS = 10
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -24,26 +24,27 @@ _SLOWED = {"HW Slowdown": "the board", "HW Thermal Slowdown": "heat", "SW Therma
            "SW Power Capping": "its power limit"}
 
 
-def driver(asked: Scope) -> Iterator[Finding]:
+def driver(asked: Scope) -> Iterator[MachineFinding]:
     """Check that there is a driver, new enough for this torch."""
     torch = probe.asked("torch").get("torch", {})
     text = _smi()
     version = re.search(r"Driver Version: *([\d.]+)", text) or re.search(r"Kernel Module[^\d]*([\d.]+)", _proc())
     newest = re.search(r"CUDA Version: *([\d.]+)", text)
     if version is None:
-        yield Finding("NVIDIA driver", "none: training and models run on the CPU", NOTE if torch.get("cuda") else "ok",
-                      "if there is a card, install its driver; a container needs --gpus all"
-                      if torch.get("cuda") else "")
+        yield MachineFinding("NVIDIA driver", "none: training and models run on the CPU",
+                             NOTE if torch.get("cuda") else "ok",
+                             "if there is a card, install its driver; a container needs --gpus all"
+                             if torch.get("cuda") else "")
         return
     found = f"{version[1]}" + (f", for CUDA up to {newest[1]}" if newest else "")
     if torch.get("available"):
-        yield Finding("NVIDIA driver", found)
+        yield MachineFinding("NVIDIA driver", found)
     elif torch and not torch["cuda"]:
-        yield Finding("NVIDIA driver", f"{found}; this torch is built without CUDA", IN_THE_WAY,
-                      "install a torch with CUDA: pip uninstall -y torch torchaudio; "
-                      "pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
+        yield MachineFinding("NVIDIA driver", f"{found}; this torch is built without CUDA", IN_THE_WAY,
+                             "install a torch with CUDA: pip uninstall -y torch torchaudio; "
+                             "pip install 'torch>=2.7,<2.12' 'torchaudio>=2.7,<2.12'")
     elif torch:
-        yield Finding("NVIDIA driver", *_unusable(found, version[1], torch["cuda"]))
+        yield MachineFinding("NVIDIA driver", *_unusable(found, version[1], torch["cuda"]))
 
 
 def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
@@ -60,36 +61,37 @@ def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
             "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
 
 
-def cards(asked: Scope) -> Iterator[Finding]:
+def cards(asked: Scope) -> Iterator[MachineFinding]:
     """Describe each card that torch sees."""
     facts = probe.asked("torch").get("cards", {})
     if "error" in facts:
-        yield Finding("cards", f"torch can't use them: {facts['error']}", IN_THE_WAY, "does nvidia-smi list them?")
+        yield MachineFinding("cards", f"torch can't use them: {facts['error']}", IN_THE_WAY,
+                             "does nvidia-smi list them?")
     for index, card in enumerate(facts.get("cards", [])):
         major, minor = card["capability"]
         found = (f"{card['name']}, {card['free'] / 2**30:.1f} of {card['total'] / 2**30:.1f} GiB free, "
                  f"compute capability {major}.{minor}")
         if not _runs_on(facts["architectures"], major, minor):
-            yield Finding(f"cuda:{index}", f"{found}; this torch has no code for it", IN_THE_WAY,
-                          f"install one that has: this was built for {', '.join(facts['architectures'])}")
+            yield MachineFinding(f"cuda:{index}", f"{found}; this torch has no code for it", IN_THE_WAY,
+                                 f"install one that has: this was built for {', '.join(facts['architectures'])}")
         elif card["free"] < 0.9 * card["total"]:
-            yield Finding(f"cuda:{index}", found, NOTE, "another process uses its memory: nvidia-smi lists it")
+            yield MachineFinding(f"cuda:{index}", found, NOTE, "another process uses its memory: nvidia-smi lists it")
         else:
-            yield Finding(f"cuda:{index}", found)
+            yield MachineFinding(f"cuda:{index}", found)
     if facts.get("without_peer_access"):
         pairs = ", ".join(f"{a} and {b}" for a, b in facts["without_peer_access"])
-        yield Finding("between cards", f"no direct access between {pairs}: NCCL copies through the host", NOTE,
-                      "nvidia-smi topo -m shows how they are connected")
+        yield MachineFinding("between cards", f"no direct access between {pairs}: NCCL copies through the host", NOTE,
+                             "nvidia-smi topo -m shows how they are connected")
 
 
-def attention(asked: Scope) -> Iterator[Finding]:
+def attention(asked: Scope) -> Iterator[MachineFinding]:
     """Report which attention kernel torch uses for some head sizes."""
     facts = probe.asked("torch").get("attention", {})
     if "error" in facts:
-        yield Finding("attention", f"unknown: {facts['error']}", NOTE)
+        yield MachineFinding("attention", f"unknown: {facts['error']}", NOTE)
     for index, card in enumerate(facts.get("cards", [])):
         told = [f"{name} for heads of {', '.join(map(str, heads))}" for name, heads in card["kernels"].items()]
-        yield Finding("attention", f"cuda:{index} in {card['precision']}, masked: {'; '.join(told)} "
+        yield MachineFinding("attention", f"cuda:{index} in {card['precision']}, masked: {'; '.join(told)} "
                                    "(sbkit pads heads to what is fused)")
 
 
@@ -103,7 +105,7 @@ def _runs_on(architectures: list[str], major: int, minor: int) -> bool:
     return not architectures
 
 
-def health(asked: Scope) -> Iterator[Finding]:
+def health(asked: Scope) -> Iterator[MachineFinding]:
     """Report nvidia-smi's facts about each card: memory errors, slices, persistence, power and heat."""
     for row in _smi(f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader,nounits").splitlines():
         values = [value.strip() for value in row.split(",")]
@@ -122,7 +124,7 @@ def health(asked: Scope) -> Iterator[Finding]:
             mends.append("MIG slices can't talk to each other by NCCL: train on one slice, or turn MIG off")
         if _lower(card["power.limit"], card["power.default_limit"]):
             mends.append(f"its power limit is {card['power.limit']} W of {card['power.default_limit']}")
-        yield Finding(what, ", ".join(told), NOTE if mends else "ok", "; ".join(mends))
+        yield MachineFinding(what, ", ".join(told), NOTE if mends else "ok", "; ".join(mends))
 
 
 def _word(value: str) -> str:
@@ -136,7 +138,7 @@ def _lower(limit: str, usual: str) -> bool:
         return False
 
 
-def clocks(asked: Scope) -> Iterator[Finding]:
+def clocks(asked: Scope) -> Iterator[MachineFinding]:
     """Report whether a clock is throttled now, or was since the driver was loaded, which slowed earlier runs."""
     text = _smi("-q", "-d", "PERFORMANCE")
     for index, part in enumerate(re.split(r"^GPU \S+$", text, flags=re.MULTILINE)[1:]):
@@ -148,20 +150,20 @@ def clocks(asked: Scope) -> Iterator[Finding]:
         told = [f"throttled now by {each}" for each in sorted(now)]
         told += [f"was throttled by {each} for {seconds / 60:.0f} min" for each, seconds in sorted(past.items())]
         mend = "cooling, power supply or power limit (nvidia-smi -q -d POWER) limit its speed"
-        yield Finding(f"clock of card {index}", "; ".join(told) or "not throttled",
-                      NOTE if told else "ok", mend if told else "")
+        yield MachineFinding(f"clock of card {index}", "; ".join(told) or "not throttled",
+                             NOTE if told else "ok", mend if told else "")
 
 
-def libraries(asked: Scope) -> Iterator[Finding]:
+def libraries(asked: Scope) -> Iterator[MachineFinding]:
     """Report the versions of cuDNN and NCCL that come with this torch."""
     facts = probe.asked("torch").get("libraries", {})
     if "error" in facts:
-        yield Finding("cuDNN, NCCL", f"unknown: {facts['error']}", NOTE)
+        yield MachineFinding("cuDNN, NCCL", f"unknown: {facts['error']}", NOTE)
     elif facts.get("cudnn") or facts.get("nccl"):
         cudnn, nccl = facts["cudnn"], facts["nccl"]
         told = [f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"] if cudnn else []
         told += [f"NCCL {'.'.join(map(str, nccl))}"] if nccl else []
-        yield Finding("CUDA libraries", ", ".join(told))
+        yield MachineFinding("CUDA libraries", ", ".join(told))
 
 
 def _smi(*words: str) -> str:

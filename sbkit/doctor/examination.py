@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from sbkit.doctor import cards, folders, machine, packages, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, Finding, Scope, look
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, Scope, look
 
 #: The checks in the order of the table, with their names in case they fail.
 CHECKS: tuple[tuple[str, Check], ...] = (
@@ -24,25 +24,25 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 _WIDEST = 120
 
 
-def examine(asked: Scope) -> list[Finding]:
+def examine(asked: Scope) -> list[MachineFinding]:
     """Run all checks; torch and onnxruntime are probed first, in parallel."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(probe.asked, probe.LIBRARIES))
     return [finding for what, check in CHECKS for finding in look(what, check, asked)]
 
 
-def in_the_way(found: Sequence[Finding]) -> bool:
+def in_the_way(found: Sequence[MachineFinding]) -> bool:
     """Whether any finding is in the way."""
     return _count(found, IN_THE_WAY) > 0
 
 
-def as_json(found: Sequence[Finding]) -> str:
+def as_json(found: Sequence[MachineFinding]) -> str:
     """Format the findings as JSON."""
     return json.dumps({"findings": [asdict(each) for each in found], "in_the_way": _count(found, IN_THE_WAY)}, indent=1,
                       ensure_ascii=False)
 
 
-def as_table(found: Sequence[Finding], width: int = 80) -> str:
+def as_table(found: Sequence[MachineFinding], width: int = 80) -> str:
     """Format the findings as a table, with what to do below those that are not ok."""
     first = max(len(each.verdict) for each in found)
     second = max(len(each.what) for each in found)
@@ -56,11 +56,11 @@ def as_table(found: Sequence[Finding], width: int = 80) -> str:
     return "\n".join([*lines, "", _summary(found)])
 
 
-def _summary(found: Sequence[Finding]) -> str:
+def _summary(found: Sequence[MachineFinding]) -> str:
     stands, notes = _count(found, IN_THE_WAY), _count(found, NOTE)
     return (f"{stands} in the way of sbkit" if stands else "nothing is in the way of sbkit") + (
         f", {notes} note{'' if notes == 1 else 's'}" if notes else "")
 
 
-def _count(found: Sequence[Finding], verdict: str) -> int:
+def _count(found: Sequence[MachineFinding], verdict: str) -> int:
     return sum(each.verdict == verdict for each in found)

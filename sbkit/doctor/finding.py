@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """One finding: what was checked, what was found, and what to do about it."""
 
     what: str
@@ -36,25 +36,26 @@ class Scope:
     run: Path | None = None
 
 
-Check = Callable[[Scope], Iterable[Finding]]
+Check = Callable[[Scope], Iterable[MachineFinding]]
 
 
-def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECONDS) -> list[Finding]:
+def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECONDS) -> list[MachineFinding]:
     """Run a check and return its findings; a failure or a timeout is a finding too."""
-    found: list[Finding] = []
+    found: list[MachineFinding] = []
 
     def run() -> None:
         try:
             found.extend(check(asked))
         except Exception as error:  # anything may be broken; that is what the doctor is for
-            found.append(Finding(what, f"unknown: {summary(error)}", NOTE))
+            found.append(MachineFinding(what, f"unknown: {summary(error)}", NOTE))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(patience)
     seen = list(found)
     if thread.is_alive():
-        seen.append(Finding(what, f"no answer within {patience:g} s", NOTE, "is a network folder or the driver stuck?"))
+        seen.append(MachineFinding(what, f"no answer within {patience:g} s", NOTE,
+                                   "is a network folder or the driver stuck?"))
     return [replace(each, found=without_names(each.found), mend=without_names(each.mend)) for each in seen]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding, Scope
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope
 from sbkit.system.cache import cache_folder
 
 _LITTLE_DISK = 5 << 30
@@ -22,7 +22,7 @@ _LOOKED_AT = 2000  # most files sampled from a data folder
 _AHEAD = 60.0  # seconds: tolerated clock difference of machines that share a folder
 
 
-def caches(asked: Scope) -> Iterator[Finding]:
+def caches(asked: Scope) -> Iterator[MachineFinding]:
     """Check the caches of sbkit, torch's compiler and Hugging Face, and the temporary folder."""
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
     hub = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
@@ -32,32 +32,35 @@ def caches(asked: Scope) -> Iterator[Finding]:
                                    ("temporary", Path(tempfile.gettempdir()), "TMPDIR")):
         may, free = _may_write(folder), _free(folder)
         if not may:
-            yield Finding(what, f"{folder} can't be written", NOTE, f"export {variable}=FOLDER, with a writable folder")
+            yield MachineFinding(what, f"{folder} can't be written", NOTE,
+                                 f"export {variable}=FOLDER, with a writable folder")
         elif free < _LITTLE_DISK:
-            yield Finding(what, f"{folder}, {_gib(free)} free", NOTE, f"make room, or export {variable}=FOLDER")
+            yield MachineFinding(what, f"{folder}, {_gib(free)} free", NOTE, f"make room, or export {variable}=FOLDER")
         else:
-            yield Finding(what, f"{folder}, {_gib(free)} free")
+            yield MachineFinding(what, f"{folder}, {_gib(free)} free")
 
 
-def data(asked: Scope) -> Iterator[Finding]:
+def data(asked: Scope) -> Iterator[MachineFinding]:
     """Check that the named corpus exists, and measure how fast it is read."""
     if asked.data is None:
         return
     if not asked.data.exists():
-        yield Finding("data", f"{asked.data} does not exist", IN_THE_WAY, "give --data an existing folder or file")
+        yield MachineFinding("data", f"{asked.data} does not exist", IN_THE_WAY,
+                             "give --data an existing folder or file")
         return
     read, seconds, files = _read(asked.data)
     if not files:
-        yield Finding("data", f"{asked.data}: no file in it can be read", IN_THE_WAY,
-                      "is it the right folder, and may this user read it?")
+        yield MachineFinding("data", f"{asked.data}: no file in it can be read", IN_THE_WAY,
+                             "is it the right folder, and may this user read it?")
         return
     speed = read / max(seconds, 1e-6)
     slow = speed < _SLOW and seconds > 0.2
-    yield Finding("data", f"{asked.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader "
+    yield MachineFinding("data",
+                         f"{asked.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader "
                           "(cached files are faster)",
-                  NOTE if slow else "ok",
-                  "sbkit shard packs many small files into few large ones; or copy the data to a local disk"
-                  if slow else "")
+                         NOTE if slow else "ok",
+                         "sbkit shard packs many small files into few large ones; or copy the data to a local disk"
+                         if slow else "")
 
 
 def _read(path: Path) -> tuple[int, float, int]:
@@ -83,18 +86,19 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent) / name for name in names)
 
 
-def output(asked: Scope) -> Iterator[Finding]:
+def output(asked: Scope) -> Iterator[MachineFinding]:
     """Check the output folder: the named one, or ``results`` in the working directory."""
     folder = asked.run or Path("results")
     if not _may_write(folder):
-        yield Finding("output", f"{folder} can't be written", IN_THE_WAY, "give --output_folder a writable folder")
+        yield MachineFinding("output", f"{folder} can't be written", IN_THE_WAY,
+                             "give --output_folder a writable folder")
         return
     speed, free = _write_speed(_there(folder)), _free(folder)
     little, slow = free < _LITTLE_DISK, speed < _SLOW
-    yield Finding("output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
-                  NOTE if little or slow else "ok",
-                  "a checkpoint needs three times its model's size: make room" if little else
-                  "checkpoints are slow: use a local disk, or a longer ckpt_interval_minutes" if slow else "")
+    yield MachineFinding("output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
+                         NOTE if little or slow else "ok",
+                         "a checkpoint needs three times its model's size: make room" if little else
+                         "checkpoints are slow: use a local disk, or a longer ckpt_interval_minutes" if slow else "")
 
 
 def _write_speed(folder: Path) -> float:
@@ -107,12 +111,12 @@ def _write_speed(folder: Path) -> float:
     return written / (time.perf_counter() - began)
 
 
-def time_stamps(asked: Scope) -> Iterator[Finding]:
+def time_stamps(asked: Scope) -> Iterator[MachineFinding]:
     """Check a run for files from the future: a clock was set back, or the machines' clocks differ."""
     if asked.run is None:
         return
     if not asked.run.is_dir():
-        yield Finding("run", f"{asked.run} does not exist", IN_THE_WAY, "give --run the output folder of a run")
+        yield MachineFinding("run", f"{asked.run} does not exist", IN_THE_WAY, "give --run the output folder of a run")
         return
     now, newest = time.time(), 0.0
     for path in islice(_files(asked.run), _LOOKED_AT):
@@ -121,8 +125,9 @@ def time_stamps(asked: Scope) -> Iterator[Finding]:
     wrong = ahead > _AHEAD
     found = (f"the newest file of {asked.run} is {ahead / 60:.0f} min in the future" if wrong else
              f"no file of {asked.run} is in the future" if newest else f"{asked.run} is empty")
-    yield Finding("clock", found, NOTE if wrong else "ok",
-                  "set this machine's clock (timedatectl): it decides which checkpoint is the newest" if wrong else "")
+    yield MachineFinding("clock", found, NOTE if wrong else "ok",
+                         "set this machine's clock (timedatectl): it decides which checkpoint is the newest" if wrong
+                         else "")
 
 
 def _there(folder: Path) -> Path:

@@ -16,7 +16,7 @@ import sbkit
 from sbkit.data import publish
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, parity, source
-from sbkit.export.clips import Clips
+from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.source import Trained
@@ -184,8 +184,8 @@ def _write_companion(companion: Companion, files: Mapping[str, str], folder: Pat
         traced.write(name, folder)
 
 
-def _compared(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle, chosen: Clips,
-              step: Callable[[str], None]) -> Mapping[str, parity.Comparison]:
+def _compared(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
+              chosen: ComparisonClips, step: Callable[[str], None]) -> Mapping[str, parity.Comparison]:
     """Compare the formats of a further graph with the checkpoint in each way of running it."""
     step(f"running the checkpoint for {companion.name}")
     comparisons = companion.comparisons(chosen, config, folder)

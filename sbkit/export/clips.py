@@ -28,7 +28,7 @@ class Clip:
 
 
 @dataclass
-class Clips:
+class ComparisonClips:
     """The clips of a comparison, where they come from, and the seconds of the longest training utterance."""
 
     alone: list[Clip]
@@ -42,7 +42,7 @@ class Clips:
         return [order[i] for i in dict.fromkeys((0, len(order) // 3, 2 * len(order) // 3, len(order) - 1))]
 
 
-def choose(corpus: Corpus | None, sample_rate: int, count: int, most: float | None = None) -> Clips:
+def choose(corpus: Corpus | None, sample_rate: int, count: int, most: float | None = None) -> ComparisonClips:
     """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing.
 
     most : the seconds that the model hears at once, if that is limited: no clip is longer
@@ -63,7 +63,7 @@ def choose(corpus: Corpus | None, sample_rate: int, count: int, most: float | No
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
     clips.append(_long(clips, longest * _BEYOND, sample_rate, most))
     clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
-    return Clips(clips, origin, longest)
+    return ComparisonClips(clips, origin, longest)
 
 
 def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:

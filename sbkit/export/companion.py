@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sbkit.export.clips import Clips
+from sbkit.export.clips import ComparisonClips
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner
 
@@ -45,7 +45,7 @@ class Companion(ABC):
         return {"sample_rate": str(config.sample_rate), "comment": "made by sbkit"}
 
     @abstractmethod
-    def comparisons(self, clips: Clips, config: OwnBundle, folder: Path) -> Mapping[str, Comparison]:
+    def comparisons(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Mapping[str, Comparison]:
         """Run the checkpoint on the clips, for each way of running the graph."""
 
     @abstractmethod

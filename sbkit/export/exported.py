@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, readme
-from sbkit.export.clips import Clips, choose
+from sbkit.export.clips import ComparisonClips, choose
 from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import RUNNERS, Runner, each
@@ -71,7 +71,7 @@ class Exported:
         """Names of the inputs and of their dynamic dimensions."""
         return INPUTS
 
-    def clips(self, corpus: Corpus | None, count: int) -> Clips:
+    def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
         """Choose what the formats are compared on: ``count`` utterances of the run's test split."""
         return choose(corpus, self.sample_rate, count)
 
@@ -81,11 +81,11 @@ class Exported:
         example = self.examples or (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
         return graph.trace_module(self.graph.eval(), example, {"signals": (0, 1), "lengths": (0,)})
 
-    def config(self, program: torch.export.ExportedProgram, clips: Clips) -> layout.Bundle:
+    def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
         """Make the contents of config.json, except for files, training and versions, which the export adds."""
         del clips
         shown = [name for name in self.outputs if name not in {part for dims in self.outputs.values() for part in dims}]
-        return layout.Graph(
+        return layout.GraphConfig(
             sample_rate=self.sample_rate, language=self.language, min_samples=graph.least_samples(program),
             outputs=list(self.outputs), labels=list(self.labels),
             lengths={name: self.outputs[name][1] for name in shown if len(self.outputs[name]) > 1
@@ -118,7 +118,7 @@ class Exported:
 
         return run
 
-    def comparison(self, clips: Clips, config: OwnBundle, folder: Path) -> Comparison:
+    def comparison(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Comparison:
         """Run the original model on the clips, for the formats to be compared with."""
         del folder
         text = (lambda output: str(self.labels[int(output.argmax())])) if self.labels else None

@@ -133,7 +133,7 @@ class Bundle:
 
 
 @dataclass(kw_only=True)
-class Graph(Bundle):
+class GraphConfig(Bundle):
     """The configuration of a model that gives tensors, of any task."""
 
     kind, what = GRAPH, "a model that gives no words"
@@ -258,7 +258,7 @@ class Config(Bundle):
 
 
 @dataclass(kw_only=True)
-class Voice(Bundle):
+class VoiceConfig(Bundle):
     """The configuration of a voice: text in, samples out."""
 
     kind, what = VOICE, "a voice"
@@ -305,7 +305,7 @@ class Voice(Bundle):
 
 
 @dataclass(kw_only=True)
-class Codec(Bundle):
+class CodecConfig(Bundle):
     """The configuration of a codec: samples in, codes out, and by its decoder back again."""
 
     kind, what = CODEC, "a codec"
@@ -338,7 +338,7 @@ class Codec(Bundle):
                              f"{shown(self.decoders)}")
 
 
-KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, Graph, Voice, Codec)}
+KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, GraphConfig, VoiceConfig, CodecConfig)}
 
 
 def read(folder: str | Path) -> Bundle:

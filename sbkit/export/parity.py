@@ -11,7 +11,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.clips import Clip, Clips
+from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.runners import Runner
 from sbkit.score.rates import ErrorRates
 from sbkit.system.console import table
@@ -26,7 +26,7 @@ _OTHER_WORDS = 0.02
 
 
 @dataclass
-class Result:
+class ParityResult:
     """The result of comparing one format."""
 
     format: str
@@ -56,14 +56,14 @@ class Comparison:
     own_text : turns the checkpoint's output into text, if not by ``text``
     """
 
-    def __init__(self, clips: Clips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: float,
+    def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: float,
                  text: Callable[[np.ndarray], str] | None = None,
                  own_text: Callable[[np.ndarray], str] | None = None):
         self.clips, self.sample_rate, self.text = clips, sample_rate, text or (lambda output: "")
         self.has_words = text is not None
         self.expected, seconds = _timed(lambda clip: reference(clip.signal), clips.alone)
         self.texts = [(own_text or self.text)(each) for each in self.expected]
-        self.results = [Result(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
+        self.results = [ParityResult(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
         self.companions: dict[str, Mapping[str, Comparison]] = {}
         """Of further graphs by their names: a comparison for each way of running them."""
 
@@ -93,7 +93,7 @@ class Comparison:
         """Write how far apart they are, for tables and messages."""
         return f"{apart:.2g}"
 
-    def add(self, name: str, run: Runner, size: int, batches: bool = True) -> Result:
+    def add(self, name: str, run: Runner, size: int, batches: bool = True) -> ParityResult:
         """Run a format on the clips and record how it differs; :meth:`failures` judges."""
         found, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
         texts = [self.text(each) for each in found]
@@ -104,18 +104,18 @@ class Comparison:
             together = self.apart(expected, run([clip.signal for clip in uneven]))
         changed = sum(mine != theirs and not self.tied(*scores) for mine, theirs, *scores
                       in zip(self.texts, texts, self.expected, found, strict=True))
-        self.results.append(Result(
+        self.results.append(ParityResult(
             name, size, self.apart(self.expected, found), together, changed, self._wer(texts), self._wer_of(texts),
             self._rtf(seconds)))
         return self.results[-1]
 
-    def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> Result:
+    def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
         """Run a program that gives only words on the clips and record how they differ."""
         texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
         changed = sum(mine.split() != theirs.split() and (self.other_words > 0 or not _undecided(scores))
                       for mine, theirs, scores in zip(self.texts, texts, self.expected, strict=True))
-        self.results.append(Result(name, size, None, None, changed, self._wer(texts), self._wer_of(texts),
-                                   self._rtf(seconds)))
+        self.results.append(ParityResult(name, size, None, None, changed, self._wer(texts), self._wer_of(texts),
+                                         self._rtf(seconds)))
         return self.results[-1]
 
     def _wer_of(self, texts: list[str]) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.decode.heard import Spelling
-from sbkit.decode.spans import Spans, Word, words
+from sbkit.decode.spans import TokenSpans, Word, words
 from sbkit.errors import SbkitError, shown
 from sbkit.export.layout import MOST_BYTES, TOKENS, Config
 from sbkit.system import untrusted
@@ -45,7 +45,7 @@ class Vocabulary:
             raise SbkitError(f"the model gave the token ids {unknown[:5]}, but the bundle has {len(self)} tokens",
                              hint=f"does {TOKENS} belong to this model?")
 
-    def words(self, spans: Spans, start: float = 0.0, pause_seconds: float | None = None) -> list[Word]:
+    def words(self, spans: TokenSpans, start: float = 0.0, pause_seconds: float | None = None) -> list[Word]:
         """Return words with times and confidences.
 
         start : seconds of the first frame

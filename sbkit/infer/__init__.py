@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sbkit.decode.heard import Heard
+from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
-from sbkit.infer.codec import Codec
+from sbkit.infer.codec import CodecModel
 from sbkit.infer.graph_model import GraphModel, Output
 from sbkit.infer.model import Model, load
 from sbkit.infer.pipeline import Options
@@ -15,6 +15,10 @@ from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.transcript import Segment, Transcript
 from sbkit.infer.voice import Voice
+from sbkit.system.renamed import renamed
 
-__all__ = ["Codec", "GraphModel", "Heard", "Model", "Options", "Output", "Recording", "Segment", "Speech", "SpokenWord",
-           "Stream", "StreamEngine", "Transcript", "UnknownCharacters", "UnspeakableText", "Voice", "Word", "load"]
+__all__ = ["CodecModel", "GraphModel", "Model", "Options", "Output", "Recording", "Segment", "Speech", "SpokenWord",
+           "Stream", "StreamEngine", "StreamResult", "Transcript", "UnknownCharacters", "UnspeakableText", "Voice",
+           "Word", "load"]
+
+__getattr__ = renamed(__name__, Codec="CodecModel", Heard="StreamResult")

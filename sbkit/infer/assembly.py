@@ -11,7 +11,7 @@ import numpy as np
 from sbkit.decode.spans import PAUSE_SECONDS, Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.chunks import Chunk
-from sbkit.infer.decoding import Decoder, Found
+from sbkit.infer.decoding import DecodedTokens, Decoder
 from sbkit.infer.transcript import Transcript
 
 _LONGEST = 8  # most chunks without a pause between them that are decoded together
@@ -62,7 +62,7 @@ class Assembly:
                 self.begun = end
 
 
-def words(found: Sequence[Found], vocabulary: Vocabulary) -> list[Word]:
+def words(found: Sequence[DecodedTokens], vocabulary: Vocabulary) -> list[Word]:
     """Join a recording's tokens into words. No word continues over a pause: a model that was trained on single
     sentences has never seen one begin after another, and may not mark the word's start."""
     frame = vocabulary.config.frame_seconds

@@ -12,7 +12,7 @@ from sbkit.data.audio import resample
 from sbkit.decode.durations import Aligned, spell
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import Codec
+from sbkit.infer.codec import CodecModel
 from sbkit.infer.model import Model, load
 
 
@@ -60,13 +60,13 @@ class Aligner:
         self._model.close()
 
 
-class Opened:
+class BundleLoader:
     """Opens bundles on the CPU."""
 
-    def codec(self, folder: str) -> Codec:
+    def codec(self, folder: str) -> CodecModel:
         """Open a codec."""
         found = load(folder, device="cpu")
-        if not isinstance(found, Codec):
+        if not isinstance(found, CodecModel):
             found.close()
             raise SbkitError(f"{folder} is no codec", hint="name a bundle that was exported from hparams/codec.yaml")
         return found

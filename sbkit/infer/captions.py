@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from sbkit.decode.spans import Word
-from sbkit.infer.lines import Line, final
+from sbkit.infer.lines import TranscriptLine, final
 
 #: What a terminal is told: weak letters, usual ones, to erase from the cursor on.
 _DIM, _USUAL, _ERASE_BELOW = "\x1b[2m", "\x1b[0m", "\x1b[J"
@@ -31,7 +31,7 @@ class Captions(ABC):
         self._out = out
 
     @abstractmethod
-    def show(self, line: Line) -> None:
+    def show(self, line: TranscriptLine) -> None:
         """Show a line as it stands now."""
 
     def end(self, seconds: float) -> None:
@@ -56,7 +56,7 @@ class Plain(Captions):
         super().__init__(out)
         self._text = text
 
-    def show(self, line: Line) -> None:
+    def show(self, line: TranscriptLine) -> None:
         if line.over:
             self._out.write(self._text(line.settled) + "\n")
             self._out.flush()
@@ -76,7 +76,7 @@ class Json(Captions):
         self._text = text
         self._shown = ("", "")
 
-    def show(self, line: Line) -> None:
+    def show(self, line: TranscriptLine) -> None:
         words, shown = line.words, (self._text(line.settled), self._text(line.words))
         if line.over:
             self._write(final(words, shown[1]))
@@ -94,7 +94,7 @@ class Json(Captions):
         self._out.flush()
 
 
-class Terminal(Captions):
+class TerminalCaptions(Captions):
     """Rewrites the line in progress in a terminal, with what may change in it dim. Lines that are complete stay.
 
     Rows of settled words stay too, so that only the last few rows are ever rewritten.
@@ -112,7 +112,7 @@ class Terminal(Captions):
         self._kept = 0  # words of the line that are in rows that stay
         self._drawn = [""]  # the rows below those
 
-    def show(self, line: Line) -> None:
+    def show(self, line: TranscriptLine) -> None:
         words, settled = [word.text for word in line.words[self._kept :]], len(line.settled) - self._kept
         rows = _rows(words, self._space, max(2, shutil.get_terminal_size().columns - 1))
         self._draw([self._row(row, settled) for row in rows])
@@ -138,7 +138,7 @@ class Terminal(Captions):
             self._out.write(up + "\r" + _ERASE_BELOW + "\n".join(rows))
             self._drawn = rows
 
-    def _row(self, row: list[_Piece], settled: int) -> str:
+    def _row(self, row: list[_CaptionPart], settled: int) -> str:
         text, dim = "", False
         for piece in row:
             text += self._space if text and piece.begins else ""
@@ -148,7 +148,7 @@ class Terminal(Captions):
         return text + _USUAL * dim
 
 
-class _Piece(NamedTuple):
+class _CaptionPart(NamedTuple):
     """A word, or a part of one that is wider than the terminal."""
 
     text: str
@@ -156,9 +156,9 @@ class _Piece(NamedTuple):
     begins: bool
 
 
-def _rows(words: Sequence[str], space: str, width: int) -> list[list[_Piece]]:
+def _rows(words: Sequence[str], space: str, width: int) -> list[list[_CaptionPart]]:
     """Break words into rows of so many cells."""
-    rows: list[list[_Piece]] = [[]]
+    rows: list[list[_CaptionPart]] = [[]]
     used = 0
     for number, word in enumerate(words):
         for place, part in enumerate(_parts(word, width)):
@@ -166,7 +166,7 @@ def _rows(words: Sequence[str], space: str, width: int) -> list[list[_Piece]]:
             if rows[-1] and used + gap + _cells(part) > width:
                 rows.append([])
                 used = gap = 0
-            rows[-1].append(_Piece(part, number, not place))
+            rows[-1].append(_CaptionPart(part, number, not place))
             used += gap + _cells(part)
     return rows
 

@@ -11,13 +11,13 @@ from numpy.typing import ArrayLike
 from sbkit.codes import Books, InvalidCode
 from sbkit.errors import SbkitError
 from sbkit.infer.codec_engine import CodecEngine, CodeEngine, SoundEngine
-from sbkit.infer.codec_pieces import Piece, batches, pieces, too_long
+from sbkit.infer.codec_pieces import CodecChunk, batches, pieces, too_long
 from sbkit.infer.formats import AUTO
 from sbkit.infer.loaded import Loaded
 from sbkit.infer.recordings import Recording, Source
 
 
-class Codec(Loaded[CodeEngine]):
+class CodecModel(Loaded[CodeEngine]):
     """A loaded codec, which any number of threads may call.
 
     >>> codec = sbkit.infer.load("bundle")                # doctest: +SKIP
@@ -123,7 +123,7 @@ class Codec(Loaded[CodeEngine]):
         groups = batches(parts, config)
         futures = [engine.submit([given[each.source][each.begin * per_frame : each.end * per_frame] for each in group])
                    for group in groups]
-        found: list[list[tuple[Piece, np.ndarray]]] = [[] for _ in given]
+        found: list[list[tuple[CodecChunk, np.ndarray]]] = [[] for _ in given]
         try:
             for group, future in zip(groups, futures, strict=True):
                 for piece, result in zip(group, future.result(), strict=True):
@@ -136,11 +136,11 @@ class Codec(Loaded[CodeEngine]):
                 else np.zeros(0, np.float32) for each in found]
 
 
-def codec(bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> Codec:
+def codec(bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None) -> CodecModel:
     """Load a codec's bundle; the arguments are those of ``sbkit.infer.load``."""
     engine = CodeEngine(bundle, model, device, threads)
     try:
-        return Codec(engine, SoundEngine(bundle, engine.running.model, device, threads))
+        return CodecModel(engine, SoundEngine(bundle, engine.running.model, device, threads))
     except BaseException:
         engine.close()
         raise

@@ -33,12 +33,12 @@ class CodecEngine(BundleEngine):
     threads : CPU threads of one run; None for all that this process may use
     """
 
-    config: layout.Codec
+    config: layout.CodecConfig
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None):
         super().__init__(folder)
-        self.config = layout.Codec.read(self.folder)
+        self.config = layout.CodecConfig.read(self.folder)
         self.books = books_of(self.config)
         model = formats.choose(self.folder, self._files(), model, kind="codec")
         self._start(self.folder / self._files()[model], model, DeviceChoice.parse(device), threads)
@@ -129,7 +129,7 @@ class SoundEngine(CodecEngine):
         return sounds
 
 
-def books_of(config: layout.Codec) -> Books:
+def books_of(config: layout.CodecConfig) -> Books:
     """Return the codebooks that a bundle's codes are of."""
     return Books(tuple(config.books), config.sample_rate / config.stride, config.sample_rate, config.codec)
 

@@ -17,7 +17,7 @@ MOST_SECONDS = 600.0
 BATCH_SECONDS = 60.0
 
 
-class Piece(NamedTuple):
+class CodecChunk(NamedTuple):
     """Frames ``begin`` to ``end`` of a recording, of which ``first`` to ``last`` are kept."""
 
     source: int  # number of the recording
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     last: int
 
 
-def too_long(frames: int, config: layout.Codec) -> SbkitError | None:
+def too_long(frames: int, config: layout.CodecConfig) -> SbkitError | None:
     """Say that a recording of so many frames can't be given to a codec that looks at all of it."""
     seconds = frames * config.stride / config.sample_rate
     if config.context is not None or seconds <= MOST_SECONDS:
@@ -36,20 +36,20 @@ def too_long(frames: int, config: layout.Codec) -> SbkitError | None:
                       f"{MOST_SECONDS:g} s", hint="split it")
 
 
-def pieces(source: int, frames: int, config: layout.Codec) -> list[Piece]:
+def pieces(source: int, frames: int, config: layout.CodecConfig) -> list[CodecChunk]:
     """Cut a recording of so many frames into pieces."""
     at_once = max(1, round(PIECE_SECONDS * config.sample_rate / config.stride))
     context = config.context
     if frames <= at_once or context is None:
-        return [Piece(source, 0, frames, 0, frames)] if frames else []
-    return [Piece(source, max(0, first - context), min(frames, first + at_once + context), first,
-                  min(frames, first + at_once)) for first in range(0, frames, at_once)]
+        return [CodecChunk(source, 0, frames, 0, frames)] if frames else []
+    return [CodecChunk(source, max(0, first - context), min(frames, first + at_once + context), first,
+                       min(frames, first + at_once)) for first in range(0, frames, at_once)]
 
 
-def batches(parts: Sequence[Piece], config: layout.Codec) -> list[list[Piece]]:
+def batches(parts: Sequence[CodecChunk], config: layout.CodecConfig) -> list[list[CodecChunk]]:
     """Put pieces of about the same length together."""
     most = BATCH_SECONDS * config.sample_rate / config.stride
-    made: list[list[Piece]] = []
+    made: list[list[CodecChunk]] = []
     for piece in sorted(parts, key=lambda each: each.begin - each.end):  # the longest is the first of its batch
         if made and (len(made[-1]) + 1) * (made[-1][0].end - made[-1][0].begin) <= most:
             made[-1].append(piece)

@@ -12,18 +12,18 @@ from sbkit.decode.best_path import best_path
 from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.heard import StreamSearch
 from sbkit.decode.search_options import check_weight
-from sbkit.decode.spans import Spans, collapse
+from sbkit.decode.spans import TokenSpans, collapse
 from sbkit.errors import SbkitError
 from sbkit.export.vocabulary import Vocabulary
 
 Kept = Any  # what a decoder keeps of a stretch, which only that decoder reads
 
 
-class Found(NamedTuple):
+class DecodedTokens(NamedTuple):
     """Tokens, with frames relative to ``frame`` of the recording."""
 
     frame: int
-    spans: Spans
+    spans: TokenSpans
 
 
 class Decoder(Protocol):
@@ -37,7 +37,7 @@ class Decoder(Protocol):
     def keep(self, log_probs: np.ndarray) -> Kept:
         """Reduce a stretch [T, V] that ends in a pause to what decoding needs."""
 
-    def tokens(self, recordings: Sequence[Sequence[Kept]]) -> list[list[Found]]:
+    def tokens(self, recordings: Sequence[Sequence[Kept]]) -> list[list[DecodedTokens]]:
         """Decode recordings, each given as its stretches in order."""
 
     def frames(self, kept: Kept) -> int:
@@ -64,12 +64,12 @@ class Greedy:
         self._vocabulary.check(labels)
         return labels[0].astype(np.int32), confidence[0]
 
-    def tokens(self, recordings: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> list[list[Found]]:
+    def tokens(self, recordings: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]) -> list[list[DecodedTokens]]:
         found = []
         for stretches in recordings:
             labels, confidence = map(np.concatenate, zip(*stretches, strict=True))
             spans = collapse(labels[None].astype(np.int64), confidence[None], blank_id=self._blank)[0]
-            found.append([Found(0, spans)])
+            found.append([DecodedTokens(0, spans)])
         return found
 
     def frames(self, kept: tuple[np.ndarray, np.ndarray]) -> int:
@@ -110,7 +110,7 @@ class Beam:
     def keep(self, log_probs: np.ndarray) -> tuple[Any, int]:
         return self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs)
 
-    def tokens(self, recordings: Sequence[Sequence[tuple[Any, int]]]) -> list[list[Found]]:
+    def tokens(self, recordings: Sequence[Sequence[tuple[Any, int]]]) -> list[list[DecodedTokens]]:
         best = iter(self._search.search(self._join([each for stretches in recordings for each, _ in stretches])))
         found = []
         for stretches in recordings:
@@ -118,7 +118,7 @@ class Beam:
             for _, frames in stretches:
                 hypotheses = next(best)
                 if hypotheses:
-                    parts.append(Found(frame, hypotheses[0].spans))
+                    parts.append(DecodedTokens(frame, hypotheses[0].spans))
                 frame += frames
             found.append(parts)
         return found

@@ -34,14 +34,14 @@ class Output:
 class GraphEngine(Engine):
     """Computes named arrays from waveforms."""
 
-    config: layout.Graph  # type: ignore[assignment]  # another kind of bundle
+    config: layout.GraphConfig  # type: ignore[assignment]  # another kind of bundle
 
     def run(self, signals: Sequence[np.ndarray]) -> list[Any]:
         """Map waveforms [S] to arrays by name; waits for its turn."""
         return self.submit(signals).result()
 
     def _read(self) -> None:
-        self.config = layout.Graph.read(self.folder)
+        self.config = layout.GraphConfig.read(self.folder)
 
     def _at_once(self) -> float:
         return USUAL_SECONDS

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sbkit.decode.heard import Heard
+from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
 
 
 @dataclass(frozen=True)
-class Line:
+class TranscriptLine:
     """A line as it stands now."""
 
     settled: list[Word]
@@ -39,15 +39,15 @@ class Lines:
         self._longest = longest
         self._settled: list[Word] = []
 
-    def add(self, heard: Heard) -> list[Line]:
+    def add(self, heard: StreamResult) -> list[TranscriptLine]:
         """Return the lines that changed: the one that ends here, if one does, and the one in progress."""
         self._settled += heard.settled
         changed = []
         if self._settled and (heard.endpoint or self._settled[-1].end - self._settled[0].start >= self._longest):
-            changed.append(Line(self._settled, [], True))
+            changed.append(TranscriptLine(self._settled, [], True))
             self._settled = []
         if heard.partial or not changed:
-            changed.append(Line(list(self._settled), heard.partial, False))
+            changed.append(TranscriptLine(list(self._settled), heard.partial, False))
         return changed
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.decode.heard import Heard
+from sbkit.decode.heard import StreamResult
 from sbkit.decode.search_options import SearchRequest
 from sbkit.errors import SbkitError
-from sbkit.infer.captions import Captions, Json, Plain, Terminal
+from sbkit.infer.captions import Captions, Json, Plain, TerminalCaptions
 from sbkit.infer.decoding import decoder
 from sbkit.infer.formats import AUTO
 from sbkit.infer.inputs import STDIN
@@ -111,7 +111,7 @@ def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any]
     captions, lines, code = _captions(engine, request), Lines(engine.config.chunk_seconds), 0
     failed: SbkitError | None = None
 
-    def show(heard: list[Heard]) -> None:
+    def show(heard: list[StreamResult]) -> None:
         for each in heard:
             for line in lines.add(each):
                 captions.show(line)
@@ -148,5 +148,5 @@ def _captions(engine: StreamEngine, request: ListenRequest) -> Captions:
     if request.json:
         return Json(engine.vocabulary.text, sys.stdout)
     if sys.stdout.isatty():
-        return Terminal(engine.vocabulary.space, sys.stdout)
+        return TerminalCaptions(engine.vocabulary.space, sys.stdout)
     return Plain(engine.vocabulary.text, sys.stdout)

@@ -11,7 +11,7 @@ from typing import Any, overload
 from sbkit.decode.hotwords import boosted
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import Codec, codec
+from sbkit.infer.codec import CodecModel, codec
 from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
@@ -120,7 +120,7 @@ def _recording(source: Source) -> Recording:
 
 def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,
          compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
-         ) -> Model | GraphModel | Voice | Codec:
+         ) -> Model | GraphModel | Voice | CodecModel:
     """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a codec ``encode`` and ``decode``, a model of
     another task ``run``.
 
@@ -138,12 +138,13 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     buckets : shapes (utterances, seconds) that the model is compiled for
     """
     config = layout.read(bundle)
-    if isinstance(config, (layout.Voice, layout.Codec)) and (compile or options is not None or buckets is not None):
+    if isinstance(config,
+                  (layout.VoiceConfig, layout.CodecConfig)) and (compile or options is not None or buckets is not None):
         raise SbkitError(f"compile, options and buckets are for recognisers, and this is {config.what}")
-    if isinstance(config, layout.Voice):
+    if isinstance(config, layout.VoiceConfig):
         return Voice(VoiceEngine(bundle, model, device, threads))
-    if isinstance(config, layout.Codec):
+    if isinstance(config, layout.CodecConfig):
         return codec(bundle, model, device, threads)
-    if isinstance(config, layout.Graph):
+    if isinstance(config, layout.GraphConfig):
         return GraphModel(GraphEngine(bundle, model, device, threads, compile, buckets))
     return Model(Engine(bundle, model, device, threads, compile, buckets), options)

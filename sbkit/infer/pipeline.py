@@ -48,7 +48,7 @@ class Done(NamedTuple):
     error: AudioError | None
 
 
-class _Read(NamedTuple):
+class _ReadChunk(NamedTuple):
     """A chunk from a reader."""
 
     recording: int
@@ -82,7 +82,7 @@ class Pipeline:
             return
         stop = threading.Event()
         room = max(8, int(_BATCHES_WAITING * self._budget / (self._chunk_seconds * self.engine.config.sample_rate)))
-        read: queue.Queue[_Read | _Ended | None] = queue.Queue(room)
+        read: queue.Queue[_ReadChunk | _Ended | None] = queue.Queue(room)
         turn = iter(range(len(recordings)))
         lock = threading.Lock()
         readers = [threading.Thread(target=self._read, args=(recordings, turn, lock, read, stop), daemon=True)
@@ -100,7 +100,7 @@ class Pipeline:
     # ------------------------------------------------------------------ reading
 
     def _read(self, recordings: Sequence[Recording], turn: Iterator[int], lock: threading.Lock,
-              read: queue.Queue[_Read | _Ended | None], stop: threading.Event) -> None:
+              read: queue.Queue[_ReadChunk | _Ended | None], stop: threading.Event) -> None:
         rate = self.engine.config.sample_rate
         while not stop.is_set():
             with lock:
@@ -112,7 +112,7 @@ class Pipeline:
                 for chunk in cut(recordings[index].blocks(rate), rate, self._frame, self._chunk_seconds):
                     if stop.is_set():
                         return
-                    read.put(_Read(index, number, chunk))
+                    read.put(_ReadChunk(index, number, chunk))
                     number += 1
                 if not number:
                     raise AudioError(recordings[index].name, "holds no audio")
@@ -123,12 +123,12 @@ class Pipeline:
 
     # ------------------------------------------------------------------ batches
 
-    def _collect(self, recordings: Sequence[Recording], read: queue.Queue[_Read | _Ended | None], readers: int,
+    def _collect(self, recordings: Sequence[Recording], read: queue.Queue[_ReadChunk | _Ended | None], readers: int,
                  ) -> Iterator[Done]:
         heard: dict[int, Assembly] = {}
         ready: dict[int, Assembly] = {}
-        waiting: list[_Read] = []
-        running: deque[tuple[list[_Read], Future[Any]]] = deque()
+        waiting: list[_ReadChunk] = []
+        running: deque[tuple[list[_ReadChunk], Future[Any]]] = deque()
         while readers or waiting or running:
             while readers and (room := _BATCHES_WAITING * self._budget - _samples(waiting)) > 0:
                 # Wait for a reader only if nothing else is to do and there is less than a batch.
@@ -139,7 +139,7 @@ class Pipeline:
                     item = read.get(block=idle)
                     if item is None:
                         readers -= 1
-                    elif isinstance(item, _Read):
+                    elif isinstance(item, _ReadChunk):
                         waiting.append(item)
                     elif item.error is None:
                         heard.setdefault(item.recording, Assembly()).expected = item.chunks
@@ -161,7 +161,7 @@ class Pipeline:
                 yield from self._finish(recordings, ready)
         yield from self._finish(recordings, ready)
 
-    def _take(self, waiting: list[_Read]) -> list[_Read]:
+    def _take(self, waiting: list[_ReadChunk]) -> list[_ReadChunk]:
         """Take the longest waiting chunk, and those of similar length that fit in a batch with it."""
         waiting.sort(key=lambda each: len(each.chunk.signal), reverse=True)
         longest = len(waiting[0].chunk.signal)
@@ -172,7 +172,7 @@ class Pipeline:
     # ------------------------------------------------------------------ words
 
     @staticmethod
-    def _failed(recording: int, error: BaseException, heard: dict[int, Assembly], waiting: list[_Read]) -> Done:
+    def _failed(recording: int, error: BaseException, heard: dict[int, Assembly], waiting: list[_ReadChunk]) -> Done:
         if not isinstance(error, AudioError):
             raise error
         waiting[:] = [each for each in waiting if each.recording != recording]
@@ -212,5 +212,5 @@ def _move(index: int, heard: dict[int, Assembly], ready: dict[int, Assembly]) ->
         ready[index] = heard.pop(index)
 
 
-def _samples(waiting: list[_Read]) -> int:
+def _samples(waiting: list[_ReadChunk]) -> int:
     return sum(len(each.chunk.signal) for each in waiting)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit.codes import Codes, Utterance
+from sbkit.codes import CodedUtterance, Codes
 from sbkit.codes.reading import MANIFEST
 from sbkit.data import publish
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import Codec, codec
+from sbkit.infer.codec import CodecModel, codec
 from sbkit.infer.codec_engine import books_of
 from sbkit.infer.file_names import file_names
 from sbkit.infer.formats import AUTO
@@ -50,7 +50,7 @@ class ResynthesizeRequest:
 
 def resynthesize(request: ResynthesizeRequest) -> int:
     """Turn codes back and return the exit code. All of them are checked before anything is written."""
-    books = books_of(layout.Codec.read(request.bundle))
+    books = books_of(layout.CodecConfig.read(request.bundle))
     to = request.to.resolve()
     publish.tidy(to)
     _check_place(request)
@@ -86,7 +86,7 @@ def _folders(folder: Path) -> dict[str, Path]:
     return {"": folder} if (folder / MANIFEST).is_file() or not below else below
 
 
-def _write(codec: Codec, codes: Codes, folder: Path, what: str, format: str) -> float:
+def _write(codec: CodecModel, codes: Codes, folder: Path, what: str, format: str) -> float:
     """Write the sounds of a folder of codes and a manifest of them; returns their seconds."""
     folder.mkdir(exist_ok=True)
     names = iter(file_names(codes.ids))
@@ -111,9 +111,9 @@ def _write(codec: Codec, codes: Codes, folder: Path, what: str, format: str) -> 
     return sum(seconds)
 
 
-def _windows(codes: Codes, frame_rate: float) -> Iterator[list[Utterance]]:
+def _windows(codes: Codes, frame_rate: float) -> Iterator[list[CodedUtterance]]:
     """Yield some minutes of codes at a time, or one utterance that is longer."""
-    window: list[Utterance] = []
+    window: list[CodedUtterance] = []
     frames = 0
     for each in codes:
         if window and (frames + len(each.codes)) > _AT_ONCE_SECONDS * frame_rate:

@@ -8,8 +8,18 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sbkit.export.layout import Voice
-from sbkit.infer.symbols import CLAUSE, CLOSING, ENDS, OPENING, SPACE, Place, Symbols, Unknown, UnspeakableText
+from sbkit.export.layout import VoiceConfig
+from sbkit.infer.symbols import (
+    CLAUSE,
+    CLOSING,
+    ENDS,
+    OPENING,
+    SPACE,
+    TextPosition,
+    Unknown,
+    UnspeakableText,
+    VoiceSymbols,
+)
 
 #: Seconds of silence after a sentence at the speed 1, and after a part of one that was too long.
 SENTENCE_PAUSE, CLAUSE_PAUSE, WORD_PAUSE = 0.25, 0.12, 0.05
@@ -21,7 +31,7 @@ _SHORTENED = re.compile(r"(?:\w|(?:\w+\.)+\w+)\.")  # an initial, "e.g.", "U.S."
 
 
 @dataclass(frozen=True)
-class Word:
+class TextWord:
     """A word of a text.
 
     glued : it follows the one before without a space
@@ -29,15 +39,15 @@ class Word:
     """
 
     text: str
-    place: Place
+    place: TextPosition
     glued: bool = False
     first: bool = False
 
     @property
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[TextPosition]:
         """The places of its characters, and beyond, for one that grew: its last one's."""
         line, begin, last = self.place.line, self.place.character, len(self.text) - 1
-        return (Place(line, begin + min(number, last)) for number in itertools.count())
+        return (TextPosition(line, begin + min(number, last)) for number in itertools.count())
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Spelled:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Phrase:
     """Words that a voice speaks at once.
 
     ids : their symbols
@@ -80,12 +90,12 @@ class Script:
         names all of them
     """
 
-    def __init__(self, config: Voice, skip_unknown: bool = False):
-        self._symbols, self._most, self._skip = Symbols(config), config.max_symbols, skip_unknown
+    def __init__(self, config: VoiceConfig, skip_unknown: bool = False):
+        self._symbols, self._most, self._skip = VoiceSymbols(config), config.max_symbols, skip_unknown
         self.unknown = Unknown()
         """The characters that the voice never learnt, of what was read last."""
 
-    def read(self, text: str | Iterable[str]) -> Iterator[Piece]:
+    def read(self, text: str | Iterable[str]) -> Iterator[Phrase]:
         """Yield the pieces of a text that is given as a whole or in blocks.
 
         Raises ``UnspeakableText`` at its end, if there is something in it that can't be spoken, or nothing.
@@ -118,11 +128,11 @@ class Script:
                                   hint="give it some words to say")
 
 
-def words(blocks: Iterable[str], longest: int) -> Iterator[Word]:
+def words(blocks: Iterable[str], longest: int) -> Iterator[TextWord]:
     """Yield the words of a text that is given in blocks; one of more characters is cut."""
     line, character, breaks, held = 1, 1, 2, ""
     glued = False
-    place = Place()
+    place = TextPosition()
     for run in (match[0] for block in blocks for match in _RUN.finditer(block)):
         if run.isspace():
             if held:
@@ -133,13 +143,13 @@ def words(blocks: Iterable[str], longest: int) -> Iterator[Word]:
             character = len(run) - run.rindex("\n") if "\n" in run else character + len(run)
             continue
         if not held and not glued:
-            place = Place(line, character)
+            place = TextPosition(line, character)
         held += run
         character += len(run)
         while (cut := _cut(held, longest)) is not None:
             yield from _parts(held[:cut], place, glued, breaks > 1)
             held, glued, breaks = held[cut:], True, 0
-            place = Place(line, place.character + cut)
+            place = TextPosition(line, place.character + cut)
     if held:
         yield from _parts(held, place, glued, breaks > 1)
 
@@ -151,11 +161,11 @@ def _cut(word: str, longest: int) -> int | None:
     return next((at for at in range(longest, 0, -1) if not unicodedata.combining(word[at])), longest)
 
 
-def _parts(text: str, place: Place, glued: bool, first: bool) -> Iterator[Word]:
+def _parts(text: str, place: TextPosition, glued: bool, first: bool) -> Iterator[TextWord]:
     """Split text without spaces at the ends of sentences in it."""
     at = 0
     for part in _SENTENCE.findall(text):
-        yield Word(part, Place(place.line, place.character + at), glued or at > 0, first and not at)
+        yield TextWord(part, TextPosition(place.line, place.character + at), glued or at > 0, first and not at)
         at += len(part)
 
 
@@ -177,7 +187,7 @@ class _Held:
         self._space, self._most = () if space is None else (space,), most
         self._words: list[Spelled] = []
 
-    def add(self, text: str, ids: list[int], glued: bool) -> Iterator[Piece]:
+    def add(self, text: str, ids: list[int], glued: bool) -> Iterator[Phrase]:
         """Add a word, and yield the pieces that must end for that."""
         for begin in range(0, len(ids), self._most):
             part = tuple(ids[begin : begin + self._most])
@@ -189,13 +199,13 @@ class _Held:
                 yield from self.flush(0.0 if word.glued else WORD_PAUSE)
             self._words.append(word)
 
-    def flush(self, pause: float) -> Iterator[Piece]:
+    def flush(self, pause: float) -> Iterator[Phrase]:
         """Yield what is held as a piece."""
         if self._words:
             yield self._piece(self._words, pause)
             self._words = []
 
-    def _cut_clause(self, coming: Spelled) -> Iterator[Piece]:
+    def _cut_clause(self, coming: Spelled) -> Iterator[Phrase]:
         """Yield the words up to the last mark between clauses, if there is one."""
         words = [*self._words, coming]
         for count in range(len(self._words), 0, -1):
@@ -207,7 +217,7 @@ class _Held:
     def _size(self, words: list[Spelled]) -> int:
         return sum(len(word.ids) for word in words) + sum(len(self._space) for word in words[1:] if not word.glued)
 
-    def _piece(self, words: list[Spelled], pause: float) -> Piece:
+    def _piece(self, words: list[Spelled], pause: float) -> Phrase:
         ids: list[int] = []
         places, text = [], ""
         for number, word in enumerate(words):
@@ -217,4 +227,4 @@ class _Held:
             places.append((word.text, len(ids), len(ids) + len(word.ids)))
             ids += word.ids
             text += word.text
-        return Piece(tuple(ids), tuple(places), text, pause)
+        return Phrase(tuple(ids), tuple(places), text, pause)

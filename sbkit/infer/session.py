@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sbkit.decode.heard import Heard, StreamSearch, within
+from sbkit.decode.heard import StreamResult, StreamSearch, within
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.windows import Window, Windows
@@ -44,7 +44,7 @@ class Session:
         self._enter, self._on_heard = enter, on_heard
         self._changed = threading.Condition()
         self._waiting: deque[Window] = deque()
-        self._heard: list[Heard] = []
+        self._heard: list[StreamResult] = []
         self._error: BaseException | None = None
         self._in_turn = False  # in the line, in a step or in its search
         self._ended = self._over = False
@@ -72,7 +72,7 @@ class Session:
         self.refuse_more()
         self._queue(self._windows.finish(), ended=True)
 
-    def take(self, timeout: float | None = None) -> list[Heard]:
+    def take(self, timeout: float | None = None) -> list[StreamResult]:
         """Return what was heard since the last call, in order.
 
         It waits until there is something, or until all that was fed is heard; ``timeout`` is the most seconds.
@@ -158,7 +158,7 @@ class Session:
             self._waiting.clear()
         self._turn_over([])
 
-    def _turn_over(self, heard: list[Heard], over: bool = False) -> None:
+    def _turn_over(self, heard: list[StreamResult], over: bool = False) -> None:
         with self._changed:
             self._in_turn, self._over = False, self._over or over
             self._heard += heard

@@ -56,7 +56,7 @@ def speak(request: SpeakRequest) -> int:
     if (request.text is None) == (request.file is None):
         raise SbkitError("give a text, - for standard input, or --file FILE",
                          hint='sbkit speak BUNDLE "good morning" --to morning.wav')
-    config = layout.Voice.read(request.bundle)
+    config = layout.VoiceConfig.read(request.bundle)
     kind = _kind(request.to)
     speaker_of(config, request.voice)
     checked_speed(request.speed)

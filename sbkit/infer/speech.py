@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbkit.export.layout import Voice
-from sbkit.infer.sentences import Piece
-from sbkit.infer.voice_engine import Sound
+from sbkit.export.layout import VoiceConfig
+from sbkit.infer.sentences import Phrase
+from sbkit.infer.voice_engine import SpeechOutput
 
 
 class SpokenWord(NamedTuple):
@@ -40,7 +40,7 @@ class Speech:
         return len(self.samples) / self.sample_rate
 
 
-def spoken(piece: Piece, sound: Sound, config: Voice, pause: float) -> Speech:
+def spoken(piece: Phrase, sound: SpeechOutput, config: VoiceConfig, pause: float) -> Speech:
     """Make the speech of a piece, after ``pause`` seconds of silence."""
     silence = np.zeros(round(pause * config.sample_rate), dtype=np.float32)
     ends = silence.size / config.sample_rate + np.cumsum(sound.frames) * config.frame_seconds
@@ -49,7 +49,7 @@ def spoken(piece: Piece, sound: Sound, config: Voice, pause: float) -> Speech:
     return Speech(piece.text, np.concatenate([silence, sound.samples]), config.sample_rate, words, [piece.text])
 
 
-def pauses(pieces: Iterator[Piece], speed: float) -> Iterator[tuple[Piece, float]]:
+def pauses(pieces: Iterator[Phrase], speed: float) -> Iterator[tuple[Phrase, float]]:
     """Yield each piece with the seconds of silence before it."""
     before = 0.0
     for piece in pieces:
@@ -57,7 +57,7 @@ def pauses(pieces: Iterator[Piece], speed: float) -> Iterator[tuple[Piece, float
         before = piece.pause
 
 
-def joined(parts: Sequence[Speech], pieces: Sequence[Piece]) -> Speech:
+def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
     """Join the speech of a text's pieces."""
     words: list[SpokenWord] = []
     sentences: list[str] = []

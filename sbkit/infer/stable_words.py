@@ -8,7 +8,7 @@ from typing import Any
 from sbkit.decode.spans import PAUSE_SECONDS, Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.assembly import words
-from sbkit.infer.decoding import Decoder, Found
+from sbkit.infer.decoding import DecodedTokens, Decoder
 
 
 class StableWords:
@@ -45,9 +45,9 @@ class StableWords:
             self.words += words(self._found(), self._vocabulary)
             self._go_on_from(self._first + self._frames)
 
-    def _found(self) -> list[Found]:
+    def _found(self) -> list[DecodedTokens]:
         """Decode the open stretches."""
-        return [Found(self._first + part.frame, part.spans) for part in self._decoder.tokens([self._open])[0]]
+        return [DecodedTokens(self._first + part.frame, part.spans) for part in self._decoder.tokens([self._open])[0]]
 
     def _settle(self, heard: list[Word], heard_until: int) -> None:
         frame, end = self._vocabulary.config.frame_seconds, self._first + self._frames

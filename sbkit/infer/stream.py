@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from sbkit.decode.heard import Heard
+from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
 from sbkit.errors import SbkitError
 from sbkit.infer import samples as pieces
@@ -53,7 +53,7 @@ class Stream:
         """Seconds that are heard at once: words come that late, and the time of a step later."""
         return self._session.chunk_seconds
 
-    def __call__(self, samples: np.ndarray | Iterable[np.ndarray]) -> Iterator[Heard]:
+    def __call__(self, samples: np.ndarray | Iterable[np.ndarray]) -> Iterator[StreamResult]:
         """Hear a fresh stream from its first sample to its end: an array [N], or arrays as they come, such as those of
         a microphone. Each is heard before the next one is asked for."""
         self.reset()
@@ -61,7 +61,7 @@ class Stream:
             yield from self._feed(piece)
         yield from self._finish()
 
-    def feed(self, samples: np.ndarray, rate: int | None = None) -> list[Heard]:
+    def feed(self, samples: np.ndarray, rate: int | None = None) -> list[StreamResult]:
         """Hear the next samples [N], any number of them: floats from -1 to 1, or int16.
 
         Returns what is new: nothing until a chunk is complete. Refused samples leave the stream as it was.
@@ -73,7 +73,7 @@ class Stream:
                              "change within a stream", hint=f"begin another one: model.stream(rate={rate})")
         return list(self._feed(samples))
 
-    def finish(self) -> list[Heard]:
+    def finish(self) -> list[StreamResult]:
         """Hear what is left: the stream ends here. Then :meth:`reset` begins another one."""
         return list(self._finish())
 
@@ -87,23 +87,23 @@ class Stream:
         """Join words to text."""
         return self._engine.vocabulary.text(words)
 
-    def _feed(self, samples: np.ndarray) -> Iterator[Heard]:
+    def _feed(self, samples: np.ndarray) -> Iterator[StreamResult]:
         samples = pieces.checked(samples)  # all of it, before any of it is heard
         self._session.refuse_more()
         size = max(1, round(self.chunk_seconds * self.rate))
         for start in range(0, len(samples), size):
             yield from self._heard(self._resampler(pieces.as_floats(samples[start : start + size])))
 
-    def _finish(self) -> Iterator[Heard]:
+    def _finish(self) -> Iterator[StreamResult]:
         self._session.refuse_more()
         yield from self._heard(self._resampler(np.zeros(0, np.float32), last=True))
         self._session.finish()
         yield from self._taken()
 
-    def _heard(self, samples: np.ndarray) -> Iterator[Heard]:
+    def _heard(self, samples: np.ndarray) -> Iterator[StreamResult]:
         self._session.feed(samples)
         yield from self._taken()
 
-    def _taken(self) -> Iterator[Heard]:
+    def _taken(self) -> Iterator[StreamResult]:
         while self._session.busy:
             yield from self._session.take()

@@ -10,7 +10,7 @@ from itertools import islice
 from sbkit.data.pronunciation import apart, pronunciation
 from sbkit.data.symbols import phones
 from sbkit.errors import SbkitError
-from sbkit.export.layout import Voice
+from sbkit.export.layout import VoiceConfig
 
 #: Dashes, brackets, quotation marks, and what can't be seen, such as a soft hyphen.
 _SILENT = ("Pd", "Ps", "Pe", "Pi", "Pf", "Cf")
@@ -32,7 +32,7 @@ class UnknownCharacters(UnspeakableText):
 
 
 @dataclass(frozen=True)
-class Place:
+class TextPosition:
     """A character's place in a text; both count from 1."""
 
     line: int = 1
@@ -43,10 +43,10 @@ class Place:
 class Unknown:
     """Characters of a text that a voice never learnt, with the first places of each."""
 
-    places: dict[str, list[Place]] = field(default_factory=dict)
+    places: dict[str, list[TextPosition]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
-    def add(self, character: str, place: Place) -> None:
+    def add(self, character: str, place: TextPosition) -> None:
         """Count a character."""
         self.counts[character] = self.counts.get(character, 0) + 1
         told = self.places.setdefault(character, [])
@@ -74,7 +74,7 @@ class Unknown:
         return f"{shown} ({'; '.join(places)}{f'; {more} more' if more else ''})"
 
 
-class Symbols:
+class VoiceSymbols:
     """The symbols of a voice.
 
     A word is written by the rules that the voice's texts were written by, as far as its bundle has them; otherwise it
@@ -82,7 +82,7 @@ class Symbols:
     phones, it is espeak-ng that spells it.
     """
 
-    def __init__(self, config: Voice):
+    def __init__(self, config: VoiceConfig):
         self._ids = {symbol: number for number, symbol in enumerate(config.symbols) if number}
         self._said = None if config.spelling is None else pronunciation(config.spelling)
         self._characters = set(config.characters) or self._ids.keys()
@@ -94,7 +94,7 @@ class Symbols:
     def __contains__(self, character: str) -> bool:
         return character in self._ids
 
-    def spell(self, word: str, places: Iterable[Place], unknown: Unknown) -> tuple[str, list[int]]:
+    def spell(self, word: str, places: Iterable[TextPosition], unknown: Unknown) -> tuple[str, list[int]]:
         """Return a word as the symbols write it, and their ids; characters that are none are added to ``unknown``, but
         for marks around the word, which need not be spoken."""
         written = self._written(word)

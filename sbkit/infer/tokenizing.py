@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from sbkit.codes import Codes, check_place, writing
 from sbkit.codes.reading import MANIFEST
-from sbkit.codes.shards import NotKept, Writer
+from sbkit.codes.shards import CodesWriter, NotKept
 from sbkit.data import exclusions
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.corpus import Corpus
@@ -27,7 +27,7 @@ from sbkit.data.splits import ALIASES, SPLITS
 from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import Codec, codec
+from sbkit.infer.codec import CodecModel, codec
 from sbkit.infer.file_names import file_name
 from sbkit.infer.formats import AUTO
 from sbkit.system import disk
@@ -67,7 +67,7 @@ class TokenizeRequest:
     threads: int | None = None
 
 
-class _Read(NamedTuple):
+class _ReadRow(NamedTuple):
     """A row of a manifest, and its samples or why there are none."""
 
     row: int
@@ -76,7 +76,7 @@ class _Read(NamedTuple):
 
 def tokenize(request: TokenizeRequest) -> int:
     """Code a corpus and return the exit code. Each split is there as a whole, or not at all, and is coded once."""
-    config = layout.Codec.read(request.bundle)
+    config = layout.CodecConfig.read(request.bundle)
     folders = {}
     for name, folder in _folders(request).items():
         if not request.force and _coded(name, folder, request, config):
@@ -142,7 +142,7 @@ def _corpus(request: TokenizeRequest, name: str) -> Corpus:
 # ---------------------------------------------------------------------- a split
 
 
-def _coded(name: str, folder: Path, request: TokenizeRequest, config: layout.Codec) -> bool:
+def _coded(name: str, folder: Path, request: TokenizeRequest, config: layout.CodecConfig) -> bool:
     """Whether a folder has the codes of the split's list by this codec: an earlier call may have stopped after it."""
     if not (folder / MANIFEST).is_file():
         return False
@@ -153,7 +153,7 @@ def _coded(name: str, folder: Path, request: TokenizeRequest, config: layout.Cod
     return there.made_from == manifest.digest()
 
 
-def _tokenize(codec: Codec, name: str, folder: Path, request: TokenizeRequest) -> None:
+def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeRequest) -> None:
     """Code a split, and say what became of it."""
     corpus = _corpus(request, name)
     [manifest] = corpus.prepare(needs_text=False).values()
@@ -178,12 +178,12 @@ def _tokenize(codec: Codec, name: str, folder: Path, request: TokenizeRequest) -
 class _Done:
     """What became of the rows of a split so far."""
 
-    def __init__(self, codec: Codec, manifest: Manifest, out: Writer):
+    def __init__(self, codec: CodecModel, manifest: Manifest, out: CodesWriter):
         self._codec, self._manifest, self._out = codec, manifest, out
         self.utterances, self.seconds, self.frames = 0, 0.0, 0
         self._lost: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}
 
-    def add(self, window: Sequence[_Read]) -> None:
+    def add(self, window: Sequence[_ReadRow]) -> None:
         """Code what was read, and write it."""
         found = [(row, future.result()) for row, future in window]
         self._lost[UNDECODABLE] += [(row, error.cause) for row, error in found if isinstance(error, AudioError)]
@@ -225,13 +225,13 @@ def _tell_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -> 
 # ---------------------------------------------------------------------- reading
 
 
-def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[list[_Read]]:
+def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[list[_ReadRow]]:
     """Yield rows in their order, some minutes at a time, the next of which are being read."""
-    ahead: deque[list[_Read]] = deque()
+    ahead: deque[list[_ReadRow]] = deque()
     pool = ThreadPoolExecutor(readers, "sbkit-reader")
     try:
         for window in _windows(manifest.durations):
-            ahead.append([_Read(row, pool.submit(_samples, manifest, row, sample_rate)) for row in window])
+            ahead.append([_ReadRow(row, pool.submit(_samples, manifest, row, sample_rate)) for row in window])
             if len(ahead) > 1:
                 yield ahead.popleft()
         yield from ahead

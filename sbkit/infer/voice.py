@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.loaded import Loaded
-from sbkit.infer.sentences import Piece, Script
+from sbkit.infer.sentences import Phrase, Script
 from sbkit.infer.speech import Speech, joined, pauses, spoken
-from sbkit.infer.voice_engine import Line, VoiceEngine
+from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 
 SLOWEST, FASTEST = 0.25, 4.0
 
@@ -44,7 +44,7 @@ class Voice(Loaded[VoiceEngine]):
         """
         return self._say(iter(self.pieces(text, skip_unknown)), voice, speed)
 
-    def pieces(self, text: str, skip_unknown: bool = False) -> list[Piece]:
+    def pieces(self, text: str, skip_unknown: bool = False) -> list[Phrase]:
         """Check a text, and cut it into what is spoken at once."""
         return list(Script(self.engine.config, skip_unknown).read(text))
 
@@ -56,15 +56,15 @@ class Voice(Loaded[VoiceEngine]):
         """
         return self._say(Script(self.engine.config, skip_unknown).read(text), voice, speed)
 
-    def _say(self, pieces: Iterator[Piece], voice: str | None, speed: float) -> Iterator[Speech]:
+    def _say(self, pieces: Iterator[Phrase], voice: str | None, speed: float) -> Iterator[Speech]:
         speaker, speed = speaker_of(self.engine.config, voice), checked_speed(speed)
         return self._spoken(pieces, speaker, speed)
 
-    def _spoken(self, pieces: Iterator[Piece], speaker: int, speed: float) -> Iterator[Speech]:
+    def _spoken(self, pieces: Iterator[Phrase], speaker: int, speed: float) -> Iterator[Speech]:
         held = None  # computed while the one before is listened to
         try:
             for piece, pause in pauses(pieces, speed):
-                sounds = self.engine.submit([Line(piece.ids, speaker, speed)])
+                sounds = self.engine.submit([SpeechInput(piece.ids, speaker, speed)])
                 if held is not None:
                     yield spoken(held[0], held[2].result()[0], self.engine.config, held[1])
                 held = piece, pause, sounds
@@ -75,7 +75,7 @@ class Voice(Loaded[VoiceEngine]):
                 held[2].cancel()
 
 
-def speaker_of(config: layout.Voice, name: str | None) -> int:
+def speaker_of(config: layout.VoiceConfig, name: str | None) -> int:
     """Return the number of a speaker by name; None: the first."""
     if name is None:
         return 0

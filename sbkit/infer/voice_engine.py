@@ -24,7 +24,7 @@ _INTERFACE = Interface(dict(zip(layout.VOICE_INPUTS, _EXAMPLE, strict=True)), la
 
 
 @dataclass(frozen=True)
-class Line:
+class SpeechInput:
     """One text of a batch: ids of symbols, the number of a speaker, and a speed."""
 
     ids: Sequence[int]
@@ -36,7 +36,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Sound:
+class SpeechOutput:
     """What a line sounds like: samples [S] float32 from -1 to 1, and the frames of each symbol [U]."""
 
     samples: np.ndarray
@@ -54,26 +54,26 @@ class VoiceEngine(BundleEngine):
     threads : CPU threads of one run; None for all that this process may use
     """
 
-    config: layout.Voice
+    config: layout.VoiceConfig
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None):
         super().__init__(folder)
-        self.config = layout.Voice.read(self.folder)
+        self.config = layout.VoiceConfig.read(self.folder)
         if self.config.spelling is not None:
             pronunciation(self.config.spelling)  # what it needs is missed now, not with the first text
         model = formats.choose(self.folder, self.config.models, model, kind="voice")
         self._start(self.folder / self.config.models[model], model, DeviceChoice.parse(device), threads)
 
-    def submit(self, lines: Sequence[Line]) -> Future[Any]:
-        """Queue a batch; the future gives a ``Sound`` for each line."""
+    def submit(self, lines: Sequence[SpeechInput]) -> Future[Any]:
+        """Queue a batch; the future gives a ``SpeechOutput`` for each line."""
         for line in lines:
             if not 0 < len(line) <= self.config.max_symbols:
                 raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
             self._check(line)
         return self._worker.submit(self._run, list(lines))
 
-    def _check(self, line: Line) -> None:
+    def _check(self, line: SpeechInput) -> None:
         """Refuse ids that would be looked up in other rows, or in none."""
         symbols, speakers = len(self.config.symbols), len(self.config.speakers)
         if not all(isinstance(each, (int, np.integer)) and 1 <= each < symbols for each in line.ids):
@@ -89,21 +89,21 @@ class VoiceEngine(BundleEngine):
         return _INTERFACE
 
     def _warm_up(self, path: Path) -> None:
-        self._run([Line([1])])  # what it gives is looked at
+        self._run([SpeechInput([1])])  # what it gives is looked at
         symbols, speakers = len(self.config.symbols), len(self.config.speakers)
         try:
-            self._run([Line([symbols - 1], speakers - 1)])
+            self._run([SpeechInput([symbols - 1], speakers - 1)])
         except ModelFailed as error:  # of an index
             raise SbkitError(f"{path} can't speak the last of {symbols} symbols with the last of {speakers} voices: "
                              f"{error.message}",
                              hint=f"do it and {layout.CONFIG} come from the same export? export it again") from error
 
-    def _run(self, lines: list[Line]) -> list[Sound]:
+    def _run(self, lines: list[SpeechInput]) -> list[SpeechOutput]:
         if not self.config.batching:
             return [self._batch([line])[0] for line in lines]
         return self._batch(lines) if lines else []
 
-    def _batch(self, lines: list[Line]) -> list[Sound]:
+    def _batch(self, lines: list[SpeechInput]) -> list[SpeechOutput]:
         lengths = np.array([len(line) for line in lines], dtype=np.int64)
         text = np.zeros((len(lines), int(lengths.max())), dtype=np.int64)
         for row, line in zip(text, lines, strict=True):
@@ -117,7 +117,7 @@ class VoiceEngine(BundleEngine):
         return [_sound(*parts) for parts in zip(*found, lengths.tolist(), strict=True)]
 
 
-def _sound(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int) -> Sound:
+def _sound(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int) -> SpeechOutput:
     """Cut a row of a batch off its padding; raises for what is no sound."""
     if not 0 <= samples <= len(audio):
         raise SbkitError(f"the voice gave {len(audio)} samples and said that they were {samples}",
@@ -127,4 +127,4 @@ def _sound(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int)
         if wrong:
             raise SbkitError(f"the voice gave {what} that are no numbers", hint="was it trained to the end?")
     # Copies: a view would keep the whole batch in memory.
-    return Sound(audio.clip(-1.0, 1.0), frames.astype(np.int64))
+    return SpeechOutput(audio.clip(-1.0, 1.0), frames.astype(np.int64))

@@ -141,14 +141,14 @@ def _by_kernels(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
     target_lengths: torch.Tensor, blank: int,
 ) -> torch.Tensor:
-    from sbkit.nn.ctc_kernels import Sequences
+    from sbkit.nn.ctc_kernels import CTCNegLogLikelihood
 
     width, depth = log_probs.shape[1], targets.shape[1]
     columns = torch.cat([torch.full_like(targets[:, :1], blank), targets], 1)
     emit = log_probs.gather(2, columns.unsqueeze(1).expand(-1, width, -1))
     wrong = (input_lengths > width) | (target_lengths > depth)
-    losses = Sequences.apply(emit, targets, input_lengths.clamp(max=width), target_lengths.clamp(max=depth),
-                             _block(depth))
+    losses = CTCNegLogLikelihood.apply(emit, targets, input_lengths.clamp(max=width), target_lengths.clamp(max=depth),
+                                       _block(depth))
     return torch.where(wrong, torch.full_like(losses, math.nan), losses)
 
 

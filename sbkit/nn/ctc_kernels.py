@@ -98,7 +98,7 @@ def warps(block: int) -> int:
     return max(1, min(8, block // 64))
 
 
-class Sequences(torch.autograd.Function):
+class CTCNegLogLikelihood(torch.autograd.Function):
     """Negative log-likelihood [B] from each frame's log-probabilities of the blank and of the utterance's labels.
 
     emit: [B, T, 1 + U] fp32 log-probabilities of the blank, then of ``targets``

@@ -19,7 +19,7 @@ _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 @dataclass
-class Request:
+class CommandLine:
     """A parsed command line: a recipe, options of the run, and overrides of the recipe's keys."""
 
     path: Path
@@ -28,7 +28,7 @@ class Request:
     check: bool = True
 
 
-def parse(argv: list[str], beside: bool = True) -> Request:
+def parse(argv: list[str], beside: bool = True) -> CommandLine:
     """Split ``argv`` into the recipe, the run options and the overrides of the recipe's keys.
 
     beside: make modules beside the recipe importable from now on
@@ -50,7 +50,7 @@ def parse(argv: list[str], beside: bool = True) -> Request:
         import_beside(path)
     check = not given.pop("no_check", False)
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
-    return Request(path, run_opts, parse_overrides(rest), check)
+    return CommandLine(path, run_opts, parse_overrides(rest), check)
 
 
 def import_beside(recipe: Path) -> None:

@@ -61,7 +61,7 @@ class Cost:
         return self.utterances * self.seconds
 
 
-class Audio(NamedTuple):
+class TrainingAudio(NamedTuple):
     """The training audio of a run.
 
     hours : of the corpus
@@ -224,7 +224,7 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
                 int(max(turns, default=0)))
 
 
-def section(bill: Bill, audio: Audio | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:
+def section(bill: Bill, audio: TrainingAudio | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:
     """The bill as a table of the report.
 
     audio : what is trained on, if it is known
@@ -263,7 +263,7 @@ def section(bill: Bill, audio: Audio | None, planned: float, tried: Sequence[Bat
     return Section("The bill", ["what", "how much"], rows, _remarks(bill), values)
 
 
-def _amounts(audio: Audio) -> dict[str, float]:
+def _amounts(audio: TrainingAudio) -> dict[str, float]:
     """Hours of audio by what takes them."""
     times = f", {audio.passes} times {_few(audio.hours)} h" if audio.passes > 1 else ""
     epoch, run = audio.epoch_hours, audio.epoch_hours * audio.epochs

@@ -104,7 +104,7 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
     built = traced.built
     if not traced.complete:
         return None
-    known = parts.Parts(modules, built.hparams)
+    known = parts.ParameterGroups(modules, built.hparams)
     steps = {path: parts.until(value) for path, value in known.told(traced.keys.freeze or {}, "freeze").items()}
     frozen = {path for path, parameter in known.parameters.items() if not parameter.requires_grad}
     until = {path: step for path, step in steps.items() if step} | dict.fromkeys(frozen, learning.FOR_GOOD)
@@ -164,7 +164,7 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
     return remarks
 
 
-def _audio(traced: trace.Trace, device: torch.device) -> bill.Audio | None:
+def _audio(traced: trace.Trace, device: torch.device) -> bill.TrainingAudio | None:
     """The training audio of a run that begins, None if no earlier run has prepared it."""
     keys = traced.keys
     if not hasattr(keys.corpus, "manifest_path") or not keys.corpus.manifest_path("train").exists():
@@ -175,7 +175,7 @@ def _audio(traced: trace.Trace, device: torch.device) -> bill.Audio | None:
         passes = Plan.of(train, keys.batching, keys.augment, keys.epoch_counter.limit, rounding).passes
     except SbkitError:
         return None
-    return bill.Audio(train.hours, passes, keys.epoch_counter.limit)
+    return bill.TrainingAudio(train.hours, passes, keys.epoch_counter.limit)
 
 
 def _device(run_opts: RunOptions | None) -> torch.device:

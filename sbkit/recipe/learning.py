@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from sbkit.recipe.parts import Parts
+from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.report import Section
 
 FOR_GOOD = float("inf")
 
 
-def section(parts: Parts, until: Mapping[str, float], factors: Mapping[str, float], peak: float | None,
+def section(parts: ParameterGroups, until: Mapping[str, float], factors: Mapping[str, float], peak: float | None,
             ) -> Section | None:
     """Make the table; None if all learns from the first step, at one rate.
 

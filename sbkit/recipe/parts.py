@@ -41,7 +41,7 @@ FREEZE = Patterns("true, false or a number of steps", lambda value: isinstance(v
 FACTORS = Patterns("a number above 0", lambda value: value in POSITIVE)
 
 
-class Parts:
+class ParameterGroups:
     """The parameters of some modules, which can be found by all their names.
 
     Arguments
@@ -60,7 +60,7 @@ class Parts:
         self._names = [(name, path) for path in self.parameters for name in self.names(path)]
 
     @classmethod
-    def of_names(cls, tensors: Mapping[str, Any]) -> Parts:
+    def of_names(cls, tensors: Mapping[str, Any]) -> ParameterGroups:
         """Parts of tensors that have only one name each."""
         return cls(nn.ModuleDict(), {}, tensors)
 
@@ -139,7 +139,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
     """
     if "brain" not in built.nodes:  # a user's script may use these keys for something else
         return
-    parts = Parts(modules, built.hparams)
+    parts = ParameterGroups(modules, built.hparams)
     for key, allowed in BY_PART.items():
         node = built.nodes.get(key)
         if node is not None and built.hparams.get(key) is not None and \
@@ -161,7 +161,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
             parts.parameters[path].requires_grad_(False)
 
 
-def _check(node: Node, key: str, allowed: Patterns, parts: Parts | None, findings: Findings) -> bool:
+def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups | None, findings: Findings) -> bool:
     """Add findings about one of these keys; whether there are any."""
     before = len(findings)
     if not isinstance(node.value, dict):

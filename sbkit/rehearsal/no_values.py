@@ -14,11 +14,11 @@ import numpy as np
 from torch import nn
 
 from sbkit.decode import greedy, joint
-from sbkit.decode.spans import Spans, collapse
+from sbkit.decode.spans import TokenSpans, collapse
 from sbkit.nn import ctc
 from sbkit.nn.peek import Peek
 from sbkit.tasks.codec import task as codec
-from sbkit.tasks.codec.rows import Row
+from sbkit.tasks.codec.rows import CodecRow
 from sbkit.train.distributed import parallel, ranks
 
 
@@ -33,15 +33,15 @@ def install() -> None:
         with mock.patch.object(ranks, "raise_on_main", lambda error: None):
             compare(modules, when)
 
-    def silence(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[Spans]:
+    def silence(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[TokenSpans]:
         return collapse(np.full_like(labels, blank_id), np.ones_like(confidence), blank_id=blank_id)
 
-    def one_frame(name: str, text: str, samples: int, mel: float, codes: np.ndarray) -> Row:
-        return Row(name, text, samples, mel, np.zeros((1, codes.shape[1]), np.int32))
+    def one_frame(name: str, text: str, samples: int, mel: float, codes: np.ndarray) -> CodecRow:
+        return CodecRow(name, text, samples, mel, np.zeros((1, codes.shape[1]), np.int32))
 
     replaced: list[tuple[Any, str, Any]] = [
         (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", exchange), (greedy, "collapse", silence),
-        (ctc, "results_agree", lambda *given: True), (codec, "Row", one_frame),
+        (ctc, "results_agree", lambda *given: True), (codec, "CodecRow", one_frame),
         *((module, "refuse_nan", lambda confidence: None) for module in (greedy, joint))]
     for owner, name, replacement in replaced:
         setattr(owner, name, replacement)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.infer.bundles import Opened
+from sbkit.infer.bundles import BundleLoader
 from sbkit.recipe import arguments, bill, flops, load
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
@@ -198,7 +198,7 @@ def _run(job: Mapping[str, Any], diary: Diary, *words: str, folder: str = "run",
     watch = Watch(diary)
     watch.on_step = on_step or watch.on_step
     start.run([*job["words"], "--output_folder", str(Path(job["folder"], folder)), "--epoch_counter.limit",
-               str(EPOCHS), "--no-check", "--noprogressbar", *words], Opened)
+               str(EPOCHS), "--no-check", "--noprogressbar", *words], BundleLoader)
     return watch
 
 
@@ -285,7 +285,7 @@ def export(job: Mapping[str, Any], diary: Diary) -> int:
 
     diary.enter("export")
     run, to = Path(job["folder"], "run"), Path(job["folder"], "bundle")
-    bundle.export(bundle.ExportRequest(run, to, clips=2), Opened())
+    bundle.export(bundle.ExportRequest(run, to, clips=2), BundleLoader())
     if (to / "model.pt2").is_file():
         from sbkit.infer import load as open_bundle
 

@@ -90,7 +90,7 @@ class EvaluateRequest:
         return self.out or self.run / EVALUATIONS
 
 
-class Result(NamedTuple):
+class CheckpointResult(NamedTuple):
     """The result for one checkpoint; ``facts`` is the content of result.json."""
 
     came: Results
@@ -99,7 +99,7 @@ class Result(NamedTuple):
     replaced: str = ""  # the command of a different result that had the same name
 
 
-def write(scored: Result, manifest: Manifest) -> str:
+def write(scored: CheckpointResult, manifest: Manifest) -> str:
     """Write all files of a result; returns how a different result that it replaced was made."""
     folder = Path(scored.facts["folder"])
     replaced = _another(folder / RESULT, scored.facts, scored.metric)

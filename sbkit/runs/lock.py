@@ -140,7 +140,7 @@ class RunLock:
 
     def _wait_for(self, path: Path) -> None:
         """Wait until the holder that wrote ``path`` has ended; a run that doesn't end is an error."""
-        began, told, holder = time.monotonic(), False, _Holder(path)
+        began, told, holder = time.monotonic(), False, _LockHolder(path)
         while holder.lives is not False:
             waited = time.monotonic() - began
             if holder.lives and holder.facts.get("runs", True) and waited > self._patience(holder):
@@ -153,7 +153,7 @@ class RunLock:
             time.sleep(_POLL_SECONDS)
             holder.look()
 
-    def _patience(self, holder: _Holder) -> float:
+    def _patience(self, holder: _LockHolder) -> float:
         kin = self._facts["job"] and holder.facts.get("job") == self._facts["job"]
         return PATIENCE_WITH_KIN if kin else PATIENCE
 
@@ -173,7 +173,7 @@ class RunLock:
         return newest > self._number or (newest == self._number and not self._held.is_at(self._path(newest)))
 
 
-class _Holder:
+class _LockHolder:
     """The holder of a folder, as read from its file.
 
     lives : whether the holder is alive; None if only time can tell

@@ -10,7 +10,7 @@ from typing import Any
 
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
-from sbkit.recipe.arguments import Request
+from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.layout import ENVIRONMENT, RECIPE
@@ -20,7 +20,7 @@ from sbkit.system.environment import inventory
 LOG_CONFIG = Path(__file__).with_name("log-config.yaml")
 
 
-def open_folder(folder: str | Path, request: Request) -> None:
+def open_folder(folder: str | Path, request: CommandLine) -> None:
     """Create the run's folder with the resolved recipe, the log and a record of the environment."""
     from speechbrain.core import create_experiment_directory
 
@@ -35,7 +35,7 @@ def open_folder(folder: str | Path, request: Request) -> None:
                          hint="choose another place with --output_folder") from error
 
 
-def save_recipe(folder: str | Path, request: Request) -> None:
+def save_recipe(folder: str | Path, request: CommandLine) -> None:
     """Write the resolved recipe with SpeechBrain's header and under SpeechBrain's name for it."""
     from sbkit.recipe import load
 

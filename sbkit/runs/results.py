@@ -10,7 +10,7 @@ from typing import Any
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.recipe.arguments import Request
+from sbkit.recipe.arguments import CommandLine
 from sbkit.runs.keys import RunKeys
 from sbkit.runs.layout import RECIPE, TESTED
 from sbkit.score.report import write_report
@@ -45,7 +45,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
 _SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config"}
 
 
-def finished(keys: RunKeys, request: Request) -> str:
+def finished(keys: RunKeys, request: CommandLine) -> str:
     """The message for a run that was tested and has not changed since; empty if it has."""
     folder = keys.folder
     try:
@@ -65,7 +65,7 @@ def mark_unfinished(keys: RunKeys) -> None:
     (keys.folder / TESTED).unlink(missing_ok=True)
 
 
-def mark_finished(keys: RunKeys, request: Request, results: Results) -> None:
+def mark_finished(keys: RunKeys, request: CommandLine, results: Results) -> None:
     """Record that the run is complete: its results, and what they were computed from."""
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or only part of it was run
@@ -74,7 +74,7 @@ def mark_finished(keys: RunKeys, request: Request, results: Results) -> None:
                    "of": _of(keys, request)}, out, indent=1)
 
 
-def _of(keys: RunKeys, request: Request) -> dict[str, Any]:
+def _of(keys: RunKeys, request: CommandLine) -> dict[str, Any]:
     """Fingerprint of recipe, options, test set and checkpoints."""
     options, shelf = request.run_opts, keys.checkpointer
     written = (keys.folder / RECIPE).read_text(encoding="utf-8")

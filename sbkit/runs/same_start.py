@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ruamel.yaml import YAML
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.arguments import Request
+from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.includes import tag_of
 from sbkit.recipe.load import merged
 from sbkit.train.distributed import ranks
@@ -19,7 +19,7 @@ _OWN = {"param_file", "device", "local_rank", "noprogressbar", "tqdm_colored_bar
 _NAMED, _WIDTH = 5, 60
 
 
-def require(request: Request) -> None:
+def require(request: CommandLine) -> None:
     """Refuse a run whose ranks have other recipes or options: all keys that differ, with their values, on all ranks."""
     if ranks.alone():
         return
@@ -43,7 +43,7 @@ def require(request: Request) -> None:
                                    hint="start all with the same recipe and options"))
 
 
-def _given(request: Request) -> dict[str, str]:
+def _given(request: CommandLine) -> dict[str, str]:
     """The resolved value of each key and option, as text."""
     options = {name: str(getattr(request.run_opts, name))
                for name in request.run_opts.overridden_args if name not in _OWN}

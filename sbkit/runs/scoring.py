@@ -12,7 +12,7 @@ from sbkit.data.loader import EvalLoader
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
-from sbkit.runs.evaluation import EvaluateRequest, Result
+from sbkit.runs.evaluation import CheckpointResult, EvaluateRequest
 from sbkit.runs.keys import RunKeys
 from sbkit.train.distributed import ranks
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sbkit.train.brain import Brain
 
 
-def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str) -> Result:
+def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str) -> CheckpointResult:
     """Score the manifest on all ranks; every rank gets the whole result."""
     ranks.meet("ready")
     began = time.monotonic()
@@ -37,7 +37,7 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Mani
         "real_time_factor": took / seconds, "devices": ranks.world_size(), "device": str(brain.device),
         "precision": brain.eval_precision, "damaged": damaged,
     }
-    return Result(came, facts, brain.metric.name)
+    return CheckpointResult(came, facts, brain.metric.name)
 
 
 def hear(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str,

@@ -17,7 +17,7 @@ from sbkit.train.memory import host
 if TYPE_CHECKING:
     import torch
 
-    from sbkit.recipe.arguments import Request
+    from sbkit.recipe.arguments import CommandLine
     from sbkit.recipe.load import Recipe
     from sbkit.runs.bundles import Bundles
     from sbkit.runs.start_guard import StartGuard
@@ -47,7 +47,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     return 0
 
 
-def _run(request: Request, device: torch.device, bundles: Bundles) -> None:
+def _run(request: CommandLine, device: torch.device, bundles: Bundles) -> None:
     from sbkit.recipe import load
     from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
@@ -69,7 +69,7 @@ def _run(request: Request, device: torch.device, bundles: Bundles) -> None:
         ranks.shutdown()
 
 
-def _train(recipe: Recipe, request: Request, device: torch.device, guard: StartGuard, bundles: Bundles) -> None:
+def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: StartGuard, bundles: Bundles) -> None:
     from sbkit.recipe import load
     from sbkit.runs import initial, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks

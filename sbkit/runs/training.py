@@ -20,7 +20,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
 from sbkit.errors import SbkitError
 from sbkit.recipe import flops
-from sbkit.recipe.arguments import Request
+from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import peak_of
@@ -38,7 +38,7 @@ from sbkit.train.state import TrainState
 logger = logging.getLogger(__name__)
 
 
-def fit_and_test(recipe: Recipe, request: Request, device: torch.device, manifests: Mapping[str, Manifest],
+def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, manifests: Mapping[str, Manifest],
                  guard: StartGuard, bundles: Bundles) -> Brain:
     """Train the remaining epochs, then test; returns the Brain, which has the results.
 
@@ -168,7 +168,7 @@ def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> Begun:
     return Begun(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
 
 
-def before_run(request: Request) -> None:
+def before_run(request: CommandLine) -> None:
     """Check the recipe of a run that is about to start: errors end the run, warnings are printed."""
     from sbkit.recipe.check import check
 

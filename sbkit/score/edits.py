@@ -39,7 +39,7 @@ _Item = TypeVar("_Item")
 _Coded = Sequence[Hashable]  # letters of a text, words, or numbers that stand for them
 
 
-class Counts(NamedTuple):
+class EditCounts(NamedTuple):
     """Edits of each pair, [N] int64."""
 
     insertions: np.ndarray
@@ -51,23 +51,23 @@ class Counts(NamedTuple):
         return self.insertions + self.deletions + self.substitutions
 
 
-def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Counts:
+def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> EditCounts:
     """Count the edits that turn each reference into its hypothesis."""
     return _in_parts(references, hypotheses, _count_tokens)
 
 
 def _in_parts(references: Sequence[_Item], hypotheses: Sequence[_Item],
-              count_part: Callable[[list[_Item], list[_Item]], Counts | np.ndarray]) -> Counts:
+              count_part: Callable[[list[_Item], list[_Item]], EditCounts | np.ndarray]) -> EditCounts:
     differ = bytes(map(ne, references, hypotheses))
     refs, hyps = (list(compress(side, differ)) for side in (references, hypotheses))
     parts = [count_part(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
              for start in range(0, len(refs), _AT_ONCE)]
     counts = np.zeros((3, len(differ)), dtype=np.int64)
     counts[:, np.frombuffer(differ, bool)] = np.concatenate(parts, axis=1) if parts else 0
-    return Counts(*counts)
+    return EditCounts(*counts)
 
 
-def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
+def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> EditCounts:
     # Rapidfuzz compares hashes: an empty word hashes like "\0", and other objects may have any hash.
     longer = _lengths(hypotheses) - _lengths(references)
     if _are_strings(references, hypotheses) or _are_plain_words(references, hypotheses):
@@ -77,7 +77,7 @@ def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> Counts:
     return _count(refs, hyps, longer)
 
 
-def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: np.ndarray) -> Counts:
+def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: np.ndarray) -> EditCounts:
     """Count the edits of pairs whose hypothesis is ``longer`` by this many tokens, [N] int64."""
     edits = _distances(references, hypotheses, 1)
     # edits = substitutions + |longer| + 2 * (insertions that are balanced by a deletion elsewhere), which is an upper
@@ -104,9 +104,9 @@ def _are_plain_words(*sides: list[Tokens]) -> bool:
     return all("" not in tokens and set(map(type, tokens)) <= {str} for side in sides for tokens in side)
 
 
-def _completed(edits: np.ndarray, substitutions: np.ndarray, longer: np.ndarray) -> Counts:
+def _completed(edits: np.ndarray, substitutions: np.ndarray, longer: np.ndarray) -> EditCounts:
     insertions = (edits - substitutions + longer) // 2
-    return Counts(insertions, insertions - longer, substitutions)
+    return EditCounts(insertions, insertions - longer, substitutions)
 
 
 def _lengths(texts: Sequence[_Coded]) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sbkit.errors import SbkitError
-from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Counts, Tokens, align, count
+from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, EditCounts, Tokens, align, count
 from sbkit.system.console import atomic_write
 
 _NOTHING = "there is nothing to score: no utterance was added"
@@ -71,7 +71,7 @@ class ErrorRates:
         self._references: list[Tokens] = []
         self._hypotheses: list[Tokens] = []
         self._size = 0  # tokens of all references
-        self._counts: Counts | None = None
+        self._counts: EditCounts | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -119,7 +119,7 @@ class ErrorRates:
         return self._hypotheses
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> EditCounts:
         """The edits of each utterance, in the order in which they were added."""
         if self._counts is None:
             if not self.ids:

@@ -39,7 +39,7 @@ def interval_of(edits: np.ndarray, lengths: np.ndarray, confidence: float = 0.95
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Comparison of run ``b`` with run ``a`` on the same utterances."""
 
     rate_a: float
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0,
-            ) -> Comparison:
+            ) -> RunComparison:
     """Test whether ``b`` differs from ``a``: a paired bootstrap for the interval, matched pairs for the p-value.
 
     The p-value is that of a permutation test: if both runs were equally good, each utterance's difference in edits
@@ -79,11 +79,11 @@ def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: i
     if len(difference) > NORMAL_FROM:
         reach = _normal_reach(difference, a.lengths, confidence)
         middle = b.rate - a.rate
-        return Comparison(a.rate, b.rate, middle - reach, middle + reach, _normal_p(difference), confidence)
+        return RunComparison(a.rate, b.rate, middle - reach, middle + reach, _normal_p(difference), confidence)
     drawn = np.concatenate([
         edits / lengths for edits, lengths in _resampled(np.stack([difference, a.lengths]), resamples, seed)])
     low, high = _bounds(100 * drawn, confidence)
-    return Comparison(a.rate, b.rate, low, high, _permutation_p(difference, resamples, seed), confidence)
+    return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference, resamples, seed), confidence)
 
 
 def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:

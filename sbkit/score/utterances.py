@@ -16,7 +16,7 @@ from sbkit.system.console import atomic_write
 _LONGEST_LINE = 1 << 24
 
 
-class Row(Protocol):
+class EvaluatedUtterance(Protocol):
     """The fields that a task reports for an utterance."""
 
     id: str
@@ -40,7 +40,7 @@ class ScoredUtterance:
     meta: dict[str, str] = field(default_factory=dict)
 
 
-def join(rows: Iterable[Row], manifest: Manifest) -> Iterator[ScoredUtterance]:
+def join(rows: Iterable[EvaluatedUtterance], manifest: Manifest) -> Iterator[ScoredUtterance]:
     """Join each row with the manifest's facts; every id must be in the manifest."""
     place = {name: i for i, name in enumerate(manifest.ids)}
     for row in rows:

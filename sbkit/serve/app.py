@@ -22,7 +22,7 @@ from sbkit.serve.disk import Disk, Held
 from sbkit.serve.doors import Doors
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
 from sbkit.serve.form import Form
-from sbkit.serve.gate import REQUEST_ID, App, Gate, Keys
+from sbkit.serve.gate import REQUEST_ID, ApiKeys, App, Gate
 from sbkit.serve.hosts import Hosts
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import Floor
@@ -76,7 +76,7 @@ class State:
         return [each.fault for each in self.registry or () if each.fault]
 
 
-def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
+def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
          ) -> App:
     """Make the ASGI application around a state."""
     rooms = Rooms(state.limits, state.metrics)
@@ -154,7 +154,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
     async def speech(request: Request) -> Response:
         with contextlib.ExitStack() as stay:
             stay.enter_context(rooms.place(clients.address(request.scope)))
-            upload = Upload(request, state.limits, speech_form.Room())
+            upload = Upload(request, state.limits, speech_form.MemoryLimit())
             visit = rooms.visit(upload.request)
             stay.callback(visit.close)
             try:
@@ -186,7 +186,7 @@ def make(state: State, keys: Keys | None = None, origins: tuple[str, ...] = (), 
         state.metrics.refused.add(reason=error.code or "")
         await websocket.send_denial_response(_said(error))
 
-    return Gate(app, keys or Keys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
+    return Gate(app, keys or ApiKeys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
                 lambda: state.stopping)
 
 

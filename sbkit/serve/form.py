@@ -49,8 +49,8 @@ async def read(request: Request, registry: Callable[[], Registry]) -> Form:
         raise invalid("compressed bodies are not supported; send it uncompressed")
     try:
         with with_room():
-            form = await _Parser(headers, _pieces(request), max_files=1, max_fields=_FIELDS,
-                                 max_part_size=_FIELD_BYTES).parse()
+            form = await _FormParser(headers, _pieces(request), max_files=1, max_fields=_FIELDS,
+                                     max_part_size=_FIELD_BYTES).parse()
     except MultiPartException as error:
         raise invalid(f"the form can't be read: {error.message}") from None
     except (ValueError, KeyError, TypeError) as error:  # invalid headers
@@ -90,7 +90,7 @@ async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:
             await asyncio.sleep(0)
 
 
-class _Parser(MultiPartParser):
+class _FormParser(MultiPartParser):
     """Starlette's, with a limit for all headers of parts: it looks at each byte of them."""
 
     _headers_left = _HEADER_BYTES

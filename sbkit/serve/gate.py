@@ -37,7 +37,7 @@ _COUNTED = _OPEN | {"/metrics", "/v1/models", "/v1/audio/transcriptions", "/v1/a
 _log = logging.getLogger(__name__)
 
 
-class Keys:
+class ApiKeys:
     """The API keys, stored only as digests. A key is compared with all of them, in constant time."""
 
     def __init__(self, keys: Iterable[str]):
@@ -70,7 +70,7 @@ class Gate:
     stopping : whether new requests are refused
     """
 
-    def __init__(self, app: App, keys: Keys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
+    def __init__(self, app: App, keys: ApiKeys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
                  hosts: Hosts | None = None, stopping: Callable[[], bool] = lambda: False):
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
         self._upload_bytes, self._metrics, self._hosts, self._stopping = upload_bytes, metrics, hosts, stopping

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbkit.decode.heard import Heard
+from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import PAUSE_SECONDS, Word
 from sbkit.infer.assembly import words
-from sbkit.infer.lines import Line, Lines
+from sbkit.infer.lines import Lines, TranscriptLine
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.serve.errors import ApiError, too_late
 from sbkit.serve.job import Job
@@ -157,10 +157,10 @@ class ByChunks(Hearing):
             if self._session.busy and self._heard == before:
                 raise too_late(self._seconds) from None
 
-    def _told(self, heard: Sequence[Heard]) -> News:
+    def _told(self, heard: Sequence[StreamResult]) -> News:
         changed = [line for each in heard for line in self._lines.add(each)]
         self._heard = heard[-1].seconds
-        now = Line([], [], False) if changed[-1].over else changed[-1]
+        now = TranscriptLine([], [], False) if changed[-1].over else changed[-1]
         return News([line.settled for line in changed if line.over], now.settled, now.partial, self._heard,
                     now.words[0].start if now.words else self._heard)
 

@@ -42,7 +42,7 @@ def named(given: Sequence[str]) -> dict[str, Path]:
 
 
 @dataclass
-class Options:
+class BundleOptions:
     """Options for all bundles, as in ``sbkit transcribe``."""
 
     model: str = AUTO
@@ -67,7 +67,7 @@ class ServedModel(Served):
 
     endpoints = ("/v1/audio/transcriptions", "/v1/audio/live")
 
-    def __init__(self, name: str, folder: Path, options: Options, told: Told | None = None,
+    def __init__(self, name: str, folder: Path, options: BundleOptions, told: Told | None = None,
                  stepped: Told | None = None):
         super().__init__(name)
         self.engine = Engine(folder, options.model, options.device, options.threads)
@@ -82,7 +82,7 @@ class ServedModel(Served):
         """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
         self.chunks_ms = list(self.streams.chunks) if self.streams is not None else []
 
-    def _streams(self, folder: Path, options: Options, stepped: Told | None) -> StreamEngine | None:
+    def _streams(self, folder: Path, options: BundleOptions, stepped: Told | None) -> StreamEngine | None:
         model, streaming = self.engine.running.model, self.config.streaming
         if streaming is None or model not in streaming.models:
             return None
@@ -168,7 +168,7 @@ class Registry:
             each.close()
 
 
-def load(bundles: Mapping[str, Path], options: Options, told: Callable[[str, int], None] | None = None,
+def load(bundles: Mapping[str, Path], options: BundleOptions, told: Callable[[str, int], None] | None = None,
          stepped: Callable[[str, int], None] | None = None) -> Registry:
     """Load all bundles, or raise for the first broken one.
 
@@ -177,7 +177,7 @@ def load(bundles: Mapping[str, Path], options: Options, told: Callable[[str, int
     def named(call: Callable[[str, int], None] | None, name: str) -> Told | None:
         return None if call is None else functools.partial(call, name)
 
-    speaks = {name: isinstance(layout.read(folder), layout.Voice) for name, folder in bundles.items()}
+    speaks = {name: isinstance(layout.read(folder), layout.VoiceConfig) for name, folder in bundles.items()}
     if all(speaks.values()) and (options.search or options.chunk_seconds or options.batch_seconds):
         raise SbkitError("language models, hot words, --chunk-seconds and --batch-seconds are for models that hear, "
                          "and these only speak", hint="leave them out, or serve a recogniser too")

@@ -123,7 +123,7 @@ class _Server:
         from sbkit.serve import doors
         from sbkit.serve.app import State, make
         from sbkit.serve.connection import protocol_options
-        from sbkit.serve.gate import Keys
+        from sbkit.serve.gate import ApiKeys
 
         self._request, self._bundles, self._listening = request, bundles, listening
         self._state = State(request.limits)
@@ -133,7 +133,7 @@ class _Server:
                   file=sys.stderr)
         self._state.doors = doors.Doors(places.most, request.limits.client_share, self._state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
-        app = make(self._state, Keys(keys), tuple(request.allow_origins), hosts)
+        app = make(self._state, ApiKeys(keys), tuple(request.allow_origins), hosts)
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
@@ -182,8 +182,8 @@ class _Server:
         from sbkit.serve.decoders import Decoders
 
         request, state = self._request, self._state
-        options = registry.Options(request.model, request.device, request.threads, request.batch_seconds,
-                                   request.chunk_seconds, request.batching, request.search)
+        options = registry.BundleOptions(request.model, request.device, request.threads, request.batch_seconds,
+                                         request.chunk_seconds, request.batching, request.search)
         state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.add, disk=state.disk)
         loaded = registry.load(self._bundles, options,
                                lambda name, rows: state.metrics.batches.observe(rows, model=name),

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from sbkit.infer.sentences import Piece
+from sbkit.infer.sentences import Phrase
 from sbkit.infer.sound_file import SoundStream
 from sbkit.infer.speech import Speech, pauses, spoken
-from sbkit.infer.voice_engine import Line, Sound
+from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
 from sbkit.serve import replies
 from sbkit.serve.errors import ApiError, failed
 from sbkit.serve.metrics import Metrics
@@ -40,17 +40,17 @@ async def sound(visit: Visit, ask: SpeechForm, metrics: Metrics) -> AsyncGenerat
     began, name = time.monotonic(), ask.served.name
     stream, usage = SoundStream(ask.kind, ask.served.config.sample_rate), Usage()
     coming = deque(pauses(iter(ask.pieces), ask.speed))
-    computing: deque[tuple[Piece, float, asyncio.Future[Any]]] = deque()
+    computing: deque[tuple[Phrase, float, asyncio.Future[Any]]] = deque()
     first = True
     try:
         while coming or computing:
             while coming and len(computing) < _AHEAD:
                 piece, pause = coming.popleft()
-                future = ask.served.batcher.submit(Line(piece.ids, ask.speaker, ask.speed), visit.job.client)
+                future = ask.served.batcher.submit(SpeechInput(piece.ids, ask.speaker, ask.speed), visit.job.client)
                 computing.append((piece, pause, asyncio.wrap_future(visit.job.watch(future))))
             piece, pause, waiting = computing.popleft()
             try:
-                found: Sound = await visit.met(waiting)
+                found: SpeechOutput = await visit.met(waiting)
             except Exception:
                 ask.served.check()  # raises for a broken device
                 raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import Request
 
-from sbkit.infer.sentences import Piece, Script
+from sbkit.infer.sentences import Phrase, Script
 from sbkit.infer.sound_file import KINDS, kinds
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.voice import FASTEST, SLOWEST
@@ -34,7 +34,7 @@ class SpeechForm:
     """
 
     served: ServedVoice
-    pieces: list[Piece]
+    pieces: list[Phrase]
     speaker: int
     kind: str
     speed: float
@@ -46,7 +46,7 @@ class SpeechForm:
         return KINDS[self.kind].media_type
 
 
-class Room:
+class MemoryLimit:
     """Room for the body of a request, in memory."""
 
     def grow(self, size: int) -> None:
@@ -130,7 +130,7 @@ def _speed(value: object) -> float:
     return float(value)
 
 
-def _pieces(text: str, fields: dict[str, Any], served: ServedVoice) -> list[Piece]:
+def _pieces(text: str, fields: dict[str, Any], served: ServedVoice) -> list[Phrase]:
     skip = fields.get("skip_unknown")
     if not isinstance(skip, (bool, type(None))):
         raise invalid(f"skip_unknown must be true or false, not {shown(skip)}", "skip_unknown")

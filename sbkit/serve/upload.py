@@ -13,7 +13,7 @@ from sbkit.serve.errors import too_slow
 from sbkit.serve.limits import Limits
 
 
-class Room(Protocol):
+class SizeLimit(Protocol):
     """Room for what is received."""
 
     def grow(self, size: int) -> None:
@@ -28,7 +28,7 @@ class Upload:
     held : its room, such as a disk reservation: the length that the request claims, or else what has arrived
     """
 
-    def __init__(self, request: Request, limits: Limits, held: Room):
+    def __init__(self, request: Request, limits: Limits, held: SizeLimit):
         self._receive, self._limits, self._held = request.receive, limits, held
         self._came, self._waited, self._whole = 0, 0.0, False
         held.grow(int(request.headers.get("content-length", "0")))

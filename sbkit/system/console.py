@@ -148,7 +148,7 @@ def _nobody_reads_stderr() -> bool:
     return getattr(getattr(getattr(sys.stderr, "buffer", None), "raw", None), "lost", False)
 
 
-class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # has no arguments before Python 3.11
+class TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # has no arguments before Python 3.11
     """Handler of the terminal, which leaves progress bars whole."""
 
     def emit(self, record: logging.LogRecord) -> None:

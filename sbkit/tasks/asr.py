@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from sbkit.data.manifest import Manifest
-from sbkit.data.reader import Encoder
+from sbkit.data.reader import SupportsEncode
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.runs import initial
@@ -24,7 +24,7 @@ from sbkit.tasks.learning_progress import LearningProgress
 from sbkit.tasks.task import Metric, Task
 from sbkit.tasks.transcripts import Transcripts, score
 from sbkit.train.distributed import ranks
-from sbkit.train.step import Facts
+from sbkit.train.step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def choices(found: Sequence[Any]) -> tuple[Choice, ...]:
     return tuple(Choice(one.text, one.score, one.acoustic) for one in found)
 
 
-class Row(NamedTuple):
+class TranscribedUtterance(NamedTuple):
     """One transcribed utterance of a validation or test."""
 
     id: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 class ASR(Task):
-    """A task that scores words; its ``compute_objectives`` adds a ``Row`` to ``self.rows`` for each utterance."""
+    """A task that scores words; ``compute_objectives`` adds a ``TranscribedUtterance`` to ``self.rows`` for each"""
 
     Keys: ClassVar[type[TaskKeys]] = RecogniserKeys
     metric = Metric("WER")
@@ -110,7 +110,7 @@ class ASR(Task):
         return keys.tokenizer.path.exists()
 
     @classmethod
-    def encoder(cls, keys: RecogniserKeys) -> Encoder:
+    def encoder(cls, keys: RecogniserKeys) -> SupportsEncode:
         """Return the tokenizer; raises unless it has as many tokens as the model has outputs."""
         tokenizer = keys.tokenizer.load()
         tokenizer.check(keys.output_neurons)
@@ -157,7 +157,7 @@ class ASR(Task):
         if not self.test_only:
             self._log_notices(self.notices.end())
 
-    def close_step(self, facts: Facts) -> None:
+    def close_step(self, facts: StepResult) -> None:
         """Record a step's loss for the masks and the rate that follow it, and for the warnings."""
         part = facts.extras.get(self.loss_of_tokens or "")
         total, tokens = part or (facts.total, facts.count)
@@ -193,17 +193,17 @@ class ASR(Task):
 
     # ------------------------------------------------------------ validation and test
 
-    def stats(self, rows: Sequence[Row]) -> dict[str, float]:
+    def stats(self, rows: Sequence[TranscribedUtterance]) -> dict[str, float]:
         words, characters = score(rows)
         return {"WER": words.rate, "CER": characters.rate}
 
-    def close_validation(self, rows: Sequence[Row], stats: Mapping[str, float]) -> None:
+    def close_validation(self, rows: Sequence[TranscribedUtterance], stats: Mapping[str, float]) -> None:
         """Take in how much was transcribed, which notices mention, and finish the validation."""
         empty = sum(not row.hypothesis.strip() for row in rows)
         self.notices.validated(self.optimizer_step, empty, len(rows), stats["CER"])
         super().close_validation(rows, stats)
 
-    def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Transcripts:
+    def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:
         return Transcripts.of(rows, loss, unread)
 
 

@@ -19,7 +19,7 @@ from speechbrain.core import Stage
 
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
-from sbkit.data.reader import Encoder
+from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
@@ -111,7 +111,7 @@ class Task(Brain):
         return True
 
     @classmethod
-    def encoder(cls, keys: OwnKeys) -> Encoder | None:
+    def encoder(cls, keys: OwnKeys) -> SupportsEncode | None:
         """Return what turns an utterance's text into the ``tokens`` of its batch; None if batches have no tokens.
 
         Any object with ``encode(text) -> list[int]`` that can be pickled will do: the processes that read audio use it.

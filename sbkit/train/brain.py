@@ -24,7 +24,7 @@ from sbkit.nn.fast.norm import flatten_norms
 from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe import learning
 from sbkit.recipe.partials import unwrapped
-from sbkit.recipe.parts import Parts
+from sbkit.recipe.parts import ParameterGroups
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
@@ -41,8 +41,8 @@ from sbkit.train.monitor.timing import profiler
 from sbkit.train.monitor.utilisation import Utilisation
 from sbkit.train.optim import fused, skips_itself
 from sbkit.train.plain_loop import PlainLoop
-from sbkit.train.state import Counter, Overrides, TrainState
-from sbkit.train.step import Facts, Loss
+from sbkit.train.state import Overrides, StateView, TrainState
+from sbkit.train.step import Loss, StepResult
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Brain(sb.core.Brain):
     """
 
     Keys: ClassVar[type[TrainKeys]] = ScriptKeys
-    step, optimizer_step, nonfinite_count = Counter(), Counter(), Counter()
+    step, optimizer_step, nonfinite_count = StateView(), StateView(), StateView()
     opt_class: Callable[..., torch.optim.Optimizer] | None
     profiler: torch.profiler.profile | None
 
@@ -136,7 +136,7 @@ class Brain(sb.core.Brain):
 
     def _freezing(self) -> Freezing:
         """Freeze what never trains. What trains later is frozen in ``fit``, so that the cost estimate counts it."""
-        parts = Parts(self.modules, vars(self.hparams))
+        parts = ParameterGroups(self.modules, vars(self.hparams))
         parts.told(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
         if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
             raise SbkitError(f"{type(self).__name__} makes its own optimizers, so learning_rates and layer_decay "
@@ -169,7 +169,7 @@ class Brain(sb.core.Brain):
 
     def _tell_what_learns(self) -> None:
         """Log the table of what learns, unless all does at one rate."""
-        parts = Parts(self.modules, vars(self.hparams))
+        parts = ParameterGroups(self.modules, vars(self.hparams))
         table = learning.section(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
         if table is not None and ranks.is_main():
             logger.info("%s", table.text())
@@ -184,7 +184,7 @@ class Brain(sb.core.Brain):
         """Return what the learning rate of parameters is multiplied by, by path, leaving out factors of 1."""
         if not self._scales_rates:
             return {}
-        parts = Parts(self.modules, vars(self.hparams))
+        parts = ParameterGroups(self.modules, vars(self.hparams))
         return rates.factors(self, parts, self.keys.learning_rates, self.keys.layer_decay)
 
     def stacked_layers(self) -> Sequence[torch.nn.Module] | None:
@@ -237,7 +237,8 @@ class Brain(sb.core.Brain):
         plain, self.opt_class = self.opt_class, self.opt_class and fused(self.opt_class)
         if self._scales_rates and self.opt_class is not None:
             self._factors = self.rate_factors()
-            self.opt_class = rates.grouped(self.opt_class, self._factors, Parts(self.modules, vars(self.hparams)))
+            self.opt_class = rates.grouped(self.opt_class, self._factors,
+                                           ParameterGroups(self.modules, vars(self.hparams)))
         try:
             with self.trainer.freezing.lifted():
                 super().init_optimizers()
@@ -329,7 +330,7 @@ class Brain(sb.core.Brain):
     def _fit_train(self, train_set: DataSource, epoch: int, enable: bool) -> None:
         self.trainer.train_epoch(train_set, epoch, enable)
 
-    def on_step_known(self, facts: Facts) -> None:
+    def on_step_known(self, facts: StepResult) -> None:
         """Handle the losses and gradient norm of an optimizer step, the same on all ranks, once the host knows them."""
 
     # ------------------------------------------------------------ around the hooks
@@ -339,7 +340,7 @@ class Brain(sb.core.Brain):
     def open_step(self, number: int) -> None:
         """Prepare the optimizer step of this number, counted from 1; called before the first and after each."""
 
-    def close_step(self, facts: Facts) -> None:
+    def close_step(self, facts: StepResult) -> None:
         """Take in what is known of a step."""
         self.on_step_known(facts)
 

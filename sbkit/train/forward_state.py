@@ -17,7 +17,7 @@ _SMALL = 1 << 16
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
-class Place(NamedTuple):
+class ModuleAttribute(NamedTuple):
     """An attribute of a module, whose value the module may replace."""
 
     owner: nn.Module
@@ -149,18 +149,18 @@ def _differ(before: object, now: object) -> bool:
     return now is not before and now != before
 
 
-def _buffers(modules: nn.Module) -> list[Place]:
-    found: dict[int, Place] = {}
+def _buffers(modules: nn.Module) -> list[ModuleAttribute]:
+    found: dict[int, ModuleAttribute] = {}
     for owner in modules.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if _can_be_written(buffer):
-                found.setdefault(id(buffer), Place(owner, name))
+                found.setdefault(id(buffer), ModuleAttribute(owner, name))
     return list(found.values())
 
 
-def _attributes(modules: nn.Module) -> list[Place]:
+def _attributes(modules: nn.Module) -> list[ModuleAttribute]:
     """Return tensors and numbers in modules with their own save hooks, which are in no state dict."""
-    return [Place(owner, name)
+    return [ModuleAttribute(owner, name)
             for owner in modules.modules() if get_default_hook(owner, DEFAULT_SAVE_HOOKS) not in TENSORS
             for name, value in vars(owner).items()
             if name != "training" and (isinstance(value, (int, float)) or _can_be_written(value))]

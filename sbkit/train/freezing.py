@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.parts import Parts, opened, until
+from sbkit.recipe.parts import ParameterGroups, opened, until
 
 #: Parameters that some ``Freezing`` has set. Others that need no gradient were frozen by the model itself.
 _FROZEN = WeakTensorKeyDictionary()
@@ -30,7 +30,7 @@ class Freezing:
         base of adapters, a pretrained encoder's convolutions) always stays frozen.
     """
 
-    def __init__(self, modules: torch.nn.Module, parts: Parts, wanted: Mapping[str, bool | int] | None):
+    def __init__(self, modules: torch.nn.Module, parts: ParameterGroups, wanted: Mapping[str, bool | int] | None):
         self.modules = modules
         told = parts.told(wanted or {}, "freeze")
         own = {path for path, parameter in parts.parameters.items()
@@ -98,7 +98,7 @@ class Freezing:
                 parameter.requires_grad_(False)
 
 
-def _refuse_pointless(wanted: Mapping[str, bool | int], parts: Parts, own: set[str]) -> None:
+def _refuse_pointless(wanted: Mapping[str, bool | int], parts: ParameterGroups, own: set[str]) -> None:
     """Refuse a pattern with a number of steps that matches only what the model itself keeps frozen."""
     for pattern, value in opened(wanted).items():
         if 0 < until(value) < float("inf") and parts.matching(pattern) <= own:

@@ -47,7 +47,7 @@ def is_loader(loader: object) -> bool:
 
 
 @partial(register_checkpoint_hooks, save_on_main_only=False)
-class Counts:
+class LoaderCounts:
     """A recoverable for what a loader's ``state_dict`` counts on each rank, such as damaged recordings.
 
     With another number of ranks, numbers are divided evenly over ranks, and each rank gets all named entries.
@@ -127,7 +127,7 @@ def made(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, A
     """Return the loader for a stage: the one given, or one made from the given dataset."""
     planned = stage is Stage.TRAIN and is_plan_driven(dataset)
     if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
-        brain.checkpointer.add_recoverable("loader", Counts(dataset), optional_load=True)
+        brain.checkpointer.add_recoverable("loader", LoaderCounts(dataset), optional_load=True)
     if dataset is None or planned:
         return dataset
     if not is_loader(dataset):

@@ -9,7 +9,7 @@ from sbkit.train.distributed import ranks
 from sbkit.train.given import MicroBatch
 from sbkit.train.monitor.tally import one_number
 from sbkit.train.state import Overrides
-from sbkit.train.step import Facts
+from sbkit.train.step import StepResult
 from sbkit.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class PlainLoop(Trainer):
         flags = ranks.any_of(self.flags()) if self.overrides.fit_batch else {}
         return {**super()._asked(), **flags}
 
-    def _average(self, fact: Facts) -> None:
+    def _average(self, fact: StepResult) -> None:
         if not self.overrides.averages_batches:
             super()._average(fact)
 

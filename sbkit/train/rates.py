@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.parts import Parts
+from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.trace import on_stand_ins
 
 Rate = float | torch.Tensor  # a group's rate may be either
@@ -21,7 +21,8 @@ Rate = float | torch.Tensor  # a group's rate may be either
 _SECONDS = 3.0
 
 
-def factors(brain: sb.Brain, parts: Parts, by_part: Mapping[str, float] | None, layer_decay: float) -> dict[str, float]:
+def factors(brain: sb.Brain, parts: ParameterGroups, by_part: Mapping[str, float] | None,
+            layer_decay: float) -> dict[str, float]:
     """Return the factor of the learning rate for each parameter path, leaving out factors of 1.
 
     by_part, layer_decay : the recipe's ``learning_rates`` and ``layer_decay``
@@ -33,7 +34,7 @@ def factors(brain: sb.Brain, parts: Parts, by_part: Mapping[str, float] | None, 
     return {path: float(factor) for path, factor in found.items() if factor != 1}
 
 
-def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], parts: Parts,
+def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], parts: ParameterGroups,
             ) -> Callable[..., Optimizer]:
     """Return the optimizer with a parameter group for each factor; schedules read the factor as ``lr_scale``.
 
@@ -81,7 +82,7 @@ def scheduled(group: Mapping[str, Any]) -> Rate:
 # ------------------------------------------------------------ depth
 
 
-def depths(brain: sb.Brain, parts: Parts) -> dict[str, int]:
+def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     """Return the number of stacked layers above each parameter, by path; 0 for the top layer and what follows it.
 
     A training batch of stand-ins shows the order. Parameters that it uses before the first layer of the stack are

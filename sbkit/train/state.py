@@ -89,17 +89,17 @@ class _Brain(Protocol):
     train_state: TrainState
 
 
-class Counter:
+class StateView:
     """An attribute of a Brain, documented by SpeechBrain, that is stored in ``TrainState``."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     @overload
-    def __get__(self, brain: None, owner: type) -> Counter: ...
+    def __get__(self, brain: None, owner: type) -> StateView: ...
     @overload
     def __get__(self, brain: _Brain, owner: type) -> int: ...
-    def __get__(self, brain: _Brain | None, owner: type) -> Counter | int:
+    def __get__(self, brain: _Brain | None, owner: type) -> StateView | int:
         return self if brain is None else getattr(brain.train_state, self._name)
 
     def __set__(self, brain: _Brain, value: int) -> None:

@@ -75,7 +75,7 @@ def as_loss(value: Objectives, weight: float = 1.0) -> Loss:
 
 
 @dataclass
-class Facts:
+class StepResult:
     """The values of one optimizer step, after their copy from the device."""
 
     total: float  # loss, summed over ranks and micro-batches
@@ -100,7 +100,7 @@ class Facts:
         return not math.isfinite(self.total) or (self.skipped and self.scale <= 1.0)
 
 
-class Step:
+class StepAccumulator:
     """Gathers micro-batches into optimizer steps.
 
         step.add(loss)                  # each micro-batch, before its backward
@@ -126,7 +126,7 @@ class Step:
         self._extras: list[str] = []
         self._work: dist.Work | None = None
         self._announced = False
-        self._pending: list[tuple[Peek, Facts]] = []
+        self._pending: list[tuple[Peek, StepResult]] = []
         self._normalised = False
         self.number = 0
 
@@ -262,12 +262,12 @@ class Step:
         tail = torch.stack([norm.float(), found_inf, ones if scale is None else scale.float(),
                             ones if self._sum_scale is None else self._sum_scale])
         sums = self._sums if self._sums is not None else torch.zeros(0, device=self.device)
-        facts = Facts(0.0, 0.0, 0.0, False, 1.0, 1.0, {}, dict.fromkeys(self._extras, (0.0, 0.0)),
-                      self.batches, self.number)
+        facts = StepResult(0.0, 0.0, 0.0, False, 1.0, 1.0, {}, dict.fromkeys(self._extras, (0.0, 0.0)),
+                           self.batches, self.number)
         self._pending.append((Peek(torch.cat([tail, sums])), facts))
         self.reset()
 
-    def facts(self, wait: bool = False) -> list[Facts]:
+    def facts(self, wait: bool = False) -> list[StepResult]:
         """Return the steps whose values have arrived, and forget them: all but the newest, or all with ``wait``.
 
         This depends only on the number of steps, so all ranks get the same steps at the same point. On the CPU
@@ -277,11 +277,11 @@ class Step:
         taken, self._pending = self._pending[:max(ready, 0)], self._pending[max(ready, 0):]
         return [self._read(*entry) for entry in taken]
 
-    def peek(self) -> list[Facts]:
+    def peek(self) -> list[StepResult]:
         """Return the steps that ``facts`` has not returned yet, without forgetting them; waits for the device."""
         return [self._read(*entry) for entry in self._pending]
 
-    def _read(self, arrived: Peek, facts: Facts) -> Facts:
+    def _read(self, arrived: Peek, facts: StepResult) -> StepResult:
         values = arrived.numpy().tolist()
         facts.late = self.number - facts.number
         facts.norm, facts.skipped, facts.scale, facts.sum_scale = values[0], values[1] > 0, values[2], values[3]

@@ -44,7 +44,7 @@ from sbkit.train.precision import losses_in_fp32
 from sbkit.train.rates import Rate, scheduled
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
-from sbkit.train.step import Facts, Loss, Step, as_loss
+from sbkit.train.step import Loss, StepAccumulator, StepResult, as_loss
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Trainer:
     def use(self, wrap: Alone) -> None:
         """Use these wrapped modules for the steps that follow."""
         self.wrap = wrap
-        self.steps = Step(self.device, wrap.world, self.brain.scaler, FLAGS)
+        self.steps = StepAccumulator(self.device, wrap.world, self.brain.scaler, FLAGS)
         self.forward_state = ForwardState(self.modules)
 
     @contextlib.contextmanager
@@ -372,7 +372,7 @@ class Trainer:
             loss = self.loss._replace(total=total)
             if share != 1.0 and not isinstance(self.computed.objectives, Loss):  # a mean over the batch
                 loss = loss._replace(total=total * share, count=loss.count * share)
-            self.steps.add(loss, culprit.Suspect(batch, generators))
+            self.steps.add(loss, culprit.KeptBatch(batch, generators))
             if last:
                 self.steps.announce(self.flags())
             with self.budget("backward"), parallel.zeroed_if(loss.weightless, self.modules):
@@ -510,7 +510,7 @@ class Trainer:
         """Take in the steps whose values have arrived, and return what any rank asked for with them."""
         return self._take_in(self.steps.facts())
 
-    def _take_in(self, facts: list[Facts]) -> dict[str, bool]:
+    def _take_in(self, facts: list[StepResult]) -> dict[str, bool]:
         """Record steps, examine those that were not finite, and return what any rank asked for with them."""
         asked = dict.fromkeys(FLAGS, False)
         for fact in facts:
@@ -524,14 +524,14 @@ class Trainer:
                 asked[name] |= number > 0
         return asked
 
-    def _average(self, fact: Facts) -> None:
+    def _average(self, fact: StepResult) -> None:
         self.state.average.add(fact.total, fact.count)
 
     def average_loss(self) -> float:
         """Return the mean training loss of the epoch so far, over all ranks; waits for the device."""
         return self.state.average.value((fact.total, fact.count) for fact in self.steps.peek())
 
-    def _not_finite(self, fact: Facts) -> None:
+    def _not_finite(self, fact: StepResult) -> None:
         """Report the cause of a step that was not finite, and end the run if there were too many."""
         brain, state = self.brain, self.state
         state.nonfinite_count += 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from sbkit.codes import Books, Codes, InvalidCode, Utterance, writing
+from sbkit.codes import Books, CodedUtterance, Codes, InvalidCode, writing
 from sbkit.codes.reading import MANIFEST
 from sbkit.codes.shards import NotKept
 from sbkit.errors import SbkitError
@@ -21,8 +21,8 @@ BOOKS = Books((1000, 64), 50.0, 16000, "ab" * 32)
 
 def utterances(count=7, seed=0, books=BOOKS):
     rng = np.random.default_rng(seed)
-    return [Utterance(f"u{i}", np.stack([rng.integers(0, size, 3 + 5 * i) for size in books.sizes], axis=1),
-                      [None, "", "naïve text 語"][i % 3], [None, "anna"][i % 2]) for i in range(count)]
+    return [CodedUtterance(f"u{i}", np.stack([rng.integers(0, size, 3 + 5 * i) for size in books.sizes], axis=1),
+                           [None, "", "naïve text 語"][i % 3], [None, "anna"][i % 2]) for i in range(count)]
 
 
 def write(folder, given, books=BOOKS, **options):
@@ -260,7 +260,7 @@ def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path):
     reading = Codes(folder)
     same(reading[0], given[0])
     with pytest.raises(InvalidCode):
-        write(folder, [Utterance("a", np.array([[0, 0]])), Utterance("b", np.array([[0, 64]]))], force=True)
+        write(folder, [CodedUtterance("a", np.array([[0, 0]])), CodedUtterance("b", np.array([[0, 64]]))], force=True)
     assert len(Codes(folder)) == 7
     write(folder, given[5:], force=True)
     assert [each.id for each in Codes(folder)] == ["u5", "u6"] and len(os.listdir(folder)) == 2

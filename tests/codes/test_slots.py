@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbkit.codes import Books, NoChoice, Sampled, Sequences, Slots, Special, State
+from sbkit.codes import Books, NoChoice, Sampled, Sequences, Slots, SlotState, Special
 from sbkit.errors import SbkitError
 
 BOOKS = Books((1000, 64, 1), 50.0, 16000, "ab" * 32)
@@ -48,8 +48,8 @@ def test_ten_thousand_steps_of_whatever_logits_give_no_invalid_id():
                              top_k=rng.choice([None, 1, 2, 50, 10**6]))
         assert ((found.codes >= 0) & (found.codes < size)).all(), (step, found)
         for was, special in zip(before.tolist(), found.special.tolist(), strict=True):
-            assert special in {State.INSIDE: (-1,), State.BOUNDARY: (-1, Special.END), State.FULL: (Special.END,),
-                               State.ENDED: (Special.PAD,)}[was]
+            assert special in {SlotState.INSIDE: (-1,), SlotState.BOUNDARY: (-1, Special.END),
+                               SlotState.FULL: (Special.END,), SlotState.ENDED: (Special.PAD,)}[was]
             assert slot == 0 or special != Special.END, "the end comes at a frame's boundary"
         running.take(found)
         if running.done and running.slot == 0:
@@ -64,7 +64,7 @@ def test_ten_thousand_steps_of_whatever_logits_give_no_invalid_id():
 @given(st.data())
 def test_any_finite_logits_give_what_may_come(data):
     slot = data.draw(st.integers(0, 2))
-    states = [State.INSIDE, State.ENDED, *([State.BOUNDARY, State.FULL] if slot == 0 else [])]
+    states = [SlotState.INSIDE, SlotState.ENDED, *([SlotState.BOUNDARY, SlotState.FULL] if slot == 0 else [])]
     state = np.array(data.draw(st.lists(st.sampled_from(states), min_size=1, max_size=3)))
     width = min(SLOTS.width(slot), 67)
     numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -78,8 +78,10 @@ def test_any_finite_logits_give_what_may_come(data):
 
 
 @pytest.mark.parametrize("slot, state, codes, end, pad", [
-    (0, State.INSIDE, True, False, False), (0, State.BOUNDARY, True, True, False), (0, State.FULL, False, True, False),
-    (0, State.ENDED, False, False, True), (1, State.INSIDE, True, False, False), (2, State.ENDED, False, False, True)])
+    (0, SlotState.INSIDE, True, False, False), (0, SlotState.BOUNDARY, True, True, False),
+    (0, SlotState.FULL, False, True, False),
+    (0, SlotState.ENDED, False, False, True), (1, SlotState.INSIDE, True, False, False),
+    (2, SlotState.ENDED, False, False, True)])
 def test_what_may_come_where(slot, state, codes, end, pad):
     [mask] = SLOTS.mask(slot, np.array([state]))
     size = BOOKS.sizes[slot]
@@ -87,7 +89,8 @@ def test_what_may_come_where(slot, state, codes, end, pad):
     assert mask[size:].tolist() == [False, end, pad], "a sequence never begins again"
 
 
-@pytest.mark.parametrize("slot, state", [(1, State.BOUNDARY), (2, State.FULL), (3, State.INSIDE), (-1, State.INSIDE),
+@pytest.mark.parametrize("slot, state",
+                         [(1, SlotState.BOUNDARY), (2, SlotState.FULL), (3, SlotState.INSIDE), (-1, SlotState.INSIDE),
                                          (0, 9)])
 def test_slots_and_states_that_do_not_exist_are_refused(slot, state):
     with pytest.raises(ValueError, match=r"slot|state"):
@@ -105,8 +108,8 @@ def of(slot, **values):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_logits_that_are_no_numbers_are_refused_where_they_could_be_taken(value):
     with pytest.raises(NoChoice, match=rf"the model gives {value} for id 7 in slot 0, row 0"):
-        SLOTS.sample(of(0, c7=value), 0, np.array([State.INSIDE]), np.random.default_rng(0))
-    found = SLOTS.sample(of(0, c1001=value), 0, np.array([State.INSIDE]), np.random.default_rng(0))
+        SLOTS.sample(of(0, c7=value), 0, np.array([SlotState.INSIDE]), np.random.default_rng(0))
+    found = SLOTS.sample(of(0, c1001=value), 0, np.array([SlotState.INSIDE]), np.random.default_rng(0))
     assert found.special.tolist() == [-1]
 
 
@@ -114,11 +117,11 @@ def test_a_model_that_rules_everything_out_is_refused():
     logits = np.full((1, 1003), -np.inf)
     logits[0, 1000 + Special.PAD] = 0.0
     with pytest.raises(NoChoice, match="rules out all that may come in slot 0, row 0"):
-        SLOTS.sample(logits, 0, np.array([State.BOUNDARY]), np.random.default_rng(0))
+        SLOTS.sample(logits, 0, np.array([SlotState.BOUNDARY]), np.random.default_rng(0))
 
 
 def test_behind_the_end_the_model_is_not_asked():
-    state = np.array([State.ENDED, State.FULL])
+    state = np.array([SlotState.ENDED, SlotState.FULL])
     for width in (1003, 1000):
         found = SLOTS.sample(np.full((2, width), np.nan), 0, state, np.random.default_rng(0))
         assert found.special.tolist() == [Special.PAD, Special.END] and found.codes.tolist() == [0, 0]
@@ -128,10 +131,10 @@ def test_behind_the_end_the_model_is_not_asked():
                                      {"top_k": 0}, {"top_k": -3}])
 def test_options_that_mean_nothing_are_refused(options):
     with pytest.raises(SbkitError, match=next(iter(options))):
-        SLOTS.sample(of(0), 0, np.array([State.INSIDE]), np.random.default_rng(0), **options)
+        SLOTS.sample(of(0), 0, np.array([SlotState.INSIDE]), np.random.default_rng(0), **options)
 
 
-@pytest.mark.parametrize("shape, state", [((1, 999), State.INSIDE), ((1, 1001), State.BOUNDARY), ((2, 1003), 0),
+@pytest.mark.parametrize("shape, state", [((1, 999), SlotState.INSIDE), ((1, 1001), SlotState.BOUNDARY), ((2, 1003), 0),
                                           ((1003,), 0)])
 def test_logits_without_a_column_for_all_that_may_come_are_refused(shape, state):
     with pytest.raises(SbkitError, match=r"the logits of slot 0 are .* must be \[1, 1003\]"):
@@ -139,7 +142,7 @@ def test_logits_without_a_column_for_all_that_may_come_are_refused(shape, state)
 
 
 def test_within_frames_a_head_needs_no_columns_for_special_tokens():
-    found = SLOTS.sample(np.eye(4, 1000), 0, np.full(4, State.INSIDE), np.random.default_rng(0), temperature=0)
+    found = SLOTS.sample(np.eye(4, 1000), 0, np.full(4, SlotState.INSIDE), np.random.default_rng(0), temperature=0)
     assert found.codes.tolist() == [0, 1, 2, 3]
 
 
@@ -149,7 +152,7 @@ def test_within_frames_a_head_needs_no_columns_for_special_tokens():
 def test_samples_follow_the_probabilities():
     logits = np.log([[0.5, 0.3, 0.15, 0.05]] * 20_000)
     slots = Slots(Books((4,), 50.0, 16000, "ab" * 32))
-    rng, inside = np.random.default_rng(1), np.full(len(logits), State.INSIDE)
+    rng, inside = np.random.default_rng(1), np.full(len(logits), SlotState.INSIDE)
     for options, expected in [({}, [0.5, 0.3, 0.15, 0.05]), ({"top_k": 2}, [0.625, 0.375, 0, 0]),
                               ({"temperature": 0.5}, [0.685, 0.247, 0.062, 0.007]), ({"temperature": 0}, [1, 0, 0, 0])]:
         codes = slots.sample(logits, 0, inside, rng, **options).codes
@@ -159,9 +162,9 @@ def test_samples_follow_the_probabilities():
 def test_the_likeliest_are_counted_among_what_may_come():
     """Not among all: the end, likeliest by far, would take the only place."""
     logits = of(0, c5=3.0, c1001=50.0)
-    found = SLOTS.sample(logits, 0, np.array([State.INSIDE]), np.random.default_rng(0), top_k=1)
+    found = SLOTS.sample(logits, 0, np.array([SlotState.INSIDE]), np.random.default_rng(0), top_k=1)
     assert (found.codes.tolist(), found.special.tolist()) == ([5], [-1])
-    found = SLOTS.sample(logits, 0, np.array([State.BOUNDARY]), np.random.default_rng(0), top_k=1)
+    found = SLOTS.sample(logits, 0, np.array([SlotState.BOUNDARY]), np.random.default_rng(0), top_k=1)
     assert found.special.tolist() == [Special.END]
 
 
@@ -169,7 +172,7 @@ def test_with_a_generator_of_its_own_a_row_is_the_same_alone_and_among_others():
     logits = np.random.default_rng(3).normal(size=(4, 1003))
 
     def sample(rows):
-        return SLOTS.sample(logits[rows], 0, np.full(len(rows), State.INSIDE),
+        return SLOTS.sample(logits[rows], 0, np.full(len(rows), SlotState.INSIDE),
                             [np.random.default_rng(row) for row in rows]).codes.tolist()
 
     assert sample([0, 1, 2, 3]) == [*sample([0]), *sample([1, 2]), *sample([3])]
@@ -187,11 +190,11 @@ def code(*ids):
 def test_sequences_end_at_their_own_frames_and_have_whole_frames_only():
     running = Sequences(SLOTS, 2, most=3)
     for ids in ([1, 2], [3, 4], [0, 0]):
-        assert running.state.tolist() == [State.INSIDE] * 2
+        assert running.state.tolist() == [SlotState.INSIDE] * 2
         running.take(code(*ids))
-    assert running.slot == 0 and running.state.tolist() == [State.BOUNDARY] * 2
+    assert running.slot == 0 and running.state.tolist() == [SlotState.BOUNDARY] * 2
     running.take(Sampled(np.array([0, 9]), np.array([Special.END, -1])))
-    assert running.state.tolist() == [State.ENDED, State.INSIDE] and not running.done
+    assert running.state.tolist() == [SlotState.ENDED, SlotState.INSIDE] and not running.done
     assert running.codes(1).tolist() == [[2, 4, 0]], "the second frame isn't whole"
     for ids in ([0, 8], [0, 0]):
         running.take(Sampled(np.array(ids), np.array([Special.PAD, -1])))
@@ -206,7 +209,7 @@ def test_no_sequence_is_longer_or_shorter_than_it_may_be():
             states.append(int(running.state[0]))
         allowed = SLOTS.mask(running.slot, running.state)[0]
         running.take(code(0) if allowed[0] else Sampled(np.array([0]), np.array([Special.END])))
-    assert states == [State.INSIDE, State.INSIDE, State.BOUNDARY, State.FULL]
+    assert states == [SlotState.INSIDE, SlotState.INSIDE, SlotState.BOUNDARY, SlotState.FULL]
     assert running.codes(0).shape == (3, 3)
 
 

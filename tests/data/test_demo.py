@@ -162,7 +162,7 @@ def test_the_takes_of_an_ordinary_corpus_are_drawn_as_they_always_were(monkeypat
     monkeypatch.setattr(demo_voice, "speak", speak)
     speaker = demo.Speaker("id", "en-us+m3", words_per_minute=160, pitch=40, age="", gender="", accent="")
     for seed in range(5):
-        sound = demo._sound(demo.Clip(0, "train", speaker, "Hello.", "Hello.", seed))
+        sound = demo._sound(demo.DemoClip(0, "train", speaker, "Hello.", "Hello.", seed))
         rng = np.random.default_rng(seed)
         rate, pitch, spread = (int(rng.integers(*each)) for each in ((-8, 9), (-5, 6), (40, 61)))
         assert said[-1] == ("Hello.", "en-us+m3", {"seed": seed, "words_per_minute": 160 + rate, "pitch": 40 + pitch,

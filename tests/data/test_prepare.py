@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sounds import encoded, speechlike
 
 from sbkit.data.manifest import Column
-from sbkit.data.prepare import REASONS, Limits, prepare_split, recording_keys
+from sbkit.data.prepare import REASONS, RowLimits, prepare_split, recording_keys
 from sbkit.data.presence import existing
 from sbkit.data.sources.base import Rows, blank, join_rows, unique_ids
 from sbkit.data.text import TextRules
@@ -40,7 +40,7 @@ def rows(clips: Path, *entries: tuple[str, str], durations=None, starts=None, ma
 
 
 def prepare(rows, limits=None, rules=RULES, **options):
-    return prepare_split("train", rows, rules, limits or Limits(), show_progress=False, **options)
+    return prepare_split("train", rows, rules, limits or RowLimits(), show_progress=False, **options)
 
 
 def counts(report) -> dict[str, int]:
@@ -52,7 +52,7 @@ def test_each_reason_is_counted_and_named(clips):
         clips, ("good.wav", "Kept, this one!"), ("gone.wav", "x"), ("bad.wav", "x"), ("empty.wav", "x"),
         ("good.wav", "?!"), ("long.wav", "x y z"), ("good.wav", "naïve text here"), ("good.wav", "two words"),
         malformed=[("x.tsv line 9", "3 fields instead of 13")])
-    manifest, report = prepare(source, Limits(max_duration=2.0, alphabet=True, min_words=3))
+    manifest, report = prepare(source, RowLimits(max_duration=2.0, alphabet=True, min_words=3))
     assert list(manifest.texts) == ["kept this one"] and manifest.durations[0] == pytest.approx(1.0)
     assert counts(report) == {"malformed row": 1, "missing clip": 1, "no text": 1, "undecodable": 2,
                               "too long": 1, "alphabet": 1, "few words": 1}
@@ -68,7 +68,7 @@ def test_each_reason_is_counted_and_named(clips):
 @given(data=st.lists(st.tuples(st.sampled_from(["good.wav", "long.wav", "bad.wav", "gone.wav"]),
                                st.sampled_from(["fine text here", "short", "?", "ünïcode and more"]),
                                st.sampled_from([np.nan, 1.0, 3.0])), max_size=12),
-       limits=st.builds(Limits, st.sampled_from([None, 0.5, 2.0]), st.sampled_from([None, 2.0]),
+       limits=st.builds(RowLimits, st.sampled_from([None, 0.5, 2.0]), st.sampled_from([None, 2.0]),
                         st.booleans(), st.sampled_from([0, 3])),
        malformed=st.integers(0, 2))
 def test_rows_read_are_rows_kept_and_rows_left_out(clips, data, limits, malformed):

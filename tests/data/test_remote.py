@@ -17,11 +17,11 @@ from sbkit.data import measure, remote
 from sbkit.data.audio import AudioError, audio_info, read_audio
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
-from sbkit.data.reader import Reader, Request
+from sbkit.data.reader import Reader, ReadRequest
 from sbkit.data.remote import Remote
 from sbkit.data.shards import write_shards
 from sbkit.errors import SbkitError
-from sbkit.score.report.audio import Clips
+from sbkit.score.report.audio import AudioEmbedder
 from sbkit.score.utterances import ScoredUtterance
 
 WAV = encoded(speechlike(0.5), 16000)
@@ -138,7 +138,7 @@ def test_a_recipe_allows_a_kind_of_url_and_no_other(tmp_path, server):
     assert list(manifest.wavs) == wavs[:1] and server.asked == ["/a", "/moved"]
     assert left_out["refused URL"]["count"] == 2 and left_out["undecodable"]["count"] == 1
     reader = Reader(manifest, None)
-    batch = reader.read(Request(1, 0, 0, 1, np.array([0])))
+    batch = reader.read(ReadRequest(1, 0, 0, 1, np.array([0])))
     assert batch.signal_lengths.tolist() == [8000] and not batch.damaged
     assert all(set(sent) <= {"Host", "Range", "Accept-Encoding"} for sent in server.headers)
     packed = write_shards(manifest, tmp_path / "shards", show_progress=False, workers=1)
@@ -176,9 +176,9 @@ def test_manifests_of_before_say_how_their_urls_are_allowed(tmp_path, local, ser
 
 def test_a_report_opens_no_urls_unless_told_to(server):
     one = ScoredUtterance("a", "a", "b", None, 0.5, f"{server.url}/a")
-    uri, why = Clips(1, lambda wav: True).get(one)
+    uri, why = AudioEmbedder(1, lambda wav: True).get(one)
     assert uri is None and "--schemes http" in why and server.asked == []
-    assert Clips(1, lambda wav: True, Remote(("http",))).get(one)[0].startswith("data:audio/mpeg")
+    assert AudioEmbedder(1, lambda wav: True, Remote(("http",))).get(one)[0].startswith("data:audio/mpeg")
 
 
 @pytest.mark.slow

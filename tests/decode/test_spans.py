@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sbkit.decode.spans import Spans, collapse, words
+from sbkit.decode.spans import TokenSpans, collapse, words
 
 
 def spans(*tokens):
     """From (id, start, end, confidence)."""
     ids, starts, ends, confidence = (np.array(column) for column in zip(*tokens, strict=True))
-    return Spans(ids, starts, ends, confidence)
+    return TokenSpans(ids, starts, ends, confidence)
 
 
 def texts(pieces, **options):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sbkit.doctor import cards, finding, folders, machine, packages, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, Finding, Scope, look
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, MachineFinding, Scope, look
 
 SMI = """\
 | NVIDIA-SMI 550.54.14    Driver Version: 550.54.14    CUDA Version: 12.4     |
@@ -104,8 +104,8 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed,
     wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.17; extra == "export"']
     monkeypatch.setattr(packages.metadata, "requires", lambda _: wanted)
     numpy, soxr, rest = look("packages", packages.needed, Scope())
-    assert numpy == Finding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
-    assert soxr == Finding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
+    assert numpy == MachineFinding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
+    assert soxr == MachineFinding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
     assert rest.found.endswith("1 of the 3 that it needs fit: tqdm 4.70")
 
 
@@ -142,7 +142,7 @@ def test_cards_that_are_taken_or_too_new_or_far_from_each_other(says):
     taken, new = H100 | {"free": 9 << 30}, H100 | {"name": "NVIDIA B300", "capability": [11, 0]}
     says(cards={"cards": [H100, taken, new], "architectures": ["sm_80", "sm_90"], "without_peer_access": [[0, 2]]})
     sound, busy, unknown, apart = look("cards", cards.cards, Scope())
-    assert sound == Finding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
+    assert sound == MachineFinding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
     assert busy.verdict == NOTE and "another process" in busy.mend
     assert unknown.verdict == IN_THE_WAY and "no code for it" in unknown.found
     assert apart.verdict == NOTE and "0 and 2" in apart.found
@@ -229,12 +229,12 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_a_check_that_breaks_or_never_answers_is_a_line():
     def broken(asked):
-        yield Finding("one", "well")
+        yield MachineFinding("one", "well")
         raise ZeroDivisionError("of all things\nand more")
 
     one, rest = look("disk", broken, Scope())
     assert one.verdict == OK
-    assert rest == Finding("disk", "unknown: ZeroDivisionError: of all things", NOTE)
+    assert rest == MachineFinding("disk", "unknown: ZeroDivisionError: of all things", NOTE)
     (late,) = look("disk", lambda asked: time.sleep(60), Scope(), patience=0.05)
     assert late.found == "no answer within 0.05 s"
 

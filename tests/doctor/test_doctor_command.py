@@ -8,13 +8,15 @@ import pytest
 
 from sbkit.cli import main
 from sbkit.doctor import examination
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Finding
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding
 
 BAD = [
-    Finding("torch", "2.11.0, built for CUDA 13.0"),
-    Finding("NVIDIA driver", "550.54, for CUDA up to 12.4; torch is built for CUDA 13.0, which needs 580 or newer",
-            IN_THE_WAY, "update the driver to 580, or install a torch for an older CUDA"),
-    Finding("shared memory", "/dev/shm: 0.06 of 0.06 GiB free", NOTE, "docker run --shm-size=8g, or fewer workers"),
+    MachineFinding("torch", "2.11.0, built for CUDA 13.0"),
+    MachineFinding("NVIDIA driver",
+                   "550.54, for CUDA up to 12.4; torch is built for CUDA 13.0, which needs 580 or newer",
+                   IN_THE_WAY, "update the driver to 580, or install a torch for an older CUDA"),
+    MachineFinding("shared memory", "/dev/shm: 0.06 of 0.06 GiB free", NOTE,
+                   "docker run --shm-size=8g, or fewer workers"),
 ]
 
 

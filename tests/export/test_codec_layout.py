@@ -7,20 +7,21 @@ import voices
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.layout import Codec
+from sbkit.export.layout import CodecConfig
 
 MODELS = {"models": {"onnx": "model.onnx"}, "decoders": {"onnx": "decoder.onnx"}}
 
 
 def codec(**changes):
-    return Codec(**({"sample_rate": 16_000, "codec": "0f" * 32, "books": [1000, 1000], "stride": 320, "context": 16}
-                    | MODELS | changes))
+    return CodecConfig(**({"sample_rate": 16_000, "codec": "0f" * 32, "books": [1000, 1000], "stride": 320,
+                           "context": 16}
+                          | MODELS | changes))
 
 
 def test_a_configuration_is_read_as_it_was_written(tmp_path):
     for mine in (codec(), codec(context=None, min_frames=2, min_samples=321, batching=False)):
         (tmp_path / "config.json").write_text(mine.to_json())
-        assert Codec.read(tmp_path) == layout.read(tmp_path) == mine
+        assert CodecConfig.read(tmp_path) == layout.read(tmp_path) == mine
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -47,4 +48,4 @@ def test_what_nothing_can_be_coded_with_is_refused(tmp_path, changes, expected):
 
 def test_a_bundle_of_another_kind_is_told_from_it(tmp_path):
     with pytest.raises(SbkitError, match="has a voice, and a codec is needed here"):
-        Codec.read(voices.make(tmp_path / "voice"))
+        CodecConfig.read(voices.make(tmp_path / "voice"))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbkit.decode.spans import Spans
+from sbkit.decode.spans import TokenSpans
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import Config, Streaming
@@ -121,8 +121,8 @@ def test_the_schema_says_of_each_value_what_it_may_be(kind):
 
 
 def test_two_hundred_thousand_speakers_are_read_in_a_second(tmp_path):
-    voice = layout.Voice(sample_rate=16_000, symbols=["_", "a"], speakers=[f"s{i}" for i in range(200_000)],
-                         max_symbols=9, frame_seconds=0.02)
+    voice = layout.VoiceConfig(sample_rate=16_000, symbols=["_", "a"], speakers=[f"s{i}" for i in range(200_000)],
+                               max_symbols=9, frame_seconds=0.02)
     (tmp_path / "config.json").write_text(voice.to_json())
     began = time.perf_counter()
     assert len(layout.read(tmp_path).speakers) == 200_000
@@ -178,7 +178,7 @@ def test_a_table_that_is_not_the_models_is_refused(tmp_path, text, expected):
 
 def spans(ids):
     ids = np.array(ids)
-    return Spans(ids, np.arange(len(ids)), np.arange(len(ids)) + 1, np.ones(len(ids)))
+    return TokenSpans(ids, np.arange(len(ids)), np.arange(len(ids)) + 1, np.ones(len(ids)))
 
 
 def test_words_and_text_of_scripts_with_and_without_spaces():

@@ -5,7 +5,7 @@ import pytest
 
 from sbkit.errors import SbkitError
 from sbkit.export import parity
-from sbkit.export.clips import Clip, Clips
+from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc.compared import compared
@@ -17,7 +17,7 @@ CONFIG = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4
 def _comparison(texts, wers, formats):
     comparison = parity.Comparison.__new__(parity.Comparison)
     comparison.texts, comparison.companions = texts, {}
-    comparison.results = [parity.Result(name, 1, 0.0, 0.0, changed, wer, wer_of, 0.1)
+    comparison.results = [parity.ParityResult(name, 1, 0.0, 0.0, changed, wer, wer_of, 0.1)
                           for (name, changed, wer_of), wer in zip(formats, wers, strict=True)]
     return comparison
 
@@ -71,7 +71,7 @@ def comparison():
     """Clips whose first sample is the number of their scores."""
     said = {1: _scores([1, 2, 0, 3]), 2: _scores([1, 3, 3, 0, 3, 1, 2])}
     alone = [Clip(np.full(16_000 * i, i, np.float32), text, str(i)) for i, text in ((1, "ab"), (2, "bb b"))]
-    clips = Clips(alone, "x", 1.0)
+    clips = ComparisonClips(alone, "x", 1.0)
     made = compared(clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])],
                              lambda ids: "".join(SYMBOLS[i] for i in ids).replace("▁", " ").strip(), 16_000)
     return made, said
@@ -113,6 +113,6 @@ def test_what_further_graphs_do_is_judged_and_shown_too(comparison):
 
 
 def test_the_uneven_batch_holds_the_shortest_and_the_longest():
-    clips = Clips([Clip(np.zeros(size, np.float32), None, "") for size in (5, 900, 70, 30, 400, 2)], "x", 1.0)
+    clips = ComparisonClips([Clip(np.zeros(size, np.float32), None, "") for size in (5, 900, 70, 30, 400, 2)], "x", 1.0)
     sizes = [len(clip.signal) for clip in clips.uneven]
     assert sizes[0] == 2 and sizes[-1] == 900 and len(set(sizes)) == len(sizes) == 4

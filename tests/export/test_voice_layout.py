@@ -8,12 +8,12 @@ import voices
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.layout import Voice
+from sbkit.export.layout import VoiceConfig
 
 
 def voice(**changes):
-    return Voice(**({"sample_rate": 24_000, "symbols": ["<pad>", " ", "a", "é"], "speakers": ["anna"],
-                     "max_symbols": 200, "frame_seconds": 0.02} | changes))
+    return VoiceConfig(**({"sample_rate": 24_000, "symbols": ["<pad>", " ", "a", "é"], "speakers": ["anna"],
+                           "max_symbols": 200, "frame_seconds": 0.02} | changes))
 
 
 def written(folder, **changes):
@@ -25,7 +25,7 @@ def written(folder, **changes):
 def test_a_configuration_is_read_as_it_was_written(tmp_path):
     mine = voice(language="fr", codec="0" * 64, books=[1000, 1000], models={"onnx": "model.onnx"})
     (tmp_path / "config.json").write_text(mine.to_json())
-    assert Voice.read(tmp_path) == layout.read(tmp_path) == mine
+    assert VoiceConfig.read(tmp_path) == layout.read(tmp_path) == mine
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -67,7 +67,7 @@ def test_a_bundle_of_another_kind_is_told_from_it(tmp_path):
     with pytest.raises(SbkitError, match="has a voice, and a speech recogniser is needed here"):
         layout.Config.read(voices.make(tmp_path / "voice"))
     with pytest.raises(SbkitError, match="has a speech recogniser, and a voice is needed here"):
-        Voice.read(bundles.make(tmp_path / "level"))
+        VoiceConfig.read(bundles.make(tmp_path / "level"))
 
 
 @pytest.mark.parametrize("text", ['{"format":' + "[" * 100_000, "{" + " " * layout.MOST_BYTES + "}"])

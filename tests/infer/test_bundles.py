@@ -10,41 +10,41 @@ import toy_codec
 from sbkit.commands.evaluate import evaluate
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundles import Opened
+from sbkit.infer.bundles import BundleLoader
 from sbkit.runs.evaluation import EvaluateRequest
 
 pytest.importorskip("onnxruntime", reason="a bundle's ONNX model needs the extra 'export'")
 
 
 def test_it_hears_each_signal_in_order_at_the_given_rate(tmp_path):
-    heard = Opened().recogniser(str(bundles.make(tmp_path / "bundle")), bundles.RATE)
+    heard = BundleLoader().recogniser(str(bundles.make(tmp_path / "bundle")), bundles.RATE)
     assert heard([bundles.say("ab ba"), bundles.say("b")]) == ["ab ba", "b"]
 
 
 def test_signals_of_another_rate_are_resampled(tmp_path):
-    heard = Opened().recogniser(str(bundles.make(tmp_path / "bundle")), 2 * bundles.RATE)
+    heard = BundleLoader().recogniser(str(bundles.make(tmp_path / "bundle")), 2 * bundles.RATE)
     level = bundles.voiced([bundles.PIECES.index("a")] * 12)
     assert heard([np.repeat(level, 2)]) == ["a"]
 
 
 def test_what_is_no_bundle_is_refused_before_anything_is_scored(tmp_path):
     with pytest.raises(SbkitError, match="nowhere"):
-        Opened().recogniser(str(tmp_path / "nowhere"), 16_000)
+        BundleLoader().recogniser(str(tmp_path / "nowhere"), 16_000)
     with pytest.raises(SbkitError, match=r"does not exist|is not a run"):
         evaluate(EvaluateRequest(tmp_path / "run", recogniser=str(tmp_path / "nowhere")))
 
 
 def test_a_codec_is_opened_and_anything_else_is_refused(tmp_path):
-    codec = Opened().codec(str(toy_codec.make(tmp_path / "codec")))
+    codec = BundleLoader().codec(str(toy_codec.make(tmp_path / "codec")))
     codes = toy_codec.drawn(30)
     assert codec.books == toy_codec.BOOKS and codec.sample_rate == toy_codec.RATE
     assert np.array_equal(codec.encode([toy_codec.sound(codes)])[0], codes)
     codec.close()
     recogniser = str(bundles.make(tmp_path / "recogniser"))
     with pytest.raises(SbkitError, match="recogniser is no codec") as error:
-        Opened().codec(recogniser)
+        BundleLoader().codec(recogniser)
     assert "hparams/codec.yaml" in error.value.hint
-    for open_it in (lambda folder: Opened().recogniser(folder, 16_000), Opened().aligner):
+    for open_it in (lambda folder: BundleLoader().recogniser(folder, 16_000), BundleLoader().aligner):
         with pytest.raises(SbkitError, match="codec is no recogniser"):
             open_it(str(tmp_path / "codec"))
 
@@ -54,7 +54,7 @@ def test_a_codec_is_opened_and_anything_else_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def aligner(tmp_path_factory):
-    aligner = Opened().aligner(str(bundles.make(tmp_path_factory.mktemp("aligner") / "bundle")))
+    aligner = BundleLoader().aligner(str(bundles.make(tmp_path_factory.mktemp("aligner") / "bundle")))
     yield aligner
     aligner.close()
 
@@ -86,14 +86,14 @@ def test_a_text_that_cannot_be_aligned_is_told_and_the_others_are_not_affected(a
 
 
 def test_its_fingerprint_is_of_what_aligns_and_of_nothing_that_differs_from_export_to_export(aligner, tmp_path):
-    same = Opened().aligner(str(bundles.make(tmp_path / "same", streams=True)))
+    same = BundleLoader().aligner(str(bundles.make(tmp_path / "same", streams=True)))
     assert same.fingerprint == aligner.fingerprint
     other = bundles.make(tmp_path / "other")
     written = json.loads((other / "config.json").read_text())
     (other / "tokens.txt").write_text((other / "tokens.txt").read_text() + "\n")
     written["files"]["tokens.txt"] = layout.fingerprint(other / "tokens.txt")
     (other / "config.json").write_text(json.dumps(written))
-    assert Opened().aligner(str(other)).fingerprint != aligner.fingerprint
+    assert BundleLoader().aligner(str(other)).fingerprint != aligner.fingerprint
 
 
 def test_an_output_that_is_no_number_is_no_alignment(aligner, monkeypatch):

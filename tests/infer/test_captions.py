@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sbkit.decode.spans import Word
 from sbkit.infer import captions
-from sbkit.infer.captions import Terminal
-from sbkit.infer.lines import Line
+from sbkit.infer.captions import TerminalCaptions
+from sbkit.infer.lines import TranscriptLine
 
 WORDS = st.lists(st.text(st.sampled_from("abcdefg漢字é"), min_size=1, max_size=14), max_size=12)
 
@@ -72,18 +72,18 @@ def test_complete_lines_stay_and_the_one_in_progress_is_all_there(width, lines, 
     out, screen = io.StringIO(), Screen(width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captions.shutil, "get_terminal_size", lambda: os.terminal_size((width, 24)))
-        terminal, done = Terminal(space, out), ""
+        terminal, done = TerminalCaptions(space, out), ""
         for steps in lines:
             settled = []
             for more, partial in steps:
                 settled = settled + more
-                terminal.show(Line(words(settled), words(partial), False))
+                terminal.show(TranscriptLine(words(settled), words(partial), False))
                 screen.take(out.getvalue())
                 out.seek(0)
                 out.truncate()
                 assert "".join(screen.text).replace(" ", "") == done + "".join(settled + partial)
             if settled:
-                terminal.show(Line(words(settled), [], True))
+                terminal.show(TranscriptLine(words(settled), [], True))
                 done += "".join(settled)
         terminal.close()
         screen.take(out.getvalue())
@@ -92,10 +92,10 @@ def test_complete_lines_stay_and_the_one_in_progress_is_all_there(width, lines, 
 
 def test_words_break_where_they_end(at):
     out, screen = io.StringIO(), Screen(at(11))
-    terminal = Terminal(" ", out)
+    terminal = TerminalCaptions(" ", out)
     for count in range(7):
         said = words("ab cd efg hij k lmn".split())
-        terminal.show(Line(said[:count], said[count:count + 1], count == 6))
+        terminal.show(TranscriptLine(said[:count], said[count:count + 1], count == 6))
     screen.take(out.getvalue())
     assert screen.text == ["ab cd efg", "hij k lmn", ""]
 
@@ -103,9 +103,9 @@ def test_words_break_where_they_end(at):
 def test_rows_of_settled_words_are_written_once(at):
     out = io.StringIO()
     at(11)
-    terminal, said = Terminal(" ", out), words(f"word{i}" for i in range(40))
+    terminal, said = TerminalCaptions(" ", out), words(f"word{i}" for i in range(40))
     for count in range(len(said)):
-        terminal.show(Line(said[:count], [], False))
+        terminal.show(TranscriptLine(said[:count], [], False))
     assert out.getvalue().count("word0") <= 3 and "\x1b[2A" not in out.getvalue()
 
 
@@ -114,12 +114,12 @@ def test_no_color_asks_for_no_dim_letters(at, monkeypatch):
     for value, dim in (("1", False), ("", True)):
         monkeypatch.setenv("NO_COLOR", value)
         out = io.StringIO()
-        Terminal(" ", out).show(Line(words(["a"]), words(["b"]), False))
+        TerminalCaptions(" ", out).show(TranscriptLine(words(["a"]), words(["b"]), False))
         assert ("\x1b[2m" in out.getvalue()) == dim
 
 
 def test_what_would_command_the_terminal_is_shown_as_a_mark(at):
     at(40)
     out = io.StringIO()
-    Terminal(" ", out).show(Line(words(["a\x1b[31mb\n"]), [], True))
+    TerminalCaptions(" ", out).show(TranscriptLine(words(["a\x1b[31mb\n"]), [], True))
     assert "a\ufffd[31mb\ufffd\n" in out.getvalue()

@@ -16,8 +16,8 @@ from sbkit.codes import InvalidCode
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
 from sbkit.infer import codec_pieces
-from sbkit.infer.codec import Codec
-from sbkit.infer.codec_pieces import Piece, batches, pieces
+from sbkit.infer.codec import CodecModel
+from sbkit.infer.codec_pieces import CodecChunk, batches, pieces
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def bundle(tmp_path_factory):
 @pytest.fixture(scope="module")
 def codec(bundle):
     with sbkit.infer.load(bundle, device="cpu") as loaded:
-        assert isinstance(loaded, Codec)
+        assert isinstance(loaded, CodecModel)
         yield loaded
 
 
@@ -71,7 +71,7 @@ def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):
 @pytest.mark.parametrize("frames", [1, 99, 100, 101, 1234])
 def test_pieces_keep_each_frame_once_and_all_that_decides_it(monkeypatch, frames, context):
     monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 2.0)
-    config = codecs.Codec(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=context)
+    config = codecs.CodecConfig(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=context)
     cut = pieces(7, frames, config)
     assert [at for each in cut for at in range(each.first, each.last)] == list(range(frames))
     for each in cut:
@@ -83,9 +83,9 @@ def test_pieces_keep_each_frame_once_and_all_that_decides_it(monkeypatch, frames
 
 
 def test_a_batch_has_no_more_than_its_seconds_with_padding():
-    config = codecs.Codec(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=0)
+    config = codecs.CodecConfig(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=0)
     frames = np.random.default_rng(0).integers(1, 1500, 200)
-    for group in batches([Piece(i, 0, each, 0, each) for i, each in enumerate(frames.tolist())], config):
+    for group in batches([CodecChunk(i, 0, each, 0, each) for i, each in enumerate(frames.tolist())], config):
         assert len(group) * max(piece.end for piece in group) * 0.02 <= codec_pieces.BATCH_SECONDS or len(group) == 1
 
 

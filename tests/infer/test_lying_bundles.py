@@ -12,7 +12,7 @@ import voices
 import sbkit.infer
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.voice_engine import Line
+from sbkit.infer.voice_engine import SpeechInput
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +79,16 @@ def test_a_graph_that_says_nothing_has_to_speak_the_last_symbol_and_voice(tmp_pa
 
 
 @pytest.mark.parametrize("line, told", [
-    (Line([9999]), "ids of symbols must be whole numbers from 1 to 32"), (Line([-1]), "ids of symbols"),
-    (Line([2, 0, 2]), "ids of symbols"), (Line([1.5]), "ids of symbols"), (Line([33]), "ids of symbols"),
-    (Line([2], speaker=2), "speaker must be a whole number from 0 to 1, not 2"), (Line([2], speaker=-1), "speaker"),
-    (Line([2], speed=0.0), "speed must be"), (Line([2], speed=float("nan")), "speed must be"),
+    (SpeechInput([9999]), "ids of symbols must be whole numbers from 1 to 32"), (SpeechInput([-1]), "ids of symbols"),
+    (SpeechInput([2, 0, 2]), "ids of symbols"), (SpeechInput([1.5]), "ids of symbols"),
+    (SpeechInput([33]), "ids of symbols"),
+    (SpeechInput([2], speaker=2), "speaker must be a whole number from 0 to 1, not 2"),
+    (SpeechInput([2], speaker=-1), "speaker"),
+    (SpeechInput([2], speed=0.0), "speed must be"), (SpeechInput([2], speed=float("nan")), "speed must be"),
 ])
 def test_a_line_that_no_voice_can_speak_is_refused_before_anything_runs(voice, line, told):
     with pytest.raises(ValueError, match=told):
-        voice.engine.submit([Line(np.array([2, 3])), line])
+        voice.engine.submit([SpeechInput(np.array([2, 3])), line])
 
 
 @pytest.mark.parametrize("make, at, told", [

@@ -38,7 +38,7 @@ def tensors(bundle, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle") / "g"
     folder.mkdir()
     (folder / "model.onnx").write_bytes((bundle / "model.onnx").read_bytes())
-    config = layout.Graph(sample_rate=bundles.RATE, outputs=list(layout.OUTPUTS), models={"onnx": "model.onnx"})
+    config = layout.GraphConfig(sample_rate=bundles.RATE, outputs=list(layout.OUTPUTS), models={"onnx": "model.onnx"})
     (folder / layout.CONFIG).write_text(config.to_json())
     return folder
 

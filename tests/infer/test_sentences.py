@@ -9,14 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sbkit.errors import SbkitError
-from sbkit.export.layout import Voice
+from sbkit.export.layout import VoiceConfig
 from sbkit.infer import UnknownCharacters, UnspeakableText
 from sbkit.infer.sentences import Script
 
 
 def voice(**changes):
-    return Voice(**({"sample_rate": 16_000, "symbols": voices.SYMBOLS, "speakers": ["anna"], "max_symbols": 30,
-                     "frame_seconds": 0.02} | changes))
+    return VoiceConfig(**({"sample_rate": 16_000, "symbols": voices.SYMBOLS, "speakers": ["anna"], "max_symbols": 30,
+                           "frame_seconds": 0.02} | changes))
 
 
 def pieces(text, skip_unknown=False, **changes):

@@ -8,7 +8,7 @@ import pytest
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.layout import Voice
+from sbkit.export.layout import VoiceConfig
 from sbkit.infer import UnknownCharacters
 from sbkit.infer.sentences import Script
 
@@ -18,7 +18,8 @@ SYMBOLS = ["<pad>", " ", "'", *"abcdefghijklmnopqrstuvwxyzıéʻ"]
 def voice(language, symbols=SYMBOLS, **changes):
     rules = {name: value for name, value in TextRules.for_language(language, **changes).options().items()
              if name != "alphabet"}
-    return Voice(sample_rate=16_000, symbols=symbols, speakers=["anna"], max_symbols=60, frame_seconds=0.02, text=rules)
+    return VoiceConfig(sample_rate=16_000, symbols=symbols, speakers=["anna"], max_symbols=60, frame_seconds=0.02,
+                       text=rules)
 
 
 def spoken(config, text, skip_unknown=False):
@@ -96,4 +97,4 @@ def test_a_bundle_of_before_has_no_rules(tmp_path):
     values = json.loads(voice("en").to_json())
     del values["text"]
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert Voice.read(tmp_path).rules is None
+    assert VoiceConfig.read(tmp_path).rules is None

@@ -14,7 +14,7 @@ from sbkit.codes import Codes, shards
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import tokenizing
-from sbkit.infer.codec import Codec
+from sbkit.infer.codec import CodecModel
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, c
 def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path, monkeypatch):
     folder, _ = corpus
     monkeypatch.setattr(tokenizing, "_AT_ONCE_SECONDS", 7.0)
-    encode, calls = Codec.encode_each, []
+    encode, calls = CodecModel.encode_each, []
 
     def stopped(codec, audio):
         calls.append(len(audio))
@@ -246,7 +246,7 @@ def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path
     words = ["tokenize", str(bundle), str(folder), "--to", str(tmp_path / "out"), "--device", "cpu"]
     tokenize(*words[1:5], "--split", "dev")
     with monkeypatch.context() as patch:
-        patch.setattr(Codec, "encode_each", stopped)
+        patch.setattr(CodecModel, "encode_each", stopped)
         assert main([*words, "--split", "dev", "--split", "train"]) == 130
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests"]
     before = (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns
@@ -267,5 +267,5 @@ def test_shards_pin_the_codec_that_made_them(bundle, corpus, tmp_path):
     folder, _ = corpus
     tokenize(bundle, folder, "--to", tmp_path / "out", "--split", "dev")
     books = json.loads((tmp_path / "out" / "dev" / "manifest.json").read_text())["books"]
-    config = layout.Codec.read(bundle)
+    config = layout.CodecConfig.read(bundle)
     assert books == {"sizes": config.books, "frame_rate": 50.0, "sample_rate": 16_000, "codec": config.codec}

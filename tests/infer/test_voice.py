@@ -14,7 +14,7 @@ import sbkit.infer
 from sbkit.errors import SbkitError
 from sbkit.infer.sentences import SENTENCE_PAUSE
 from sbkit.infer.voice import Voice
-from sbkit.infer.voice_engine import Line
+from sbkit.infer.voice_engine import SpeechInput
 
 TEXT = "Hello there. Good bye, all of you!"
 
@@ -127,7 +127,7 @@ def test_many_threads_get_each_their_own(voice):
 
 
 def test_a_line_sounds_the_same_alone_and_in_a_batch(voice):
-    lines = [Line([2, 3, 4]), Line([5] * 30, 1, 2.0), Line([6])]
+    lines = [SpeechInput([2, 3, 4]), SpeechInput([5] * 30, 1, 2.0), SpeechInput([6])]
     together = voice.engine.submit(lines).result()
     for line, sound in zip(lines, together, strict=True):
         [alone] = voice.engine.submit([line]).result()

@@ -27,7 +27,7 @@ from sbkit.cli import main
 from sbkit.codes import Books, Codes
 from sbkit.data.audio import read_audio
 from sbkit.export import source
-from sbkit.export.layout import Codec as Config
+from sbkit.export.layout import CodecConfig as Config
 from sbkit.infer import codec_pieces
 from sbkit.system import disk
 from sbkit.tasks.codec.exported import OTHER_CODES, fingerprint

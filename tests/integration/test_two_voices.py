@@ -10,7 +10,7 @@ import soundfile
 
 import sbkit.infer
 from sbkit.cli import main
-from sbkit.export.layout import Voice
+from sbkit.export.layout import VoiceConfig
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def bundle(corpus):
 
 
 def test_the_bundle_lists_both_and_each_sounds_otherwise(bundle, tmp_path):
-    assert Voice.read(bundle).speakers == ["anna", "ben"]
+    assert VoiceConfig.read(bundle).speakers == ["anna", "ben"]
     said = {}
     for name in ("anna", "ben"):
         assert main(["speak", str(bundle), "abc bad", "--voice", name, "--to", str(tmp_path / f"{name}.wav")]) == 0

@@ -227,7 +227,7 @@ def interpret() -> None:
 
 
 def interpreted(work, cpu) -> None:
-    from sbkit.nn.ctc_kernels import Sequences
+    from sbkit.nn.ctc_kernels import CTCNegLogLikelihood
 
     for seed, labels, frames in ((0, 7, 14), (1, 1, 9), (2, 0, 5), (3, 20, 45), (4, 3, 1), (5, 5, 2)):
         compare(*random_case(seed, labels=labels, frames=frames))
@@ -240,8 +240,8 @@ def interpreted(work, cpu) -> None:
                             torch.tensor([4, 3]), torch.tensor([2, 2]), 0)
     assert wrong.isnan().tolist() == [True, False], "a length beyond the tensor must not go unnoticed"
 
-    sound = Sequences.apply
-    with mock.patch.object(Sequences, "apply", lambda emit, *rest: sound(emit, *rest) + (rest[-1] > 64)):
+    sound = CTCNegLogLikelihood.apply
+    with mock.patch.object(CTCNegLogLikelihood, "apply", lambda emit, *rest: sound(emit, *rest) + (rest[-1] > 64)):
         assert work(cpu, 64), "of 17 labels"
         assert not work(cpu, 128), "wrong kernels for 60 labels must not be used, though those for 17 are right"
 

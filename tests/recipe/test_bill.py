@@ -47,10 +47,10 @@ def test_one_that_was_tried_and_fits_is_not(needs_nine):
 
 @pytest.mark.parametrize("audio, shown", [
     (None, {"hours per 100 hours of audio, one cpu": "50.0"}),
-    (bill.Audio(2000.0, 1, 10), {"hours per epoch, 2,000.0 h of audio, one cpu": "1,000.0",
-                                 "hours of the run, 10 epochs, one cpu": "10,000.0"}),
-    (bill.Audio(0.03, 33, 4), {"hours per epoch, 0.99 h of audio, 33 times 0.03 h, one cpu": "0.49",
-                               "hours of the run, 4 epochs, one cpu": "2.0"}),
+    (bill.TrainingAudio(2000.0, 1, 10), {"hours per epoch, 2,000.0 h of audio, one cpu": "1,000.0",
+                                         "hours of the run, 10 epochs, one cpu": "10,000.0"}),
+    (bill.TrainingAudio(0.03, 33, 4), {"hours per epoch, 0.99 h of audio, 33 times 0.03 h, one cpu": "0.49",
+                                       "hours of the run, 4 epochs, one cpu": "2.0"}),
 ])
 def test_hours_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_through_its_corpus(audio, shown):
     made = bill.Bill(1, 0, bill.GIB, bill.Cost(3, 20.0, 8 * bill.GIB, 1e9), 50.0, "cpu")

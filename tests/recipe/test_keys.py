@@ -338,7 +338,7 @@ def fetched(made):
 
 def exported(made):
     """What any bundle says of a run, such as one of a task that gives no more than a graph."""
-    config = layout.Graph(sample_rate=16_000, outputs=["scores"])
+    config = layout.GraphConfig(sample_rate=16_000, outputs=["scores"])
     trained = source.Trained(Exported(torch.nn.Identity(), {}, 16_000), made.recipe.keys, {})
     return bundle.complete(config, trained).language
 

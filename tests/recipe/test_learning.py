@@ -8,14 +8,14 @@ from torch import nn
 
 from sbkit.recipe.check import check
 from sbkit.recipe.learning import FOR_GOOD, section
-from sbkit.recipe.parts import Parts
+from sbkit.recipe.parts import ParameterGroups
 
 
 def parts():
     """A model with 12 parameters in its front, 6 in its stack and 2 in its head."""
     front, stack, head = nn.Linear(3, 3), nn.ModuleList([nn.Linear(1, 1) for _ in range(3)]), nn.Linear(1, 1)
     modules = nn.ModuleDict({"model": nn.ModuleList([front, stack, head])})
-    return Parts(modules, {"front": front, "stack": stack, "head": head})
+    return ParameterGroups(modules, {"front": front, "stack": stack, "head": head})
 
 
 def test_where_all_learns_at_one_rate_there_is_none():
@@ -44,7 +44,7 @@ def test_where_the_rate_is_not_known_and_nothing_thaws_that_is_left_out():
 def test_a_weight_that_layers_share_is_counted_once():
     tied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     tied["b"].weight = tied["a"].weight
-    found = section(Parts(tied, {}), {"a.weight": FOR_GOOD, "b.weight": FOR_GOOD}, {}, None)
+    found = section(ParameterGroups(tied, {}), {"a.weight": FOR_GOOD, "b.weight": FOR_GOOD}, {}, None)
     assert found.rows == [["a", "0", "9 for good", ""]] and torch.equal(tied["a"].weight, tied["b"].weight)
 
 

@@ -21,7 +21,7 @@ import websockets
 from websockets.sync.client import connect
 
 from sbkit.serve import connection
-from sbkit.serve.gate import Keys
+from sbkit.serve.gate import ApiKeys
 from sbkit.serve.limits import MEGABYTE, Limits
 
 KEY = "s3cret-schlüssel"
@@ -308,7 +308,7 @@ def test_keys_are_compared_by_all_their_digests(monkeypatch):
 
     seen, real = [], gate.hmac.compare_digest
     monkeypatch.setattr(gate.hmac, "compare_digest", lambda a, b: (seen.append((len(a), len(b))), real(a, b))[1])
-    keys = Keys(["one", "two", "three"])
+    keys = ApiKeys(["one", "two", "three"])
     assert keys.allow("one") and keys.allow("three") and not keys.allow("") and not keys.allow("on")
     assert seen == [(32, 32)] * 12
 

@@ -6,7 +6,7 @@ import types
 import bundles
 import pytest
 
-from sbkit.decode.heard import Heard
+from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
 from sbkit.export.layout import Config
 from sbkit.infer.session import Session
@@ -22,7 +22,7 @@ class Settles:
         return []
 
     def finish(self):
-        return Heard([Word("hello", 0.1, 0.5, 1.0)], [], True, 0.5)
+        return StreamResult([Word("hello", 0.1, 0.5, 1.0)], [], True, 0.5)
 
 
 class EndsBehindTheBack(Session):

@@ -408,7 +408,7 @@ def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voi
 
 def test_options_that_no_voice_has_are_refused_where_nothing_hears(voice):
     with pytest.raises(SbkitError, match="these only speak"):
-        registry.load({"tts": voice}, registry.Options(device="cpu", chunk_seconds=3.0))
+        registry.load({"tts": voice}, registry.BundleOptions(device="cpu", chunk_seconds=3.0))
 
 
 def test_a_broken_device_is_a_503_before_anything_is_sent_and_for_all_after(voice):

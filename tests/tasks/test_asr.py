@@ -13,14 +13,14 @@ from sbkit.errors import SbkitError
 from sbkit.nn.spec_augment import SpecAugment
 from sbkit.score.report.data import read
 from sbkit.score.report.findings import findings
-from sbkit.tasks.asr import ASR, Row, score
+from sbkit.tasks.asr import ASR, TranscribedUtterance, score
 from sbkit.tasks.learning_progress import LAG
 from sbkit.tasks.task import Metric
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.schedule import Schedule
-from sbkit.train.step import Facts
+from sbkit.train.step import StepResult
 from sbkit.train.train_log import TrainLog
 
 
@@ -34,7 +34,8 @@ class Parrot(ASR):
 
     def compute_objectives(self, signals, batch, stage):
         if batch.weight:
-            self.rows += [Row(name, text, text) for name, text in zip(batch.ids, batch.texts, strict=True)]
+            self.rows += [TranscribedUtterance(name, text, text) for name,
+                          text in zip(batch.ids, batch.texts, strict=True)]
         return signals.sum()
 
 
@@ -119,7 +120,8 @@ def test_a_script_of_ones_own_is_told_of_two_averages_before_it_trains():
 
 
 def test_what_has_no_reference_is_named_and_not_scored(caplog):
-    rows = [Row("a", "", "uh uh uh"), Row("b", "one two", "one"), Row("c", " ", ""), Row("d", "six ten", "six ten")]
+    rows = [TranscribedUtterance("a", "", "uh uh uh"), TranscribedUtterance("b", "one two", "one"),
+            TranscribedUtterance("c", " ", ""), TranscribedUtterance("d", "six ten", "six ten")]
     words, characters = score(rows)
     assert words.ids == characters.ids == ["b", "d"]
     assert words.rate == 25.0 and characters.rate == pytest.approx(100 * 4 / 14)
@@ -146,7 +148,7 @@ def begin(brain):
 
 
 def facts(step, loss, part="spelling"):
-    return Facts(99.0 * loss, 7.0, 1.0, False, 1.0, 1.0, {}, {part: (4.0 * loss, 4.0)}, number=step)
+    return StepResult(99.0 * loss, 7.0, 1.0, False, 1.0, 1.0, {}, {part: (4.0 * loss, 4.0)}, number=step)
 
 
 def test_masks_follow_what_is_heard_by_the_tokens_part_of_the_loss_and_so_after_resuming(tmp_path):

@@ -27,7 +27,7 @@ from sbkit.train import options
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.diagnose.replay import replay
-from sbkit.train.step import Loss, Step
+from sbkit.train.step import Loss, StepAccumulator
 from sbkit.train.trainer import NotFinite
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
@@ -147,7 +147,7 @@ class Long(ToyBrain):
         self.facts = [*getattr(self, "facts", []), fact]
 
 
-class Behind(Step):
+class Behind(StepAccumulator):
     """Gives what it knows of a step when the next one is done, as where a device runs behind."""
 
     def facts(self, wait=False):
@@ -177,7 +177,7 @@ def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypa
     toy, told, kept, again = bad_third_step(tmp_path / "at-once")
     assert told["late"] == 0 and torch.equal(kept, toy.after[2]) and "Weights: those of that step." in again
     assert "It is examined with" not in caplog.text
-    monkeypatch.setattr("sbkit.train.trainer.Step", Behind)
+    monkeypatch.setattr("sbkit.train.trainer.StepAccumulator", Behind)
     toy, told, kept, again = bad_third_step(tmp_path / "late")
     assert told["late"] == 1 and torch.equal(kept, toy.after[3]) and not torch.equal(kept, toy.after[2])
     assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It is examined with the weights after " \

@@ -13,7 +13,7 @@ from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, layers, state
 
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import LoRA
-from sbkit.recipe.parts import Parts
+from sbkit.recipe.parts import ParameterGroups
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
@@ -105,7 +105,7 @@ def test_the_last_pattern_that_fits_counts():
 def test_a_weight_that_layers_share_is_frozen_by_either_name():
     tied = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     tied["b"].weight = tied["a"].weight
-    Freezing(tied, Parts(tied, {}), {"b": True})
+    Freezing(tied, ParameterGroups(tied, {}), {"b": True})
     assert [p.requires_grad for p in tied["a"].parameters()] == [False, True]
 
 
@@ -278,7 +278,7 @@ def test_what_a_model_keeps_frozen_itself_never_thaws():
     modules = torch.nn.ModuleDict({"model": torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])})
     modules["model"][0].weight.requires_grad_(False)
     for _ in range(2):  # a run's modules may be given to another Brain, as the check's are
-        freezing = Freezing(modules, Parts(modules, {}), {"*": 5})
+        freezing = Freezing(modules, ParameterGroups(modules, {}), {"*": 5})
         freezing.at(0)
         assert not any(parameter.requires_grad for parameter in modules.parameters())
     freezing.at(5)
@@ -289,7 +289,7 @@ def test_the_base_of_adapters_stays_frozen_when_they_thaw():
     model = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))])
     LoRA(model[0], "0", rank=1)
     modules = torch.nn.ModuleDict({"model": model})
-    freezing = Freezing(modules, Parts(modules, {"encoder": model[0]}), {"encoder": 5})
+    freezing = Freezing(modules, ParameterGroups(modules, {"encoder": model[0]}), {"encoder": 5})
     freezing.at(5)
     trained = {name for name, each in modules.named_parameters() if each.requires_grad}
     assert trained == {"model.0.0.lora.1.weight", "model.0.0.lora.2.weight"}
@@ -300,7 +300,7 @@ def test_a_module_rests_whoever_froze_its_parts():
     encoder = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     encoder[0].requires_grad_(False)
     modules = torch.nn.ModuleDict({"model": torch.nn.ModuleList([encoder, torch.nn.Linear(2, 2)])})
-    freezing = Freezing(modules, Parts(modules, {"encoder": encoder}), {"encoder": 5})
+    freezing = Freezing(modules, ParameterGroups(modules, {"encoder": encoder}), {"encoder": 5})
     freezing.at(0)
     freezing.train()
     assert not encoder.training and not encoder[0].training and modules["model"][1].training
@@ -313,8 +313,8 @@ def test_a_part_that_the_model_itself_keeps_frozen_cannot_train_from_a_step_on()
     modules = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})
     modules["model"].weight.requires_grad_(False)
     with pytest.raises(SbkitError, match=r"freeze: model\.weight is to train after step 5, but the model itself keeps"):
-        Freezing(modules, Parts(modules, {}), {"model.weight": 5})
-    Freezing(modules, Parts(modules, {}), {"model.weight": True, "model.bias": 5})
+        Freezing(modules, ParameterGroups(modules, {}), {"model.weight": 5})
+    Freezing(modules, ParameterGroups(modules, {}), {"model.weight": True, "model.bias": 5})
 
 
 # ------------------------------------------------------------------ what a run says of it

@@ -76,7 +76,7 @@ def step_on_stand_ins(*args, **overrides):
         brain.scaler = precision.Scaler(CUDA.type, enabled=brain.precision == "fp16")
         brain.init_optimizers()
         brain.modules.train()
-        brain.trainer.steps = step.Step(CUDA, scaler=brain.scaler)
+        brain.trainer.steps = step.StepAccumulator(CUDA, scaler=brain.scaler)
         for batch in batches:
             batch = batch.to(CUDA)
             loss = brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)

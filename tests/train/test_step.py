@@ -15,7 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.train.muon import Muon
 from sbkit.train.optim import fused, skips_itself, total_norm
 from sbkit.train.precision import Scaler
-from sbkit.train.step import Loss, Step, as_loss
+from sbkit.train.step import Loss, StepAccumulator, as_loss
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def muon(parameters):
 
 def take(net, optimizer, parts, max_norm=None, scaler=None, spoil=None):
     """One optimizer step over micro-batches."""
-    step = Step(CPU, scaler=scaler)
+    step = StepAccumulator(CPU, scaler=scaler)
     for part in parts:
         loss = as_loss(Loss(losses(net, part).sum(), len(part)))
         step.add(loss)
@@ -107,7 +107,7 @@ def test_what_is_not_finite_changes_neither_parameters_nor_states(opt_class, bad
 
 
 def test_extras_are_summed_and_must_not_change_within_a_step():
-    step = Step(CPU)
+    step = StepAccumulator(CPU)
     for n in (1.0, 2.0):
         step.add(as_loss(Loss(torch.tensor(4.0 * n), n, {"ctc": (torch.tensor(n), n), "att": (3.0, n)})))
     step.update([], None)
@@ -127,7 +127,7 @@ def test_a_stand_in_counts_for_nothing_even_if_its_loss_is_nan():
 def test_a_step_of_stand_ins_only_leaves_everything_as_it_is():
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    step, before = Step(CPU), net[0].weight.detach().clone()
+    step, before = StepAccumulator(CPU), net[0].weight.detach().clone()
     loss = as_loss(losses(net, torch.ones(2, 4)).sum(), weight=0.0)
     step.add(loss)
     loss.total.backward()
@@ -206,7 +206,7 @@ def test_an_optimizer_whose_fused_form_refuses_the_device_is_the_plain_one():
 
 
 def test_facts_are_given_late_where_the_device_runs_behind():
-    step = Step(CPU)
+    step = StepAccumulator(CPU)
     step.device = torch.device("cuda")  # only decides how many are held back
     sums = []
     for n in range(3):

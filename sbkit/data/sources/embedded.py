@@ -50,7 +50,7 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
 def _store(tables: Tables, folder: Path, name: str, total: int | None, show_progress: bool) -> None:
     done = _read_tables(folder, name)
     shards, rows = len(done), sum(map(len, done))
-    shard = _Shard(folder, name, shards)
+    shard = _ShardWriter(folder, name, shards)
     with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
         bar.update(rows)
         try:
@@ -62,7 +62,7 @@ def _store(tables: Tables, folder: Path, name: str, total: int | None, show_prog
                 if shard.full:
                     shard.finish()
                     shards += 1
-                    shard = _Shard(folder, name, shards)
+                    shard = _ShardWriter(folder, name, shards)
             if shard.rows:
                 shard.finish()
                 shards += 1
@@ -86,7 +86,7 @@ def _shard_path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number:06d}.tar"
 
 
-class _Shard:
+class _ShardWriter:
     """A shard that is being written; it gets its name when it is finished."""
 
     def __init__(self, folder: Path, name: str, number: int):

@@ -24,7 +24,7 @@ def levels(p: float, like: Tensor | None = None) -> int:
     return round(p * _LEVELS)
 
 
-class _Table:
+class _RandomTable:
     """A fixed table of random words, which grows with the largest mask so far without changing existing words."""
 
     def __init__(self, seed: int):
@@ -40,7 +40,7 @@ class _Table:
         return words[first : first + count]
 
 
-_TABLES = _Table(1), _Table(2)
+_TABLES = _RandomTable(1), _RandomTable(2)
 
 
 class Words(NamedTuple):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from sbkit.nn.fast import dropout
 from sbkit.nn.fast.autocast import Context, without_autocast
 from sbkit.nn.fast.norm import LayerNorm
-from sbkit.nn.native.library import WIDEST, Dropout, call, loaded
+from sbkit.nn.native.library import WIDEST, DropoutStruct, call, loaded
 
 _once_differentiable: Any = once_differentiable  # torch's type for it does not fit ``backward``
 _KNOWN = (torch.float32, torch.bfloat16)
@@ -66,11 +66,11 @@ class _Drop:
     def __init__(self, count: int, p: float):
         self.words = dropout.draw(count) if p else None
         if self.words is None:
-            self.given = Dropout(None, None, 1, 0, 1.0)
+            self.given = DropoutStruct(None, None, 1, 0, 1.0)
         else:
             drop = dropout.levels(p)
-            self.given = Dropout(self.words.one.data_ptr(), self.words.other.data_ptr(), self.words.odd,
-                                 dropout.lowest(drop), dropout.factor(drop))
+            self.given = DropoutStruct(self.words.one.data_ptr(), self.words.other.data_ptr(), self.words.odd,
+                                       dropout.lowest(drop), dropout.factor(drop))
 
     @property
     def pointer(self) -> Any:  # ctypes' own

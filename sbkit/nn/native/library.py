@@ -29,14 +29,14 @@ if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")
 
 
-class Dropout(Structure):
+class DropoutStruct(Structure):
     """The struct of the same name in kernels.c."""
 
     _fields_ = [("one", c_void_p), ("other", c_void_p), ("odd", c_int32), ("lowest", c_int32), ("factor", c_float)]
 
 
 _SIZES = [c_int64, c_int64, c_int]  # rows, columns, threads
-_DROP = POINTER(Dropout)
+_DROP = POINTER(DropoutStruct)
 _ARGUMENTS: dict[str, list[Any]] = {
     "norm_forward": [c_void_p, c_int, c_void_p, c_void_p, c_float, c_int, c_float, _DROP, *[c_void_p] * 3],
     "norm_backward": [*[c_void_p] * 2, c_int, c_void_p, c_void_p, c_int, c_float, _DROP, *[c_void_p] * 5],

@@ -14,7 +14,7 @@ from torch.nn import functional
 from sbkit.errors import SbkitError
 from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained import families, source, tensors
-from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.options import EncoderOptions
 from sbkit.nn.pretrained.source import Settings, check_language, is_folder
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class Encoder(nn.Module):
         self.settings, self.folder = copy or Settings.of(_named(source, init_from)), folder
         if adapter_language is not None:
             self.settings = replace(self.settings, adapter_language=adapter_language)
-        self.options = Options(freeze_front, layers, dropout, mask_time_prob, mask_time_length, mask_feature_prob,
-                               mask_feature_length, whole_window)
+        self.options = EncoderOptions(freeze_front, layers, dropout, mask_time_prob, mask_time_length,
+                                      mask_feature_prob, mask_feature_length, whole_window)
         self.network: families.Network = families.build(self.settings, self.options)
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():

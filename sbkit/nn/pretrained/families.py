@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sbkit.errors import SbkitError, first_line
-from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.options import EncoderOptions
 from sbkit.nn.pretrained.source import Settings
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ FAMILIES: dict[str, Callable[[], type[Network]]] = {"wav2vec2": _wav2vec2, "hube
                                                     "wav2vec2-bert": _w2v_bert, "whisper": _whisper}
 
 
-def build(settings: Settings, options: Options) -> Network:
+def build(settings: Settings, options: EncoderOptions) -> Network:
     """Build the encoder that the settings describe, with random weights."""
     family = _family(settings)
     try:

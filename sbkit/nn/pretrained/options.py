@@ -10,7 +10,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.pretrained.source import Settings
-from sbkit.nn.pretrained.spans import Spans
+from sbkit.nn.pretrained.spans import MaskSpans
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,7 +23,7 @@ _LEFT_OUT = ("dtype", "torch_dtype", "architectures", "attn_implementation", "_a
 
 
 @dataclass(frozen=True)
-class Options:
+class EncoderOptions:
     """The options of :class:`sbkit.nn.pretrained.Encoder`, as documented there."""
 
     freeze_front: bool = True
@@ -60,10 +60,10 @@ class Options:
         return {name: list(config[name]) if isinstance(config[name], tuple) else config[name] for name in names
                 if name in config}
 
-    def spans(self, settings: Settings) -> tuple[Spans, Spans]:
+    def spans(self, settings: Settings) -> tuple[MaskSpans, MaskSpans]:
         """Return how much to mask over time and over features."""
-        return (Spans.of(settings.config, "time", self.mask_time_prob, self.mask_time_length),
-                Spans.of(settings.config, "feature", self.mask_feature_prob, self.mask_feature_length))
+        return (MaskSpans.of(settings.config, "time", self.mask_time_prob, self.mask_time_length),
+                MaskSpans.of(settings.config, "feature", self.mask_feature_prob, self.mask_feature_length))
 
     def lowest(self, layers: nn.ModuleList) -> Iterator[nn.Module]:
         """Return the lowest layers, as many as ``layers`` says."""

@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 
 
 @dataclass(frozen=True)
-class Spans:
+class MaskSpans:
     """How much of an axis to mask.
 
     share : share of the axis to mask; less is masked where spans overlap
@@ -26,7 +26,7 @@ class Spans:
     least: int = 0
 
     @classmethod
-    def of(cls, config: dict[str, Any], axis: str, share: float | None, length: int | None) -> Spans:
+    def of(cls, config: dict[str, Any], axis: str, share: float | None, length: int | None) -> MaskSpans:
         """Take a recipe's values for an axis (``time`` or ``feature``); those of the encoder's config where None."""
         own = config.get(f"mask_{axis}_prob", 0.0) if config.get("apply_spec_augment", True) else 0.0
         share = own if share is None else share
@@ -55,7 +55,7 @@ class Spans:
         return functional.max_pool1d(functional.pad(begins, (self.length - 1, 0))[:, None], self.length, 1)[:, 0] > 0
 
 
-def mask(states: Tensor, counts: Tensor, time: Spans, feature: Spans, fill: Tensor | None = None) -> Tensor:
+def mask(states: Tensor, counts: Tensor, time: MaskSpans, feature: MaskSpans, fill: Tensor | None = None) -> Tensor:
     """Mask spans of time and of features in states [B, T, F] with ``counts`` [B] valid frames.
 
     fill : [F], the value of masked frames; None: zeros. Masked features become zero

@@ -13,7 +13,7 @@ from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2Ber
 from sbkit.errors import SbkitError
 from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import N, lengths_to_mask
-from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.options import EncoderOptions
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import mask
 from sbkit.nn.pretrained.waveforms import at_least
@@ -73,7 +73,7 @@ class W2vBert(nn.Module):
     drawn_anew: tuple[str, ...] = ("masked_spec_embed",)
     normalizes = True  # subtracting the mean of log energies removes the loudness
 
-    def __init__(self, settings: Settings, options: Options):
+    def __init__(self, settings: Settings, options: EncoderOptions):
         super().__init__()
         config = options.config(Wav2Vec2BertConfig, settings)
         if config.position_embeddings_type != "relative_key" or config.feature_projection_input_dim != \
@@ -97,7 +97,7 @@ class W2vBert(nn.Module):
     @classmethod
     def definition(cls, settings: Settings) -> dict[str, Any]:
         """Return what of the settings decides what the weights mean."""
-        return Options().defining(Wav2Vec2BertConfig, settings, _DEFINING)
+        return EncoderOptions().defining(Wav2Vec2BertConfig, settings, _DEFINING)
 
     @property
     def front(self) -> list[nn.Parameter]:

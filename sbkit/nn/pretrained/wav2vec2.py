@@ -14,7 +14,7 @@ from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
 from sbkit.nn.lengths import N, lengths_to_mask
-from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.options import EncoderOptions
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import mask
 from sbkit.nn.pretrained.waveforms import Strides, at_least, convolved, normalized
@@ -39,7 +39,7 @@ class Wav2Vec2(nn.Module):
     Config: Any = Wav2Vec2Config  # subclasses have their own family's, which does not derive from it
     Model: Any = Wav2Vec2Model  # likewise
 
-    def __init__(self, settings: Settings, options: Options):
+    def __init__(self, settings: Settings, options: EncoderOptions):
         super().__init__()
         config = options.config(self.Config, settings)
         model = self.Model(config)
@@ -61,7 +61,7 @@ class Wav2Vec2(nn.Module):
     @classmethod
     def definition(cls, settings: Settings) -> dict[str, Any]:
         """Return what of the settings decides what the weights mean."""
-        said = Options().defining(cls.Config, settings, _DEFINING)
+        said = EncoderOptions().defining(cls.Config, settings, _DEFINING)
         return {**said, "do_normalize": _normalizes(settings, said["feat_extract_norm"])}
 
     @property

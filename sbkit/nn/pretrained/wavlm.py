@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers.models.wavlm.configuration_wavlm import WavLMConfig
 from transformers.models.wavlm.modeling_wavlm import WavLMAttention, WavLMModel
 
-from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.options import EncoderOptions
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.wav2vec2 import Wav2Vec2
 
@@ -43,7 +43,7 @@ class WavLM(Wav2Vec2):
     prefixes = ("wavlm.",)
     Config, Model = WavLMConfig, WavLMModel
 
-    def __init__(self, settings: Settings, options: Options):
+    def __init__(self, settings: Settings, options: EncoderOptions):
         super().__init__(settings, options)
         for layer in self.encoder.layers:
             layer.attention.__class__ = GatedAttention

@@ -15,7 +15,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from sbkit.errors import SbkitError
 from sbkit.nn.kaldi import fourier, framed, full_precision, product, spectrum
 from sbkit.nn.lengths import N, lengths_to_mask
-from sbkit.nn.pretrained.options import Options
+from sbkit.nn.pretrained.options import EncoderOptions
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import mask
 from sbkit.nn.pretrained.waveforms import at_least
@@ -40,11 +40,11 @@ class Whisper(nn.Module):
 
     prefixes: tuple[str, ...] = ("model.encoder.", "encoder.")
 
-    def __init__(self, settings: Settings, options: Options):
+    def __init__(self, settings: Settings, options: EncoderOptions):
         super().__init__()
         config = options.config(WhisperConfig, settings)
         encoder = WhisperEncoder(config)
-        self.features = LogMel(config.num_mel_bins)
+        self.features = WhisperLogMel(config.num_mel_bins)
         self.conv1, self.conv2, self.embed_positions = encoder.conv1, encoder.conv2, encoder.embed_positions
         self.layers, self.layer_norm = nn.ModuleList(options.lowest(encoder.layers)), encoder.layer_norm
         self.dropout: float = config.dropout
@@ -60,7 +60,7 @@ class Whisper(nn.Module):
     @classmethod
     def definition(cls, settings: Settings) -> dict[str, Any]:
         """Return what of the settings decides what the encoder's weights mean."""
-        return Options().defining(WhisperConfig, settings, _DEFINING)
+        return EncoderOptions().defining(WhisperConfig, settings, _DEFINING)
 
     @property
     def longest_seconds(self) -> float:
@@ -130,7 +130,7 @@ _LINEAR = 200.0 / 3  # Hertz per mel below 1000 Hz
 _RATIO = math.log(6.4) / 27.0  # above 1000 Hz, logarithm of the ratio of frequencies one mel apart
 
 
-class LogMel(nn.Module):
+class WhisperLogMel(nn.Module):
     """Waveforms [B, S] to features [B, T, F], a frame every 160 samples.
 
     A waveform is followed by silence, as in Whisper's windows of 30 seconds, so an utterance's features are the same in

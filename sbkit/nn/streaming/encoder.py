@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.streaming import layers, requirements
 from sbkit.nn.streaming.layers import Kept
-from sbkit.nn.streaming.requirements import Parts
+from sbkit.nn.streaming.requirements import StreamingParts
 
 
-class State(NamedTuple):
+class EncoderState(NamedTuple):
     """What a step takes from those before it: zeros at the beginning of a stream, and of a size that never changes.
 
     All but ``front`` is as in ``sbkit.nn.streaming.layers.Kept``.
@@ -39,7 +39,7 @@ class StreamingEncoder(nn.Module):
     left : left context in encoder frames; None: the most that it was trained for
     """
 
-    def __init__(self, recognizer: Parts, left: int | None = None):
+    def __init__(self, recognizer: StreamingParts, left: int | None = None):
         super().__init__()
         requirements.refuse(requirements.of_step(recognizer))
         chunks = recognizer.chunks
@@ -53,13 +53,13 @@ class StreamingEncoder(nn.Module):
         """Feature frames per encoder frame."""
         self._front = [part.shape[1:] for part in self.frontend.state(1)]
 
-    def state(self, batch: int) -> State:
+    def state(self, batch: int) -> EncoderState:
         """Make the state of ``batch`` streams that begin."""
         kept = layers.nothing_kept(self.encoder, batch, self.left)
         front = kept.keys.new_zeros(batch, sum(shape.numel() for shape in self._front))
-        return State(kept.keys, kept.values, kept.convolution, front, kept.seen)
+        return EncoderState(kept.keys, kept.values, kept.convolution, front, kept.seen)
 
-    def forward(self, features: Tensor, frames: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
+    def forward(self, features: Tensor, frames: Tensor, state: EncoderState) -> tuple[Tensor, Tensor, EncoderState]:
         """Compute log-probabilities [B, T', V], how many of T' are said by this chunk [B], and the next state.
 
         A stream is fed chunks of equal size, each of which begins with the frames that were ``ahead`` in the one before
@@ -78,7 +78,7 @@ class StreamingEncoder(nn.Module):
         x, kept = layers.step(self.encoder, x, counts, Kept(state.keys, state.values, state.convolution, state.seen),
                               self.ahead)
         log_probs = self.ctc_lin(x).float().log_softmax(-1)
-        after = State(kept.keys, kept.values, kept.convolution, front, kept.seen)
+        after = EncoderState(kept.keys, kept.values, kept.convolution, front, kept.seen)
         said = counts - self.ahead * (frames == features.shape[1])
         return log_probs, said, _moved(frames > 0, after, state)
 
@@ -93,7 +93,7 @@ class StreamingEncoder(nn.Module):
         return x.flatten(2), torch.cat([part.flatten(1) for part in after], 1)
 
 
-def _moved(moves: Tensor, after: State, before: State) -> State:
+def _moved(moves: Tensor, after: EncoderState, before: EncoderState) -> EncoderState:
     """Take the next state of rows [B] that move on, and the state before of those that don't."""
-    return State(*(torch.where(moves.view(-1, *(1,) * (new.dim() - 1)), new, old)
-                   for new, old in zip(after, before, strict=True)))
+    return EncoderState(*(torch.where(moves.view(-1, *(1,) * (new.dim() - 1)), new, old)
+                          for new, old in zip(after, before, strict=True)))

@@ -15,7 +15,7 @@ from sbkit.nn.fast.fused import Layer
 from sbkit.nn.kaldi import FilterBank
 
 
-class Parts(Protocol):
+class StreamingParts(Protocol):
     """The parts of a recogniser that run on a stream."""
 
     normalize: Layer | None
@@ -25,7 +25,7 @@ class Parts(Protocol):
     chunks: Chunks | None
 
 
-class FromSamples(Parts, Protocol):
+class FromSamples(StreamingParts, Protocol):
     """These parts, and the features of a stream's samples."""
 
     compute_features: Layer | None
@@ -44,7 +44,7 @@ class Lack(NamedTuple):
     """The part's argument that makes the difference."""
 
 
-def of_step(recognizer: Parts) -> Iterator[Lack]:
+def of_step(recognizer: StreamingParts) -> Iterator[Lack]:
     """Yield what a recogniser lacks for a step on features, ``StreamingEncoder``."""
     layers = getattr(recognizer.encoder, "encoder", None)
     if recognizer.chunks is None:

@@ -24,7 +24,7 @@ class Taught(NamedTuple):
     durations: Tensor  # [B, U + 2], predicted: logarithms of one more than a symbol's frames
 
 
-class Voice(nn.Module):
+class VoiceModel(nn.Module):
     """The parts of a voice, as one. What a text sounds like does not depend on its batch."""
 
     def __init__(self, encoder: TextEncoder, durations: Durations, frame_decoder: FrameDecoder, code_head: CodeHead,

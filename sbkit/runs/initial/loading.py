@@ -17,7 +17,7 @@ from sbkit.recipe.load import Recipe
 from sbkit.runs import pretrained
 from sbkit.runs.initial import statistics, table
 from sbkit.runs.initial.matching import Fate, Match
-from sbkit.runs.initial.source import Source, find
+from sbkit.runs.initial.source import WeightSource, find
 from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.runs.keys import RunKeys
 from sbkit.train.distributed import ranks
@@ -40,7 +40,7 @@ def fresh(keys: RunKeys) -> bool:
     return not keys.checkpointer.list_checkpoints()
 
 
-def source_of(keys: RunKeys) -> Source | None:
+def source_of(keys: RunKeys) -> WeightSource | None:
     """What a recipe says that its run starts from."""
     if keys.init_from is None:
         return None
@@ -113,13 +113,13 @@ def _merged(match: Match) -> str:
     return f", its LoRA merged into {len(match.merged)} weights" if match.merged else ""
 
 
-def _match(brain: Begins, source: Source, shapes: bool = False) -> Match:
+def _match(brain: Begins, source: WeightSource, shapes: bool = False) -> Match:
     match = Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes)
     match.pretrained = pretrained.brought(brain.keys.pretrainer, {id(match.own[path]) for path in match.taken()})
     return match
 
 
-def _sought(keys: RunKeys) -> Source:
+def _sought(keys: RunKeys) -> WeightSource:
     """The source, which is not the run itself."""
     assert keys.init_from is not None
     if Path(keys.init_from).resolve() == keys.folder.resolve():

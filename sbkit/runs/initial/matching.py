@@ -13,10 +13,10 @@ from sbkit.errors import SbkitError
 from sbkit.nn.adapters import LORA, is_added, with_product
 from sbkit.nn.pretrained import Encoder, families
 from sbkit.nn.pretrained.source import Settings
-from sbkit.recipe.parts import Parts
+from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.report import listed
 from sbkit.runs.initial import statistics
-from sbkit.runs.initial.source import Source
+from sbkit.runs.initial.source import WeightSource
 from sbkit.runs.initial.vocabulary import TokenTables
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ class Match:
     pretrained: Collection[int] = ()
     """The ids of tensors that have the values of a pretrained model."""
 
-    def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], source: Source, leave: Sequence[str] = (),
+    def __init__(self, modules: nn.Module, recipe: Mapping[str, Any], source: WeightSource, leave: Sequence[str] = (),
                  tables: TokenTables | None = None, shapes: bool = False):
         self.modules = modules
         self.own = modules.state_dict(keep_vars=True)
-        self.parts = Parts(modules, recipe, self.own)
+        self.parts = ParameterGroups(modules, recipe, self.own)
         self.source, self.tables = source, tables
         self.theirs = source.tensors(shapes)
         self.found = self._found()
@@ -102,7 +102,7 @@ class Match:
         """The paths of what isn't to be taken, and the names there; a pattern that fits neither is refused."""
         left: set[str] = set()
         there: set[str] = set()
-        beyond = Parts.of_names(self.theirs)
+        beyond = ParameterGroups.of_names(self.theirs)
         for pattern in leave:
             paths, names = self.parts.matching(pattern), beyond.matching(pattern)
             if not paths and not names:
@@ -325,7 +325,7 @@ class Match:
         return f'draw them anew: --init_leave "[{", ".join(names)}]"'
 
 
-def _heads(parts: Parts, paths: Iterable[str]) -> Iterator[str]:
+def _heads(parts: ParameterGroups, paths: Iterable[str]) -> Iterator[str]:
     """Everything that stands before a dot in the names of tensors, with that."""
     for path in paths:
         for name in parts.names(path):

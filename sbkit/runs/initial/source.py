@@ -27,7 +27,7 @@ from sbkit.runs.initial.files import (
     tensors_in,
 )
 from sbkit.runs.initial.names import SavedNames, encoders
-from sbkit.runs.initial.vocabulary import Vocabulary
+from sbkit.runs.initial.vocabulary import TokenRows
 from sbkit.runs.layout import RECIPE
 from sbkit.score.metric import Metric, Order
 from sbkit.system import untrusted
@@ -48,7 +48,7 @@ _SPECIAL = ("blank", "bos", "eos")
 
 
 @dataclass
-class Source:
+class WeightSource:
     """Where weights come from; they are read by ``tensors``."""
 
     told: str
@@ -142,17 +142,17 @@ class Source:
             return kept
         return weights_in(kept) if kept["updates"] else {}
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> TokenRows:
         """What each row of its head stands for; an error says why nobody knows."""
         if self.tokenizer is None:
             lost = f": {self.lost_tokenizer} is not there" if self.lost_tokenizer is not None else ""
             raise SbkitError(f"{self.told} has no tokenizer{lost}")
         tokenizer = Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()
         ids = {"blank": tokenizer.blank_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id} | self.roles
-        return Vocabulary(tokenizer.pieces(), {role: place for role, place in ids.items() if place >= 0})
+        return TokenRows(tokenizer.pieces(), {role: place for role, place in ids.items() if place >= 0})
 
 
-def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Source:
+def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
     """What a path holds, with nothing read that is large.
 
     checkpoint, mean_of : as ``restore.take_weights`` takes them, of a run
@@ -172,7 +172,7 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Sou
     if (path / RECIPE).is_file():
         return _of_speechbrain(path)
     if (path / _WEIGHTS).is_file() and _config(path).get("format") == _BUNDLE:
-        return Source(f"the bundle {path}", {"": path / _WEIGHTS})
+        return WeightSource(f"the bundle {path}", {"": path / _WEIGHTS})
     raise _none(path)
 
 
@@ -223,7 +223,7 @@ def _config(folder: Path) -> dict[str, Any]:
 # ------------------------------------------------------------ a run
 
 
-def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> Source:
+def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
     tree = _moved(run)
     folder = Path(str(tree["checkpointer"].get("checkpoints_dir", run / "save")))
     if not folder.is_dir():
@@ -249,7 +249,7 @@ def _mean(run: Path, asked: int, count: int) -> str:
     return f"the run {run} (the mean of {count} checkpoint{'s' if count > 1 else ''}{few})"
 
 
-def _of_checkpoint(path: Path, metric: Metric) -> Source:
+def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
     """Of a run where its recipe lies above; else whatever tensors its files hold."""
     run = next((above for above in list(path.absolute().parents)[:2] if (above / RECIPE).is_file()), None)
     if run is not None:
@@ -259,20 +259,21 @@ def _of_checkpoint(path: Path, metric: Metric) -> Source:
     files = {name: file for name, file in files.items() if plain_state(file) is not None}
     if not files:
         raise SbkitError(f"init_from: the checkpoint {path} holds no weights")
-    return Source(f"the checkpoint {path}", files)
+    return WeightSource(f"the checkpoint {path}", files)
 
 
-def _of_file(path: Path, metric: Metric) -> Source:
+def _of_file(path: Path, metric: Metric) -> WeightSource:
     """By the names of the recipe that it lies with, if that says what it holds; else by its own."""
     told = f"the file {path}"
     whole = _lying_with(path.absolute(), metric)
     if whole is None:
-        return Source(told, {"": path})
+        return WeightSource(told, {"": path})
     held = next((name for name, file in whole.files.items() if file.stem == path.stem or file.samefile(path)), None)
-    return Source(told, {"": path}) if held is None else replace(whole, told=told, files={held: path}, no_tensors={})
+    return WeightSource(told, {"": path}) if held is None else replace(whole, told=told, files={held: path},
+                                                                       no_tensors={})
 
 
-def _lying_with(path: Path, metric: Metric) -> Source | None:
+def _lying_with(path: Path, metric: Metric) -> WeightSource | None:
     """The checkpoint, bundle or folder that a file is of; None where there is none whose recipe could be read."""
     folder = path.parent
     if (folder / METAFNAME).is_file():
@@ -305,7 +306,7 @@ def _refuse_damaged(path: Path) -> None:
                          hint="name another one, or copy it again")
 
 
-def _saved(told: str, chosen: Checkpoint, tree: Mapping[str, Any], shelf: Checkpointer) -> Source:
+def _saved(told: str, chosen: Checkpoint, tree: Mapping[str, Any], shelf: Checkpointer) -> WeightSource:
     names = SavedNames(tree, tree["checkpointer"].get("recoverables") or {})
     files = {name: Path(path) for name, path in chosen.paramfiles.items() if names.is_module(name) or
              names.averaged(name)}
@@ -314,8 +315,8 @@ def _saved(told: str, chosen: Checkpoint, tree: Mapping[str, Any], shelf: Checkp
     roles = {role: tree[f"{role}_index"] for role in _SPECIAL if isinstance(tree.get(f"{role}_index"), int)}
     tokenizer = _tokenizer_of_run(tree)
     found = tokenizer if tokenizer is not None and tokenizer.is_file() else None
-    return Source(told, files, names, shelf, tokenizer=found, lost_tokenizer=None if found else tokenizer, roles=roles,
-                  encoders=encoders(tree))
+    return WeightSource(told, files, names, shelf, tokenizer=found, lost_tokenizer=None if found else tokenizer,
+                        roles=roles, encoders=encoders(tree))
 
 
 def _moved(run: Path) -> dict[str, Any]:
@@ -337,7 +338,7 @@ def _tokenizer_of_run(tree: Mapping[str, Any]) -> Path | None:
 # ------------------------------------------------------------ a folder for EncoderASR, a bundle
 
 
-def _of_speechbrain(folder: Path) -> Source:
+def _of_speechbrain(folder: Path) -> WeightSource:
     """The files that the recipe's pretrainer would load, by the modules that it would load them into."""
     path = folder / RECIPE
     tree = load.flatten(YAML().load(load.merged(path, {})))
@@ -357,9 +358,9 @@ def _of_speechbrain(folder: Path) -> Source:
                          "its pretrainer loads", hint="download or copy all of it")
     tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name).is_file()), None)
     others = [name for name, file in files.items() if not names.is_module(name) and not looks_like_tensors(file)]
-    return Source(f"the {'bundle' if bundle else 'folder'} {folder}",
-                  {name: file for name, file in files.items() if name not in others}, names, tokenizer=tokenizer,
-                  no_tensors=dict.fromkeys(others, _OTHER))
+    return WeightSource(f"the {'bundle' if bundle else 'folder'} {folder}",
+                        {name: file for name, file in files.items() if name not in others}, names, tokenizer=tokenizer,
+                        no_tensors=dict.fromkeys(others, _OTHER))
 
 
 def _beside(folder: Path, name: str, said: object) -> Path | None:

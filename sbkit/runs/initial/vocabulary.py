@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 
 
-class Vocabulary(NamedTuple):
+class TokenRows(NamedTuple):
     """What each id stands for."""
 
     pieces: Sequence[str]
     roles: dict[str, int]
     """The ids of what has a part to play, such as ``blank``, whatever it is written as."""
 
-    def rows_in(self, other: Vocabulary) -> list[int]:
+    def rows_in(self, other: TokenRows) -> list[int]:
         """For each id the same one's in another vocabulary; -1 where that lacks it.
 
         >>> Vocabulary(["_", "b", "a"], {"blank": 0}).rows_in(Vocabulary(["<unk>", "a", "c"], {"blank": 0}))
@@ -31,5 +31,5 @@ class TokenTables(NamedTuple):
     """The tensors of a model that have a row for each token, and what the rows stand for."""
 
     tensors: Sequence[torch.Tensor]
-    vocabulary: Callable[[], Vocabulary]
+    vocabulary: Callable[[], TokenRows]
     """Asked for once the corpus is prepared."""

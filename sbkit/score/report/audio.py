@@ -17,7 +17,7 @@ _COMPRESSION = 0.8  # variable bit rate, some 37 kbit/s for speech at 16 kHz
 _LONGEST = 120.0  # seconds of one recording
 
 
-class Recording(Protocol):
+class HasAudio(Protocol):
     """Where a recording is, and a name for it that no other has."""
 
     @property
@@ -30,7 +30,7 @@ class Recording(Protocol):
     def duration(self) -> float: ...
 
 
-class Clips:
+class AudioEmbedder:
     """Makes data URIs until ``megabytes`` are used up, then gives the reason why there is none.
 
     Arguments
@@ -45,13 +45,13 @@ class Clips:
         self.megabytes = megabytes
         self._known: dict[str, tuple[str | None, str | None]] = {}
 
-    def get(self, one: Recording) -> tuple[str | None, str | None]:
+    def get(self, one: HasAudio) -> tuple[str | None, str | None]:
         """Return (a data URI, None), or (None, the reason why there is none)."""
         if one.id not in self._known:
             self._known[one.id] = self._make(one)
         return self._known[one.id]
 
-    def _make(self, one: Recording) -> tuple[str | None, str | None]:
+    def _make(self, one: HasAudio) -> tuple[str | None, str | None]:
         if self.left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
         try:

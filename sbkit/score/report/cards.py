@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Tokens
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import aligned
-from sbkit.score.report.audio import Clips
-from sbkit.score.report.data import Results, percent
+from sbkit.score.report.audio import AudioEmbedder
+from sbkit.score.report.data import ScoredRun, percent
 
 _CLASSES = {EQUAL: "eq", INSERTION: "ins", DELETION: "del", SUBSTITUTION: "sub"}
 _NOTHING = "·"  # placeholder for a missing word in an alignment
@@ -17,7 +17,7 @@ _NOTHING = "·"  # placeholder for a missing word in an alignment
 class Cards:
     """Makes cards for the utterances of ``results``; each recording is embedded once, however often it is shown."""
 
-    def __init__(self, results: Results, clips: Clips):
+    def __init__(self, results: ScoredRun, clips: AudioEmbedder):
         self.results, self.clips = results, clips
         self._embedded: set[str] = set()
 
@@ -63,7 +63,7 @@ def short(name: str, most: int = 12) -> str:
     return name if len(name) <= most else name[:8] + "…"
 
 
-def most_wrong(results: Results, count: int, without: Sequence[int] = ()) -> list[int]:
+def most_wrong(results: ScoredRun, count: int, without: Sequence[int] = ()) -> list[int]:
     """The utterances with the most errors beyond what their length makes likely.
 
     Sorted by rate alone, utterances of one word would come first.

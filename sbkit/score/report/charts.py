@@ -12,7 +12,7 @@ import numpy as np
 
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report.data import percent
-from sbkit.score.report.groups import Group
+from sbkit.score.report.groups import UtteranceGroup
 
 WIDTH, HEIGHT = 400, 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 12, 26  # margins around the plot
@@ -66,7 +66,7 @@ def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, st
     return _figure(title, names, _svg(title, parts, marks), note, data)
 
 
-def bars(title: str, groups: Sequence[Group], note: str | None = None, mean: float | None = None) -> Markup:
+def bars(title: str, groups: Sequence[UtteranceGroup], note: str | None = None, mean: float | None = None) -> Markup:
     """Draw rates as columns with their intervals and numbers of utterances."""
     y = Scale(0, _nice_top(max(group.high or group.rate for group in groups)), HEIGHT - BOTTOM - 14, TOP + 8)
     step = (WIDTH - LEFT - RIGHT) / len(groups)
@@ -160,7 +160,7 @@ def legend(names: Sequence[tuple[str, int]], square: bool = False) -> Markup | N
     return tag("ul", [tag("li", tag("i", class_=f"{kind} c{colour}"), name) for name, colour in names], class_="legend")
 
 
-def describe(group: Group) -> str:
+def describe(group: UtteranceGroup) -> str:
     """Describe a group in words."""
     bounds = "" if group.low is None else f" ({group.low:.1f} to {group.high:.1f})"
     return f"{group.label}: WER {group.rate:.1f} %{bounds}, {group.utterances} utterances, {group.words} words"

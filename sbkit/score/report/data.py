@@ -38,7 +38,7 @@ _MOST_BYTES = 1 << 30  # of a file of a run
 
 
 @dataclass(eq=False)
-class Results:
+class ScoredRun:
     """Scored utterances and their error rates in the same order; utterances without a reference are left out."""
 
     heard: list[ScoredUtterance]
@@ -94,7 +94,7 @@ class RunData:
     steps: list[dict[str, Any]]  # lines within epochs
     epochs: list[dict[str, Any]]  # one per epoch, training and validation together
     starts: list[dict[str, Any]]  # one per start of the run
-    results: Results | None
+    results: ScoredRun | None
     prepared: dict[str, Any] | None
     recipe: str
     scored: dict[str, Any] = field(default_factory=dict)  # how an evaluation was made
@@ -164,7 +164,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     return RunData(
         folder=folder, run=folder, steps=[line for line in lines if line["kind"] == "step"], epochs=_epochs(lines),
         starts=[line for line in lines if line["kind"] == "run"],
-        results=Results(rows) if any(row.reference.split() for row in rows) else None,
+        results=ScoredRun(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
         tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}), warnings=_warnings(lines),
         stats=numbers.get("stats", {}), tables=numbers.get("tables", []), players=_players(numbers, folder),

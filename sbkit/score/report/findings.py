@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbkit.score.report.data import Results, RunData, percent, rate
-from sbkit.score.report.groups import Group, breakdown
-from sbkit.score.report.suspects import Suspect
+from sbkit.score.report.data import RunData, ScoredRun, percent, rate
+from sbkit.score.report.groups import UtteranceGroup, breakdown
+from sbkit.score.report.suspects import SuspectLabel
 
 MOST = 7
 _WORSE = 1.15  # times the rate of all others: a group with a higher rate is reported
@@ -21,7 +21,7 @@ _DEAF = 90.0  # CER in per cent from which single errors tell nothing: one that 
 _LEFT_OUT = 0.02  # least share of rows left out that is reported
 
 
-class Finding(NamedTuple):
+class RunFinding(NamedTuple):
     """A finding; ``weight`` is roughly its share of the errors (or the time), ``place`` the section that shows it."""
 
     weight: float
@@ -30,7 +30,7 @@ class Finding(NamedTuple):
     place: str
 
 
-def findings(run: RunData, suspects: Sequence[Suspect] = ()) -> list[Finding]:
+def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFinding]:
     """List what stands out in a run, the most important first."""
     found = [*_warnings(run), *_training(run), *_data(run)]
     if run.results is not None and run.results.characters.rate >= _DEAF:
@@ -40,34 +40,34 @@ def findings(run: RunData, suspects: Sequence[Suspect] = ()) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.weight)[:MOST]
 
 
-def _warnings(run: RunData) -> Iterator[Finding]:
+def _warnings(run: RunData) -> Iterator[RunFinding]:
     """Yield the warnings of training, before all else: what was not learnt explains the rest."""
     for line in run.warnings:
         advice = "; ".join(line.get("advice") or ())
         when = "" if line.get("at_end") else f"Reported at step {line.get('step', 0):,}. "
-        yield Finding(math.inf, line["headline"], f"{when}{line['detail']}"
-                      + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
+        yield RunFinding(math.inf, line["headline"], f"{when}{line['detail']}"
+                         + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
 
 
-def _deaf(run: RunData, results: Results) -> Iterator[Finding]:
+def _deaf(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
     """Yield that next to nothing was heard, unless training was warned of it and said what to try."""
     if not run.warnings:
-        yield Finding(
+        yield RunFinding(
             3.0, f"Next to nothing was heard: CER {rate(results.characters.rate, 1)}",
             "Which words are wrong tells nothing at such a rate. See whether the model has learnt (the curves), and "
             "whether language, alphabet and recordings of the test are those that it learnt from.", "curves")
 
 
-def _labels(results: Results, suspects: Sequence[Suspect]) -> Iterator[Finding]:
+def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[RunFinding]:
     if suspects:
         count = len(suspects)
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
-        yield Finding(
+        yield RunFinding(
             1 + errors, f"{count} transcript{'s' if count > 1 else ''} may be wrong",
             f"The model is confident of something else there: {percent(errors)} of all errors. Listen first.", "labels")
 
 
-def _groups(results: Results) -> Iterator[Finding]:
+def _groups(results: ScoredRun) -> Iterator[RunFinding]:
     found = breakdown(results)
     total = results.totals[0]
     for kind, groups in {"duration": found.durations, **found.values}.items():
@@ -75,7 +75,7 @@ def _groups(results: Results) -> Iterator[Finding]:
         if worst is not None and worst.rest is not None:
             share, words = worst.edits / total, worst.words / results.totals[1]
             label = worst.label if kind == "duration" else f"{kind} “{worst.label}”"
-            yield Finding(
+            yield RunFinding(
                 _excess(worst) / total,
                 f"{label[0].upper()}{label[1:]}: {rate(worst.rate, 1)} of the words are wrong",
                 f"Elsewhere {rate(worst.rest, 1)}. These are {percent(words)} of the words and {percent(share)} of the "
@@ -83,82 +83,82 @@ def _groups(results: Results) -> Iterator[Finding]:
     yield from _speakers(found.speakers, results.totals)
 
 
-def _stands_out(group: Group, total: int) -> bool:
+def _stands_out(group: UtteranceGroup, total: int) -> bool:
     return (group.low is not None and group.rest is not None and group.low > group.rest * _WORSE
             and _excess(group) >= _WORTH * total)
 
 
-def _excess(group: Group) -> float:
+def _excess(group: UtteranceGroup) -> float:
     """The errors beyond those expected at the rate of all others."""
     return group.edits - (group.rest or 0) / 100 * group.words
 
 
-def _speakers(speakers: Sequence[Group], totals: tuple[int, int]) -> Iterator[Finding]:
+def _speakers(speakers: Sequence[UtteranceGroup], totals: tuple[int, int]) -> Iterator[RunFinding]:
     if len(speakers) < 20:
         return
     worst = speakers[:max(1, len(speakers) // 10)]
     errors = sum(group.edits for group in worst) / totals[0]
     words = sum(group.words for group in worst) / totals[1]
     if errors > 1.5 * words and errors - words > _WORTH:
-        yield Finding(
+        yield RunFinding(
             errors - words, f"A tenth of the speakers make {percent(errors)} of the errors",
             f"These {len(worst)} of {len(speakers)} speakers said {percent(words)} of the words.", "where")
 
 
-def _kinds(results: Results) -> Iterator[Finding]:
+def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
     counts = results.words.counts
     insertions, deletions, total = counts.insertions.sum(), counts.deletions.sum(), counts.edits.sum()
     if deletions > 0.35 * total and deletions > 3 * insertions:
-        yield Finding(
+        yield RunFinding(
             deletions / total - 0.3, f"Words are missed: {percent(deletions / total)} of the errors are deletions",
             "Usual reasons: too little training, speech too fast or too quiet, recordings cut off.", "words")
     if insertions > 0.35 * total and insertions > 3 * deletions:
-        yield Finding(
+        yield RunFinding(
             insertions / total - 0.3, f"Words are made up: {percent(insertions / total)} of the errors are insertions",
             "Usual reasons: noise, a second speaker, or incomplete transcripts.", "words")
     silent = sum(not one.hypothesis.split() for one in results.heard)
     if silent > 0.02 * len(results):
-        yield Finding(
+        yield RunFinding(
             silent / len(results), f"Nothing was heard in {silent} utterances",
             "Are these recordings silent, very short or very quiet?", "worst")
 
 
-def _words(results: Results) -> Iterator[Finding]:
+def _words(results: ScoredRun) -> Iterator[RunFinding]:
     first = results.words.confusions(1)
     total = int(results.edits.sum())
     if first and first[0].count >= max(3, _WORTH * total):
         said, heard, count = first[0]
         what = (f"“{said}” is heard as “{heard}”" if said and heard
                 else f"“{said}” is missed" if said else f"“{heard}” is made up")
-        yield Finding(
+        yield RunFinding(
             count / total, f"{what} {count} times", f"That is {percent(count / total)} of the errors.", "words")
 
 
-def _training(run: RunData) -> Iterator[Finding]:
+def _training(run: RunData) -> Iterator[RunFinding]:
     rates = [(epoch["epoch"], epoch["valid_WER"]) for epoch in run.epochs if epoch.get("valid_WER") is not None]
     if len(rates) >= 3:
         best = min(rates, key=lambda pair: pair[1])
         last, earlier = rates[-1], rates[-3]
         gain = (earlier[1] - last[1]) / max(earlier[1], 1e-9)
         if best == last and gain > 0.03:
-            yield Finding(
+            yield RunFinding(
                 min(gain, 0.9), "The WER was still falling when training ended",
                 f"It fell from {rate(earlier[1])} to {rate(last[1])} over the last two epochs: train longer.",
                 "curves")
         elif best[0] < 0.7 * last[0] and last[1] > 1.03 * best[1]:
-            yield Finding(
+            yield RunFinding(
                 min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
                 f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
                 "model may help.", "curves")
     yield from _waiting(run)
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
-        yield Finding(
+        yield RunFinding(
             0.2, f"{skipped} steps were skipped because something was not finite",
             "The run's folder culprits/ says which utterances and layers; sbkit replay shows more.", "curves")
 
 
-def _waiting(run: RunData) -> Iterator[Finding]:
+def _waiting(run: RunData) -> Iterator[RunFinding]:
     """Yield what training waited for, if that was long enough for somebody to care."""
     data = _waited([(epoch["time_shares"].get("data", 0.0), epoch.get("train_seconds") or 0.0) for epoch in run.epochs
                     if epoch.get("time_shares")])
@@ -167,11 +167,11 @@ def _waiting(run: RunData) -> Iterator[Finding]:
         advice = ("Reading takes cores from training here: WAV needs less of them than MP3, and more num_workers help "
                   "only where cores are free." if on_cpu else
                   "More num_workers, a faster disk or shards (sbkit shard) give that time back.")
-        yield Finding(data, f"The device waited for data during {percent(data)} of a step", advice, "curves")
+        yield RunFinding(data, f"The device waited for data during {percent(data)} of a step", advice, "curves")
     core = _waited([(epoch["core_wait_share"], epoch.get("train_seconds") or 0.0) for epoch in run.epochs
                     if epoch.get("core_wait_share") is not None])
     if core:
-        yield Finding(
+        yield RunFinding(
             core, f"Training waited for a core during {percent(core)} of the time",
             "All its threads wait for the slowest: set OMP_NUM_THREADS to the number of free cores.", "curves")
 
@@ -183,10 +183,10 @@ def _waited(epochs: Sequence[tuple[float, float]]) -> float:
     return mean if mean > _WAITING and lost >= _LOST else 0.0
 
 
-def _data(run: RunData) -> Iterator[Finding]:
+def _data(run: RunData) -> Iterator[RunFinding]:
     if run.unread:
         of = f" of {run.unread + len(run.results):,}" if run.results is not None else ""
-        yield Finding(
+        yield RunFinding(
             2.0, f"{run.unread:,}{of} test utterances could not be read: no rate here includes them",
             "The run's log names them. Fix the files and score again before publishing.", "data")
     splits: Mapping[str, Mapping[str, Any]] = (run.prepared or {}).get("splits", {})
@@ -194,6 +194,6 @@ def _data(run: RunData) -> Iterator[Finding]:
     if train and train["rows"] and (train["rows"] - train["kept"]) > _LEFT_OUT * train["rows"]:
         left = train["rows"] - train["kept"]
         reason, entry = max(train["left_out"].items(), key=lambda item: item[1]["count"])
-        yield Finding(
+        yield RunFinding(
             left / train["rows"], f"{percent(left / train['rows'], 1)} of the training rows were left out",
             f"{left} of {train['rows']}; most often because: {reason} ({entry['count']}).", "data")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbkit.score.report.data import Results
+from sbkit.score.report.data import ScoredRun
 from sbkit.score.significance import interval_of
 
 EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, math.inf)  # seconds
@@ -25,7 +25,7 @@ _AGES = ("child", "teens", "twenties", "thirties", "forties", "fourties", "fifti
 
 
 @dataclass(frozen=True)
-class Group:
+class UtteranceGroup:
     """Some utterances; ``low`` and ``high`` are the bounds of the rate in per cent, None for too few utterances."""
 
     label: str
@@ -44,19 +44,19 @@ class Group:
 class Breakdown(NamedTuple):
     """All groups of a test set."""
 
-    durations: list[Group]
-    values: dict[str, list[Group]]  # by column name of the corpus
-    speakers: list[Group]  # the hardest first
+    durations: list[UtteranceGroup]
+    values: dict[str, list[UtteranceGroup]]  # by column name of the corpus
+    speakers: list[UtteranceGroup]  # the hardest first
 
 
 @lru_cache(maxsize=4)
-def breakdown(results: Results) -> Breakdown:
+def breakdown(results: ScoredRun) -> Breakdown:
     """Compute all groups, once for all sections of the page."""
     values = {name: by_value(results, column, name) for name, column in columns(results).items()}
     return Breakdown(by_duration(results), values, by_speaker(results))
 
 
-def by_duration(results: Results) -> list[Group]:
+def by_duration(results: ScoredRun) -> list[UtteranceGroup]:
     """Group utterances by duration; empty groups are left out."""
     durations = np.array([one.duration for one in results.heard])
     bins = np.searchsorted(EDGES, durations, side="right") - 1
@@ -67,7 +67,7 @@ def by_duration(results: Results) -> list[Group]:
     return groups
 
 
-def columns(results: Results) -> dict[str, list[str]]:
+def columns(results: ScoredRun) -> dict[str, list[str]]:
     """The corpus columns with more than one value: name -> N values."""
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.heard for key in one.meta)]):
@@ -77,7 +77,7 @@ def columns(results: Results) -> dict[str, list[str]]:
     return found
 
 
-def by_value(results: Results, values: Sequence[str], name: str = "") -> list[Group]:
+def by_value(results: ScoredRun, values: Sequence[str], name: str = "") -> list[UtteranceGroup]:
     """Group utterances by value: ages in order, other values by size, small groups merged."""
     array = np.array([value or UNKNOWN for value in values], dtype=object)
     sizes = Counter(array.tolist())
@@ -92,7 +92,7 @@ def by_value(results: Results, values: Sequence[str], name: str = "") -> list[Gr
     return groups
 
 
-def by_speaker(results: Results) -> list[Group]:
+def by_speaker(results: ScoredRun) -> list[UtteranceGroup]:
     """Group by speaker, highest rate first; empty if the corpus names no speaker or only one."""
     speakers = np.array([one.speaker for one in results.heard], dtype=object)
     names = [name for name in dict.fromkeys(speakers) if name]
@@ -107,10 +107,10 @@ def by_speaker(results: Results) -> list[Group]:
     return worst + groups[SPEAKERS_SHOWN:]
 
 
-def _group(label: str, results: Results, which: np.ndarray, bounds: bool = True) -> Group:
+def _group(label: str, results: ScoredRun, which: np.ndarray, bounds: bool = True) -> UtteranceGroup:
     inside, words = results.edits[which], results.lengths[which]
     low, high = interval_of(inside, words) if bounds and len(inside) >= LEAST else (None, None)
     wrong, said = int(inside.sum()), int(words.sum())
     all_wrong, all_said = results.totals
     rest = 100 * (all_wrong - wrong) / (all_said - said) if all_said > said else None
-    return Group(label, len(inside), said, wrong, low, high, rest)
+    return UtteranceGroup(label, len(inside), said, wrong, low, high, rest)

@@ -19,14 +19,14 @@ from sbkit.score import chunk_size
 from sbkit.score.latency import LATE
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts, sections
-from sbkit.score.report.audio import Clips
+from sbkit.score.report.audio import AudioEmbedder
 from sbkit.score.report.cards import Cards
-from sbkit.score.report.data import Results, RunData, rate, read
+from sbkit.score.report.data import RunData, ScoredRun, rate, read
 from sbkit.score.report.findings import findings
 from sbkit.score.report.sections import KEY, section
 from sbkit.score.report.suspects import can_tell, suspects
 from sbkit.score.run_files import REPORT
-from sbkit.score.significance import Comparison, compare
+from sbkit.score.significance import RunComparison, compare
 from sbkit.system.console import atomic_write
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -57,7 +57,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     words = None if other is None else _compared(other, data)
     name = REPORT if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # next to the run's own
     path = data.folder / name if out is None else Path(out)
-    page = _page(data, other, words, title or data.name, utterances, Clips(audio_megabytes, data.owns, remote))
+    page = _page(data, other, words, title or data.name, utterances, AudioEmbedder(audio_megabytes, data.owns, remote))
     try:
         with atomic_write(path) as file:
             file.write(page)
@@ -68,15 +68,15 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     return path
 
 
-def _compared(other: RunData, data: RunData) -> Comparison:
+def _compared(other: RunData, data: RunData) -> RunComparison:
     if data.results is None or other.results is None:
         missing = data if data.results is None else other
         raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
     return compare(other.results.words, data.results.words)
 
 
-def _page(data: RunData, other: RunData | None, words: Comparison | None, title: str, count: int, clips: Clips,
-          ) -> str:
+def _page(data: RunData, other: RunData | None, words: RunComparison | None, title: str, count: int,
+          clips: AudioEmbedder, ) -> str:
     parts: dict[str, Markup | None] = {}
     results = data.results
     suspected = suspects(results) if results is not None else []
@@ -122,7 +122,7 @@ def filled(title: str, body: Markup) -> str:
 MEASURES = ("the other run", "this run", "points", "95 % interval", "p")
 
 
-def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, count: int) -> Markup:
+def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards, count: int) -> Markup:
     """Compare ``run`` with ``other`` on the same test set; ``words`` is their difference."""
     ours, before = run.results, other.results
     assert ours is not None and before is not None, "write_report refuses runs without results"
@@ -153,7 +153,7 @@ def comparison(run: RunData, other: RunData, words: Comparison, cards: Cards, co
         KEY, listed("Better", better), listed("Worse", worse), lead=f"Compared with {other.folder.resolve()}")
 
 
-def verdict(words: Comparison) -> str:
+def verdict(words: RunComparison) -> str:
     """Describe the difference in one sentence."""
     if not words.significant:
         return f"No significant difference ({_signed(words.difference)} points of WER)"
@@ -161,7 +161,7 @@ def verdict(words: Comparison) -> str:
     return f"Significantly {how}: {_signed(words.difference)} points of WER"
 
 
-def _column(found: Comparison) -> tuple[str, ...]:
+def _column(found: RunComparison) -> tuple[str, ...]:
     return (rate(found.rate_a), rate(found.rate_b), _signed(found.difference),
             f"{_signed(found.low)} to\N{NO-BREAK SPACE}{_signed(found.high)}", f"{found.p_value:.4f}")
 
@@ -170,7 +170,7 @@ def _signed(points: float) -> str:
     return f"{points:+.2f}".replace("-", "−")
 
 
-def _before(results: Results, index: int) -> tuple[Any, str, str]:
+def _before(results: ScoredRun, index: int) -> tuple[Any, str, str]:
     return results.words.hypotheses[index], results.ways[index], "the other run"
 
 

@@ -11,13 +11,13 @@ from sbkit.score import chunk_size
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import Confusion
 from sbkit.score.report import charts, groups
-from sbkit.score.report.audio import Clips
+from sbkit.score.report.audio import AudioEmbedder
 from sbkit.score.report.cards import Cards, most_wrong, short
 from sbkit.score.report.charts import Series
-from sbkit.score.report.data import Results, RunData, percent, rate
-from sbkit.score.report.findings import Finding
-from sbkit.score.report.groups import Group
-from sbkit.score.report.suspects import HONESTLY, NONE_SUSPECTED, NOT_TOLD, Suspect
+from sbkit.score.report.data import RunData, ScoredRun, percent, rate
+from sbkit.score.report.findings import RunFinding
+from sbkit.score.report.groups import UtteranceGroup
+from sbkit.score.report.suspects import HONESTLY, NONE_SUSPECTED, NOT_TOLD, SuspectLabel
 from sbkit.score.significance import interval
 
 WORDS_SHOWN = 14
@@ -103,7 +103,7 @@ def _tile(name: str, value: str, more: str, big: bool = False) -> Markup:
     return tag("div", tag("h3", name), tag("strong", value), tag("p", more), class_="tile big" if big else "tile")
 
 
-def standing_out(found: Sequence[Finding]) -> Markup | None:
+def standing_out(found: Sequence[RunFinding]) -> Markup | None:
     """List the findings, each with a link to the section that shows it."""
     if not found:
         return None
@@ -193,7 +193,7 @@ def _are_numbers(column: Sequence[object]) -> bool:
     return all(re.match(r"[-+−]?[\d.]|$", str(value)) for value in column)
 
 
-def players(run: RunData, clips: Clips) -> Markup | None:
+def players(run: RunData, clips: AudioEmbedder) -> Markup | None:
     """Show what the task lets one hear, the recordings of each entry side by side."""
     if not run.players:
         return None
@@ -210,7 +210,7 @@ def players(run: RunData, clips: Clips) -> Markup | None:
     return section("listen", "Listen", tag("div", shown, class_="cards"))
 
 
-def where(results: Results, other: Results | None) -> Markup:
+def where(results: ScoredRun, other: ScoredRun | None) -> Markup:
     """Show WER by duration, by the corpus's metadata, and by speaker."""
     durations, values, speakers = groups.breakdown(results)
     before = None if other is None else groups.breakdown(other)
@@ -229,7 +229,7 @@ def where(results: Results, other: Results | None) -> Markup:
     return section("where", "Where the errors are", tag("div", blocks, class_="columns"), lead=lead)
 
 
-def _table(title: str, rows: Sequence[Group], before: Sequence[Group] = ()) -> Markup:
+def _table(title: str, rows: Sequence[UtteranceGroup], before: Sequence[UtteranceGroup] = ()) -> Markup:
     shown = {group.label for group in rows}
     earlier = {group.label: group.rate for group in before if group.label in shown}
     top = max([group.high or group.rate for group in rows] + [*earlier.values(), 1e-9])
@@ -250,7 +250,7 @@ def _table(title: str, rows: Sequence[Group], before: Sequence[Group] = ()) -> M
                tag("table", tag("thead", head), tag("tbody", lines), class_="groups"))
 
 
-def confused(results: Results) -> Markup | None:
+def confused(results: ScoredRun) -> Markup | None:
     """Show the words most often confused, missed and inserted."""
     pairs = results.words.confusions(100_000)
     if not pairs:
@@ -276,7 +276,7 @@ def _words(title: str, pairs: Sequence[Confusion], most: int) -> Markup:
     return tag("figure", tag("figcaption", title), tag("ol", lines, class_="words"))
 
 
-def worst(results: Results, cards: Cards, count: int, suspects: Sequence[Suspect]) -> Markup | None:
+def worst(results: ScoredRun, cards: Cards, count: int, suspects: Sequence[SuspectLabel]) -> Markup | None:
     """Show the utterances with the most errors; those with suspected labels are left out."""
     chosen = most_wrong(results, count, [suspect.index for suspect in suspects])
     if not chosen:
@@ -294,7 +294,7 @@ KEY = tag(
     tag("span", "missed", class_="k del"), " ", tag("span", "made up", class_="k ins"), class_="key")
 
 
-def labels(cards: Cards, suspects: Sequence[Suspect], count: int, told: bool) -> Markup:
+def labels(cards: Cards, suspects: Sequence[SuspectLabel], count: int, told: bool) -> Markup:
     """Show transcripts that may be wrong; ``told`` is whether there was enough data to tell."""
     if not suspects:
         return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if told else NOT_TOLD)
@@ -303,7 +303,7 @@ def labels(cards: Cards, suspects: Sequence[Suspect], count: int, told: bool) ->
     return section("labels", "Suspected label errors", KEY, tag("div", shown, class_="cards"), more, lead=HONESTLY)
 
 
-def _why(suspect: Suspect) -> str:
+def _why(suspect: SuspectLabel) -> str:
     if not suspect.usual and suspect.error == 1:
         return "Nothing was heard."
     return (f"{percent(suspect.error)} of the characters differ; {percent(suspect.usual)} is usual at this confidence.")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sbkit.score.report.data import Results
+from sbkit.score.report.data import ScoredRun
 
 #: The page's note on how far to trust this.
 HONESTLY = (
@@ -26,7 +26,7 @@ NONE_SUSPECTED = "None: no transcript is much further from what was heard than u
 NOT_TOLD = f"Not checked: this needs at least {_LEAST} utterances with a known confidence."
 
 
-class Suspect(NamedTuple):
+class SuspectLabel(NamedTuple):
     """A suspected label; ``error`` and ``usual`` are shares of the reference's characters."""
 
     index: int  # type: ignore[assignment]  # hides a tuple method that nobody calls
@@ -34,7 +34,7 @@ class Suspect(NamedTuple):
     usual: float
 
 
-def suspects(results: Results) -> list[Suspect]:
+def suspects(results: ScoredRun) -> list[SuspectLabel]:
     """List utterances whose reference may be wrong, the most suspicious first."""
     if not can_tell(results):
         return []
@@ -44,15 +44,15 @@ def suspects(results: Results) -> list[Suspect]:
     order = known[np.argsort(sure[known], kind="stable")]
     usual = _running_median(errors[order], min(_NEIGHBOURS, max(_LEAST, len(order) // 4)))
     least = np.quantile(sure[known], _SURE)
-    found = [Suspect(int(i), float(errors[i]), float(median)) for i, median in zip(order, usual, strict=True)
+    found = [SuspectLabel(int(i), float(errors[i]), float(median)) for i, median in zip(order, usual, strict=True)
              if sure[i] >= least and errors[i] - median >= _EXCESS]
-    silent = [Suspect(i, 1.0, 0.0) for i, one in enumerate(results.heard) if not one.hypothesis.split()]
+    silent = [SuspectLabel(i, 1.0, 0.0) for i, one in enumerate(results.heard) if not one.hypothesis.split()]
     if len(silent) <= _RARELY_SILENT * len(results):
         found += silent
     return sorted(found, key=lambda suspect: suspect.usual - suspect.error)
 
 
-def can_tell(results: Results) -> bool:
+def can_tell(results: ScoredRun) -> bool:
     """Whether there are enough utterances to tell what is usual."""
     return sum(one.confidence is not None for one in results.heard) >= _LEAST
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sbkit.export import graph, layout, readme
-from sbkit.export.clips import Clip, Clips
+from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.parity import Comparison
@@ -53,7 +53,7 @@ class Decoded(nn.Module):
         return self.decode(codes, frames), frames * self.stride
 
 
-class Codes(Comparison):
+class CodesComparison(Comparison):
     """Compares codes: how many differ. The numbers of frames are the same, or nothing is."""
 
     what = "codes"
@@ -76,7 +76,7 @@ class Samples(Comparison):
     what = "samples"
 
 
-class Decoder(Companion):
+class DecoderGraph(Companion):
     """The graph from codes to samples; it is compared on the checkpoint's own codes, so that the same is asked of both.
 
     Arguments
@@ -99,18 +99,19 @@ class Decoder(Companion):
         self.min_frames = graph.least_samples(program, "codes")
         return program
 
-    def describe(self, config: layout.Codec, files: Mapping[str, str]) -> None:
+    def describe(self, config: layout.CodecConfig, files: Mapping[str, str]) -> None:
         config.decoders, config.min_frames = dict(files), self.min_frames
 
-    def metadata(self, config: layout.Codec) -> dict[str, str]:
+    def metadata(self, config: layout.CodecConfig) -> dict[str, str]:
         return super().metadata(config) | config.told()
 
-    def comparisons(self, clips: Clips, config: layout.Codec, folder: Path) -> Mapping[str, Samples]:
+    def comparisons(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> Mapping[str, Samples]:
         coded = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
         frame_rate = config.sample_rate / config.stride
-        return {"from its codes": Samples(Clips(coded, clips.origin, clips.longest), self._decoded, frame_rate)}
+        return {"from its codes": Samples(ComparisonClips(coded, clips.origin, clips.longest), self._decoded,
+                                          frame_rate)}
 
-    def runners(self, name: str, path: Path, config: layout.Codec) -> Mapping[str, Runner]:
+    def runners(self, name: str, path: Path, config: layout.CodecConfig) -> Mapping[str, Runner]:
         call = opened(name, path)
 
         def run(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -132,13 +133,13 @@ class Decoder(Companion):
 
 
 @dataclass
-class CodecModel(Exported):
+class ExportedCodec(Exported):
     """A codec to export."""
 
     coder: Coder = field(kw_only=True)
 
     @classmethod
-    def of(cls, coder: Coder) -> CodecModel:
+    def of(cls, coder: Coder) -> ExportedCodec:
         """Export a codec that is in evaluation mode and stays as it is."""
         return cls(Encoded(coder), OUTPUTS, coder.features.sample_rate, coder=coder)
 
@@ -149,27 +150,28 @@ class CodecModel(Exported):
 
     @property
     def companions(self) -> Sequence[Companion]:
-        return (Decoder(self.coder),)
+        return (DecoderGraph(self.coder),)
 
-    def config(self, program: torch.export.ExportedProgram, clips: Clips) -> layout.Codec:
+    def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.CodecConfig:
         del clips
-        return layout.Codec(
+        return layout.CodecConfig(
             sample_rate=self.sample_rate, min_samples=graph.least_samples(program), codec=fingerprint(self.coder),
             books=list(self.coder.quantiser.sizes), stride=self.coder.stride, context=reach(self.coder))
 
-    def write_beside(self, folder: Path, config: layout.Codec) -> None:
+    def write_beside(self, folder: Path, config: layout.CodecConfig) -> None:
         """Write the weights, for models that speak through the decoder."""
         save_file(weights(self.coder), folder / layout.WEIGHTS,
                   {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
 
-    def metadata(self, config: layout.Codec) -> dict[str, str]:
+    def metadata(self, config: layout.CodecConfig) -> dict[str, str]:
         return super().metadata(config) | config.told()
 
-    def comparison(self, clips: Clips, config: layout.Codec, folder: Path) -> Codes:
+    def comparison(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> CodesComparison:
         del folder
-        return Codes(clips, self.reference(config), config.sample_rate)
+        return CodesComparison(clips, self.reference(config), config.sample_rate)
 
-    def readme(self, name: str, config: layout.Codec, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+    def readme(self, name: str, config: layout.CodecConfig, comparison: Comparison,
+               of_targets: Sequence[str] = ()) -> str:
         return text(name, config, comparison)
 
 
@@ -250,7 +252,7 @@ signals, lengths = decoder(codes, frames)
 }
 
 
-def text(name: str, config: layout.Codec, comparison: Comparison) -> str:
+def text(name: str, config: layout.CodecConfig, comparison: Comparison) -> str:
     """Make the whole text."""
     rate, count = config.sample_rate / config.stride, len(config.books)
     values = {"rate": config.sample_rate, "books": config.books, "count": count, "stride": config.stride,

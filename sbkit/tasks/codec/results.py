@@ -11,7 +11,7 @@ import numpy as np
 
 from sbkit.score.results import Table
 from sbkit.score.significance import interval
-from sbkit.tasks.codec.rows import Row
+from sbkit.tasks.codec.rows import CodecRow
 from sbkit.tasks.sound_results import SoundResults, word_rates
 
 #: Clips in the table of those that lost most.
@@ -19,7 +19,7 @@ WORST = 12
 
 
 @dataclass(frozen=True)
-class Books:
+class CodecFacts:
     """What a test needs to know of a codec."""
 
     sizes: tuple[int, ...]
@@ -27,7 +27,7 @@ class Books:
     sample_rate: int
 
 
-def measures(rows: Sequence[Row], books: Books) -> dict[str, float]:
+def measures(rows: Sequence[CodecRow], books: CodecFacts) -> dict[str, float]:
     """Compute the means of all that was measured, and how evenly codes are used: their perplexity, a mean over books.
 
     The mel distance is a mean over code frames, others over clips.
@@ -42,7 +42,7 @@ def measures(rows: Sequence[Row], books: Books) -> dict[str, float]:
     return found
 
 
-def used(rows: Sequence[Row], books: Books) -> list[np.ndarray]:
+def used(rows: Sequence[CodecRow], books: CodecFacts) -> list[np.ndarray]:
     """Count how often each entry of each book is used: an array [K] for each."""
     codes = np.concatenate([row.codes for row in rows]) if rows else np.zeros((0, len(books.sizes)), np.int32)
     return [np.bincount(codes[:, i], minlength=size) for i, size in enumerate(books.sizes)]
@@ -63,12 +63,12 @@ def perplexity(counts: np.ndarray) -> float:
 class Resyntheses(SoundResults):
     """Rows of a test, what they come to, and error rates of what a recogniser heard of those that have a text."""
 
-    rows: Sequence[Row] = ()
-    books: Books = field(kw_only=True)
+    rows: Sequence[CodecRow] = ()
+    books: CodecFacts = field(kw_only=True)
     maker: ClassVar[str] = "codec"
 
     @classmethod
-    def of(cls, rows: Sequence[Row], loss: float, unread: Mapping[str, str], books: Books) -> Resyntheses:
+    def of(cls, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str], books: CodecFacts) -> Resyntheses:
         """Put the rows of a test together."""
         stats = {"loss": loss, **measures(rows, books)}
         before, after = word_rates(rows, "heard"), word_rates(rows, "heard_again")
@@ -102,7 +102,7 @@ class Resyntheses(SoundResults):
         return [(name.replace("_", " ").replace("WER", "WER %"),
                  f"{self.stats[name]:{'.2f' if 'WER' in name else '.4g'}}") for name in names]
 
-    def remark(self, row: Row) -> str:
+    def remark(self, row: CodecRow) -> str:
         """Say what was measured of a clip."""
         measured = [f"STOI {row.stoi:.3f}" if row.stoi is not None else "", f"mel distance {row.mel_distance:.1f} dB",
                     f"heard: {row.heard_again}" if row.heard_again is not None else "", row.id]

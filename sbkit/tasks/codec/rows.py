@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Row(NamedTuple):
+class CodecRow(NamedTuple):
     """An utterance; None: not measured."""
 
     id: str

@@ -18,8 +18,8 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.codec.listener import Listener
-from sbkit.tasks.codec.results import Books, Resyntheses, measures
-from sbkit.tasks.codec.rows import Row
+from sbkit.tasks.codec.results import CodecFacts, Resyntheses, measures
+from sbkit.tasks.codec.rows import CodecRow
 from sbkit.tasks.fit import Fit, all_fit
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.listening import first_drawn
@@ -27,7 +27,7 @@ from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
-    from sbkit.tasks.codec.exported import CodecModel
+    from sbkit.tasks.codec.exported import ExportedCodec
 
 #: The frames of the mel spectra whose distance is the metric, the same for every recipe, in seconds, and their bands.
 FRAME, HOP, BANDS = 0.04, 0.01, 80
@@ -55,7 +55,7 @@ class Codec(Task):
         self.coder = Coder(keys.compute_features, keys.encoder, keys.quantiser, keys.decoder, keys.head)
         self.ruler = MelDistance(rate, round(FRAME * rate), round(HOP * rate), BANDS).to(self.device)
         self.listener = Listener(rate)
-        self.books = Books(keys.quantiser.sizes, self.coder.bit_rate, rate)
+        self.books = CodecFacts(keys.quantiser.sizes, self.coder.bit_rate, rate)
 
     @classmethod
     def check_parts(cls, keys: CodecKeys, built: Built, findings: Findings) -> bool:
@@ -123,30 +123,30 @@ class Codec(Task):
         self.listener.begin()
         super().open_stage(stage, epoch)
 
-    def _rows(self, made: Resynthesis, sound: Tensor, batch: Batch, stage: Stage) -> list[Row]:
+    def _rows(self, made: Resynthesis, sound: Tensor, batch: Batch, stage: Stage) -> list[CodecRow]:
         """Return what became of each utterance of a batch."""
         apart = DECIBELS * self.ruler(sound, batch.signals, batch.signal_lengths)
         facts = zip(batch.ids, batch.texts, batch.signal_lengths.tolist(), apart.tolist(), made.frames.tolist(),
                     made.quantised.codes.cpu().numpy(), strict=True)
-        rows = [Row(name, text, samples, mel, codes[:frames].astype(np.int32))
+        rows = [CodecRow(name, text, samples, mel, codes[:frames].astype(np.int32))
                 for name, text, samples, mel, frames, codes in facts]
         if stage != Stage.TEST:
             return rows
         return self.listener.hear(rows, batch.signals.cpu().numpy(), sound.cpu().numpy())
 
-    def stats(self, rows: Sequence[Row]) -> dict[str, float]:
+    def stats(self, rows: Sequence[CodecRow]) -> dict[str, float]:
         """Compute the mel distance and the use of the codebooks."""
         return measures(rows, self.books)
 
-    def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Resyntheses:
+    def results(self, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str]) -> Resyntheses:
         return Resyntheses.of(first_drawn(rows), loss, unread, self.books)
 
     # ------------------------------------------------------------ export
 
-    def exported(self, run: Path) -> CodecModel:
-        from sbkit.tasks.codec.exported import CodecModel
+    def exported(self, run: Path) -> ExportedCodec:
+        from sbkit.tasks.codec.exported import ExportedCodec
 
-        return CodecModel.of(self.coder.eval())
+        return ExportedCodec.of(self.coder.eval())
 
 
 def trimmed(sound: Tensor, batch: Batch) -> Tensor:

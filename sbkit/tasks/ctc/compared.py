@@ -9,8 +9,8 @@ import torch
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 
 from sbkit.decode.best_path import best_path
-from sbkit.decode.spans import Spans, collapse
-from sbkit.export.clips import Clips
+from sbkit.decode.spans import TokenSpans, collapse
+from sbkit.export.clips import ComparisonClips
 from sbkit.export.parity import Comparison
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc.recognizer import Recognizer
@@ -22,7 +22,7 @@ class Heard(Comparison):
     what = "log-probabilities"
 
 
-def compared(clips: Clips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
+def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
              decode: Callable[[list[int]], str], sample_rate: int) -> Heard:
     """Build the comparison of clips with the checkpoint.
 
@@ -56,6 +56,6 @@ def reference(recognizer: Recognizer, at_least: int = 1,
     return run
 
 
-def _spans(log_probs: np.ndarray, blank_id: int) -> Spans:
+def _spans(log_probs: np.ndarray, blank_id: int) -> TokenSpans:
     labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), blank_id)
     return collapse(labels, confidence, blank_id=blank_id)[0]

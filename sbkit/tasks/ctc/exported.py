@@ -13,7 +13,7 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
-from sbkit.export.clips import Clips, choose
+from sbkit.export.clips import ComparisonClips, choose
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.layout import Config
@@ -73,13 +73,13 @@ class Recogniser(Exported):
             logger.warning("The bundle is for whole recordings alone: %s", error)
             return ()
 
-    def clips(self, corpus: Corpus | None, count: int) -> Clips:
+    def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
         return choose(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
 
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)
 
-    def config(self, program: torch.export.ExportedProgram, clips: Clips) -> Config:
+    def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> Config:
         keys, model, tokenizer = self.keys, self.recognizer, self.keys.tokenizer
         ends = keys.bos_index, keys.eos_index, getattr(tokenizer, "bos_id", None), getattr(tokenizer, "eos_id", None)
         most = longest_seconds(model.encoder)
@@ -114,7 +114,7 @@ class Recogniser(Exported):
     def reference(self, config: Config) -> Callable[[np.ndarray], np.ndarray]:
         return reference(self.recognizer, config.min_samples)
 
-    def comparison(self, clips: Clips, config: Config, folder: Path) -> Heard:
+    def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> Heard:
         vocabulary, decode = Vocabulary.read(folder, config), self.keys.tokenizer.decode
         return compared(clips, vocabulary, self.reference(config), decode, config.sample_rate)
 
@@ -134,7 +134,7 @@ class Recogniser(Exported):
         milliseconds = sherpa_stream.chosen(model.chunks, model.subsampling * model.hop_samples / rate, chunk)
         kinds: dict[str, Callable[[], Target]] = {
             "whole recordings": whole,
-            "streams": lambda: sherpa_stream.Stream(model, self.keys.tokenizer.decode, milliseconds)}
+            "streams": lambda: sherpa_stream.SherpaStream(model, self.keys.tokenizer.decode, milliseconds)}
         made: list[Target] = []
         refused: dict[str, SbkitError] = {}
         for what, make in kinds.items():

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import torch
 
 from sbkit.data.manifest import Manifest
-from sbkit.data.reader import Encoder
+from sbkit.data.reader import SupportsEncode
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.tasks.ctc.keys import CTCKeys
@@ -34,7 +34,7 @@ class Labels(NamedTuple):
     """Ids of utterances without a token."""
 
 
-def look(manifest: Manifest, tokenizer: Encoder, recognizer: Recognizer, size: int, sample_rate: int,
+def look(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
          blank: int = 0) -> Labels:
     """Compare the labels of a split with the vocabulary and with the frames of its audio."""
     if len(manifest) > MOST:  # the fastest speech runs out of frames first

@@ -19,7 +19,7 @@ from sbkit.nn.chunks import Seen
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score.chunk_size import WHOLE
 from sbkit.score.latency import Shown, shown
-from sbkit.tasks.asr import Choice, Row, choices
+from sbkit.tasks.asr import Choice, TranscribedUtterance, choices
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.recognizer import Recognizer
 
@@ -81,7 +81,8 @@ class Live:
                 found[chunk] = self.model.ctc_lin(self.model.encode(feats, frames, self.config(chunk))[0])
         return [found[chunk] for chunk in (*self.chunk, None)]
 
-    def rows(self, scores: Sequence[Tensor], frames: Tensor, batch: Batch, search: BeamSearch | None) -> Iterator[Row]:
+    def rows(self, scores: Sequence[Tensor], frames: Tensor, batch: Batch,
+             search: BeamSearch | None) -> Iterator[TranscribedUtterance]:
         """Yield the row of each utterance, with what was shown of it with chunks of each size.
 
         Arguments
@@ -109,7 +110,7 @@ class Live:
                 seen[i].append(shown([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
             finals = finals or [texts[-1] for texts in grown]
         for name, said, final, live in zip(batch.ids, batch.texts, finals, seen, strict=True):
-            yield Row(name, said, final.text, final.confidence, final.nbest, tuple(live))
+            yield TranscribedUtterance(name, said, final.text, final.confidence, final.nbest, tuple(live))
 
     def _cuts(self, chunk: int | None, frames: int) -> list[int]:
         """Return the frames up to which an utterance is said with each chunk, the last of them its end."""

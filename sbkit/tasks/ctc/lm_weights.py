@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sbkit.data.manifest import Manifest
 from sbkit.decode.beam import BeamSearch, Hypothesis
-from sbkit.decode.fusion import Weights
+from sbkit.decode.fusion import FusionWeights
 from sbkit.decode.greedy import greedy
 from sbkit.decode.posteriors import Events
 from sbkit.errors import SbkitError
@@ -31,7 +31,7 @@ ROUNDS = 4  # rounds of such steps at most; fewer if none is better
 class BestWeights(NamedTuple):
     """The best weights, with their WER and that of greedy decoding in per cent."""
 
-    weights: Weights
+    weights: FusionWeights
     rate: float
     greedy: float
 

@@ -28,7 +28,7 @@ from sbkit.export.parity import Comparison
 from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.chunks import Chunks
-from sbkit.nn.streaming.encoder import State, StreamingEncoder
+from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.system.environment import version_of
 from sbkit.tasks.ctc import readme
 from sbkit.tasks.ctc.compared import compared, reference
@@ -58,22 +58,22 @@ OUTPUTS = dict.fromkeys(("logits", "lengths", *(f"{name}_next" for name in _CACH
 Caches = tuple[Tensor, Tensor, Tensor]
 
 
-def packed(state: State) -> Caches:
+def packed(state: EncoderState) -> Caches:
     """Pack a state: keys and values [B, 2 L, left, D], all else [B, 1, 1, N], and how many frames were seen [B]."""
     rest = torch.cat([state.convolution.flatten(1), state.front], 1)
     return torch.cat([state.keys, state.values], 1), rest[:, None, None], state.seen
 
 
-def unpacked(caches: Caches, convolution: torch.Size) -> State:
+def unpacked(caches: Caches, convolution: torch.Size) -> EncoderState:
     """Undo :func:`packed`; ``convolution`` is the shape of that part, without B."""
     attention, rest, seen = caches
     keys, values = attention.chunk(2, 1)
     size = convolution.numel()
     rest = rest.flatten(1)
-    return State(keys, values, rest[:, :size].unflatten(1, convolution), rest[:, size:], seen)
+    return EncoderState(keys, values, rest[:, :size].unflatten(1, convolution), rest[:, size:], seen)
 
 
-class Step(nn.Module):
+class StreamStep(nn.Module):
     """One step of a recogniser on streams, from features and caches to log-probabilities and the next caches."""
 
     def __init__(self, step: StreamingEncoder, config: Config):
@@ -96,7 +96,7 @@ class Step(nn.Module):
         return self.written(log_probs[:, :said]), counts.clamp(max=said) * self.written.repeats, *packed(after)
 
 
-class Stream(Target):
+class SherpaStream(Target):
     """The recogniser for streams, in chunks of one size; one that sherpa-onnx can't run is refused.
 
     Arguments
@@ -133,7 +133,7 @@ class Stream(Target):
         """Write the ONNX model."""
         caches = packed(self.graph.step.state(_BATCH))
         example = (torch.randn(_BATCH, self.bands, self.frames), torch.tensor([self.frames, self.frames - 1]), *caches)
-        program = trace_module(Step(self.graph.step, config), example, dict.fromkeys(INPUTS, (0,)))
+        program = trace_module(StreamStep(self.graph.step, config), example, dict.fromkeys(INPUTS, (0,)))
         facts = {"window_size": self.frames, "chunk_shift": self.moves,
                  "subsampling_factor": self.graph.step.subsampling, "vocab_size": config.vocabulary - 1,
                  **{f"{name}_dim{i}": size for name, cache in zip(_CACHES[:2], caches[:2], strict=True)

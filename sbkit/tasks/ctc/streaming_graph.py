@@ -11,13 +11,13 @@ from sbkit.export.graph import trace_module
 from sbkit.export.layout import Streaming
 from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming import requirements
-from sbkit.nn.streaming.encoder import State, StreamingEncoder
+from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.tasks.ctc.recognizer import Recognizer
 
 #: Names of inputs and outputs, and their open dimensions.
-INPUTS = {"samples": ("batch", "samples"), "frames": ("batch",), **dict.fromkeys(State._fields, ("batch",))}
+INPUTS = {"samples": ("batch", "samples"), "frames": ("batch",), **dict.fromkeys(EncoderState._fields, ("batch",))}
 OUTPUTS = {"log_probs": ("batch", "chunk"), "counts": ("batch",),
-           **{f"next_{name}": ("batch",) for name in State._fields}}
+           **{f"next_{name}": ("batch",) for name in EncoderState._fields}}
 _BATCH = 2  # that is traced; sizes of 0 and 1 would become constants
 
 
@@ -47,10 +47,10 @@ class StreamingGraph(nn.Module):
         ---------
         samples : [B, S], the windows of a chunk
         frames : [B], feature frames of the windows that are real; 0: nothing for this stream
-        keys, values, convolution, front, seen : as in ``sbkit.nn.streaming.encoder.State``
+        keys, values, convolution, front, seen : as in ``sbkit.nn.streaming.encoder.EncoderState``
         """
         features = self.bank.of_frames(framed(samples, self.bank.size, self.bank.hop))
-        log_probs, counts, state = self.step(features, frames, State(keys, values, convolution, front, seen))
+        log_probs, counts, state = self.step(features, frames, EncoderState(keys, values, convolution, front, seen))
         return log_probs, counts, *state
 
     def window(self, chunk: int) -> int:

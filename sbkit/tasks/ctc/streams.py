@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.clips import Clips
+from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.layout import Config
 from sbkit.export.runners import Call, Runner, opened
@@ -56,7 +56,7 @@ class Streams(Companion):
                 "chunks": ",".join(map(str, self.graph.chunks)), "left": str(self.graph.step.left),
                 "ahead": str(self.graph.step.ahead)}
 
-    def comparisons(self, clips: Clips, config: Config, folder: Path) -> Mapping[str, Heard]:
+    def comparisons(self, clips: ComparisonClips, config: Config, folder: Path) -> Mapping[str, Heard]:
         vocabulary, chunks = Vocabulary.read(folder, config), self.recognizer.chunks
         assert chunks is not None, "others are refused"
         _check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))

@@ -36,7 +36,7 @@ from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, rates
 from sbkit.tasks import feature_statistics
-from sbkit.tasks.asr import ASR, Row, choices
+from sbkit.tasks.asr import ASR, TranscribedUtterance, choices
 from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.labels import check_labels
@@ -311,7 +311,7 @@ class CTC(ASR):
     def search_facts(self) -> dict[str, Any]:
         return {} if self.decoder is None else search.describe(self.decoder)
 
-    def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Transcripts:
+    def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:
         found = super().results(rows, loss, unread)
         if self.live is not None:
             return LiveTranscripts(**vars(found), chunk=self.live.chunk)
@@ -340,7 +340,7 @@ class CTC(ASR):
             found = greedy(log_probs, scores.frames, blank_id=self.keys.blank_index)
             texts = map(self.keys.tokenizer.decode, found.ids)
             confidences = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
-            self.rows += map(Row, batch.ids, batch.texts, texts, confidences)
+            self.rows += map(TranscribedUtterance, batch.ids, batch.texts, texts, confidences)
             return
         if scores.encoded is None:
             found = decoder.decode(log_probs, scores.frames)
@@ -348,7 +348,7 @@ class CTC(ASR):
             found = decoder.decode(log_probs, scores.frames, self._next_token(scores))
         for name, text, hypotheses in zip(batch.ids, batch.texts, found, strict=True):
             best = hypotheses[0]
-            self.rows.append(Row(name, text, best.text, best.confidence, choices(hypotheses)))
+            self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, choices(hypotheses)))
 
     def _next_token(self, scores: Scores) -> Step:
         """Return the attention decoder as a function for a joint search."""

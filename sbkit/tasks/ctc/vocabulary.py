@@ -10,7 +10,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
-from sbkit.runs.initial.vocabulary import TokenTables, Vocabulary
+from sbkit.runs.initial.vocabulary import TokenRows, TokenTables
 from sbkit.tasks.ctc.keys import ENCODERS, CTCKeys
 
 _INDICES = ("blank_index", "bos_index", "eos_index")
@@ -29,7 +29,7 @@ def token_tables(keys: CTCKeys) -> TokenTables:
         layers += [layer for layer in target.modules() if isinstance(layer, nn.Embedding)]
     tensors = [tensor for layer in layers for tensor in layer.parameters() if len(tensor) == keys.output_neurons]
     roles = {"blank": keys.blank_index, "bos": keys.bos_index, "eos": keys.eos_index}
-    return TokenTables(tensors, lambda: Vocabulary(keys.tokenizer.pieces(), {
+    return TokenTables(tensors, lambda: TokenRows(keys.tokenizer.pieces(), {
         role: index for role, index in roles.items() if index is not None}))
 
 

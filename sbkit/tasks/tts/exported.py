@@ -13,12 +13,12 @@ import torch
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
 from sbkit.export import graph, layout, readme
-from sbkit.export.clips import Clip, Clips
+from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.exported import Exported
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner, opened
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
-from sbkit.nn.voice.voice import Voice
+from sbkit.nn.voice.voice import VoiceModel
 from sbkit.tasks.tts import labels
 from sbkit.tasks.tts.keys import TTSKeys
 
@@ -43,7 +43,8 @@ class SoundComparison(Comparison):
 
     what = "spectra"
 
-    def __init__(self, clips: Clips, speak: Callable[[np.ndarray], np.ndarray], sample_rate: int, heard: Hear | None):
+    def __init__(self, clips: ComparisonClips, speak: Callable[[np.ndarray], np.ndarray], sample_rate: int,
+                 heard: Hear | None):
         self._ruler = MelDistance(sample_rate)
         symbols = sum(len(clip.signal) for clip in clips.alone)
         seconds = sum(len(speak(clip.signal)) for clip in clips.alone) / sample_rate
@@ -74,14 +75,14 @@ class SoundComparison(Comparison):
 
 
 @dataclass
-class VoiceModel(Exported):
+class ExportedVoice(Exported):
     """A voice to export."""
 
     keys: TTSKeys = field(kw_only=True)
     heard: Hear | None = None
 
     @classmethod
-    def of(cls, voice: Voice, keys: TTSKeys, heard: Hear | None) -> VoiceModel:
+    def of(cls, voice: VoiceModel, keys: TTSKeys, heard: Hear | None) -> ExportedVoice:
         """Export a voice that is in evaluation mode and stays as it is.
 
         heard : a recogniser, which compares what is heard; None: spectra alone are
@@ -99,7 +100,7 @@ class VoiceModel(Exported):
         """No int8: with it a voice lasts otherwise and sounds 3 dB off, and is misheard more often."""
         return layout.ONNX, layout.TORCH
 
-    def clips(self, corpus: Corpus | None, count: int) -> Clips:
+    def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
         """Choose texts of the run's test split, from the shortest to the longest, one of a symbol, and a long one."""
         path = corpus.manifest_path("test") if corpus is not None else None
         texts = list(Manifest.read(path).texts) if path is not None and path.is_file() else []
@@ -114,7 +115,8 @@ class VoiceModel(Exported):
         joined = " ".join(chosen * 2)[:min(most, round(_BEYOND * len(chosen[-1])))]
         clips = [Clip(self._ids(text)[:most], text, text) for text in chosen]
         clips.insert(0, Clip(clips[0].signal[:1], None, "the first symbol of another"))
-        return Clips([*clips, Clip(self._ids(joined)[:most], None, "several joined")], origin, len(chosen[-1]))
+        return ComparisonClips([*clips, Clip(self._ids(joined)[:most], None, "several joined")], origin,
+                               len(chosen[-1]))
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self.keys.symbols.encode(text), np.int64)
@@ -127,21 +129,21 @@ class VoiceModel(Exported):
         return graph.trace_module(self.graph.eval(), example, {name: tuple(range(len(dims)))
                                                                for name, dims in self.inputs.items()})
 
-    def config(self, program: torch.export.ExportedProgram, clips: Clips) -> layout.Voice:
+    def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.VoiceConfig:
         del program, clips
         keys, voice = self.keys, self.graph
-        assert isinstance(voice, Voice), "of made it so"
-        return layout.Voice(
+        assert isinstance(voice, VoiceModel), "of made it so"
+        return layout.VoiceConfig(
             sample_rate=self.sample_rate, symbols=keys.symbols.names, speakers=keys.speakers.names,
             max_symbols=keys.max_symbols, frame_seconds=voice.stride / self.sample_rate,
             codec=(labels.pinned(keys) or labels.made(keys) or {}).get("codec"), books=list(keys.quantiser.sizes),
             spelling=keys.symbols.spelling, characters=keys.symbols.characters, text=_rules(keys.corpus))
 
-    def metadata(self, config: layout.Voice) -> dict[str, str]:
+    def metadata(self, config: layout.VoiceConfig) -> dict[str, str]:
         return super().metadata(config) | config.told() | {
             "language": config.language or "", **({} if config.spelling is None else {"spelling": config.spelling})}
 
-    def runner(self, name: str, folder: Path, config: layout.Voice) -> Runner:
+    def runner(self, name: str, folder: Path, config: layout.VoiceConfig) -> Runner:
         call = opened(name, folder / layout.MODELS[name])
 
         def run(texts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -154,7 +156,7 @@ class VoiceModel(Exported):
 
         return run
 
-    def reference(self, config: layout.Voice) -> Callable[[np.ndarray], np.ndarray]:
+    def reference(self, config: layout.VoiceConfig) -> Callable[[np.ndarray], np.ndarray]:
         @torch.no_grad()
         def run(ids: np.ndarray) -> np.ndarray:
             audio, _, _ = self.graph(torch.from_numpy(ids)[None], torch.tensor([len(ids)]),
@@ -167,11 +169,12 @@ class VoiceModel(Exported):
         """A speaker for each text, the same in any batch, and not the same for all."""
         return np.array([int(ids.sum()) % self.keys.n_speakers for ids in texts])
 
-    def comparison(self, clips: Clips, config: layout.Voice, folder: Path) -> SoundComparison:
+    def comparison(self, clips: ComparisonClips, config: layout.VoiceConfig, folder: Path) -> SoundComparison:
         del folder
         return SoundComparison(clips, self.reference(config), config.sample_rate, self.heard)
 
-    def readme(self, name: str, config: layout.Voice, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+    def readme(self, name: str, config: layout.VoiceConfig, comparison: Comparison,
+               of_targets: Sequence[str] = ()) -> str:
         return text(name, config, comparison)
 
 
@@ -224,7 +227,7 @@ audio, samples, durations = voice(torch.from_numpy(text), torch.tensor([text.sha
 }
 
 
-def text(name: str, config: layout.Voice, comparison: Comparison) -> str:
+def text(name: str, config: layout.VoiceConfig, comparison: Comparison) -> str:
     """Make the whole text."""
     example = next((clip.text for clip in comparison.clips.alone if clip.text), config.symbols[1])
     written = next((clip.signal for clip in comparison.clips.alone if clip.text), [1])

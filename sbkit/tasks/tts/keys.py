@@ -59,7 +59,8 @@ class TTSKeys(TaskKeys):
     def of_another_kind(self) -> Iterator[Problem]:
         """Yield which of the bundles is of another kind, or has sound at another rate; one that can't be read is told
         where it is opened."""
-        for name, folder, kind in (("codec", self.codec, layout.Codec), ("recogniser", self.recogniser, layout.Config)):
+        for name, folder, kind in (("codec", self.codec, layout.CodecConfig),
+                                   ("recogniser", self.recogniser, layout.Config)):
             with contextlib.suppress(SbkitError):
                 found = layout.read(folder or "")
                 if not isinstance(found, kind):

@@ -60,7 +60,7 @@ class Label:
     speaker: str
 
 
-class Labels:
+class VoiceLabels:
     """The labels of a run's splits, of which each utterance's are read when they are needed."""
 
     def __init__(self, folders: Sequence[Path], symbols: Symbols, books: Books | None = None):
@@ -106,13 +106,13 @@ def _frames(path: Path) -> list[np.ndarray]:
     return np.split(frames, ends[:-1])
 
 
-def read(keys: TTSKeys) -> Labels:
+def read(keys: TTSKeys) -> VoiceLabels:
     """Read the labels that a run has, as far as it has any."""
     if (facts := made(keys)) is None:
-        return Labels([], keys.symbols)
+        return VoiceLabels([], keys.symbols)
     keys.symbols.load()
     books = Books.from_dict(facts.get("books"), str(Path(keys.labels, FACTS)))
-    return Labels([Path(keys.labels, split) for split in facts.get("splits", ())], keys.symbols, books)
+    return VoiceLabels([Path(keys.labels, split) for split in facts.get("splits", ())], keys.symbols, books)
 
 
 def made(keys: TTSKeys) -> dict[str, Any] | None:

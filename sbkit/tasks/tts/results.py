@@ -17,7 +17,7 @@ from sbkit.tasks.sound_results import SoundResults, word_rates
 WORST = 12
 
 
-class Row(NamedTuple):
+class SpokenRow(NamedTuple):
     """An utterance of a validation or test; None: not measured."""
 
     id: str
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     sound: np.ndarray | None = None  # [S] int16, of the few that a report lets one hear
 
 
-def measures(rows: Sequence[Row]) -> dict[str, float]:
+def measures(rows: Sequence[SpokenRow]) -> dict[str, float]:
     """Compute means over frames and over utterances, of those that have labels."""
     known = [row for row in rows if row.frames]
     if not known:
@@ -48,7 +48,7 @@ class Spoken(SoundResults):
     maker: ClassVar[str] = "voice"
 
     @classmethod
-    def of(cls, rows: Sequence[Row], loss: float, unread: Mapping[str, str], sample_rate: int) -> Spoken:
+    def of(cls, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str], sample_rate: int) -> Spoken:
         """Put the rows of a test together."""
         stats = {"loss": loss, **known} if (known := measures(rows)) else {}  # without labels there is no loss
         before, after = word_rates(rows, "heard"), word_rates(rows, "heard_again")
@@ -76,7 +76,7 @@ class Spoken(SoundResults):
         shown = {"WER": "WER %", "WER_of_recordings": "of recordings %"}
         return [(title, f"{self.stats[name]:.2f}") for name, title in shown.items() if name in self.stats]
 
-    def remark(self, row: Row) -> str:
+    def remark(self, row: SpokenRow) -> str:
         """Say what was heard in a clip."""
         return " · ".join(each for each in (f"heard: {row.heard_again}" if row.heard_again is not None else "",
                                             row.id) if each)

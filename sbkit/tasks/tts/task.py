@@ -19,7 +19,7 @@ from sbkit.data.symbols import Symbols
 from sbkit.errors import SbkitError
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.voice import durations
-from sbkit.nn.voice.voice import Taught, Voice
+from sbkit.nn.voice.voice import Taught, VoiceModel
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
@@ -31,12 +31,12 @@ from sbkit.tasks.listening import Clock, Drawn, first_drawn
 from sbkit.tasks.task import Metric, Task
 from sbkit.tasks.tts import codec_parts, labels
 from sbkit.tasks.tts.keys import TTSKeys
-from sbkit.tasks.tts.labels import Label, Labels, Targets
-from sbkit.tasks.tts.results import Row, Spoken, measures
+from sbkit.tasks.tts.labels import Label, Targets, VoiceLabels
+from sbkit.tasks.tts.results import Spoken, SpokenRow, measures
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
-    from sbkit.tasks.tts.exported import VoiceModel
+    from sbkit.tasks.tts.exported import ExportedVoice
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class TTS(Task):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         keys = self.keys
-        self.voice = Voice(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
-                           keys.decoder, keys.head)
+        self.voice = VoiceModel(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
+                                keys.decoder, keys.head)
         self._refuse_training_the_codec()
         self.heard: Callable[[Sequence[np.ndarray]], list[str]] | None = None
         self._told = False
@@ -142,7 +142,7 @@ class TTS(Task):
     # ------------------------------------------------------------ training
 
     @functools.cached_property
-    def labels(self) -> Labels:
+    def labels(self) -> VoiceLabels:
         """The labels of the run's corpus, read when they are first needed."""
         return labels.read(self.keys)
 
@@ -212,13 +212,13 @@ class TTS(Task):
         self.clock, self.drawn = Clock(), Drawn()
         super().open_stage(stage, epoch)
 
-    def _rows(self, said: Said, batch: Batch, right: Tensor, lengths: Tensor, stage: Stage) -> list[Row]:
+    def _rows(self, said: Said, batch: Batch, right: Tensor, lengths: Tensor, stage: Stage) -> list[SpokenRow]:
         """Return what became of each utterance of a batch."""
         rate, targets = self.keys.sample_rate, said.targets
         apart = (said.taught.durations.clamp(0, durations.MOST).exp() - 1 - targets.frames).abs()
         apart = (apart * lengths_to_mask(lengths, apart.shape[1])).sum(1) / lengths.clamp(min=1)
         frames = targets.frames.sum(1) * targets.known
-        rows = [Row(*each) for each in zip(
+        rows = [SpokenRow(*each) for each in zip(
             batch.ids, batch.texts, frames.tolist(), right.tolist(), (apart * self.voice.stride / rate).tolist(),
             strict=True)]
         if stage != Stage.TEST:
@@ -235,19 +235,19 @@ class TTS(Task):
                              heard_again=heard[len(rows) + i], sound=self.drawn.take(row.id, made[i]))
                 for i, (row, size) in enumerate(zip(rows, samples, strict=True))]
 
-    def stats(self, rows: Sequence[Row]) -> dict[str, float]:
+    def stats(self, rows: Sequence[SpokenRow]) -> dict[str, float]:
         """Compute how many choices are the recordings', and how far durations are off."""
         return measures(rows)
 
-    def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Spoken:
+    def results(self, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str]) -> Spoken:
         return Spoken.of(first_drawn(rows), loss, unread, self.keys.sample_rate)
 
     # ------------------------------------------------------------ export
 
-    def exported(self, run: Path) -> VoiceModel:
-        from sbkit.tasks.tts.exported import VoiceModel
+    def exported(self, run: Path) -> ExportedVoice:
+        from sbkit.tasks.tts.exported import ExportedVoice
 
-        return VoiceModel.of(self.voice, self.keys, self.heard)
+        return ExportedVoice.of(self.voice, self.keys, self.heard)
 
 
 def parts_fit(keys: TTSKeys, built: Built, findings: Findings) -> bool:

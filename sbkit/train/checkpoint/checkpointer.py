@@ -15,8 +15,8 @@ from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.train.checkpoint import files, shelf
 from sbkit.train.checkpoint.files import CheckpointError
-from sbkit.train.checkpoint.pending import Writer
-from sbkit.train.checkpoint.saver import Saver, Source
+from sbkit.train.checkpoint.pending import BackgroundWriter
+from sbkit.train.checkpoint.saver import SaveContext, Saver
 from sbkit.train.checkpoint.shelf import Importance, Predicate
 from sbkit.train.checkpoint.state import Hook, NotLoaded, hook_for, load_recoverable, unsaved
 from sbkit.train.distributed import ranks
@@ -82,7 +82,7 @@ class Checkpointer(stock.Checkpointer):
 
     def _set_up(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
-        self._writer = Writer()
+        self._writer = BackgroundWriter()
         self._saver = Saver(self._writer)
         self._told: set[str] = set()
         if get_rank() in (None, 0):
@@ -151,9 +151,9 @@ class Checkpointer(stock.Checkpointer):
         """Discard the held state, if there is one."""
         self._saver.drop()
 
-    def _source(self) -> Source:
-        return Source(self.recoverables, self.custom_save_hooks, self.checkpoints_dir, self._list, self._path,
-                      self._warn_once)
+    def _source(self) -> SaveContext:
+        return SaveContext(self.recoverables, self.custom_save_hooks, self.checkpoints_dir, self._list, self._path,
+                           self._warn_once)
 
     def _path(self, name: str | None) -> Path:
         return self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)

@@ -76,7 +76,7 @@ class PendingCheckpoint:
             self._lock = None
 
 
-class Writer:
+class BackgroundWriter:
     """Runs one job at a time in a background thread; the interpreter waits for it at exit.
 
     An error of a job is raised by the next ``look`` or ``settle``, or else printed at exit.
@@ -120,7 +120,7 @@ class Writer:
             self._error = error
 
 
-def _report(reference: weakref.ref[Writer]) -> None:
+def _report(reference: weakref.ref[BackgroundWriter]) -> None:
     writer = reference()
     if writer is not None and writer._error is not None:
         print(f"error: {writer._error}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from speechbrain.utils.distributed import MainProcessContext, main_process_only
 from sbkit.system import disk
 from sbkit.train.checkpoint import files, shelf
 from sbkit.train.checkpoint.files import CheckpointError
-from sbkit.train.checkpoint.pending import PendingCheckpoint, Writer, plain
+from sbkit.train.checkpoint.pending import BackgroundWriter, PendingCheckpoint, plain
 from sbkit.train.checkpoint.state import TENSORS, Hook, Recoverable, hook_for, outside
 from sbkit.train.distributed import ranks
 
@@ -28,7 +28,7 @@ _MAIN_ONLY = main_process_only(len).__code__  # identifies hooks that SpeechBrai
 
 
 @dataclass(frozen=True)
-class Source:
+class SaveContext:
     """The objects to save and where, as a Checkpointer has them at the moment."""
 
     recoverables: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Saver:
     ``save``, ``hold`` and ``publish`` must be called on every rank.
     """
 
-    def __init__(self, writer: Writer):
+    def __init__(self, writer: BackgroundWriter):
         self._writer = writer
         self._failures = 0
         self._saved: Checkpoint | None = None
@@ -60,7 +60,7 @@ class Saver:
         return self._saved
 
     def save(
-        self, source: Source, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int, *,
+        self, source: SaveContext, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int, *,
         background: bool, tidy: Callable[[], None] | None = None, keys: Sequence[str] = (),
     ) -> Checkpoint | None:
         """Save every recoverable; return the checkpoint on rank 0, and None elsewhere or after a warning.
@@ -108,7 +108,7 @@ class Saver:
                 ranks.raise_on_main(complaint)
         return pending.result if pending is not None and saved else None
 
-    def hold(self, source: Source, meta: Mapping[str, Any]) -> None:
+    def hold(self, source: SaveContext, meta: Mapping[str, Any]) -> None:
         """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
 
         Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
@@ -134,7 +134,7 @@ class Saver:
             pending.discard()
         self._held = None if refused else pending
 
-    def publish(self, source: Source) -> Checkpoint | None:
+    def publish(self, source: SaveContext) -> Checkpoint | None:
         """Write and publish the held state, and return the checkpoint; None if nothing is held."""
 
         def write() -> Checkpoint | None:
@@ -155,7 +155,7 @@ class Saver:
             self._held = None
 
     def _begin(
-        self, source: Source, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int
+        self, source: SaveContext, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int
     ) -> PendingCheckpoint | None:
         final = source.path(name)
         pending = PendingCheckpoint(final, {**_times(source, end_of_epoch), **plain(meta)}, end_of_epoch, verbosity)
@@ -166,7 +166,7 @@ class Saver:
             return None
         return pending
 
-    def _finish(self, source: Source, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
+    def _finish(self, source: SaveContext, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
         try:
             pending.write()
         except Exception as error:
@@ -182,7 +182,7 @@ class Saver:
                 logger.warning("Could not delete an old checkpoint: %s", error)
         return True
 
-    def _failed(self, source: Source, pending: PendingCheckpoint, error: Exception) -> None:
+    def _failed(self, source: SaveContext, pending: PendingCheckpoint, error: Exception) -> None:
         """Handle a failed save: warn, or raise if the checkpoint was important or too many failed."""
         self._saved = None
         needed = pending.needed()
@@ -199,13 +199,14 @@ class Saver:
                        told.message, PATIENCE, self._failures)
 
 
-def _times(source: Source, end_of_epoch: bool) -> dict[str, Any]:
+def _times(source: SaveContext, end_of_epoch: bool) -> dict[str, Any]:
     """Return the meta data of every checkpoint, with a time later than all others, even if the clock was set back."""
     latest = max((ckpt.meta["unixtime"] for ckpt in source.standing()), default=0.0)
     return {"unixtime": max(time.time(), latest + 0.001), "end-of-epoch": end_of_epoch}
 
 
-def _call_hooks(source: Source, folder: Path, pending: PendingCheckpoint | None, copy: str | None) -> OSError | None:
+def _call_hooks(source: SaveContext, folder: Path, pending: PendingCheckpoint | None,
+                copy: str | None) -> OSError | None:
     """Collect states and run hooks that write files themselves; return the error of a full disk.
 
     copy : see ``PendingCheckpoint.add``
@@ -227,7 +228,7 @@ def _call_hooks(source: Source, folder: Path, pending: PendingCheckpoint | None,
 
 
 def _call_hook(
-    source: Source, name: str, obj: Recoverable, path: Path, pending: PendingCheckpoint | None, copy: str | None
+    source: SaveContext, name: str, obj: Recoverable, path: Path, pending: PendingCheckpoint | None, copy: str | None
 ) -> None:
     hook: Any = hook_for(obj, source.hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")  # may be a wrapper's
     if pending is not None:

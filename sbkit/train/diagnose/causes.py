@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sbkit.train.diagnose.inspection import Findings, before, tensors_in
+from sbkit.train.diagnose.inspection import Inspection, before, tensors_in
 from sbkit.train.diagnose.saved_batch import utterance_ids
 
 _NEAR_HALF_MAX = 1e4  # the largest fp16 is 65504, and sums of such values exceed it
 _GROWN = 1e6  # activations of a healthy model stay far below
 
 
-def causes(found: Findings, batch: object, context: Mapping[str, Any]) -> list[str]:
+def causes(found: Inspection, batch: object, context: Mapping[str, Any]) -> list[str]:
     """Return what probably happened and what to do, the most certain cause first."""
     ids = utterance_ids(batch)
     told = [
@@ -29,7 +29,7 @@ def causes(found: Findings, batch: object, context: Mapping[str, Any]) -> list[s
     return told
 
 
-def _damaged_input(found: Findings, ids: list[str]) -> list[str]:
+def _damaged_input(found: Inspection, ids: list[str]) -> list[str]:
     return [
         f"the batch itself is damaged: '{name}' holds values that are not finite"
         + (f" in {', '.join(ids[row] for row in values.rows[:4] if row < len(ids))}" if values.rows else "")
@@ -38,14 +38,14 @@ def _damaged_input(found: Findings, ids: list[str]) -> list[str]:
     ]
 
 
-def _damaged_model(found: Findings) -> list[str]:
+def _damaged_model(found: Inspection) -> list[str]:
     if not found.parameters:
         return []
     return [f"parameters are already not finite ({', '.join(list(found.parameters)[:4])}), because of an earlier "
             "update; resume from an older checkpoint with a lower learning rate or gradient clipping"]
 
 
-def _layer(found: Findings) -> list[str]:
+def _layer(found: Inspection) -> list[str]:
     layer = found.first_layer
     if layer is None or layer.inputs is None:
         return []
@@ -73,7 +73,7 @@ def _silence(batch: object, ids: list[str]) -> list[str]:
     return []
 
 
-def _impossible(found: Findings, ids: list[str]) -> list[str]:
+def _impossible(found: Inspection, ids: list[str]) -> list[str]:
     infinite = [ids[i] for i, loss in enumerate(found.utterance_losses) if i < len(ids) and loss == math.inf]
     if infinite and found.first_layer is None:
         return [f"the loss of {', '.join(infinite[:4])} is infinite: too few frames for its labels (`sbkit check` "
@@ -84,7 +84,7 @@ def _impossible(found: Findings, ids: list[str]) -> list[str]:
     return []
 
 
-def _gradient(found: Findings, context: Mapping[str, Any]) -> list[str]:
+def _gradient(found: Inspection, context: Mapping[str, Any]) -> list[str]:
     if found.what != "gradient":
         return []
     told = []

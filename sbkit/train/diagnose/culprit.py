@@ -21,7 +21,7 @@ from speechbrain.core import Stage
 from sbkit.score.run_files import CULPRITS
 from sbkit.system import disk
 from sbkit.train.diagnose.causes import causes
-from sbkit.train.diagnose.inspection import Findings, Ran, Values, before, examine, losses_alone
+from sbkit.train.diagnose.inspection import Inspection, Ran, Values, before, examine, losses_alone
 from sbkit.train.diagnose.saved_batch import pack, take_row, utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.given import MicroBatch
@@ -33,7 +33,7 @@ _MOST_WEIGHTS = 4 << 30  # bytes; weights of larger models are only in checkpoin
 _NAMED = 12  # utterances named in the text; the file has all
 
 
-class Suspect(NamedTuple):
+class KeptBatch(NamedTuple):
     """A micro-batch, and the state of the random generators (``rng.capture``) before it was run, if kept."""
 
     batch: object
@@ -65,7 +65,7 @@ def report(
     brain : has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``; with
         ``utterance_losses(predictions, batch) -> Tensor [B]``, the report has the loss of each utterance
     folder : the folder of the run
-    suspects : this rank's micro-batches: each a ``Suspect``, an equivalent pair, or the batch itself
+    suspects : this rank's micro-batches: each a ``KeptBatch``, an equivalent pair, or the batch itself
     what : what was not finite: "loss" or "gradient"
     scale, sum_scale : the factors of the loss: the loss scale, and the factor that makes a sum nearly a mean
     lr : the learning rate, for the report
@@ -120,14 +120,14 @@ def runner(brain: sb.Brain) -> Callable[[Any], Ran]:
     return run
 
 
-def _suspect(one: object) -> Suspect:
-    """Convert to a ``Suspect``; a batch may itself be a pair (inputs, targets)."""
+def _suspect(one: object) -> KeptBatch:
+    """Convert to a ``KeptBatch``; a batch may itself be a pair (inputs, targets)."""
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], Mapping) and "torch" in one[1]:
-        return Suspect(*one)
-    return one if isinstance(one, Suspect) else Suspect(one)
+        return KeptBatch(*one)
+    return one if isinstance(one, KeptBatch) else KeptBatch(one)
 
 
-def _account(brain: sb.Brain, suspect: Suspect, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
+def _account(brain: sb.Brain, suspect: KeptBatch, micro: int, context: Mapping[str, Any]) -> dict[str, Any]:
     """Run a micro-batch again and return the findings as plain JSON."""
     # These gradients must not be averaged over ranks.
     with brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
@@ -142,7 +142,7 @@ def _account(brain: sb.Brain, suspect: Suspect, micro: int, context: Mapping[str
             "findings": {**found.as_dict(), "what": found.what}}
 
 
-def alone(brain: sb.Brain, suspect: Suspect) -> list[float]:
+def alone(brain: sb.Brain, suspect: KeptBatch) -> list[float]:
     """Return the loss of each utterance run alone, if the batch can be split."""
     singles = [take_row(suspect.batch, row) for row in range(len(utterance_ids(suspect.batch)))]
     if any(single is None for single in singles):
@@ -150,7 +150,7 @@ def alone(brain: sb.Brain, suspect: Suspect) -> list[float]:
     return losses_alone(runner(brain), brain.modules, singles, rng=suspect.rng, device=brain.device)
 
 
-def bad_ids(found: Findings, ids: Sequence[str]) -> list[str]:
+def bad_ids(found: Inspection, ids: Sequence[str]) -> list[str]:
     """Return the ids of utterances with values that are not finite, as far as known."""
     rows: set[int] = set()
     for values in found.inputs.values():
@@ -162,7 +162,7 @@ def bad_ids(found: Findings, ids: Sequence[str]) -> list[str]:
     return [ids[i] for i in sorted(rows) if i < len(ids)]
 
 
-def describe(found: Findings) -> str:
+def describe(found: Inspection) -> str:
     """Describe in one line where values are not finite."""
     layer = found.first_layer
     if found.error and layer is None:
@@ -240,7 +240,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def _save(
-    there: Path, modules: torch.nn.Module | None, suspects: Sequence[Suspect],
+    there: Path, modules: torch.nn.Module | None, suspects: Sequence[KeptBatch],
     accounts: Sequence[Mapping[str, Any]], context: Mapping[str, Any],
 ) -> None:
     """Write a culprit's folder under another name and rename it; a full disk loses the report, but not the run.

@@ -60,7 +60,7 @@ class Layer:
 
 
 @dataclass
-class Findings:
+class Inspection:
     """The result of running a batch again."""
 
     loss: float | None = None
@@ -119,7 +119,7 @@ def losses_alone(
     return losses
 
 
-def before(found: Findings) -> str:
+def before(found: Inspection) -> str:
     """Name what was still finite right before the first bad layer."""
     return f"the output of {found.layers[found.first - 1].name}" if found.first else "the batch"
 
@@ -153,7 +153,7 @@ def examine(
     device: torch.device | str = "cpu",
     scale: float = 1.0,
     keep_layers: bool = False,
-) -> Findings:
+) -> Inspection:
     """Run a batch forward and backward and inspect it, without changing the model.
 
     Buffers, gradients and random generators are restored. The same computations run whatever is found, because layers
@@ -167,7 +167,7 @@ def examine(
     scale : the loss scale (fp16)
     keep_layers : keep all layers, not only those up to the first bad one
     """
-    found = Findings()
+    found = Inspection()
     found.inputs = {name: v for name, t in tensors_in(batch) if (v := measure(t)).bad}
     found.parameters = _bad(modules.named_parameters())
     with _undisturbed(modules, device), _eager():
@@ -191,7 +191,7 @@ def examine(
     return found
 
 
-def _first(found: Findings) -> int | None:
+def _first(found: Inspection) -> int | None:
     """Return the index of the first bad layer; one with only -inf counts if nothing else explains the loss."""
     broken = [i for i, layer in enumerate(found.layers) if layer.output.broken]
     if not broken and found.what == "loss":
@@ -215,7 +215,7 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def _watched(modules: nn.Module, found: Findings) -> Iterator[_Watch]:
+def _watched(modules: nn.Module, found: Inspection) -> Iterator[_Watch]:
     """Record outputs of all modules inside this context, and the first one with a gradient that is not finite."""
     watch, handles = _Watch(), []
     calls: dict[str, int] = {}
@@ -277,7 +277,7 @@ def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[Non
         rng_state.restore(generators, device)
 
 
-def _look_at_gradients(modules: nn.Module, found: Findings, scale: float) -> None:
+def _look_at_gradients(modules: nn.Module, found: Inspection, scale: float) -> None:
     norms = []
     for name, parameter in modules.named_parameters():
         if parameter.grad is None:

@@ -15,8 +15,8 @@ from sbkit.errors import SbkitError
 from sbkit.score.run_files import CULPRITS
 from sbkit.system.console import table
 from sbkit.train.diagnose.causes import causes
-from sbkit.train.diagnose.culprit import Suspect, alone, at_step, bad_ids, describe, moved, runner, some
-from sbkit.train.diagnose.inspection import Findings, Layer, examine
+from sbkit.train.diagnose.culprit import KeptBatch, alone, at_step, bad_ids, describe, moved, runner, some
+from sbkit.train.diagnose.inspection import Inspection, Layer, examine
 from sbkit.train.diagnose.saved_batch import unpack, utterance_ids
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _again(brain: Brain, one: Mapping[str, Any], tensors: Mapping[str, torch.Ten
            saved: Mapping[str, Any]) -> list[str]:
     at = f"micro{one['micro']}/"
     batch = unpack(one["tree"], _under(f"{at}batch/", tensors), brain.device)
-    suspect = Suspect(batch, _under(f"{at}rng/", tensors) or None)
+    suspect = KeptBatch(batch, _under(f"{at}rng/", tensors) or None)
     found = examine(runner(brain), brain.modules, suspect.batch, rng=suspect.rng, device=brain.device,
                     scale=saved["scale"] * saved.get("sum_scale", 1.0), keep_layers=True)
     ids = utterance_ids(suspect.batch)
@@ -105,7 +105,7 @@ def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _losses(found: Findings, ids: list[str]) -> list[str]:
+def _losses(found: Inspection, ids: list[str]) -> list[str]:
     if len(ids) != len(found.utterance_losses):
         return []
     return ["", table(["utterance", "loss"], [[i, f"{loss:.4g}"] for i, loss in

@@ -20,7 +20,7 @@ from speechbrain.processing.features import InputNormalization
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.parts import Parts
+from sbkit.recipe.parts import ParameterGroups
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -293,7 +293,7 @@ def tell_unreached(modules: nn.Module, recipe: Mapping[str, Any], told: set[str]
     """
     names = shortened(unreached(modules) - told, modules, told)
     if names and ranks.is_main():
-        parts = Parts(modules, recipe)
+        parts = ParameterGroups(modules, recipe)
         logger.warning("The loss does not reach these parameters, so they are not trained (right for a part that the "
                        "recipe leaves out, such as a decoder): %s",
                        ", ".join(map(parts.called, names)).replace("_orig_mod.", ""))

@@ -69,7 +69,7 @@ class Trial:
 
 
 @contextlib.contextmanager
-def trial(request: arguments.Request, device: torch.device) -> Iterator[Trial]:
+def trial(request: arguments.CommandLine, device: torch.device) -> Iterator[Trial]:
     """Build the recipe's Brain in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
         recipe = load.opened(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
@@ -96,7 +96,7 @@ def _quiet(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _durations(request: arguments.Request, recipe: load.Recipe, folder: Path) -> np.ndarray:
+def _durations(request: arguments.CommandLine, recipe: load.Recipe, folder: Path) -> np.ndarray:
     """Return the durations of the prepared corpus, if there is one, or all lengths up to the longest allowed.
 
     folder : what the recipe was given for its output folder
@@ -109,7 +109,7 @@ def _durations(request: arguments.Request, recipe: load.Recipe, folder: Path) ->
     return np.linspace(1.0, longest_utterance(recipe.hparams), 200, dtype=np.float32)
 
 
-def _in_output_folder(path: Path, folder: Path, request: arguments.Request) -> Path:
+def _in_output_folder(path: Path, folder: Path, request: arguments.CommandLine) -> Path:
     """A path below ``folder`` as one below the output folder that the recipe itself names; any other as it is."""
     if not path.is_relative_to(folder):
         return path
@@ -209,7 +209,7 @@ def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int)
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def measurement(request: arguments.Request) -> Callable[[], Measured]:
+def measurement(request: arguments.CommandLine) -> Callable[[], Measured]:
     """Return a function that times a few real steps at the planned size, for ``sbkit check --measure``."""
     def measure() -> Measured:
         device = devices.resolve(request.run_opts.device)

@@ -138,7 +138,7 @@ class StageDisplay:
         shown = [piece.paint(piece.words if words else piece.short, colours) for piece in pieces]
         return (", " if words else " ").join([steps, *shown])
 
-    def _pieces(self) -> list[_Piece]:
+    def _pieces(self) -> list[_StatusPart]:
         """Return all parts of the text, in the order in which they are shown."""
         now, steps, seconds = self._window[-1]
         then, steps_then, seconds_then = self._window[0]
@@ -148,31 +148,31 @@ class StageDisplay:
         pieces = []
         if not self.show:
             took = _clock(now - self._start)
-            pieces.append(_Piece(1, f"took {took}", took))
+            pieces.append(_StatusPart(1, f"took {took}", took))
         elif self.total is not None and steps > steps_then:
             left = _clock((self.total - steps) * span / (steps - steps_then))
-            pieces.append(_Piece(1, f"{left} left", f"{left} left"))
+            pieces.append(_StatusPart(1, f"{left} left", f"{left} left"))
         if "loss" in self._shown:
             loss = self._shown["loss"]
             text = f"loss {_number(loss)}"
-            pieces.append(_Piece(0, text, text, None if math.isfinite(loss) else _RED))
+            pieces.append(_StatusPart(0, text, text, None if math.isfinite(loss) else _RED))
         if "lr" in self._shown:
             text = f"lr {self._shown['lr']:.1e}"
-            pieces.append(_Piece(4, text, text))
+            pieces.append(_StatusPart(4, text, text))
         if seconds > seconds_then:
             speed = (seconds - seconds_then) / span
             shown = _count(speed * self._scale)
-            pieces.append(_Piece(2, f"audio {shown} s/s", f"{shown} s/s"))
+            pieces.append(_StatusPart(2, f"audio {shown} s/s", f"{shown} s/s"))
             if self._utilisation is not None:
                 used = self._utilisation.words(speed)
-                pieces.append(_Piece(6, used, used))
+                pieces.append(_StatusPart(6, used, used))
         waits = self._budget.share("data") if self._budget is not None else None
         if waits is not None:
             colour = _YELLOW if waits > _SLOW_DATA else None
-            pieces.append(_Piece(3, f"data wait {100 * waits:.0f} %", f"wait {100 * waits:.0f}%", colour))
+            pieces.append(_StatusPart(3, f"data wait {100 * waits:.0f} %", f"wait {100 * waits:.0f}%", colour))
         if self._padded > 0:
             share = f"{100 * (1 - self._seconds / self._padded):.0f}"
-            pieces.append(_Piece(5, f"padding {share} %", f"pad {share}%"))
+            pieces.append(_StatusPart(5, f"padding {share} %", f"pad {share}%"))
         return pieces
 
     def _percent(self) -> int:
@@ -221,7 +221,7 @@ class StageDisplay:
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
-class _Piece(NamedTuple):
+class _StatusPart(NamedTuple):
     """A part of the text: its rank (0 is most important), long and short form, and colour."""
 
     rank: int

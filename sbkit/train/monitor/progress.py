@@ -14,7 +14,7 @@ from sbkit.train.monitor.tally import Mean
 from sbkit.train.monitor.timing import StepBudget
 from sbkit.train.monitor.utilisation import Utilisation
 from sbkit.train.rates import Rate
-from sbkit.train.step import Facts
+from sbkit.train.step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Progress:
         self._whole_padded += padded
         self.display.update(steps, loss=loss, lr=lr, seconds=seconds, padded_seconds=padded)
 
-    def step(self, fact: Facts, lr: Rate | None) -> None:
+    def step(self, fact: StepResult, lr: Rate | None) -> None:
         """Record the values of an optimizer step, and write a line if one is due."""
         self._steps += 1
         self.skipped += fact.skipped
@@ -66,7 +66,7 @@ class Progress:
         if self.metrics is not None and now - self._last >= self.interval:
             self._write(self.metrics, fact, lr, now)
 
-    def _write(self, metrics: MetricsLog, fact: Facts, lr: Rate | None, now: float) -> None:
+    def _write(self, metrics: MetricsLog, fact: StepResult, lr: Rate | None, now: float) -> None:
         speed = self._seconds * ranks.world_size() / (now - self._last)
         metrics.write(
             "step", epoch=self.epoch, step=fact.number, loss=self._loss.value() if self._loss.count else None,

@@ -8,7 +8,7 @@ import transformers
 
 from sbkit.nn.pretrained import Encoder
 from sbkit.nn.pretrained.waveforms import normalized
-from sbkit.nn.pretrained.whisper import LogMel
+from sbkit.nn.pretrained.whisper import WhisperLogMel
 
 
 def waves(samples):
@@ -47,7 +47,7 @@ def test_w2v_bert(tmp_path):
 
 @pytest.mark.parametrize("bands", [80, 128])
 def test_whisper(bands):
-    layer, extractor = LogMel(bands), transformers.WhisperFeatureExtractor(feature_size=bands)
+    layer, extractor = WhisperLogMel(bands), transformers.WhisperFeatureExtractor(feature_size=bands)
     signals, _ = waves(SAMPLES)
     found = layer(signals, more=2)
     assert found.shape == (len(SAMPLES), layer.frames(max(SAMPLES)) + 2, bands)

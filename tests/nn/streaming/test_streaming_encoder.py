@@ -22,7 +22,7 @@ from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank, framed
-from sbkit.nn.streaming.encoder import State, StreamingEncoder
+from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.tasks.ctc.recognizer import Recognizer
 from sbkit.tasks.ctc.streaming_graph import StreamingGraph
 
@@ -178,8 +178,8 @@ def test_a_row_without_frames_keeps_its_state_and_one_of_zeros_is_a_fresh_start(
     assert counts.tolist() == [4, 0] and out.isfinite().all() and begun.seen.tolist() == [4, 4]
     for before, now in zip(begun, after, strict=True):
         assert torch.equal(before[1], now[1]) and not torch.equal(before[0], now[0])
-    again, _, _ = step(features, full, State(*(part * torch.tensor([1, 0]).view(2, *(1,) * (part.dim() - 1))
-                                               for part in after)))
+    again, _, _ = step(features, full, EncoderState(*(part * torch.tensor([1, 0]).view(2, *(1,) * (part.dim() - 1))
+                                                      for part in after)))
     torch.testing.assert_close(again[1], first[1])
     assert not torch.allclose(again[0], first[0])
 
@@ -237,7 +237,7 @@ def test_samples_in_pieces_of_any_size_give_what_the_whole_waveform_does(sizes, 
 def exported(step):
     any_size = torch.export.Dim.DYNAMIC
     example = torch.randn(2, 16, BANDS), torch.tensor([16, 9]), step.state(2)
-    shapes = {0: any_size, 1: any_size}, {0: any_size}, State(*({0: any_size},) * 5)
+    shapes = {0: any_size, 1: any_size}, {0: any_size}, EncoderState(*({0: any_size},) * 5)
     return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
 
 
@@ -247,7 +247,7 @@ def test_exported_it_gives_the_same_for_any_batch_and_chunk(tmp_path):
     # That a second layer follows, test_streaming_graph.py shows, which exports this within more.
     step = StreamingEncoder(recogniser(num_encoder_layers=1)).eval()
     program = exported(step)
-    kept = [f"state_{name}" for name in State._fields]
+    kept = [f"state_{name}" for name in EncoderState._fields]
     model = graph.to_onnx(program, ["features", "frames", *kept], ["log_probs", "counts", *(f"next_{n}" for n in kept)])
     session = onnxruntime.InferenceSession(model.SerializeToString())
     graphs = program.module()
@@ -259,10 +259,10 @@ def test_exported_it_gives_the_same_for_any_batch_and_chunk(tmp_path):
             expected = step(features, frames, state)
             state = expected[2]
             by_torch = graphs(features, frames, torch_state)
-            torch_state = State(*by_torch[2])
+            torch_state = EncoderState(*by_torch[2])
             given = dict(zip(["features", "frames", *kept], (features, frames, *onnx_state), strict=True))
             by_onnx = [torch.from_numpy(out) for out in session.run(None, {n: x.numpy() for n, x in given.items()})]
-            onnx_state = State(*by_onnx[2:])
+            onnx_state = EncoderState(*by_onnx[2:])
             for ours, others in zip((*expected[:2], *state), zip((*by_torch[:2], *torch_state), by_onnx, strict=True),
                                     strict=True):
                 for other in others:

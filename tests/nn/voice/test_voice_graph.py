@@ -6,7 +6,7 @@ import torch
 
 from sbkit.nn.codec import CodecDecoder, FiniteScalars, ResidualVectors, WaveHead
 from sbkit.nn.voice import CodeHead, Durations, FrameDecoder, TextEncoder
-from sbkit.nn.voice.voice import Voice
+from sbkit.nn.voice.voice import VoiceModel
 
 SYMBOLS, SPEAKERS, STRIDE = 12, 3, 2 * 40
 TEXTS = [[1, 5, 3], [7], [2, 2, 9, 11, 4, 6, 1, 8], [10, 3]]
@@ -16,9 +16,9 @@ SPEEDS = [1.0, 0.5, 1.7, 3.0]
 def voice(quantiser=None, seed=0):
     torch.manual_seed(seed)
     quantiser = quantiser or FiniteScalars([4, 3], 2)
-    made = Voice(TextEncoder(SYMBOLS, 16, 24, 2, speakers=SPEAKERS), Durations(16, 12, 16, 1),
-                 FrameDecoder(16, 20, 24, 2), CodeHead(20, quantiser), quantiser,
-                 CodecDecoder(quantiser.size, 12, 16, 1, 1, fold=2), WaveHead(12, 40, 160))
+    made = VoiceModel(TextEncoder(SYMBOLS, 16, 24, 2, speakers=SPEAKERS), Durations(16, 12, 16, 1),
+                      FrameDecoder(16, 20, 24, 2), CodeHead(20, quantiser), quantiser,
+                      CodecDecoder(quantiser.size, 12, 16, 1, 1, fold=2), WaveHead(12, 40, 160))
     with torch.no_grad():
         made.durations.last.bias += 1.2  # about two frames for each symbol
         made.durations.last.weight *= 3

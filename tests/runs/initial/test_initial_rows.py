@@ -2,23 +2,23 @@
 
 from sbkit.runs.initial.matching import ANEW, LEFT, TAKEN, Fate
 from sbkit.runs.initial.table import collapsed, text
-from sbkit.runs.initial.vocabulary import Vocabulary
+from sbkit.runs.initial.vocabulary import TokenRows
 
 
 def test_equal_pieces_have_equal_rows_and_parts_go_by_their_part():
-    own = Vocabulary(["<unk>", "<s>", "</s>", "▁", "ñ", "a"], {"blank": 0, "bos": 1, "eos": 2})
-    there = Vocabulary(["a", "b", "<blank>", "▁", "end", "start"], {"blank": 2, "eos": 4, "bos": 5})
+    own = TokenRows(["<unk>", "<s>", "</s>", "▁", "ñ", "a"], {"blank": 0, "bos": 1, "eos": 2})
+    there = TokenRows(["a", "b", "<blank>", "▁", "end", "start"], {"blank": 2, "eos": 4, "bos": 5})
     assert own.rows_in(there) == [2, 5, 4, 3, -1, 0]
 
 
 def test_a_part_that_the_other_has_not_is_drawn_anew():
-    own = Vocabulary(["_", "<s>", "a"], {"blank": 0, "bos": 1})
-    assert own.rows_in(Vocabulary(["_", "<s>", "a"], {"blank": 0})) == [0, -1, 2]
+    own = TokenRows(["_", "<s>", "a"], {"blank": 0, "bos": 1})
+    assert own.rows_in(TokenRows(["_", "<s>", "a"], {"blank": 0})) == [0, -1, 2]
 
 
 def test_a_piece_is_not_taken_for_one_that_has_a_part():
-    own = Vocabulary(["_", "end"], {"blank": 0})
-    assert own.rows_in(Vocabulary(["_", "end"], {"blank": 0, "eos": 1})) == [0, -1]
+    own = TokenRows(["_", "end"], {"blank": 0})
+    assert own.rows_in(TokenRows(["_", "end"], {"blank": 0, "eos": 1})) == [0, -1]
 
 
 def layers(what, *numbers):

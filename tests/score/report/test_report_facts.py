@@ -16,7 +16,7 @@ from sbkit.score import utterances
 from sbkit.score.markup import tag, text
 from sbkit.score.report import charts, groups
 from sbkit.score.report.charts import Series
-from sbkit.score.report.data import Results, read
+from sbkit.score.report.data import ScoredRun, read
 from sbkit.score.report.findings import findings
 from sbkit.score.report.suspects import suspects
 from sbkit.score.utterances import ScoredUtterance
@@ -24,7 +24,7 @@ from sbkit.score.utterances import ScoredUtterance
 
 @pytest.fixture(scope="module")
 def results():
-    return Results(run_folders.told(200))
+    return ScoredRun(run_folders.told(200))
 
 
 # ---------------------------------------------------------------- groups
@@ -45,13 +45,13 @@ def test_groups_hold_every_utterance_once(results):
 def test_durations_lie_in_their_group():
     heard = [dataclasses.replace(one, duration=seconds) for one, seconds in
              zip(run_folders.told(6), [0.5, 1.0, 1.99, 2.0, 29.9, 45.0], strict=True)]
-    assert [(group.label, group.utterances) for group in groups.by_duration(Results(heard))] == [
+    assert [(group.label, group.utterances) for group in groups.by_duration(ScoredRun(heard))] == [
         ("0–1 s", 1), ("1–2 s", 2), ("2–3 s", 1), ("20–30 s", 1), ("30+ s", 1)]
 
 
 def test_ages_are_in_their_order_and_what_is_not_said_is_last():
     ages = ["fifties", "", "teens", "twenties"] * 5
-    found = groups.by_value(Results(run_folders.told(20)), ages, "age")
+    found = groups.by_value(ScoredRun(run_folders.told(20)), ages, "age")
     assert [group.label for group in found] == ["teens", "twenties", "fifties", groups.UNKNOWN]
 
 
@@ -65,7 +65,7 @@ def test_many_values_end_in_others(results):
 def test_the_hardest_speakers_come_first_and_two_utterances_have_no_interval():
     heard = run_folders.told(40)
     heard[0] = dataclasses.replace(heard[0], speaker="alone", hypothesis="nothing like it")
-    found = groups.by_speaker(Results(heard))
+    found = groups.by_speaker(ScoredRun(heard))
     assert found[0].label == "alone" and found[0].low is None
     assert [group.rate for group in found] == sorted((group.rate for group in found), reverse=True)
 
@@ -90,7 +90,7 @@ def test_transcripts_that_were_exchanged_are_found_and_little_else():
     wrong = set(rng.sample(range(len(heard)), 20))
     for i in wrong:
         heard[i] = dataclasses.replace(heard[i], reference=heard[i - 1].reference)
-    found = {suspect.index for suspect in suspects(Results(heard))}
+    found = {suspect.index for suspect in suspects(ScoredRun(heard))}
     sure = {i for i in wrong if heard[i].confidence > 0.8}
     assert len(sure & found) >= 0.9 * len(sure)
     assert len(found - wrong) <= 0.25 * len(found)
@@ -99,15 +99,15 @@ def test_transcripts_that_were_exchanged_are_found_and_little_else():
 def test_a_model_that_is_wrong_throughout_suspects_nobody():
     heard = [dataclasses.replace(one, hypothesis="something else", confidence=0.9 + i / 10_000)
              for i, one in enumerate(run_folders.told(100))]
-    assert len(suspects(Results(heard))) <= 5
+    assert len(suspects(ScoredRun(heard))) <= 5
     silent = [dataclasses.replace(one, hypothesis="", confidence=None) for one in run_folders.told(100)]
-    assert suspects(Results(silent)) == []
+    assert suspects(ScoredRun(silent)) == []
 
 
 def test_a_recording_in_which_nothing_was_heard_is_suspected():
     heard = confident(100)
     heard[40] = dataclasses.replace(heard[40], hypothesis="", confidence=None)
-    assert suspects(Results(heard))[0].index == 40
+    assert suspects(ScoredRun(heard))[0].index == 40
 
 
 # ---------------------------------------------------------------- what stands out

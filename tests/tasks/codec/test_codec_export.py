@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sbkit.export.clips import Clip, Clips
-from sbkit.export.layout import Codec as Config
+from sbkit.export.clips import Clip, ComparisonClips
+from sbkit.export.layout import CodecConfig as Config
 from sbkit.nn.codec import CodecDecoder, CodecEncoder, Coder, FiniteScalars, LogMel, ResidualVectors, WaveHead
-from sbkit.tasks.codec.exported import OTHER_CODES, CodecModel, Codes, fingerprint, reach
+from sbkit.tasks.codec.exported import OTHER_CODES, CodesComparison, ExportedCodec, fingerprint, reach
 
 SIZE = {"size": 8, "hidden": 12}
 CONFIG = Config(sample_rate=16_000, codec="0" * 64, books=[40, 40], stride=320, context=9)
@@ -26,8 +26,8 @@ def coder(quantiser=None, layers=1, **features):
 
 def clips(seconds=(0.05, 0.4, 0.7, 1.3)):
     draw = np.random.default_rng(0)
-    return Clips([Clip(draw.normal(0, 0.1, round(16_000 * each)).astype(np.float32), "a text", str(each))
-                  for each in seconds], "noise", 1.0)
+    return ComparisonClips([Clip(draw.normal(0, 0.1, round(16_000 * each)).astype(np.float32), "a text", str(each))
+                            for each in seconds], "noise", 1.0)
 
 
 # ---------------------------------------------------------------- the hash
@@ -56,7 +56,7 @@ def test_the_same_weights_with_other_numbers_are_another_codec():
 
 def test_the_weights_are_those_of_the_parts_by_name(tmp_path):
     made = coder(ResidualVectors(6, books=2, entries=16))
-    CodecModel.of(made).write_beside(tmp_path, CONFIG)
+    ExportedCodec.of(made).write_beside(tmp_path, CONFIG)
     found = load_file(tmp_path / "model.safetensors")
     assert {name.split(".")[0] for name in found} == {"encoder", "quantiser", "decoder", "head"}
     another = coder(ResidualVectors(6, books=2, entries=16), layers=1)
@@ -96,7 +96,7 @@ def test_a_codec_that_looks_at_the_mean_of_a_recording_may_look_at_everything():
 @pytest.mark.parametrize("share, passes", [(0.0, True), (OTHER_CODES / 2, True), (OTHER_CODES * 2, False)])
 def test_so_many_codes_may_differ_as_rounding_changes(share, passes):
     codes = {len(clip.signal): np.zeros((1000, 2), np.int64) for clip in clips().alone}
-    compared = Codes(clips(), lambda signal: codes[len(signal)], 16_000)
+    compared = CodesComparison(clips(), lambda signal: codes[len(signal)], 16_000)
 
     def run(signals):
         found = [codes[len(each)].copy() for each in signals]
@@ -113,14 +113,14 @@ def test_so_many_codes_may_differ_as_rounding_changes(share, passes):
 
 
 def test_another_number_of_frames_never_passes():
-    compared = Codes(clips(), lambda signal: np.zeros((9, 2), np.int64), 16_000)
+    compared = CodesComparison(clips(), lambda signal: np.zeros((9, 2), np.int64), 16_000)
     compared.add("onnx", lambda signals: [np.zeros((8, 2), np.int64) for _ in signals], 1)
     assert compared.failures() == ["onnx: codes differ by their number, but only 0.50% is allowed"]
 
 
 def test_a_decoder_is_compared_on_the_checkpoints_own_codes(tmp_path, monkeypatch):
     made = coder()
-    [decoder] = CodecModel.of(made).companions
+    [decoder] = ExportedCodec.of(made).companions
     asked = []
 
     def call(codes, frames):

@@ -14,15 +14,15 @@ from speechbrain.core import Stage
 from sbkit.data.batch import Batch, stand_in
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.export.layout import Codec as Config
+from sbkit.export.layout import CodecConfig as Config
 from sbkit.nn.codec import ResidualVectors
 from sbkit.recipe import load
 from sbkit.recipe.check import check
 from sbkit.runs import initial
 from sbkit.tasks.codec import Codec
-from sbkit.tasks.codec.exported import CodecModel
-from sbkit.tasks.codec.results import Books, Resyntheses, perplexity
-from sbkit.tasks.codec.rows import Row
+from sbkit.tasks.codec.exported import ExportedCodec
+from sbkit.tasks.codec.results import CodecFacts, Resyntheses, perplexity
+from sbkit.tasks.codec.rows import CodecRow
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "codec.yaml"
 SMALL = {"n_mels": 20, "size": 16, "hidden": 24, "encoder_layers": 1, "slow_layers": 1, "fast_layers": 1, "noise": 0.0}
@@ -209,7 +209,7 @@ def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_pa
     from sbkit.tasks.codec.listener import Listener
     from sbkit.tasks.listening import KEPT, first_drawn
 
-    rows = [Row(f"u{i}", "", 800, 1.0, np.zeros((3, 2), np.int32)) for i in range(40)]
+    rows = [CodecRow(f"u{i}", "", 800, 1.0, np.zeros((3, 2), np.int32)) for i in range(40)]
     noise = 0.1 * np.random.default_rng(0).normal(size=(40, 800)).astype(np.float32)
 
     def kept(parts):
@@ -241,8 +241,8 @@ def test_perplexity_is_the_number_of_entries_that_are_used_alike(counts, expecte
 
 
 def test_without_a_recogniser_there_is_no_word_error_rate():
-    rows = [Row("a", "one", 320, 2.0, np.array([[1, 2]], np.int32), seconds=0.01)]
-    results = Resyntheses.of(rows, 0.5, {}, Books((5, 5), 232.2, 16_000))
+    rows = [CodecRow("a", "one", 320, 2.0, np.array([[1, 2]], np.int32), seconds=0.01)]
+    results = Resyntheses.of(rows, 0.5, {}, CodecFacts((5, 5), 232.2, 16_000))
     assert "WER" not in results.stats and dict(results.word_error_rates()) == {}
     assert results.facts()["codebooks"][0] == {"entries": 5, "used": 1, "perplexity": 1.0, "entropy_bits": 0.0}
 
@@ -266,7 +266,7 @@ def test_a_run_starts_from_the_weights_of_a_bundle(tmp_path):
         for each in made.coder.parameters():
             each.add_(0.01)
     (tmp_path / "bundle").mkdir()
-    model = CodecModel.of(made.coder)
+    model = ExportedCodec.of(made.coder)
     config = Config(sample_rate=16_000, codec="0" * 64, books=[1000], stride=320, context=1)
     model.write_beside(tmp_path / "bundle", config)
     (tmp_path / "bundle" / "config.json").write_text(config.to_json())

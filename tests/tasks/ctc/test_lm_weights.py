@@ -8,9 +8,9 @@ from processes import results
 
 from sbkit.data.manifest import Manifest
 from sbkit.decode.beam import BeamSearch
-from sbkit.decode.fusion import Weights
+from sbkit.decode.fusion import FusionWeights
 from sbkit.errors import SbkitError
-from sbkit.tasks.asr import Row
+from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.ctc import lm_weights
 
 PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "b"]
@@ -29,7 +29,7 @@ class Tokens(list):
 class Search:
     """Hears the more words wrong the further its weights are from the right ones."""
 
-    blank_id, weights, tokenizer = 0, Weights(), Tokens(PIECES)
+    blank_id, weights, tokenizer = 0, FusionWeights(), Tokens(PIECES)
 
     def __init__(self, lm, word):
         self.right = lm, word
@@ -41,7 +41,7 @@ class Search:
 
 
 def tune(lm, word):
-    rows = [Row("u", " ".join("a" * 20), "b a")]
+    rows = [TranscribedUtterance("u", " ".join("a" * 20), "b a")]
     return lm_weights.tune(SimpleNamespace(search=Search(lm, word), batches=[]), rows)
 
 
@@ -50,7 +50,7 @@ def test_the_best_weights_are_found_on_and_beyond_the_grid(lm, word):
     found = tune(lm, word)
     assert found.rate == pytest.approx(0.0, abs=5.1)
     assert abs(found.weights.lm - lm) < 0.2 and abs(found.weights.word - word) < 0.8
-    assert found.weights.unknown == Weights().unknown
+    assert found.weights.unknown == FusionWeights().unknown
     assert found.greedy == pytest.approx(95.0)
 
 
@@ -59,12 +59,14 @@ def test_an_utterance_without_a_reference_does_not_count():
         def search(self, batch, weights):
             return [[SimpleNamespace(text="uh " * 7)], *super().search(batch, weights), [SimpleNamespace(text="")]]
 
-    rows = [Row("t", "", "b b b"), Row("u", " ".join("a" * 20), "b a"), Row("v", " ", "b")]
+    rows = [TranscribedUtterance("t", "", "b b b"), TranscribedUtterance("u", " ".join("a" * 20), "b a"),
+            TranscribedUtterance("v", " ", "b")]
     found = lm_weights.tune(SimpleNamespace(search=Heard(0.6, 2.0), batches=[]), rows)
     assert found == tune(0.6, 2.0) and found.rate == 0.0
 
 
-@pytest.mark.parametrize("rows", [[], [Row("t", "", "b b b"), Row("v", " ", "")]], ids=len)
+@pytest.mark.parametrize("rows", [[], [TranscribedUtterance("t", "", "b b b"), TranscribedUtterance("v", " ", "")]],
+                         ids=len)
 def test_without_a_reference_nothing_can_be_tuned(rows):
     with pytest.raises(SbkitError, match="no utterance of the dev split has a reference"):
         lm_weights.tune(SimpleNamespace(search=Search(0.6, 2.0), batches=[]), rows)
@@ -74,7 +76,7 @@ def tune_on_a_rank():
     from sbkit.train.distributed import ranks
 
     ranks.init(torch.device("cpu"))
-    rows = [Row("u", " ".join("a" * 20), "")] if ranks.rank() == 0 else []
+    rows = [TranscribedUtterance("u", " ".join("a" * 20), "")] if ranks.rank() == 0 else []
     recorder = SimpleNamespace(search=Search(0.6, 2.0), batches=[])
     if ranks.rank() == 1:  # no utterance, but it has to answer like the others
         recorder.search.search = lambda batch, weights: []

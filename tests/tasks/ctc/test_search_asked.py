@@ -8,7 +8,7 @@ import torch
 
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
-from sbkit.tasks.asr import Row
+from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.ctc import search as search_asked
 from tests.decode import exhaustive
 
@@ -40,7 +40,8 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
     brain = SimpleNamespace(decoder=search, rows=[])
     with search_asked.over_all(brain):
         for log_probs, lengths in batches:
-            brain.rows += [Row("id", "a", several[0].text) for several in brain.decoder.decode(log_probs, lengths)]
+            brain.rows += [TranscribedUtterance("id", "a", several[0].text)
+                           for several in brain.decoder.decode(log_probs, lengths)]
     assert brain.decoder is search
     assert [row.hypothesis for row in brain.rows] == [several[0].text for several in expected]
     assert [[(one.text, one.score) for one in row.nbest] for row in brain.rows] == [

@@ -19,11 +19,11 @@ from sbkit.export.runners import opened
 from sbkit.export.windows import Windows
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.kaldi import FilterBank, framed
-from sbkit.nn.streaming.encoder import State
+from sbkit.nn.streaming.encoder import EncoderState
 from sbkit.tasks.ctc import sherpa, sherpa_stream
 from sbkit.tasks.ctc.exported import Recogniser
 from sbkit.tasks.ctc.sherpa import Written
-from sbkit.tasks.ctc.sherpa_stream import Stream, chosen, packed, unpacked
+from sbkit.tasks.ctc.sherpa_stream import SherpaStream, chosen, packed, unpacked
 
 MILLISECONDS, CHUNK = 160, 4
 
@@ -36,7 +36,7 @@ def bank(**changes):
 
 @pytest.fixture(scope="module")
 def stream():
-    return Stream(recogniser(bank()), str, MILLISECONDS)
+    return SherpaStream(recogniser(bank()), str, MILLISECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,12 @@ def test_a_state_is_packed_into_caches_and_back(shape, around, drawn):
     def made(*sizes):
         return torch.tensor([drawn.random() for _ in range(int(np.prod(sizes)))]).view(sizes)
 
-    state = State(made(rows, layers, left, width), made(rows, layers, left, width), made(rows, layers, width, around),
-                  made(rows, front), torch.arange(rows))
+    state = EncoderState(made(rows, layers, left, width), made(rows, layers, left, width),
+                         made(rows, layers, width, around), made(rows, front), torch.arange(rows))
     caches = packed(state)
     assert [cache.dim() for cache in caches] == [4, 4, 1]
     assert sum(cache.numel() for cache in caches) == sum(part.numel() for part in state)
-    stacked = tuple(torch.cat(parts) for parts in zip(*(packed(State(*(part[i:i + 1] for part in state)))
+    stacked = tuple(torch.cat(parts) for parts in zip(*(packed(EncoderState(*(part[i:i + 1] for part in state)))
                                                         for i in range(rows)), strict=True))
     for each in (caches, stacked):
         for part, found in zip(state, unpacked(each, state.convolution.shape[1:]), strict=True):
@@ -91,7 +91,7 @@ def test_each_step_gives_what_the_graph_for_streams_gives(stream, written):
         assert lengths.tolist() == counts.tolist() and found.shape == (len(rows), CHUNK, LABELS)
         for i, count in enumerate(counts):
             np.testing.assert_allclose(found[i, :count], expected[i, :count], atol=1e-5)
-        for mine, other in zip(packed(State(*map(torch.from_numpy, state))), caches, strict=True):
+        for mine, other in zip(packed(EncoderState(*map(torch.from_numpy, state))), caches, strict=True):
             np.testing.assert_allclose(other, mine.numpy(), atol=1e-5)
     assert step > 5 and caches[2].max() > CHUNK, "the left context was filled"
 
@@ -146,12 +146,12 @@ def installed(monkeypatch):
 
 def test_the_target_is_for_streams_where_whole_recordings_would_be_made_equally_loud(installed, caplog):
     made, = exported(recogniser(bank())).target(layout.SHERPA, 80)
-    assert isinstance(made, Stream) and (made.milliseconds, made.chunk, made.tail) == (80, 2, 1280)
+    assert isinstance(made, SherpaStream) and (made.milliseconds, made.chunk, made.tail) == (80, 2, 1280)
     told = "sherpa-onnx gets no model for whole recordings: sherpa-onnx makes all recordings equally loud"
     assert told in caplog.text
 
 
-@pytest.mark.parametrize("window, kinds", [("hann", [sherpa.Whole, Stream]), ("povey", [sherpa.Whole])])
+@pytest.mark.parametrize("window, kinds", [("hann", [sherpa.Whole, SherpaStream]), ("povey", [sherpa.Whole])])
 def test_the_target_is_for_whole_recordings_too_where_it_can_be(installed, caplog, window, kinds):
     made = exported(recogniser(bank(window=window)), equal=True).target(layout.SHERPA)
     assert [type(each) for each in made] == kinds

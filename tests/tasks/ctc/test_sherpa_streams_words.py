@@ -19,7 +19,7 @@ from sbkit.export import clips, layout, source
 from sbkit.export.layout import Config
 from sbkit.export.runners import opened
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.nn.streaming.encoder import State
+from sbkit.nn.streaming.encoder import EncoderState
 from sbkit.tasks.ctc import sherpa_stream, streams
 from sbkit.tasks.ctc.sherpa_stream import packed
 
@@ -164,7 +164,7 @@ def test_another_chunk_of_those_that_it_learnt_can_be_asked_for(run, made, sherp
 
 def test_one_that_hears_other_words_in_sherpa_onnx_is_refused(run, made, sherpa_onnx, tmp_path, monkeypatch):
     def forgetful(state):
-        return packed(State(*(part * 0 for part in state)))
+        return packed(EncoderState(*(part * 0 for part in state)))
 
     monkeypatch.setattr(sherpa_stream, "packed", forgetful)
     failure, = tried(run, made, tmp_path).failures()

@@ -8,13 +8,13 @@ import soundfile
 from run_folders import sound
 
 from sbkit.data.manifest import Manifest
-from sbkit.tasks.tts.results import WORST, Row, Spoken, measures
+from sbkit.tasks.tts.results import WORST, Spoken, SpokenRow, measures
 
 NOISE = np.arange(-800, 800, dtype=np.int16)
 ROWS = [
-    Row("a", "one two", 100, 80.0, 0.02, 2.0, 0.1, "one two", "one too", NOISE),
-    Row("b", "three", 50, 20.0, 0.04, 1.0, 0.05, "three", "three"),
-    Row("c", "four five six", 0, 0.0, 0.0, 1.0, 0.05, "four five", "fish"),
+    SpokenRow("a", "one two", 100, 80.0, 0.02, 2.0, 0.1, "one two", "one too", NOISE),
+    SpokenRow("b", "three", 50, 20.0, 0.04, 1.0, 0.05, "three", "three"),
+    SpokenRow("c", "four five six", 0, 0.0, 0.0, 1.0, 0.05, "four five", "fish"),
 ]
 
 
@@ -38,8 +38,8 @@ def test_words_are_counted_in_what_was_said_and_in_the_recordings():
 
 
 def test_the_texts_that_were_heard_worst_come_first():
-    many = [Row(f"{i:02}", "one two three four", 1, 1.0, 0.0, 1.0, 0.1, "one two three four",
-                " ".join(["one", "two", "three", "four"][:i % 5])) for i in range(30)]
+    many = [SpokenRow(f"{i:02}", "one two three four", 1, 1.0, 0.0, 1.0, 0.1, "one two three four",
+                      " ".join(["one", "two", "three", "four"][:i % 5])) for i in range(30)]
     table = Spoken.of(many, 1.0, {}, 16_000).tables[1]
     wrong = [int(row[-1]) for row in table.rows]
     assert len(wrong) == WORST and wrong == sorted(wrong, reverse=True) and wrong[0] == 100

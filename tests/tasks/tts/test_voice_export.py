@@ -8,9 +8,9 @@ import toy_voice
 from speechbrain.core import Stage
 
 from sbkit.data.text import AsWritten, TextRules
-from sbkit.export.clips import Clip, Clips
+from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.tasks.tts import TTS
-from sbkit.tasks.tts.exported import APART, SoundComparison, VoiceModel
+from sbkit.tasks.tts.exported import APART, ExportedVoice, SoundComparison
 
 RATE = toy_voice.RATE
 TEXTS = {f"x{i}": "ab cab c"[: 1 + i % 8].strip() for i in range(9)}
@@ -22,7 +22,7 @@ def tone(hertz, seconds=0.5):
 
 def comparison(heard=None, count=8):
     """Of a voice that plays each text's first id as a tone."""
-    clips = Clips([Clip(np.full(5 + i, 1 + i), f"text {i}", f"{i}") for i in range(count)], "tests", 12)
+    clips = ComparisonClips([Clip(np.full(5 + i, 1 + i), f"text {i}", f"{i}") for i in range(count)], "tests", 12)
     return SoundComparison(clips, lambda ids: tone(200 * int(ids[0])), RATE, heard)
 
 
@@ -81,7 +81,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("voice")
     made = toy_voice.brain(folder, Stage.TEST, n_symbols=5, n_speakers=2, speakers={"several": True}, max_symbols=9)
     TTS.prepare(made.keys, {"train": toy_voice.recordings(folder / "wavs", TEXTS, {"x0": "anna", "x1": "ben"})}, {})
-    return VoiceModel.of(made.voice, made.keys, None)
+    return ExportedVoice.of(made.voice, made.keys, None)
 
 
 class Corpus:

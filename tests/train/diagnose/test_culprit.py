@@ -21,10 +21,10 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import ctc_loss
-from sbkit.recipe.parts import Parts
+from sbkit.recipe.parts import ParameterGroups
 from sbkit.train import rng
 from sbkit.train.diagnose import culprit
-from sbkit.train.diagnose.culprit import Suspect, report
+from sbkit.train.diagnose.culprit import KeptBatch, report
 from sbkit.train.diagnose.inspection import Ran, examine, measure
 from sbkit.train.diagnose.replay import find, replay
 from sbkit.train.diagnose.saved_batch import pack, take_row, unpack, utterance_ids
@@ -63,7 +63,7 @@ class Recipe:
         self.device, self.precision, self.optimizer_step = "cpu", "fp32", 1000
         self.training_ctx = TorchAutocast(device_type="cpu", dtype=torch.float32)
         self.breaks = breaks
-        self.trainer = SimpleNamespace(freezing=Freezing(self.modules, Parts(self.modules, {}), None))
+        self.trainer = SimpleNamespace(freezing=Freezing(self.modules, ParameterGroups(self.modules, {}), None))
 
     def compute_forward(self, batch, stage):
         x = self.modules.front(batch.signals.unfold(1, 16, 16))
@@ -93,7 +93,7 @@ def clips() -> Clips:
 
 
 def told(recipe: Recipe, batch, folder, **kwargs) -> str:
-    return report(recipe, folder, [Suspect(batch, rng.capture())], step=12, epoch=3, **kwargs)
+    return report(recipe, folder, [KeptBatch(batch, rng.capture())], step=12, epoch=3, **kwargs)
 
 
 def test_too_few_frames_for_ctc(tmp_path):
@@ -221,7 +221,7 @@ def test_a_replay_repeats_the_dropout(tmp_path):
     state = rng.capture()
     found = examine(culprit.runner(recipe), recipe.modules, batch, rng=state, keep_layers=True)
     told_loss = found.loss
-    report(recipe, tmp_path, [Suspect(batch, state)], step=5)
+    report(recipe, tmp_path, [KeptBatch(batch, state)], step=5)
     torch.manual_seed(3)
     assert f"(loss {told_loss:.4g}," in replay(Recipe(), tmp_path)
 
