@@ -69,10 +69,9 @@ docs: $(STAMP)
 	$(BIN)/python tools/keys_page.py
 
 bench: $(STAMP)
-	$(BIN)/python tools/bench_data.py
-	$(BIN)/python tools/bench_train.py
-	$(BIN)/python tools/bench_decode.py
-	$(BIN)/python tools/bench_score.py
+	$(BIN)/python -m tools.bench.train
+	$(BIN)/python -m tools.bench.decode
+	$(BIN)/python -m tools.bench.score
 
 gpu: $(STAMP)
 	$(BIN)/python -m tools.gpu

@@ -5,7 +5,7 @@ tokens of its utterance's next event, merges those with the same spelling, score
 keeps the best of each utterance. Probabilities are plain numbers, rescaled to the best of their utterance after each
 step, which avoids logarithms of sums.
 
-Measured by tools/bench_decode.py on two cores with a beam of 100, a 3-gram model and 64 utterances, in seconds of
+Measured by tools/bench/decode.py on two cores with a beam of 100, a 3-gram model and 64 utterances, in seconds of
 audio per second, one process: 2500 for 25 characters, 970 for 1000 pieces and 640 for 5000. SpeechBrain's
 CTCBeamSearcher makes 460, 130 and 60 at a higher error rate; flashlight, with 20 tokens followed per frame, 460, 130
 and 110, at a lower error rate for characters (as here with token_threshold -12) and a higher one for pieces. So it

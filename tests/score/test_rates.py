@@ -12,7 +12,7 @@ from speechbrain.utils.metric_stats import ErrorRateStats
 
 from sbkit.errors import SbkitError
 from sbkit.score.rates import Confusion, ErrorRates, score
-from tools import bench_score
+from tools.bench import score as bench
 
 WORDS = st.lists(st.sampled_from(["a", "the", "cat", "house", "größe", "राम"]), max_size=8)
 PAIRS = st.lists(st.tuples(WORDS.filter(len), WORDS), min_size=1, max_size=8)
@@ -160,8 +160,8 @@ def test_characters_count_the_space_between_words_as_speechbrain_does():
 @pytest.mark.slow
 @pytest.mark.parametrize("words, least", [((3, 12), 5), ((5, 35), 7)], ids=["short utterances", "longer ones"])
 def test_scores_thousands_of_texts_many_times_as_fast_as_speechbrain(words, least):
-    """Some 10 times and 16 are usual on a machine that others use too: tools/bench_score.py measures it."""
-    pairs = bench_score.utterances(3_000, words, bench_score.DIFFICULTIES[0], random.Random(1))
-    found = bench_score.race(pairs, "word", "texts", rounds=5)
+    """Some 10 times and 16 are usual on a machine that others use too: tools/bench/score.py measures it."""
+    pairs = bench.utterances(3_000, words, bench.DIFFICULTIES[0], random.Random(1))
+    found = bench.race(pairs, "word", "texts", rounds=5)
     print(found)
     assert float(found["ratio"]) >= least

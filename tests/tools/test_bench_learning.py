@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,11 @@ import soundfile
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from tools import bench_learning
-from tools.learning import corpora, systems
-from tools.learning.figure import figure, log_ticks, points
-from tools.learning.results import Asked, Cell, Length, Results, matrix
-from tools.learning.table import table
+from tools.bench import learning, systems
+from tools.bench.figure import figure, log_ticks, points
+from tools.bench.harness import read_lines
+from tools.bench.learning import Asked, Length, Results, as_markdown, matrix
+from tools.bench.systems import Cell
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"device": "cpu", "precision": "fp32", "threads": 2, "keys": []}
@@ -30,6 +31,10 @@ def facts(wer=50.0, seconds=(40.0, 30.0), **more):
             "versions": {"torch": "2.11.0"}, "commit": "abc", "others_share": 0.01, **more}
 
 
+def put(results, cell, found):
+    results.put(cell.name, {**asdict(cell), **found})
+
+
 @pytest.fixture
 def results(tmp_path):
     return Results(tmp_path, OPTIONS)
@@ -39,15 +44,15 @@ def results(tmp_path):
 
 
 def test_a_corpus_is_hours_of_speech_or_a_folder():
-    assert corpora.parse("es:0.3").name == "es-0.3h"
-    given = corpora.parse("de=/data/cv/small")
+    assert systems.parse("es:0.3").name == "es-0.3h"
+    given = systems.parse("de=/data/cv/small")
     assert (given.language, given.folder, given.name) == ("de", "/data/cv/small", "de-small")
 
 
 @pytest.mark.parametrize("text", ["en", "en:", ":1", "en:much", "en:0", "en:-1", "=folder", "en="])
 def test_a_corpus_that_says_neither_is_refused(text):
     with pytest.raises(SbkitError, match="a corpus is asked for as"):
-        corpora.parse(text)
+        systems.parse(text)
 
 
 def test_systems_take_turns_and_the_first_seed_comes_whole():
@@ -64,20 +69,20 @@ def test_systems_take_turns_and_the_first_seed_comes_whole():
 
 
 def test_minutes_become_the_epochs_that_come_closest_and_stay_so(results):
-    results.put(Cell("en", "sbkit", 1, 3), facts(seconds=(90.0, 30.0, 34.0)))
+    put(results, Cell("en", "sbkit", 1, 3), facts(seconds=(90.0, 30.0, 34.0)))
     assert results.fitted("en", "sbkit", MINUTES) is None
     assert results.fit("en", "sbkit", 5) == 9  # of 32 s; the first, which warms up, is not asked
-    results.put(Cell("en", "sbkit", 2, 3), facts(seconds=(90.0, 100.0, 100.0)))
+    put(results, Cell("en", "sbkit", 2, 3), facts(seconds=(90.0, 100.0, 100.0)))
     assert results.fit("en", "sbkit", 5) == results.fitted("en", "sbkit", MINUTES) == 9
     assert results.fit("en", "sbkit", 0.1) == 1
     assert results.fit("en", "nemo", 5) is None
 
 
 def test_a_result_of_other_options_is_refused(results, tmp_path):
-    results.put(Cell("en", "sbkit", 1, 2), facts())
+    put(results, Cell("en", "sbkit", 1, 2), facts())
     other = Results(tmp_path, {**OPTIONS, "threads": 1})
     with pytest.raises(SbkitError, match="other options"):
-        other.get(Cell("en", "sbkit", 1, 2))
+        other.get(Cell("en", "sbkit", 1, 2).name)
 
 
 def test_an_estimate_is_a_guess_until_the_system_has_run(results):
@@ -85,7 +90,7 @@ def test_an_estimate_is_a_guess_until_the_system_has_run(results):
     minutes, measured = results.estimate(asked, train_seconds=3600)
     assert not measured and minutes == pytest.approx((4 * 3600 / 60 + 60) / 60)
     assert results.estimate(asked, train_seconds=None) is None
-    results.put(Cell("en", "nemo", 1, 2), facts(seconds=(50.0, 30.0)))
+    put(results, Cell("en", "nemo", 1, 2), facts(seconds=(50.0, 30.0)))
     assert results.estimate(asked, train_seconds=3600) == (pytest.approx((4 * 30 + 20) / 60), True)
 
 
@@ -141,11 +146,11 @@ def test_nemo_gets_the_same_utterances_as_wavs_of_16_khz(tmp_path):
     soundfile.write(tmp_path / "long.wav", 0.1 * np.sin(time), 8000)
     manifest = Manifest(ids=["x", "y"], wavs=[str(tmp_path / "long.wav")] * 2, durations=[1.0, 1.5], starts=[0.0, 1.2],
                         texts=["año nuevo", "l'été"])
-    corpora._convert(manifest, tmp_path / "nemo", "dev")
-    rows = corpora.read_lines(tmp_path / "nemo" / "dev.json")
+    systems._convert(manifest, tmp_path / "nemo", "dev")
+    rows = read_lines(tmp_path / "nemo" / "dev.json")
     assert [(row["id"], row["text"], row["duration"]) for row in rows] == [("x", "año nuevo", 1.0), ("y", "l'été", 1.5)]
     assert [soundfile.info(row["audio_filepath"]).samplerate for row in rows] == [16_000, 16_000]
-    corpus = corpora.Corpus("es", "es", "", str(tmp_path / "nemo"), 1.0, 2, 0.0)
+    corpus = systems.Corpus("es", "es", "", str(tmp_path / "nemo"), 1.0, 2, 0.0)
     assert corpus.references("dev") == {"x": "año nuevo", "y": "l'été"}
 
 
@@ -171,14 +176,14 @@ class Machine:
 def machine(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(systems, "measure", machine.measure)
-    monkeypatch.setattr(corpora, "prepare", lambda *_: None)
+    monkeypatch.setattr(systems, "prepare", lambda *_: None)
     return machine
 
 
 def bench(tmp_path, monkeypatch, *more):
     words = ["--out", str(tmp_path), "--corpora", "en:1", "--seeds", "1", "--systems", "sbkit,stock", *more]
-    monkeypatch.setattr(sys, "argv", ["bench_learning.py", "--precision", "fp32", *words])
-    return bench_learning.main()
+    monkeypatch.setattr(sys, "argv", ["learning", "--precision", "fp32", *words])
+    return learning.main()
 
 
 def test_only_what_is_missing_is_run(machine, tmp_path, monkeypatch, capsys):
@@ -240,9 +245,9 @@ def test_a_stop_is_a_line_and_leaves_no_result(machine, tmp_path, monkeypatch, c
 
 def test_the_table_has_each_seed_the_mean_and_the_ratio(results):
     for seed, wer in ((1, 10.0), (2, 20.0)):
-        results.put(Cell("en", "sbkit", seed, 2), facts(wer))
-        results.put(Cell("en", "nemo", seed, 2), facts(4 * wer, others_share=0.4))
-    lines = table(results, ["en"], [EPOCHS, MINUTES]).splitlines()
+        put(results, Cell("en", "sbkit", seed, 2), facts(wer))
+        put(results, Cell("en", "nemo", seed, 2), facts(4 * wer, others_share=0.4))
+    lines = as_markdown(results, ["en"], [EPOCHS, MINUTES]).splitlines()
     assert lines[2] == "| en | 2 epochs | sbkit | 2 | 1.00 | 1.2 | 1.5 | 10.0, 20.0 | 15.0 % |  | 16.0 % |"
     assert lines[3] == "| en | 2 epochs | NeMo | 2 | 1.00 | 1.2 | 1.5 | 40.0, 80.0 | 60.0 % | 4.0x | 61.0 % |"
     assert lines[4] == "", "nothing is known of 5 minutes yet"
@@ -253,7 +258,7 @@ def test_the_plot_has_a_curve_for_each_system_in_both_panels(results):
     for epochs, wer in ((2, 90.0), (4, 9.0)):
         for system, factor in (("sbkit", 0.1), ("nemo", 1.0)):
             for seed in (1, 2):
-                results.put(Cell("en", system, seed, epochs), facts(wer * factor * seed / 2, [30.0] * epochs))
+                put(results, Cell("en", system, seed, epochs), facts(wer * factor * seed / 2, [30.0] * epochs))
     runs = results.of()
     ours = points(runs, "en", "sbkit")
     assert [(one.hours, one.minutes) for one in ours] == [(1.0, 1.0), (2.0, 2.0)]
@@ -279,9 +284,9 @@ def test_sbkit_and_stock_are_trained_and_scored(tmp_path):
     """The real programs, with a model of one small layer; NeMo isn't there."""
     asked = ["--corpora", "en:0.02", "--seeds", "1", "--epochs", "1", "--minutes", "", "--threads", "1"]
     small = ["--num_encoder_layers", "1", "--d_model", "32", "--d_ffn", "32", "--num_workers", "0"]
-    command = [sys.executable, str(ROOT / "tools" / "bench_learning.py"), "--out", str(tmp_path), *asked,
+    command = [sys.executable, "-m", "tools.bench.learning", "--out", str(tmp_path), *asked,
                "--nemo", str(tmp_path / "none"), *small]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "without nemo" in done.stderr
     runs = [json.loads(path.read_text()) for path in (tmp_path / "results").glob("*.json")]

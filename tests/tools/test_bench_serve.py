@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "serve"))
 import serving
 
 from sbkit.serve.limits import Limits
-from tools.serving import live, models, speakers
+from tools.bench.serving import live, models, speakers
 
 
 @pytest.fixture(scope="module")

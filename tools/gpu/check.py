@@ -81,9 +81,9 @@ CHECKS: tuple[Check, ...] = (
         Expect("compile", "--compile", "no graph compiled after the first epoch, loss as without"),
         Expect("graphs", "--compile --compile_mode reduce-overhead", "the same"))),
     # How fast, and what communication and memory cost.
-    Check("large", "tools/bench_train.py with large.yaml, CTC alone", ".speed:large", 60, (
+    Check("large", "tools/bench/train.py with large.yaml, CTC alone", ".speed:large", 60, (
         *_STOCK, Expect("mfu", "model FLOPs utilisation of a step", f"at least {100 * MIN_MFU:.0f} %"))),
-    Check("flagship", "tools/bench_train.py with the flagship", ".speed:flagship", 60, _STOCK),
+    Check("flagship", "tools/bench/train.py with the flagship", ".speed:flagship", 60, _STOCK),
     Check("memory", "peak memory of a step against the estimate of sbkit check", ".speed:memory", 25, (
         Expect("flagship", "the flagship", "within 15 %"), Expect("large", "large.yaml", "within 15 %"))),
     Check("pair", "two cards, over NCCL", ".pair:check", 40, (
@@ -91,7 +91,7 @@ CHECKS: tuple[Check, ...] = (
         Expect("same", "training loss of an epoch on one card and on two", "within 1 %", cards=2),
         Expect("equal", "weights of both ranks", "equal in every bit", cards=2),
         Expect("fails", "one rank fails before an all-reduce", "all end within 10 s", cards=2))),
-    Check("finetune", "tools/bench_finetune.py with an encoder of wav2vec 2.0's base size", ".speed:finetuning", 40, (
+    Check("finetune", "tools/bench/finetune.py with an encoder of wav2vec 2.0's base size", ".speed:finetuning", 40, (
         Expect("step", "a step of fine-tuning against SpeechBrain's wrapper and Brain",
                f"at least {FINETUNE_RATIO} times their best precision"),)),
     # What is proven without a card, too.

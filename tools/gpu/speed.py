@@ -50,18 +50,18 @@ def finetuning(bench: Bench) -> None:
     seconds = str(bench.size(at_once, 8))
     words = ["--data", str(bench.corpus()), "--language", "en", "--max_batch_seconds", seconds,
              "--step_seconds", seconds]
-    found = _run(bench, "bench_finetune.py", "fp32,bf16", [*words, "--num_workers", "0", *bench.size([], ["--tiny"])])
+    found = _run(bench, "finetune", "fp32,bf16", [*words, "--num_workers", "0", *bench.size([], ["--tiny"])])
     _judge(bench, found, {"step": FINETUNE_RATIO})
 
 
 def _train(bench: Bench, recipe: str, precisions: str, **options: Any) -> dict[str, Any]:
     path, _, _, *rest = bench.words(recipe, ctc_weight=1.0, **options)
-    return _run(bench, "bench_train.py", precisions, ["--recipe", path, *rest])
+    return _run(bench, "train", precisions, ["--recipe", path, *rest])
 
 
-def _run(bench: Bench, tool: str, precisions: str, words: Sequence[str]) -> dict[str, Any]:
+def _run(bench: Bench, name: str, precisions: str, words: Sequence[str]) -> dict[str, Any]:
     out = bench.folder / "bench.json"
-    command = [str(CHECKOUT / "tools" / tool), "--device", bench.device,
+    command = [f"tools.bench.{name}", "--device", bench.device,
                "--rounds", str(bench.size(2, 1)), "--precisions", bench.size(precisions, "fp32"), "--json", str(out),
                *words]
     print(" ".join(command), flush=True)
@@ -70,11 +70,10 @@ def _run(bench: Bench, tool: str, precisions: str, words: Sequence[str]) -> dict
 
 
 def _be(command: list[str]) -> None:
-    """Be a program under ``tools``, with all imports done; each side that it starts imports its own."""
+    """Be a program of ``tools.bench``, with all imports done; each side that it starts imports its own."""
     os.chdir(CHECKOUT)
-    sys.path.insert(0, str(CHECKOUT / "tools"))
     sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    runpy.run_module(command[0], run_name="__main__")
 
 
 def ratio(sides: dict[str, list[float]]) -> float:

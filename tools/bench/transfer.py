@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """The gain of starting from another corpus's model: WER after the same minutes with --init_from and without.
 
-    python tools/bench_transfer.py --out FOLDER [--source RUN] [--corpora es:1,de:1]
+    python -m tools.bench.transfer --out FOLDER [--source RUN] [--corpora es:1,de:1]
         [--recordings NAME:LANGUAGE=DATA_FOLDER] [--minutes 3] [--seeds 1,2,3] [--key value ...]
 
 The source is a run of hparams/ctc.yaml on the demo corpus (English), trained first unless --source names one. The
@@ -18,24 +17,17 @@ without.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
+from tools.bench.harness import RECIPE, Results, as_words, call, check_keys, read_lines
 
-from sbkit.errors import SbkitError  # noqa: E402
-from sbkit.system.console import atomic_write  # noqa: E402
-from tools.learning.recipe_keys import check_keys  # noqa: E402
-
-RECIPE = ROOT / "hparams" / "ctc.yaml"
 SCRATCH, TRANSFER = "scratch", "init_from"
 OWN = ("data_folder", "language", "seed", "number_of_epochs", "init_from", "output_folder")  # keys of its own runs
 
@@ -86,7 +78,9 @@ class Bench:
                                  hint="write NAME:LANGUAGE=DATA_FOLDER")
             name, _, language = name.partition(":")
             self.corpora[name] = {"data_folder": str(Path(folder).resolve()), "language": language or "en"}
-        self.found: dict[tuple[str, str, int], dict[str, float]] = {}
+        self.found: dict[tuple[str, str, int], dict[str, Any]] = {}
+        source = str(args.source.absolute()) if args.source else args.source_keys
+        self.results = Results(self.out / "results", {"keys": args.keys, "source": source})
 
     def _corpus(self, word: str) -> tuple[str, dict[str, Any]]:
         """Synthesise a corpus, once."""
@@ -104,49 +98,35 @@ class Bench:
             for seed in self.seeds:
                 for way, more in ((SCRATCH, {}), (TRANSFER, {"init_from": str(source.absolute())})):
                     keys = {**corpus, "seed": seed, "number_of_epochs": epochs, **more}
-                    self.found[name, way, seed] = self._cell(f"{name}-{way}-{seed}", keys)
+                    self.found[name, way, seed] = self._run(f"{name}-{way}-{epochs}-epochs-seed-{seed}", keys)
                     self._write()
 
     def _source(self) -> Path:
         folder = self.out / "source"
-        self._train("source", folder, {}, self.args.source_keys.split())  # does nothing if it is complete
+        self._train("source", folder, {}, self.args.source_keys.split())  # returns at once if it is complete
         return folder
 
     def _epochs(self, name: str, corpus: Mapping[str, Any]) -> int:
         """Find the number of epochs that takes about --minutes."""
-        one = self._cell(f"{name}-epoch", {**corpus, "seed": 0, "number_of_epochs": 1})
+        one = self._run(f"{name}-epoch", {**corpus, "seed": 0, "number_of_epochs": 1})
         return max(1, round(60 * self.args.minutes / one["train_seconds"]))
 
-    def _cell(self, name: str, keys: Mapping[str, Any]) -> dict[str, float]:
+    def _run(self, name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return a run's result from its file, or train it."""
-        path = self.out / "results" / f"{name}.json"
-        settings = {**{key: str(value) for key, value in keys.items()}, "keys": self.args.keys}
-        if path.is_file():
-            known = json.loads(path.read_text(encoding="utf-8"))
-            if known["asked"] == settings:
-                return dict(known["result"])
+        if (found := self.results.get(name)) is not None:
+            return found
         folder = self.out / "runs" / name
         shutil.rmtree(folder, ignore_errors=True)  # one that was stopped would be resumed
         self._train(name, folder, {"least_steps": 0, **keys}, self.args.keys)
         result = read(folder)
         shutil.rmtree(folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            json.dump({"asked": settings, "result": result}, file, indent=1)
         print(f"{name}: test WER {result['wer']:.2f} %, {result['train_seconds']:.0f} s of training", file=sys.stderr)
-        return result
+        return self.results.put(name, result)
 
     def _train(self, name: str, folder: Path, keys: Mapping[str, Any], more: Sequence[str]) -> None:
-        log = self.out / "logs" / f"{name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        words = [word for key, value in {**keys, "output_folder": folder}.items() for word in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "sbkit", "train", str(RECIPE), "--noprogressbar", *words, *more]
-        with open(log, "w", encoding="utf-8") as out:
-            code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=out,
-                                  stderr=out, stdin=subprocess.DEVNULL, check=False).returncode
-        if code:
-            last = (log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() or [""])[-1]
-            raise SbkitError(f"{name} ended with code {code}: {last}", hint=f"its log is {log}")
+        words = as_words({**keys, "output_folder": folder})
+        call(name, [sys.executable, "-m", "sbkit", "train", RECIPE, "--noprogressbar", *words, *more],
+             self.out / "logs" / f"{name}.log")
 
     # ------------------------------------------------------------ the table
 
@@ -182,7 +162,7 @@ def shown(rates: Sequence[float]) -> str:
 
 def read(folder: Path) -> dict[str, float]:
     """Read a run's test WER and CER, and its seconds of training."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     test = [line for line in lines if line["kind"] == "test"]
     return {"wer": test[-1]["test_WER"], "cer": test[-1]["test_CER"],
             "train_seconds": sum(line.get("train_seconds", 0.0) for line in lines if line["kind"] == "epoch")}

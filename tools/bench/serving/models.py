@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RATE, FRAME = 16_000, 640
 LETTERS = ["<blk>", "▁", *"abcdefghijklmnopqrstuvwxyz"]
-STREAMING = Path(__file__).resolve().parents[2] / "hparams" / "streaming.yaml"
+STREAMING = Path(__file__).resolve().parents[3] / "hparams" / "streaming.yaml"
 #: Scores added to those of the blank and of a word's start, so that random weights say about as much as speakers do.
 _BLANK, _START = 5.0, 2.0
 _FORMATS = (layout.ONNX, layout.INT8)

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Throughput and latency of `sbkit serve` by the number of clients, with and without batching, in the same run.
 
-    python tools/bench_serve.py                                      makes a small model and clips of noise first
-    python tools/bench_serve.py BUNDLE --clips manifests/test.csv    a bundle of yours, and recordings of yours
-    python tools/bench_serve.py --concurrency 1,4,16,64 --requests 128 --json bench.json
-    python tools/bench_serve.py --live                               live sessions, of a model of hparams/streaming.yaml
+    python -m tools.bench.serve                                      makes a small model and clips of noise first
+    python -m tools.bench.serve BUNDLE --clips manifests/test.csv    a bundle of yours, and recordings of yours
+    python -m tools.bench.serve --concurrency 1,4,16,64 --requests 128 --json bench.json
+    python -m tools.bench.serve --live                               live sessions, of a model of hparams/streaming.yaml
 
 Two servers, one with --no-batching, take turns at each number of clients. Each client sends the next clip as soon as it
 has the answer to the last. First every clip is sent alone; under load, an answer that differs from that one, or does
@@ -35,14 +34,11 @@ from typing import Any
 import httpx
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from sbkit.system.console import table  # noqa: E402
-from sbkit.system.cores import usable_cores  # noqa: E402
-from tools.serving import live, models  # noqa: E402
-from tools.serving.clips import make_clips, read_clips  # noqa: E402
-from tools.serving.server import Server  # noqa: E402
+from sbkit.system.console import table
+from sbkit.system.cores import usable_cores
+from tools.bench.serving import live, models
+from tools.bench.serving.clips import make_clips, read_clips
+from tools.bench.serving.server import Server
 
 MODES = {"batched": [], "alone": ["--no-batching"]}
 

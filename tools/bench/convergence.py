@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Whether hparams/ctc.yaml always learns: pairs of corpus, length, tokens, seed, learning rate and processes.
 
-    python tools/bench_convergence.py --out results/convergence --plan     # which runs, and about how long they take
-    python tools/bench_convergence.py --out results/convergence
-    python tools/bench_convergence.py --out results/convergence --workers 2 --recordings FOLDER
+    python -m tools.bench.convergence --out results/convergence --plan     # which runs, and about how long they take
+    python -m tools.bench.convergence --out results/convergence
+    python -m tools.bench.convergence --out results/convergence --workers 2 --recordings FOLDER
 
 Each result is a file in the folder of --out, so the same command continues where it was stopped; short runs come first.
 A run has learnt if the character error rate of its validation came below 75 %: one that hears nothing stays near 100 %,
@@ -19,10 +18,8 @@ import csv
 import hashlib
 import itertools
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,15 +27,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from sbkit.errors import SbkitError
+from sbkit.recipe.includes import read_plain
+from sbkit.system.console import table
+from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, check_keys, read_lines
 
-from sbkit.errors import SbkitError  # noqa: E402
-from sbkit.recipe.includes import read_plain  # noqa: E402
-from sbkit.system.console import table  # noqa: E402
-from tools.learning.recipe_keys import check_keys  # noqa: E402
-
-RECIPE = ROOT / "hparams" / "ctc.yaml"
 LEARNT = 75.0
 RECORDINGS = "recordings"
 #: What is varied. Each pair of values of two factors occurs in some run, if ``possible`` allows it.
@@ -97,38 +90,33 @@ def words_of(run: dict[str, Any], recordings: Path | None, peak: float) -> list[
         given["output_neurons"] = PIECES[run["corpus"]]
     if run["model"] == "small":
         given |= SMALL
-    return [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    return as_words(given)
 
 
 def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float,
-          more: list[str]) -> dict[str, Any] | None:
-    """Train one run, and keep its result as JSON, which a second call reads; None if the run failed."""
-    asked = {"peak": peak, "keys": more, "recipe": recipe_hash()}
-    found = result(run, out)
-    if found is not None:
-        other = [name for name, value in asked.items() if found.get(name) != value]
-        if other:
-            raise SystemExit(f"{kept(run, out)} is of another {' and '.join(other)}: name another --out")
-        return found
-    folder, began = out / name_of(run), time.monotonic()
+          more: list[str]) -> dict[str, Any]:
+    """Train one run, and keep its result, which a second call reads."""
+    results, name = results_of(out, peak, more), name_of(run)
+    if (known := results.get(name)) is not None:
+        return known
+    folder, log, began = out / name, out / f"{name}.log", time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run['processes']}",
-               str(RECIPE.parents[1] / "train.py"), str(RECIPE), "--output_folder", str(folder), "--noprogressbar",
-               "--ckpt_interval_minutes", "0", "--num_workers", "1", *words_of(run, recordings, peak), *more]
-    with open(out / f"{name_of(run)}.log", "w", encoding="utf-8") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
-    if code:
-        print(f"{name_of(run)} ended with {code}: see {log.name}", file=sys.stderr, flush=True)
-        return None
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    log.unlink(missing_ok=True)
+    call(name, [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run['processes']}",
+                ROOT / "train.py", RECIPE, "--output_folder", folder.resolve(), "--noprogressbar",
+                "--ckpt_interval_minutes", "0", "--num_workers", "1", *words_of(run, recordings, peak), *more], log, 1)
+    lines = read_lines(folder / "metrics.jsonl")
     rates = [line["valid_CER"] for line in lines if "valid_CER" in line]
-    found = {**run, **asked, "steps": max(line.get("step", 0) for line in lines), "first": rates[0], "cer": rates[-1],
-             "wer": [line["valid_WER"] for line in lines if "valid_WER" in line][-1],
-             "told": sum(line.get("kind") == "warning" for line in lines), "seconds": round(time.monotonic() - began)}
     shutil.rmtree(folder)
-    kept(run, out).write_text(json.dumps(found) + "\n")
-    return found
+    return results.put(name, {
+        **run, "steps": max(line.get("step", 0) for line in lines), "first": rates[0], "cer": rates[-1],
+        "wer": [line["valid_WER"] for line in lines if "valid_WER" in line][-1],
+        "warnings": sum(line.get("kind") == "warning" for line in lines), "seconds": round(time.monotonic() - began)})
+
+
+def results_of(out: Path, peak: float, more: list[str]) -> Results:
+    """Return the results of this recipe, with these keys."""
+    return Results(out / "results", {"peak": peak, "keys": more, "recipe": recipe_hash()})
 
 
 def recipe_hash() -> str:
@@ -137,26 +125,18 @@ def recipe_hash() -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def kept(run: dict[str, Any], out: Path) -> Path:
-    return out / f"{name_of(run)}.json"
-
-
-def result(run: dict[str, Any], out: Path) -> dict[str, Any] | None:
-    """Read a run's result; None if it has not run yet."""
-    return json.loads(kept(run, out).read_text()) if kept(run, out).exists() else None
-
-
 def guess(run: dict[str, Any]) -> float:
     """Guess the seconds of a run on one core, of which its processes share the audio."""
     audio = max(LEAST_AUDIO, 3600 * run["epochs"] * (run["corpus"] if run["corpus"] != RECORDINGS else 0.01))
     return GUESSED_REST + audio / GUESSED_SPEED[run["model"]]
 
 
-def estimates(runs: list[dict[str, Any]], out: Path) -> tuple[list[tuple[dict[str, Any], float]], int]:
+def estimates(runs: list[dict[str, Any]], results: Results) -> tuple[list[tuple[dict[str, Any], float]], int]:
     """Return the missing runs with their minutes, by the speed of those that are done, and how many those are."""
-    done = [found for run in runs if (found := result(run, out))]
+    known = [(run, results.get(name_of(run))) for run in runs]
+    done = [found for _, found in known if found]
     slower = median(found["seconds"] / guess(found) for found in done) if done else 1.0
-    return [(run, slower * guess(run) / 60) for run in runs if result(run, out) is None], len(done)
+    return [(run, slower * guess(run) / 60) for run, found in known if found is None], len(done)
 
 
 def announced(missing: list[tuple[dict[str, Any], float]], done: int, workers: int) -> str:
@@ -187,7 +167,7 @@ def shown(results: list[dict[str, Any]]) -> str:
     """Format the table, the worst run first."""
     rows = [[each["corpus"], each["epochs"], each["tokens"], each["seed"], f"{each['rate']:.2g}", each["processes"],
              each["model"], each["steps"], f"{each['cer']:.1f}", f"{each['wer']:.1f}",
-             "yes" if each["cer"] < LEARNT else "NO", each["told"]]
+             "yes" if each["cer"] < LEARNT else "NO", each["warnings"]]
             for each in sorted(results, key=lambda each: -each["cer"])]
     head = ["corpus", "epochs", "tokens", "seed", "lr x", "processes", "model", "steps", "CER %", "WER %", "learnt"]
     return table([*head, "warnings"], rows)
@@ -195,7 +175,7 @@ def shown(results: list[dict[str, Any]]) -> str:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line into the program's options and the keys for every run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of results and logs")
     parser.add_argument("--recordings", type=Path, help="a folder with a train.csv of a few clips; without it none")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time (1)")
@@ -218,7 +198,10 @@ def main() -> None:
     args, more = parse()
     corpora = tuple(each for each in FACTORS["corpus"] if each != RECORDINGS or args.recordings)
     runs = sorted(design({**FACTORS, "corpus": corpora}), key=guess)
-    missing, done = estimates(runs, args.out)
+    try:
+        missing, done = estimates(runs, results_of(args.out, args.peak, more))
+    except SbkitError as error:
+        raise SystemExit(f"error: {error}") from None
     if args.plan:
         print(table(["run", "minutes"], [[name_of(run), round(minutes, 1)] for run, minutes in missing]))
         print(announced(missing, done, args.workers))
@@ -228,16 +211,18 @@ def main() -> None:
     recordings = to_hear(args.recordings, args.out.resolve() / "clips") if args.recordings else None
     with ThreadPoolExecutor(args.workers) as pool:
         results = []
-        for found in pool.map(lambda run: train(run, args.out, recordings, args.peak, more), runs):
-            if found is None:
+        for each in [pool.submit(train, run, args.out, recordings, args.peak, more) for run in runs]:
+            try:
+                results.append(found := each.result())
+            except SbkitError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
                 continue
-            results.append(found)
             print(f"{name_of(found)}: CER {found['cer']:.1f} % after {found['steps']} steps, {found['seconds']} s",
                   file=sys.stderr, flush=True)
     print(shown(results))
     if len(results) < len(runs):
         raise SystemExit(f"{len(runs) - len(results)} of {len(runs)} runs failed")
-    if wrong := [name_of(each) for each in results if each["cer"] >= LEARNT or each["told"]]:
+    if wrong := [name_of(each) for each in results if each["cer"] >= LEARNT or each["warnings"]]:
         raise SystemExit(f"not learnt, or warned: {', '.join(wrong)}")
 
 

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Speed of error rates: sbkit against SpeechBrain's ErrorRateStats, in turns in the same run.
 
-    python tools/bench_score.py
-    python tools/bench_score.py --utterances 2000 --rounds 3
+    python -m tools.bench.score
+    python -m tools.bench.score --utterances 2000 --rounds 3
 
 Both score the same utterances, of 3 to 12 and of 5 to 35 words, with about 10 % and about 14 % of the words wrong: by
 word, and a fifth of them, once, by character. Given as `texts`, SpeechBrain's side splits them first, as recipes do;

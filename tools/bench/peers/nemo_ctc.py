@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Trains NVIDIA NeMo's small Conformer-CTC, measures its time, and writes its transcripts of dev and test.
 
-    ENVIRONMENT/bin/python tools/peers/nemo_ctc.py MANIFESTS ANSWER.json --epochs 6 [--seed 1]
+    ENVIRONMENT/bin/python tools/bench/peers/nemo_ctc.py MANIFESTS ANSWER.json --epochs 6 [--seed 1]
 
-Runs in an environment of its own (``bench_learning.py --make-nemo``) and imports nothing of sbkit. MANIFESTS holds
-train.json, dev.json and test.json in NeMo's format. The model is that of conformer_ctc_char.yaml with 6 layers of 144.
+Runs in an environment of its own (``python -m tools.bench.learning --make-nemo``) and imports nothing of sbkit.
+MANIFESTS holds train.json, dev.json and test.json in NeMo's format. The model is that of conformer_ctc_char.yaml with 6
+layers of 144.
 These settings let it converge within minutes: AdamW, a cosine from 2e-3 after 100 steps, clipping at 1.0, 12 clips a
 batch, partly sorted by length, no SpecAugment. It validates after each epoch, as NeMo's examples do.
 """

@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Trains the model of hparams/ctc.yaml with stock SpeechBrain, measures its time, and writes its transcripts.
 
-    python tools/peers/stock_ctc.py ANSWER.json --data_folder FOLDER --number_of_epochs 6 [--key value ...]
+    python -m tools.bench.peers.stock_ctc ANSWER.json --data_folder FOLDER --number_of_epochs 6 [--key value ...]
 
 The Brain, the data pipeline, the loss, the decoder and the optimizer (AdamW) are SpeechBrain's, set up in
-bench_train.py. The model, the seconds of a step and the schedule are those of hparams/ctc.yaml, at a peak and a dropout
-with which AdamW learns most, and without SpecAugment and intermediate CTC. It validates after each epoch, as
+tools/bench/train.py. The model, the seconds of a step and the schedule are those of hparams/ctc.yaml, at a peak and a
+dropout with which AdamW learns most, and without SpecAugment and intermediate CTC. It validates after each epoch, as
 SpeechBrain's recipes do.
 """
 
@@ -17,9 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import bench_train
+from tools.bench import train
+from tools.bench.harness import RECIPE
 
 #: What of the recipe is set for its own optimizer and masks; keys on the command line win.
 WITHOUT_THEM = {"lr": 0.002, "dropout": 0.1}
@@ -29,13 +27,13 @@ def loaded(keys: list[str]) -> tuple[Any, dict[str, Any]]:
     """Return what the command line asks for, and the recipe with it."""
     from sbkit.recipe import arguments, load
 
-    request = arguments.parse([str(bench_train.RECIPE), *keys])
-    return request, load.load(request.path, WITHOUT_THEM | request.overrides | bench_train.NOT_OF_STOCK)
+    request = arguments.parse([str(RECIPE), *keys])
+    return request, load.load(request.path, WITHOUT_THEM | request.overrides | train.NOT_OF_STOCK)
 
 
 def main(answer: Path, keys: list[str]) -> None:
-    request, hparams = loaded(bench_train.prepare(bench_train.RECIPE, keys))
-    side = bench_train.stock(hparams, request)
+    request, hparams = loaded(train.prepare(RECIPE, keys))
+    side = train.stock(hparams, request)
     epochs = hparams["epoch_counter"].limit
     hparams["schedule"].total_steps = epochs * side.epoch_steps
     seconds = []

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Speed of beam search with a language model: sbkit against SpeechBrain and flashlight, in turns in the same run.
 
     pip install kenlm pygtrie flashlight-text       what the others need; a missing one is left out
-    python tools/bench_decode.py --json bench.json
-    python tools/bench_decode.py --vocabularies 1000 --utterances 40 --rounds 5
+    python -m tools.bench.decode --json bench.json
+    python -m tools.bench.decode --vocabularies 1000 --utterances 40 --rounds 5
 
 The posteriors are synthetic but like those of a trained model: most frames are a confident blank, and in a token's
 frames tokens that sound alike are also likely, so that the language model matters and no search is perfect. All

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Training speed of a CTC recipe: sbkit against stock SpeechBrain, in turns in the same run.
 
-    python tools/bench_train.py [--recipe hparams/ctc.yaml] [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE]
+    python -m tools.bench.train [--recipe hparams/ctc.yaml] [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE]
         [--key value ...]
 
 Each side is a process of its own that does one piece of work when it is its turn, so that both see the same machine
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -27,10 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from bench_growth import peak_mib
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from tools.bench.growth import peak_mib
+from tools.bench.harness import RECIPE
 
 if TYPE_CHECKING:  # each side imports only what it needs, when it starts to work
     import torch
@@ -44,7 +40,6 @@ if TYPE_CHECKING:  # each side imports only what it needs, when it starts to wor
 
     MakeSide = Callable[[dict[str, Any], CommandLine], SimpleNamespace]
 
-RECIPE = ROOT / "hparams" / "ctc.yaml"
 WARM_UP = {"step": "step", "validation": "validation", "epoch": "step"}  # the piece before each that is not counted
 #: Keys that switch off what stock SpeechBrain doesn't have, and checkpoints within an epoch.
 NOT_OF_STOCK = {"spec_augment": None, "intermediate_ctc": 0.0, "initial_weights": None, "ckpt_interval_minutes": 0}
@@ -53,7 +48,7 @@ STEP_BATCHES = 12
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="a joint one needs --ctc_weight 1.0")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
@@ -67,7 +62,7 @@ def main() -> None:
         work(args, rest, SIDES, NOT_OF_STOCK)
         return
     with tempfile.TemporaryDirectory() as folder:
-        results = compare(args, rest, Path(folder), __file__)
+        results = compare(args, rest, Path(folder), "train")
     print(show(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -76,7 +71,7 @@ def main() -> None:
 # ------------------------------------------------------------------ the referee
 
 
-def compare(args: argparse.Namespace, rest: list[str], folder: Path, program: str) -> dict[str, Any]:
+def compare(args: argparse.Namespace, rest: list[str], folder: Path, bench: str) -> dict[str, Any]:
     """Let every side do every piece in turn; returns audio seconds per second by piece and side."""
     from sbkit.system import environment
 
@@ -85,8 +80,8 @@ def compare(args: argparse.Namespace, rest: list[str], folder: Path, program: st
     sides = {}
     for precision in args.precisions.split(","):
         for whose in ("stock", "sbkit"):
-            command = [sys.executable, program, "--side", whose, "--recipe", str(args.recipe), "--device", args.device,
-                       *overrides, "--precision", precision, "--eval_precision", precision]
+            command = [sys.executable, "-m", f"tools.bench.{bench}", "--side", whose, "--recipe", str(args.recipe),
+                       "--device", args.device, *overrides, "--precision", precision, "--eval_precision", precision]
             sides[f"{whose} {precision}"] = Side(command)
     times: dict[str, dict[str, list[float]]] = {}
     try:
@@ -120,8 +115,7 @@ class Side:
     """A worker process that does a piece of work for each line it is sent."""
 
     def __init__(self, command: list[str]):
-        env = dict(os.environ)
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdin is not None and self.process.stdout is not None, "both are pipes"
         self.requests, self.answers = self.process.stdin, self.process.stdout
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from sbkit.system.console import table
 from sbkit.system.cores import usable_cores
-from tools.serving import models
-from tools.serving.clips import speech
-from tools.serving.server import NAME, Server, machine_seconds
+from tools.bench.serving import models
+from tools.bench.serving.clips import speech
+from tools.bench.serving.server import NAME, Server, machine_seconds
 
 SPEAKERS = Path(__file__).with_name("speakers.py")
 MODES = ("stream", "tail")

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """How time and memory of a step, and time of a plan, grow with the size of batch, model and corpus.
 
-    python tools/bench_growth.py [--device cpu] [--json FILE] [--only length,vocabulary] [--key value ...]
+    python -m tools.bench.growth [--device cpu] [--json FILE] [--only length,vocabulary] [--key value ...]
 
 One thing grows at a time; the rest is hparams/ctc.yaml. Each point is measured in a process of its own: the median time
 of several steps on noise, and the peak of memory beyond what the process held before the first step (on a GPU, the
@@ -22,9 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-RECIPE = ROOT / "hparams" / "ctc.yaml"
+from tools.bench.harness import RECIPE
 
 #: What grows: its values, and the utterances, the seconds of each and the recipe's keys for one of them.
 SWEEPS: dict[str, tuple[list[Any], Callable[[Any], tuple[int, float, dict[str, Any]]]]] = {
@@ -38,7 +35,7 @@ PLAN = [20_000, 200_000, 2_000_000]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", metavar="A,B", help="some of: " + ", ".join([*SWEEPS, "plan"]))
     parser.add_argument("--json", type=Path)
@@ -70,7 +67,7 @@ def sweep(name: str, device: str, rest: list[str]) -> list[dict[str, Any]]:
 
 def ask(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
     """Measure a point in a process of its own."""
-    command = [sys.executable, __file__, "--point", json.dumps(what), "--device", device, *rest]
+    command = [sys.executable, "-m", "tools.bench.growth", "--point", json.dumps(what), "--device", device, *rest]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{what} failed; its messages are above")

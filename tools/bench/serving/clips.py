@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import soundfile
 
-from tools.serving.models import RATE
+from tools.bench.serving.models import RATE
 
 _SYLLABLES = 4.0  # per second
 _PHRASE, _PAUSE = 3.0, 0.8  # seconds

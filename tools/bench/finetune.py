@@ -1,14 +1,13 @@
-#!/usr/bin/env python3
 """Speed and memory of fine-tuning a pretrained encoder: sbkit's against SpeechBrain's wrapper and Brain, in turn.
 
-    python tools/bench_finetune.py [--encoder FOLDER | --tiny] [--rounds 3] [--device cpu] [--data FOLDER]
+    python -m tools.bench.finetune [--encoder FOLDER | --tiny] [--rounds 3] [--device cpu] [--data FOLDER]
         [--json FILE] [--key value ...]
 
 Both sides train hparams/ssl.yaml's encoder and head: the same weights (a wav2vec 2.0 of base size, 95 M parameters,
 drawn at random, unless --encoder names a folder that transformers' save_pretrained wrote), the same batches,
 optimizer and frozen convolutions in front, and no masking or dropout. The stock side is SpeechBrain's Brain around its
 own ``Wav2Vec2`` with ``freeze_feature_extractor``. Measured are a step on batches in memory, and
-the peak of memory of each process. Turns are taken as in bench_train.py; with ratios above 1, sbkit is faster.
+the peak of memory of each process. Turns are taken as in train.py; with ratios above 1, sbkit is faster.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import bench_train
+from tools.bench import train
+from tools.bench.harness import ROOT
 
 if TYPE_CHECKING:
     from sbkit.recipe.arguments import CommandLine
 
-RECIPE = bench_train.ROOT / "hparams" / "ssl.yaml"
+RECIPE = ROOT / "hparams" / "ssl.yaml"
 BATCHES = 2
 #: Keys that switch off what only one side has, and what is random in the encoder.
 KEYS = {"head_dropout": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0, "ckpt_interval_minutes": 0,
@@ -51,13 +51,13 @@ def main() -> None:
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
     if args.side:
-        bench_train.work(args, rest, {"stock": stock, "sbkit": ours}, KEYS)
+        train.work(args, rest, {"stock": stock, "sbkit": ours}, KEYS)
         return
     with tempfile.TemporaryDirectory() as folder:
         encoder = args.encoder or draw(Path(folder) / "encoder", **(TINY if args.tiny else {}))
         keys = ["--encoder_source", str(encoder), "--max_batch_seconds", "40", "--step_seconds", "40", *rest]
-        results = bench_train.compare(args, keys, Path(folder), __file__)
-    print(bench_train.show(results))
+        results = train.compare(args, keys, Path(folder), "finetune")
+    print(train.show(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -79,7 +79,7 @@ def draw(folder: Path, **sizes: Any) -> Path:
 def ours(hparams: dict[str, Any], request: CommandLine) -> SimpleNamespace:
     """Set up sbkit's Brain with the encoder's weights."""
     hparams["encoder"].load()
-    return bench_train.ours(hparams, request, BATCHES)
+    return train.ours(hparams, request, BATCHES)
 
 
 def stock(hparams: dict[str, Any], request: CommandLine) -> SimpleNamespace:
@@ -112,14 +112,14 @@ def stock(hparams: dict[str, Any], request: CommandLine) -> SimpleNamespace:
 
     @functools.cache
     def kept() -> list[Any]:
-        return [batch.to(brain.device) for batch in bench_train.planned(hparams, request.run_opts.device, BATCHES)[1]]
+        return [batch.to(brain.device) for batch in train.planned(hparams, request.run_opts.device, BATCHES)[1]]
 
     def step() -> float:
         brain.modules.train()
         for batch in kept():
             brain.step += 1
             print(f"loss {float(brain.fit_batch(batch)):.3f}", file=sys.stderr)
-        return bench_train.seconds_of(kept())
+        return train.seconds_of(kept())
 
     return SimpleNamespace(step=step, brain=brain)
 

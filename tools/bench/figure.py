@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from sbkit.score.markup import Markup, tag
 from sbkit.score.report.charts import Scale, nice_ticks
-from tools.learning.results import SYSTEMS
-from tools.learning.table import NAMES
+from tools.bench.systems import NAMES, SYSTEMS
 
 WIDTH, HEIGHT = 430, 280  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 34, 44  # margins of a panel
