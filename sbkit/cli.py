@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     console.open_missing_streams()
     try:
-        with disk.told(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):
+        with disk.disk_errors_as_user_error(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):
             return _dispatch(argv)
     except SbkitError as error:
         if "--debug" in argv:

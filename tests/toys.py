@@ -26,7 +26,7 @@ class ToyBatch:
     weight: float = 1.0
     seconds: float = 1.0
     padded_seconds: float = 1.25
-    most: float = 0.0
+    largest_micro_batch: float = 0.0
 
     @property
     def last(self) -> bool:

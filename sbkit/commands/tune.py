@@ -17,7 +17,7 @@ def run(words: list[str]) -> int:
     """Find the largest batch or recall it, print it and return the exit code."""
     check_torch_pair()
     from sbkit.recipe import arguments
-    from sbkit.recipe.batch_size import remember
+    from sbkit.recipe.batch_size import store
     from sbkit.train import device as devices
     from sbkit.train.memory import batch_size_search as sizes
     from sbkit.train.memory.trials import trial
@@ -26,18 +26,18 @@ def run(words: list[str]) -> int:
     fresh, words = "--fresh" in words, [word for word in words if word != "--fresh"]
     request = arguments.parse(words)
     device = devices.resolve(request.run_opts.device)
-    gib = sizes.allowed(asked, device)
+    gib = sizes.memory_budget(asked, device)
     with trial(request, device) as made:
-        found = None if fresh else sizes.remembered(made, gib)
+        found = None if fresh else sizes.cached_result(made, gib)
         if found is None:
             found = sizes.find(made, words, gib)
             try:
-                remember(made.cache, found)
+                store(made.cache, found)
             except SbkitError as error:  # the result still gets printed
                 print(f"warning: the result was not cached: {error}", file=sys.stderr)
         else:
             print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
-    print(sizes.told(made, found))
+    print(sizes.summary(made, found))
     return 0
 
 

@@ -55,7 +55,7 @@ class Augment:
         self.stages = [stage for stage in every if not isinstance(stage, SpeedPerturb)]
         self._longest = min((stage.seconds for stage in self.stages if isinstance(stage, Crop)), default=None)
 
-    def hear_at(self, sample_rate: int) -> None:
+    def set_sample_rate(self, sample_rate: int) -> None:
         """Set the sample rate of stages that read recordings themselves; refuse a stage that was given another one."""
         for stage in self.stages:
             own = getattr(stage, "sample_rate", sample_rate)

@@ -43,7 +43,7 @@ class Batch:
     samples: int = 0
     """Sum of ``signal_lengths``, known on the CPU; 0 for a stand-in."""
     sample_rate: int = SAMPLE_RATE
-    most: float = 0.0
+    largest_micro_batch: float = 0.0
     """Planned seconds, padding included, of the largest micro-batch of this step on any rank; equal on all ranks."""
 
     def __len__(self) -> int:
@@ -133,11 +133,11 @@ class DevicePrefetcher:
         current = None
         for batch in self.batches:
             with torch.cuda.stream(stream):
-                coming = batch.to(self.device)
+                upcoming = batch.to(self.device)
                 ready = stream.record_event()
             if current is not None:
                 yield self._hand_over(*current)
-            current = coming, ready
+            current = upcoming, ready
         if current is not None:
             yield self._hand_over(*current)
 

@@ -174,7 +174,7 @@ class Corpus:
                 check_needed(source, needed, ready)
                 return ready
             try:
-                with disk.told(self.folder):
+                with disk.disk_errors_as_user_error(self.folder):
                     return self._prepare(source, fingerprint, show_progress, needed)
             except OSError as error:  # a folder that may not be written
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error

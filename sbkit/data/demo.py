@@ -191,7 +191,7 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         aside.chmod(0o755)
-        with disk.told(folder):
+        with disk.disk_errors_as_user_error(folder):
             yield aside
     except OSError as error:
         reason = error.strerror or error

@@ -103,7 +103,7 @@ class _Loader:
             parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
                         "persistent_workers": True, "timeout": timeout, "worker_init_fn": quiet_worker}
         self._loader = Workers(
-            reader, sampler=self._requests, batch_size=None, collate_fn=_as_it_is, num_workers=workers,
+            reader, sampler=self._requests, batch_size=None, collate_fn=_unchanged, num_workers=workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             generator=torch.Generator(),  # else each epoch draws from the global one
             **parallel,
@@ -203,7 +203,7 @@ class TrainLoader(_Loader):
         self._epoch: tuple[int, EpochPlan] | None = None
         most = plan.batching.max_batch_seconds
         reader = Reader(manifest, tokenizer, augment=augment, seed=plan.batching.seed, sample_rate=sample_rate,
-                        round_to=round(plan.round_seconds * sample_rate), most=int(most * sample_rate))
+                        round_to=round(plan.round_seconds * sample_rate), max_samples=int(most * sample_rate))
         super().__init__(reader, most, **reading)
 
     def steps(self, epoch: int = 1) -> int:
@@ -231,9 +231,9 @@ class TrainLoader(_Loader):
         plan = self.epoch_plan(epoch)
         for step in range(first, plan.steps):
             share = plan.share(step, self.rank, self.world, self.min_micros)
-            most = plan.most(step, self.world, self.min_micros)
+            most = plan.largest_micro_batch(step, self.world, self.min_micros)
             for micro, rows in enumerate(share):
-                yield ReadRequest(epoch, step, micro, len(share), rows, most, self.plan.visit(epoch, step))
+                yield ReadRequest(epoch, step, micro, len(share), rows, most, self.plan.pass_number(epoch, step))
 
 
 class EvalLoader(_Loader):
@@ -297,7 +297,7 @@ def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
     return fits
 
 
-def _as_it_is(batch: T) -> T:
+def _unchanged(batch: T) -> T:
     return batch
 
 

@@ -162,7 +162,7 @@ class Plan:
             self.durations, self.batching, np.concatenate([members for members, _ in passes]), np.concatenate(bounds),
             np.concatenate([order + i * steps for i, (_, order) in enumerate(passes)]))
 
-    def visit(self, epoch: int, step: int) -> int:
+    def pass_number(self, epoch: int, step: int) -> int:
         """The pass over the corpus to which a step of an epoch belongs, counted from 1 over the whole run."""
         return self.passes * (epoch - 1) + step // (len(self._bounds) - 1) + 1
 
@@ -210,7 +210,7 @@ class EpochPlan:
         places = range(rank, micros * world, world)
         return [parts[place] if place < len(parts) else empty for place in places]
 
-    def most(self, i: int, world: int = 1, min_micros: int = 1) -> float:
+    def largest_micro_batch(self, i: int, world: int = 1, min_micros: int = 1) -> float:
         """Seconds, padding included, of the largest micro-batch of step ``i`` on any rank."""
         parts, _ = self._parts(i, world, min_micros)
         return max(len(part) * float(self.durations[part[0]]) for part in parts)
@@ -221,8 +221,8 @@ class EpochPlan:
         members = members[np.argsort(-self.durations[members], kind="stable")]
         seconds = self.durations[members].tolist()
         batching = self.batching
-        most = batching.max_batch_utterances or len(seconds)
-        cuts = _cut(seconds, batching.max_batch_seconds, most)
+        max_utterances = batching.max_batch_utterances or len(seconds)
+        cuts = _cut(seconds, batching.max_batch_seconds, max_utterances)
         assert cuts is not None, "the number of runs isn't limited here"
         micros = max(min_micros, -(-len(cuts) // world))
         allowed = micros * world
@@ -231,7 +231,7 @@ class EpochPlan:
         best = cuts
         while high - low > 0.01 * high:
             middle = (low + high) / 2
-            cuts = _cut(seconds, middle, most, allowed)
+            cuts = _cut(seconds, middle, max_utterances, allowed)
             if cuts is None:
                 low = middle
             else:
@@ -239,7 +239,8 @@ class EpochPlan:
         return [members[a:b] for a, b in best], micros
 
 
-def _cut(seconds: list[float], cost: float, most: int, allowed: int | None = None) -> list[tuple[int, int]] | None:
+def _cut(seconds: list[float], cost: float, max_utterances: int,
+         allowed: int | None = None) -> list[tuple[int, int]] | None:
     """Cut descending durations into runs of at most ``cost`` seconds, padding included.
 
     None if that takes more than ``allowed`` runs.
@@ -250,7 +251,7 @@ def _cut(seconds: list[float], cost: float, most: int, allowed: int | None = Non
     while start < total:
         if allowed is not None and (len(cuts) == allowed or seconds[start] > cost):
             return None
-        stop = min(start + min(max(1, int(cost / seconds[start])), most), total)
+        stop = min(start + min(max(1, int(cost / seconds[start])), max_utterances), total)
         cuts.append((start, stop))
         start = stop
     return cuts
@@ -302,10 +303,10 @@ def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, 
 
     Dynamic programming finds the best choice among the candidates; a bucket costs its members times its edge.
     """
-    most = batching.buckets
-    if most is None:
-        most = max(1, int(total / batching.update_seconds / MIN_STEPS_PER_BUCKET))
-    most = min(most, MAX_BUCKETS, len(candidates))
+    max_buckets = batching.buckets
+    if max_buckets is None:
+        max_buckets = max(1, int(total / batching.update_seconds / MIN_STEPS_PER_BUCKET))
+    max_buckets = min(max_buckets, MAX_BUCKETS, len(candidates))
     # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
     cost = below * candidates
     back, totals = [], [cost[-1]]
@@ -313,21 +314,21 @@ def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, 
     step = (below[None, :] - below[:, None]) * candidates[None, :]
     step[np.tril_indices(len(candidates))] = math.inf
     options = np.empty_like(step)
-    for _ in range(most - 1):
+    for _ in range(max_buckets - 1):
         np.add(cost[:, None], step, out=options)
-        came = np.argmin(options, axis=0)
-        better = options[came, np.arange(len(candidates))]
-        back.append(np.where(better < cost, came, -1))
+        previous = np.argmin(options, axis=0)
+        better = options[previous, np.arange(len(candidates))]
+        back.append(np.where(better < cost, previous, -1))
         cost = np.minimum(cost, better)
         totals.append(cost[-1])
     if batching.buckets is None:
-        halves = np.arange(1, most + 1) / 2
+        halves = np.arange(1, max_buckets + 1) / 2
         best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * batching.update_seconds * halves))
         back = back[:best]
     chosen, j = [len(candidates) - 1], len(candidates) - 1
-    for came in reversed(back):
-        if came[j] >= 0:
-            j = int(came[j])
+    for previous in reversed(back):
+        if previous[j] >= 0:
+            j = int(previous[j])
             chosen.append(j)
     return candidates[chosen[::-1]]
 
@@ -344,13 +345,13 @@ def _full_steps(candidates: np.ndarray, below: np.ndarray, step_seconds: float, 
     steps = np.ceil(sizes / fits)
     cost = sizes * candidates + step_cost * step_seconds * steps
     cost[(sizes <= 0) | ((steps < least) & (before[:-1, None] > 0))] = math.inf
-    best, came = np.zeros(len(before)), np.zeros(len(before), np.int64)
+    best, previous = np.zeros(len(before)), np.zeros(len(before), np.int64)
     for j in range(len(candidates)):
-        ways = best[: j + 1] + cost[: j + 1, j]
-        came[j + 1] = np.argmin(ways)
-        best[j + 1] = ways[came[j + 1]]
+        costs = best[: j + 1] + cost[: j + 1, j]
+        previous[j + 1] = np.argmin(costs)
+        best[j + 1] = costs[previous[j + 1]]
     chosen, j = [], len(candidates)
     while j:
         chosen.append(j - 1)
-        j = int(came[j])
+        j = int(previous[j])
     return candidates[chosen[::-1]]

@@ -35,7 +35,7 @@ def room_beside(to: Path) -> Iterator[Path]:
     except OSError as error:
         raise SbkitError(f"cannot write into {to.parent}: {error.strerror}",
                          hint="choose another place with --to") from error
-    with disk.told(to):  # reports free space after the temporary folder is gone
+    with disk.disk_errors_as_user_error(to):  # reports free space after the temporary folder is gone
         try:
             yield aside
         finally:

@@ -41,8 +41,8 @@ class ReadRequest(NamedTuple):
     micro: int
     micros: int
     rows: np.ndarray
-    most: float = 0.0
-    visit: int = 0
+    largest_micro_batch: float = 0.0
+    pass_number: int = 0
     """The pass over the corpus, counted over the whole run; each is augmented differently."""
 
 
@@ -51,18 +51,18 @@ class Reader(Dataset[Any]):
 
     Arguments
     ---------
-    round_to: batches are padded to a multiple of so many samples, unless they would then have more than ``most``
+    round_to: batches are padded to a multiple of so many samples, unless they would then have more than ``max_samples``
         samples in all; 0: no rounding
     """
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, augment: Augment | None = None,
-                 seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, most: int = 0):
+                 seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, max_samples: int = 0):
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
-        self.seed, self.sample_rate, self.round_to, self.most = seed, sample_rate, round_to, most
+        self.seed, self.sample_rate, self.round_to, self.max_samples = seed, sample_rate, round_to, max_samples
         self.reading = torch.full((1,), -1)
         """The row that each worker process read last, in shared memory."""
         if augment is not None:
-            augment.hear_at(sample_rate)
+            augment.set_sample_rate(sample_rate)
         self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class Reader(Dataset[Any]):
     def read(self, request: ReadRequest) -> Batch:
         """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
         place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros,
-                                 "most": request.most}
+                                 "largest_micro_batch": request.largest_micro_batch}
         ids, texts, signals, damaged = [], [], [], []
         rows = request.rows.tolist()
         if self._sharded:
@@ -89,7 +89,7 @@ class Reader(Dataset[Any]):
         for row in rows:
             name = self.manifest.ids[row]
             try:
-                signals.append(self.signal(row, name, request.visit))
+                signals.append(self.signal(row, name, request.pass_number))
             except AudioError as error:
                 damaged.append((name, str(error)))
                 continue
@@ -111,7 +111,7 @@ class Reader(Dataset[Any]):
         """The number of samples to which each row of the batch is padded."""
         longest = max(lengths)
         rounded = -(-longest // self.round_to) * self.round_to if self.round_to else longest
-        return rounded if rounded * len(lengths) <= self.most else longest
+        return rounded if rounded * len(lengths) <= self.max_samples else longest
 
     def signal(self, row: int, name: str, visit: int) -> np.ndarray:
         """The waveform of one utterance, ``[S]`` float32, augmented for this pass over the corpus."""

@@ -74,7 +74,7 @@ def _from_stdin() -> str:
     import atexit
 
     atexit.register(_remove, name)
-    with disk.told(name), open(handle, "wb") as file:
+    with disk.disk_errors_as_user_error(name), open(handle, "wb") as file:
         shutil.copyfileobj(audio.buffer, file, 1 << 20)
     return name
 

@@ -99,7 +99,7 @@ def _opened(request: SpeakRequest) -> Iterator[IO[str]]:
             binary = stay.enter_context(_file(request.file))
         else:
             binary = stay.enter_context(tempfile.TemporaryFile("w+b"))
-            with disk.told(tempfile.gettempdir(), "a copy of the text"):
+            with disk.disk_errors_as_user_error(tempfile.gettempdir(), "a copy of the text"):
                 for block in _given(request):
                     binary.write(block)
                 binary.flush()

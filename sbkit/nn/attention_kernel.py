@@ -91,7 +91,7 @@ def kernels(modules: Iterable[nn.Module], device: torch.device, precision: str,
     return chosen
 
 
-def tell(modules: Iterable[nn.Module], device: torch.device, precision: str, accelerated: bool = True) -> None:
+def log_kernel(modules: Iterable[nn.Module], device: torch.device, precision: str, accelerated: bool = True) -> None:
     """Log the attention kernels of a model, with a warning for slow ones."""
     for one in kernels(modules, device, precision, accelerated):
         if one.fused:

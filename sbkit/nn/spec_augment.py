@@ -54,7 +54,7 @@ class SpecAugment(nn.Module):
         self.strength = 1.0
         """Share of the full width that masks have now; 1 unless ``follow`` changes it."""
 
-    def follow(self, score: float) -> None:
+    def set_score(self, score: float) -> None:
         """Set the strength for a model's score, between 0 (chance) and 1 (no loss)."""
         if self.ramp is not None:
             begin, whole = self.ramp

@@ -67,7 +67,7 @@ def place(model: list[Any], keys: TaskKeys, precision: str, device: torch.device
     return cache_folder() / "tune" / f"{key}.json"
 
 
-def remembered(path: Path) -> list[BatchSize]:
+def cached(path: Path) -> list[BatchSize]:
     """Stored results, ordered by memory; empty if there are none or they can't be read."""
     try:
         stored = [BatchSize(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
@@ -76,8 +76,8 @@ def remembered(path: Path) -> list[BatchSize]:
         return []
 
 
-def remember(path: Path, found: BatchSize) -> None:
+def store(path: Path, found: BatchSize) -> None:
     """Store a result; it replaces an older one for the same amount of memory."""
-    kept: Iterable[BatchSize] = (one for one in remembered(path) if one.gib != found.gib)
+    kept: Iterable[BatchSize] = (one for one in cached(path) if one.gib != found.gib)
     with atomic_write(path) as file:
         json.dump([asdict(one) for one in (*kept, found)], file)

@@ -105,7 +105,8 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
     if not traced.complete:
         return None
     known = parts.ParameterGroups(modules, built.hparams)
-    steps = {path: parts.until(value) for path, value in known.told(traced.keys.freeze or {}, "freeze").items()}
+    steps = {path: parts.until(value) for path,
+             value in known.values_by_path(traced.keys.freeze or {}, "freeze").items()}
     frozen = {path for path, parameter in known.parameters.items() if not parameter.requires_grad}
     until = {path: step for path, step in steps.items() if step} | dict.fromkeys(frozen, learning.FOR_GOOD)
     try:
@@ -144,7 +145,7 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     if made is None:
         report.notes.append("the bill: the recipe's batching has no max_batch_seconds")
         return None
-    tried = batch_size.remembered(batch_size.place(batch_size.model_of(owned.roots), traced.keys, precision, device))
+    tried = batch_size.cached(batch_size.place(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("batching"), tried)
     section = bill.section(made, _audio(traced, device), made.cost.batch_seconds, tried)
     section.remarks += _attention(traced, owned, device, precision, findings)

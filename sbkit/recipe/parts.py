@@ -83,7 +83,7 @@ class ParameterGroups:
                if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, below)}
         return {path for path, known in self._ids.items() if known in ids}
 
-    def told(self, wanted: Mapping[str, T], key: str) -> dict[str, T]:
+    def values_by_path(self, wanted: Mapping[str, T], key: str) -> dict[str, T]:
         """The values that patterns give to parameters, by path; the last matching one counts.
 
         Arguments
@@ -148,7 +148,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
     freeze = built.hparams.get("freeze")
     if not freeze or not complete:
         return
-    frozen = parts.told(freeze, "freeze")
+    frozen = parts.values_by_path(freeze, "freeze")
     trained = {path for path, parameter in parts.parameters.items() if parameter.requires_grad}
     if trained and all(until(frozen.get(path, False)) > 0 for path in trained):
         place, _ = built.nodes["freeze"].culprit()

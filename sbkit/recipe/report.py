@@ -140,7 +140,7 @@ def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str 
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """Names separated by commas; of more than ``most``, only the first and how many follow."""
+    """Names separated by commas; of more than ``limit``, only the first and how many follow."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -103,7 +103,7 @@ T = TypeVar("T")
 
 def on_stand_ins(holder: Task | nn.Module, compute: Callable[[FakeTensorMode], T]) -> T:
     """Return what ``compute`` returns on stand-ins; a Brain or module, and all that it reaches, stays as it was."""
-    with getattr(holder, "untouched", contextlib.nullcontext)(), stand_ins(holder) as mode:
+    with getattr(holder, "restoring", contextlib.nullcontext)(), stand_ins(holder) as mode:
         result = compute(mode)
     refuse_left(mode)
     return result

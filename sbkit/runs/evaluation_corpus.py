@@ -32,7 +32,7 @@ def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Remote]
         split = "test"
         source = own.source if request.on is None else request.on
         name, corpus = prepare(request, own, source, recipe.task.needs_text())
-    recipe.task.look_at(recipe.keys, split, corpus.manifest(split))
+    recipe.task.check_manifest(recipe.keys, split, corpus.manifest(split))
     return name, corpus.manifest_path(split), corpus.remote
 
 

@@ -76,7 +76,7 @@ class RunLock:
 
     def _take(self) -> None:
         try:
-            with disk.told(self.folder):
+            with disk.disk_errors_as_user_error(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 before = self._newest()
                 while not self._follow(before):

@@ -25,7 +25,7 @@ def open_folder(folder: str | Path, request: CommandLine) -> None:
     from speechbrain.core import create_experiment_directory
 
     try:
-        with disk.told(folder):
+        with disk.disk_errors_as_user_error(folder):
             save_recipe(folder, request)
             create_experiment_directory(
                 folder, log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=False)

@@ -14,7 +14,7 @@ from sbkit.recipe.arguments import CommandLine
 from sbkit.runs.keys import RunKeys
 from sbkit.runs.layout import RECIPE, TESTED
 from sbkit.score.report import write_report
-from sbkit.score.results import Results, tell_unread
+from sbkit.score.results import Results, describe_unread
 from sbkit.system.console import atomic_write
 from sbkit.train.monitor.metrics import MetricsLog
 
@@ -31,7 +31,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
     if left_out is not None:
         print(left_out)
     if results.unread:
-        print(tell_unread("test", results.unread, results.utterances))
+        print(describe_unread("test", results.unread, results.utterances))
     print(results.where(folder, "test"))
     if metrics_log is not None:
         metrics_log.flush()

@@ -21,7 +21,7 @@ _NAMED, _WIDTH = 5, 60
 
 def require(request: CommandLine) -> None:
     """Refuse a run whose ranks have other recipes or options: all keys that differ, with their values, on all ranks."""
-    if ranks.alone():
+    if ranks.is_alone():
         return
     found = ranks.gather_objects((_given(request), set(request.overrides)))
     first = found[0][0]

@@ -47,7 +47,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     return 0
 
 
-def _run(request: CommandLine, device: torch.device, bundles: Bundles) -> None:
+def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
     from sbkit.recipe import load
     from sbkit.runs import same_start, training
     from sbkit.runs.lock import RunLock
@@ -55,16 +55,16 @@ def _run(request: CommandLine, device: torch.device, bundles: Bundles) -> None:
     from sbkit.train.distributed import ranks
     from sbkit.train.memory import oom
 
-    ranks.init(device, request.run_opts.distributed_backend)
+    ranks.init(device, command.run_opts.distributed_backend)
     try:
         with ranks.failing_together(), oom.oom_as_user_error(device):
-            same_start.require(request)
-            if request.check:
-                ranks.run_on_main(training.before_run, request)
-            recipe = load.opened(load.load(request.path, request.overrides), request.path)
+            same_start.require(command)
+            if command.check:
+                ranks.run_on_main(training.before_run, command)
+            recipe = load.opened(load.load(command.path, command.overrides), command.path)
             folder = Path(recipe.keys.folder)
-            with disk.told(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
-                _train(recipe, request, device, guard, bundles)
+            with disk.disk_errors_as_user_error(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
+                _train(recipe, command, device, guard, bundles)
     finally:
         ranks.shutdown()
 
@@ -76,12 +76,12 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
 
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
-    ranks.run_on_main(initial.look, recipe.keys)
+    ranks.run_on_main(initial.open_source, recipe.keys)
     # Before a corpus is prepared, so that what is missing is told at once.
     pretrained.fetch(recipe.keys.pretrainer, _filled(recipe))
-    follows = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
-    if follows:
-        request.overrides.update({key: value for key, value in follows.items() if key in recipe.hparams})
+    from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
+    if from_corpus:
+        request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
         recipe = load.opened(load.load(request.path, request.overrides), request.path)
         ranks.run_on_main(preparation.save_recipe, folder, request)
     if request.check:

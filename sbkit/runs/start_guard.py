@@ -61,7 +61,7 @@ class StartGuard:
             self._here = (self.folder / RECIPE).is_file()
         if self._here:
             try:
-                with disk.told(self.folder):
+                with disk.disk_errors_as_user_error(self.folder):
                     self._keep()
             except OSError as error:
                 raise SbkitError(f"cannot write into {self.folder}: {error.strerror}",

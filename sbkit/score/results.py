@@ -115,7 +115,7 @@ class Results:
         return "\n\n".join(f"{each.title}\n{table(each.columns, each.rows)}" for each in self.tables)
 
 
-def tell_unread(split: str, unread: Mapping[str, str], read: int) -> str:
+def describe_unread(split: str, unread: Mapping[str, str], read: int) -> str:
     """Describe utterances that could not be scored: ``unread`` (id -> reason) out of those and the ``read`` ones.
 
     >>> tell_unread("test", {"b": "b.wav: no such file"}, 1999)

@@ -219,7 +219,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
     """Write to a temporary file, sync, rename: ``path`` has the old or the new content, even after a power cut."""
     path = Path(path)
     binary = "b" in mode
-    with disk.told(path):
+    with disk.disk_errors_as_user_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:

@@ -74,7 +74,7 @@ def sync_file_system(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def told(path: str | os.PathLike[str], called: str = "") -> Iterator[None]:
+def disk_errors_as_user_error(path: str | os.PathLike[str], called: str = "") -> Iterator[None]:
     """Say in one message which file a disk refused within this block.
 
     path : the file that is written there, or the folder of several

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
+
+#: The default of an argument under its former name.
+FORMER: Any = type("Former", (), {"__repr__": lambda self: "(a former name)"})()
 
 
 def renamed(module: str, **names: str) -> Callable[[str], Any]:
@@ -20,3 +27,28 @@ def renamed(module: str, **names: str) -> Callable[[str], Any]:
         return getattr(sys.modules[module], names[name])
 
     return find
+
+
+def argument(owner: str, **values: Any) -> Any:
+    """Return the value of an argument that may have been given by its former name, which then counts.
+
+    values : that of the former name, and that of the present one
+    """
+    (former, given), (present, value) = values.items()
+    if given is FORMER:
+        return value
+    _say(f"{owner}: {former} is now called {present}")
+    return given
+
+
+def hooks(owner: type, **names: str) -> None:
+    """Give methods that a class defines by their former names the present ones."""
+    for former, present in names.items():
+        if former in vars(owner):
+            _say(f"{owner.__name__}: the method {former} is now called {present}")
+            setattr(owner, present, vars(owner)[former])
+
+
+@functools.cache
+def _say(line: str) -> None:
+    logger.warning("%s", line)

@@ -117,7 +117,7 @@ class ASR(Task):
         return tokenizer
 
     @classmethod
-    def look_at(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
+    def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
         uncovered = keys.tokenizer.coverage(manifest.texts)
         if uncovered:
             logger.warning("The model cannot write %d characters of these texts, so each is an error: %s",
@@ -165,7 +165,7 @@ class ASR(Task):
         super().close_step(facts)
 
     @property
-    def knows_what_is_learnt(self) -> bool:
+    def tracks_learning(self) -> bool:
         return self.loss_of_tokens is not None
 
     def open_step(self, number: int) -> None:
@@ -173,8 +173,8 @@ class ASR(Task):
         learnt = self.progress.at(number)
         followers: tuple[object, ...] = (self.keys.spec_augment, self.keys.schedule)
         for each in followers:
-            if hasattr(each, "follow"):
-                each.follow(learnt if self.progress.known else 1.0)  # whole where it is unknown
+            if hasattr(each, "set_score"):
+                each.set_score(learnt if self.progress.known else 1.0)  # whole where it is unknown
         super().open_step(number)
         self._log_notices(self.notices.begin_step(number, self.progress, self._plain_rate()))
 

@@ -80,7 +80,7 @@ class Setup(NamedTuple):
         """The highest learning rate before something is learnt."""
         if self.schedule is None:
             return self.usual_rate
-        return min(self.schedule.top()[1], self.schedule.unheard or math.inf)
+        return min(self.schedule.warmup_end()[1], self.schedule.max_lr_at_chance or math.inf)
 
 
 @dataclass
@@ -268,22 +268,22 @@ class LearningNotices:
     def _reached(self) -> float:
         """The highest learning rate that the run has had; one that it was resumed with later may be lower."""
         schedule = self.setup.schedule
-        return min(self._state.highest, math.inf if schedule is None else schedule.top()[1])
+        return min(self._state.highest, math.inf if schedule is None else schedule.warmup_end()[1])
 
     @property
     def _held(self) -> bool:
         """Whether the learning rate stands at what it may be until something is learnt."""
         schedule = self.setup.schedule
-        unheard = None if schedule is None else schedule.unheard
-        if schedule is None or unheard is None:
+        limit = None if schedule is None else schedule.max_lr_at_chance
+        if schedule is None or limit is None:
             return False
-        return 0.9 * unheard <= self._reached <= unheard < schedule.peak
+        return 0.9 * limit <= self._reached <= limit < schedule.peak
 
     @property
     def _rises(self) -> bool:
         """Whether the learning rate is still in its warm-up."""
         schedule = self.setup.schedule
-        return schedule is not None and self._done < 0.9 * schedule.top()[0] and not self._held
+        return schedule is not None and self._done < 0.9 * schedule.warmup_end()[0] and not self._held
 
     def _lower_rate(self) -> str:
         schedule, third = self.setup.schedule, "a third of the learning rate"
@@ -292,7 +292,8 @@ class LearningNotices:
         if schedule is None:
             return f"{third} (it is {self._reached:.2g})"
         if self._held:
-            return (f"{third}: --schedule.unheard {self._reached / 3:.2g} (it is held at {self._reached:.2g} until "
+            return (f"{third}: --schedule.max_lr_at_chance {self._reached / 3:.2g} (it is held at {self._reached:.2g} "
+                    f"until "
                     "something is learnt)")
         return f"{third}: --lr {self._reached / 3:.2g} ({self._its_peak(schedule)})"
 
@@ -311,7 +312,7 @@ class LearningNotices:
         schedule, planned = self.setup.schedule, self.setup.planned
         if schedule is None:
             return ["a longer warm-up of the learning rate"]
-        steps = max(150, 2 * round(schedule.top()[0]))
+        steps = max(150, 2 * round(schedule.warmup_end()[0]))
         if self._held or (planned is not None and steps > planned):
             return []
         return [f"a longer warm-up: --schedule.warmup {steps}"]

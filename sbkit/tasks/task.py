@@ -32,7 +32,8 @@ from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial import table
 from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.score.metric import Metric
-from sbkit.score.results import Results, tell_unread
+from sbkit.score.results import Results, describe_unread
+from sbkit.system import renamed
 from sbkit.tasks.keys import TaskKeys
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
@@ -70,6 +71,10 @@ class Task(Brain):
     metric: ClassVar[Metric] = Metric("loss")
     keys: TaskKeys
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        renamed.hooks(cls, look_at="check_manifest")
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rows: list[Any] = []
@@ -77,7 +82,7 @@ class Task(Brain):
         ``compute_objectives`` or ``evaluate_batch`` adds them."""
         self.learning_rate: float | None = None
         """The current step's learning rate as the schedule set it; None without a schedule."""
-        self._unread: dict[str, str] = {}
+        self._unreadable: dict[str, str] = {}
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
         if self.averages_weights and self.keys.average_checkpoints > 1:
@@ -157,7 +162,7 @@ class Task(Brain):
         return [], {}
 
     @classmethod
-    def look_at(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:
+    def check_manifest(cls, keys: OwnKeys, split: str, manifest: Manifest) -> None:
         """Warn about what the model cannot get right in a manifest that is to be scored; refuse what it cannot take."""
 
     # ------------------------------------------------------------ initial weights
@@ -200,38 +205,39 @@ class Task(Brain):
         """Called before each optimizer step, counted from 1, when its learning rate has been set."""
 
     def open_run(self, texts: Sequence[str], steps: int) -> None:
-        """Give the schedule the number of optimizer steps, tell where it can't do what it says, and call ``begin_run``.
-        """
+        """Give the schedule the number of optimizer steps, log where it is limited, and call ``begin_run``."""
         schedule = self.keys.schedule
         if schedule is not None:
             schedule.total_steps = steps
-            warmup, rate = schedule.top()
-            if schedule.gentler and ranks.is_main():
+            warmup, rate = schedule.warmup_end()
+            if schedule.limits_warmup and ranks.is_main():
                 logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
-                           "The learning rate rises by at most %g a step (schedule.rise): to %.3g in %d steps%s%s",
-                           schedule.rise, rate, warmup, "" if rate == schedule.peak else
-                           f", so it doesn't reach the {schedule.peak:g} of the recipe (--schedule.rise null lets it)",
+                           "The learning rate rises by at most %g a step (schedule.max_rise_per_step): to %.3g in %d "
+                           "steps%s%s", schedule.max_rise_per_step, rate, warmup, "" if rate == schedule.peak else
+                           f", so it doesn't reach the {schedule.peak:g} of the recipe (--schedule.max_rise_per_step "
+                           "null lets it)",
                            "" if schedule.limit_at(0) >= rate else
-                           f"; until something is heard, to {schedule.unheard:g} (schedule.unheard)")
-            if schedule.unheard is not None and not self.knows_what_is_learnt and ranks.is_main():
-                logger.warning("schedule.unheard has no effect here: what is heard is known of a recogniser whose loss "
-                               "has a part per token (loss_of_tokens); leave it out")
+                           f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} "
+                           f"(schedule.max_lr_at_chance)")
+            if schedule.max_lr_at_chance is not None and not self.tracks_learning and ranks.is_main():
+                logger.warning("schedule.max_lr_at_chance has no effect here: only a recogniser whose loss has a part "
+                               "per token (loss_of_tokens) knows chance; leave it out")
             if warmup > steps and ranks.is_main():
                 logger.warning(
-                    "The warm-up takes %d steps and the run has %d, so the learning rate comes to %.3g of %g: take a "
-                    "shorter one, such as --schedule.warmup 0.2, a share of the run",
+                    "The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: use "
+                    "a shorter one, such as --schedule.warmup 0.2, a share of the run",
                     warmup, steps, schedule(steps), schedule.peak)
         self.begin_run(texts, steps)
 
     @property
-    def knows_what_is_learnt(self) -> bool:
-        """Whether training knows how far its loss is below chance, which ``schedule.unheard`` waits for."""
+    def tracks_learning(self) -> bool:
+        """Whether training knows how far its loss is below chance, which ``schedule.max_lr_at_chance`` waits for."""
         return False
 
     @property
     def peak_rate(self) -> float | None:
         """The rate that the schedule rises to, if there is one."""
-        return super().peak_rate if self.keys.schedule is None else self.keys.schedule.top()[1]
+        return super().peak_rate if self.keys.schedule is None else self.keys.schedule.warmup_end()[1]
 
     def open_step(self, number: int) -> None:
         """Set the learning rate of an optimizer step, and call ``begin_step``."""
@@ -248,12 +254,12 @@ class Task(Brain):
 
     def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
         """Clear the rows, and call ``on_stage_start``."""
-        self.rows, self._unread = [], {}
+        self.rows, self._unreadable = [], {}
         super().open_stage(stage, epoch)
 
     def close_batch(self, batch: object, stage: Stage) -> None:
         """Note which recordings of a batch could not be read."""
-        self._unread.update(getattr(batch, "damaged", ()))
+        self._unreadable.update(getattr(batch, "damaged", ()))
 
     def all_rows(self) -> list[Any]:
         """Collect the rows of all ranks, sorted by id, on every rank."""
@@ -284,7 +290,7 @@ class Task(Brain):
             self.train_stats = {"loss": loss}
             super().close_stage(stage, loss, epoch)
             return
-        rows, unread = self.all_rows(), dict(self.gather(self._unread.items()))
+        rows, unread = self.all_rows(), dict(self.gather(self._unreadable.items()))
         if stage == Stage.TEST:
             self.tested = self.results(rows, loss, unread)
             super().close_stage(stage, loss, epoch)
@@ -293,7 +299,7 @@ class Task(Brain):
         stats = {"loss": loss, **self.stats(rows)}
         if unread:  # rates leave them out, so they are always shown together
             stats["unread"] = len(unread)
-            logger.warning("%s", tell_unread("valid", unread, len(rows)))
+            logger.warning("%s", describe_unread("valid", unread, len(rows)))
         self.close_validation(rows, stats)
         super().close_stage(stage, loss, epoch)
         self._end_epoch(epoch, stats)
@@ -354,7 +360,7 @@ class Task(Brain):
 
     def _end_test(self, stats: dict[str, float]) -> None:
         if self.tested.unread:
-            logger.warning("%s", tell_unread("test", self.tested.unread, self.tested.utterances))
+            logger.warning("%s", describe_unread("test", self.tested.unread, self.tested.utterances))
         epoch = getattr(self.keys.epoch_counter, "current", None)
         if self.keys.train_logger is not None:
             self.keys.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=stats)
@@ -402,10 +408,10 @@ def _check_start(trace: Trace, findings: Findings) -> Section | None:
 
     Returns a table of what the run will take, and what not.
     """
-    if trace.brain is None or trace.keys.init_from is None or _begun(trace.built):
+    if trace.brain is None or trace.keys.init_from is None or _has_checkpoint(trace.built):
         return None
     try:
-        told, fates = initial.check(trace.keys, trace.brain)
+        described, fates = initial.check(trace.keys, trace.brain)
     except SbkitError as error:
         nodes, (key, _, said) = trace.built.nodes, error.message.partition(": ")
         key, said = (key, said) if key in nodes and key.startswith("init_") else ("init_from", error.message)
@@ -413,10 +419,11 @@ def _check_start(trace: Trace, findings: Findings) -> Section | None:
         return None
     parts = [{"part": fate.name, "numbers": fate.numbers, "what": fate.what, "why": fate.why}
              for fate in table.collapsed(fates)]
-    return Section(f"Start: from {told}", table.COLUMNS, table.rows(fates), values={"from": told, "parts": parts})
+    return Section(f"Start: from {described}", table.COLUMNS, table.rows(fates),
+                   values={"from": described, "parts": parts})
 
 
-def _begun(built: Built) -> bool:
+def _has_checkpoint(built: Built) -> bool:
     """Whether the run has a checkpoint: not where the check has put its checkpointer, but where the recipe does."""
     node = built.nodes.get("checkpointer")
     folder = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None

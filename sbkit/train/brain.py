@@ -106,8 +106,8 @@ class Brain(sb.core.Brain):
             if self.keys.accelerate:
                 accelerate(module)
         self.rank, self.device_type = ranks.rank(), device.type
-        given = options.given(run_opts, hparams, "find_unused_parameters")
-        self._unused = {"search": self.find_unused_parameters or not given, "settles": not given}
+        given = options.is_given(run_opts, hparams, "find_unused_parameters")
+        self._unused = {"search": self.find_unused_parameters or not given, "search_once": not given}
         self.precision, self.eval_precision = precision.chosen(run_opts, hparams)
         self.training_ctx = precision.autocast(device.type, self.precision)
         self.evaluation_ctx = precision.autocast(device.type, self.eval_precision)
@@ -137,7 +137,7 @@ class Brain(sb.core.Brain):
     def _freezing(self) -> Freezing:
         """Freeze what never trains. What trains later is frozen in ``fit``, so that the cost estimate counts it."""
         parts = ParameterGroups(self.modules, vars(self.hparams))
-        parts.told(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
+        parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
         if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
             raise SbkitError(f"{type(self).__name__} makes its own optimizers, so learning_rates and layer_decay "
                              "would have no effect", hint="remove them from the recipe")
@@ -154,20 +154,20 @@ class Brain(sb.core.Brain):
         if self.device_type == "cpu":
             compile_kernels(self.modules)
         if ranks.is_main():
-            attention_kernel.tell([self.modules], torch.device(self.device), self.precision,
-                                  self.keys.accelerate)
+            attention_kernel.log_kernel([self.modules], torch.device(self.device), self.precision,
+                                        self.keys.accelerate)
         self._compile()
-        self.trainer.freezing.at(self.optimizer_step)
+        self.trainer.freezing.update(self.optimizer_step)
         self._wrap_distributed()
         self.init_optimizers()
-        self._tell_what_learns()
+        self._log_what_learns()
         sharding.save_as_if_whole(self.checkpointer)
         if self.checkpointer is not None and self.checkpointer.recover_if_possible() is None:
             for written in self.checkpointer.recoverables.values():
                 if hasattr(written, "start_afresh"):
                     written.start_afresh()
 
-    def _tell_what_learns(self) -> None:
+    def _log_what_learns(self) -> None:
         """Log the table of what learns, unless all does at one rate."""
         parts = ParameterGroups(self.modules, vars(self.hparams))
         table = learning.section(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
@@ -200,7 +200,7 @@ class Brain(sb.core.Brain):
             self.modules, self.compile_module_keys, self.device, mode=self.compile_mode,
             fullgraph=self.compile_using_fullgraph) > 0
         if self.compiled:
-            self.trainer.graphs.look(self.device, self.compile_mode)
+            self.trainer.graphs.detect(self.device, self.compile_mode)
 
     def _wrap_distributed(self) -> None:
         """Wrap all modules as one (see ``parallel`` and ``sharding``)."""
@@ -208,7 +208,7 @@ class Brain(sb.core.Brain):
             super()._wrap_distributed()
         trainer = self.trainer
         trainer.wrap.close()  # from an earlier fit
-        trainer.use(sharding.wrap(trainer.shell(), trainer.device, self.keys, self._overrides,
+        trainer.use(sharding.wrap(trainer.loss_module(), trainer.device, self.keys, self._overrides,
                                   undivided=self._undivided(), **self._unused))
         self._rng.part()  # only now: all ranks have rank 0's weights
         trainer.memory.begin(self.precision, bool(self.compile), self.keys.activation_checkpointing)
@@ -217,7 +217,7 @@ class Brain(sb.core.Brain):
         """What of this run can't do with parameters that are divided over ranks."""
         saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
         optimizer = unwrapped(self.opt_class)[0]
-        found = {"ema": self.averages_weights, "freeze with a number of steps": self.trainer.freezing.thaws,
+        found = {"ema": self.averages_weights, "freeze with a number of steps": self.trainer.freezing.unfreezes,
                  "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
                  f"the optimizer {getattr(optimizer, '__name__', optimizer)}, as AdamW can":
                      getattr(optimizer, "needs_whole_parameters", False)}
@@ -240,7 +240,7 @@ class Brain(sb.core.Brain):
             self.opt_class = rates.grouped(self.opt_class, self._factors,
                                            ParameterGroups(self.modules, vars(self.hparams)))
         try:
-            with self.trainer.freezing.lifted():
+            with self.trainer.freezing.all_trainable():
                 super().init_optimizers()
         finally:
             self.opt_class = plain
@@ -282,7 +282,7 @@ class Brain(sb.core.Brain):
         return self.trainer.try_step(batch)
 
     @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Undo on exit all that computing losses and gradients of stand-ins changed.
 
         That is gradients, state that layers update in forward, what a task keeps in attributes of its own, such as a
@@ -291,7 +291,7 @@ class Brain(sb.core.Brain):
         own = self.__dict__.copy()
         beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
         try:
-            with sandbox.untouched([self.modules, *beside], self.device):
+            with sandbox.restoring([self.modules, *beside], self.device):
                 yield
         finally:
             self.__dict__.clear()
@@ -313,9 +313,9 @@ class Brain(sb.core.Brain):
         with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.fitting():
             state = self.train_state
             state.plan_driven = loaders.is_plan_driven(train_set)
-            train_set = loaders.made(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
+            train_set = loaders.resolve_loader(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
             valid_loader_kwargs = {"ckpt_prefix": None, **(valid_loader_kwargs or {})}
-            valid_set = loaders.made(self, valid_set, Stage.VALID, valid_loader_kwargs)
+            valid_set = loaders.resolve_loader(self, valid_set, Stage.VALID, valid_loader_kwargs)
             self.on_fit_start()
             self.trainer.begin_fit(validates=valid_set is not None)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()
@@ -330,7 +330,7 @@ class Brain(sb.core.Brain):
     def _fit_train(self, train_set: DataSource, epoch: int, enable: bool) -> None:
         self.trainer.train_epoch(train_set, epoch, enable)
 
-    def on_step_known(self, facts: StepResult) -> None:
+    def on_step_known(self, result: StepResult) -> None:
         """Handle the losses and gradient norm of an optimizer step, the same on all ranks, once the host knows them."""
 
     # ------------------------------------------------------------ around the hooks
@@ -340,9 +340,9 @@ class Brain(sb.core.Brain):
     def open_step(self, number: int) -> None:
         """Prepare the optimizer step of this number, counted from 1; called before the first and after each."""
 
-    def close_step(self, facts: StepResult) -> None:
+    def close_step(self, result: StepResult) -> None:
         """Take in what is known of a step."""
-        self.on_step_known(facts)
+        self.on_step_known(result)
 
     def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
         """Begin a stage."""
@@ -368,7 +368,8 @@ class Brain(sb.core.Brain):
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
         outlast_terminal()
         with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.ignoring_signals():
-            test_set = loaders.made(self, test_set, Stage.TEST, {**(test_loader_kwargs or {}), "ckpt_prefix": None})
+            test_set = loaders.resolve_loader(self, test_set, Stage.TEST,
+                                              {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)
             self.open_stage(Stage.TEST)
             enable = (not self.noprogressbar if progressbar is None else progressbar) and ranks.is_main()

@@ -45,7 +45,7 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
     if not found:
         logger.warning("--compile: there is nothing to compile under %s", ", ".join(keys or modules))
         return 0
-    reason = _why_not(str(device))
+    reason = _compile_problem(str(device))
     if reason is not None:
         logger.warning("--compile: this machine can't compile for %s, so the run continues without it: %s", device,
                        reason)
@@ -86,7 +86,7 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
 
 
 @functools.cache
-def _why_not(device: str) -> str | None:
+def _compile_problem(device: str) -> str | None:
     """Compile a tiny function; return what failed, in one line, or None."""
     try:
         torch.compile(_tiny, dynamic=True)(torch.ones(3, device=device))
@@ -107,7 +107,7 @@ class CudaGraphs:
 
     on = False
 
-    def look(self, device: torch.device | str, mode: str | None) -> None:
+    def detect(self, device: torch.device | str, mode: str | None) -> None:
         """Set ``on`` by whether this mode of torch.compile records CUDA graphs on this device."""
         options = torch._inductor.list_mode_options(mode or "default")
         self.on = torch.device(device).type == "cuda" and bool(options.get("triton.cudagraphs"))

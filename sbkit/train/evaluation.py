@@ -49,7 +49,7 @@ class EvaluationLoop:
         mean, share = DeviceMean(brain.device), loaders.is_share(loader)
         colour = brain.tqdm_barcolor[stage.name.lower()] or None
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
-        with self._at_rest(), trainer.wrap.gathered(), self._averaged_weights(), display:
+        with self._eval_mode(), trainer.wrap.gathered(), self._averaged_weights(), display:
             for batch in loaders.on_device(loader, loader, brain.device) if share else loader:
                 if trainer.asked_to_stop:
                     break
@@ -116,7 +116,7 @@ class EvaluationLoop:
         return contextlib.nullcontext() if ema is None else ema.swapped()
 
     @contextlib.contextmanager
-    def _at_rest(self) -> Iterator[None]:
+    def _eval_mode(self) -> Iterator[None]:
         """Put all layers into evaluation mode inside this context, including those that only ``hparams`` holds.
 
         Many recipes leave ``normalize`` out of ``modules``. Its statistics would include dev data, and ranks with

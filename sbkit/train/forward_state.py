@@ -41,23 +41,23 @@ class ForwardState:
     """
 
     def __init__(self, modules: nn.Module):
-        self._places = [*_buffers(modules), *_attributes(modules)]
+        self._attributes = [*_buffers(modules), *_attributes(modules)]
         self._tables: dict[int, tuple[int, int]] = {}  # marks of large tensors that never changed
         self._before: dict[int, Any] = {}
         self._marks: dict[int, tuple[int, int]] = {}
         self._groups: list[_Group] = []
         self._written: set[int] = set()
-        self._looked = False
-        self.surprise = False
+        self._first_step_done = False
+        self.found_new_buffers = False
         """Whether the last step wrote to a tensor for the first time, after the first step."""
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def save(self) -> None:
         """Copy the present values."""
         for i, mark in list(self._tables.items()):
-            if mark != _mark(self._places[i].get()):
+            if mark != _mark(self._attributes[i].get()):
                 del self._tables[i]
-        self._before = {i: place.get() for i, place in enumerate(self._places) if i not in self._tables}
+        self._before = {i: place.get() for i, place in enumerate(self._attributes) if i not in self._tables}
         tensors = {i: value for i, value in self._before.items() if isinstance(value, torch.Tensor)}
         kinds = {i: _kind(value) for i, value in tensors.items()}
         if kinds != {i: kind for group in self._groups for i, kind in group.kinds.items()}:
@@ -67,33 +67,33 @@ class ForwardState:
         self._marks = {i: _mark(value) for i, value in tensors.items()}
 
     @torch.no_grad()
-    def put_back(self, where: torch.Tensor | None = None) -> None:
-        """Restore the values of the last ``keep``, always or only if ``where`` (a scalar on the device) is 1."""
+    def restore(self, where: torch.Tensor | None = None) -> None:
+        """Restore the values of the last ``save``, always or only if ``where`` (a scalar on the device) is 1."""
         if not self._before:  # no keep since the last call
             return
-        now: dict[int, Any] = {i: self._places[i].get() for i in self._before}
+        now: dict[int, Any] = {i: self._attributes[i].get() for i in self._before}
         odd = {i for i, before in self._before.items() if _differ(before, now[i])}
         if odd and (where is None or bool(where > 0)):
             kept = {i: view for group in self._groups for i, view in group.before.items()}
             for i in odd:
-                setattr(*self._places[i], kept[i].clone() if i in kept else self._before[i])
-        tables = self._look(now) if where is not None else []
+                setattr(*self._attributes[i], kept[i].clone() if i in kept else self._before[i])
+        tables = self._find_written(now) if where is not None else []
         for group in self._groups:
-            group.put_back({i: now[i] for i in group.kinds if i not in odd}, where)
+            group.restore({i: now[i] for i in group.kinds if i not in odd}, where)
         self._tables |= {i: _mark(now[i]) for i in tables}
         self._before = {}
 
-    def _look(self, now: dict[int, Any]) -> list[int]:
+    def _find_written(self, now: dict[int, Any]) -> list[int]:
         """Find which tensors this step wrote to; return the constant tables after the first step.
 
         BatchNorm's kernels leave no trace in a tensor's version, but its counter changes.
         """
         written = {i for i, mark in self._marks.items() if mark != _mark(now[i])}
-        self.surprise = self._looked and not written <= self._written
+        self.found_new_buffers = self._first_step_done and not written <= self._written
         self._written |= written
-        large = [] if self._looked else [
+        large = [] if self._first_step_done else [
             (i, view) for group in self._groups for i, view in group.before.items() if view.numel() > _SMALL]
-        self._looked = True
+        self._first_step_done = True
         return [i for i, view in large if _kind(now[i]) == _kind(view) and torch.equal(now[i], view)]
 
 
@@ -109,7 +109,7 @@ class _Group:
         self.before = dict(zip(kinds, _views(self._before, shapes), strict=True))
         self._now_views = dict(zip(kinds, _views(self._now, shapes), strict=True))
 
-    def put_back(self, tensors: dict[int, torch.Tensor], where: torch.Tensor | None) -> None:
+    def restore(self, tensors: dict[int, torch.Tensor], where: torch.Tensor | None) -> None:
         if where is None:
             for i, tensor in tensors.items():
                 if not torch.equal(tensor, self.before[i]):  # copying would change the version of an unchanged one

@@ -32,24 +32,24 @@ class Freezing:
 
     def __init__(self, modules: torch.nn.Module, parts: ParameterGroups, wanted: Mapping[str, bool | int] | None):
         self.modules = modules
-        told = parts.told(wanted or {}, "freeze")
+        values = parts.values_by_path(wanted or {}, "freeze")
         own = {path for path, parameter in parts.parameters.items()
                if not parameter.requires_grad and parameter not in _FROZEN}
         _refuse_pointless(wanted or {}, parts, own)
-        self._until = {path: until(value) for path, value in told.items() if until(value) > 0 and path not in own}
+        self._until = {path: until(value) for path, value in values.items() if until(value) > 0 and path not in own}
         self._own = own
-        self._turns = sorted({step for step in self._until.values() if step < float("inf")})
+        self._unfreeze_steps = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
-        self.at(int(self._turns[-1]) if self._turns else 0)
+        self.update(int(self._unfreeze_steps[-1]) if self._unfreeze_steps else 0)
 
     @property
-    def thaws(self) -> bool:
+    def unfreezes(self) -> bool:
         """Whether something is unfrozen during the run."""
-        return bool(self._turns)
+        return bool(self._unfreeze_steps)
 
-    def at(self, step: int) -> bool:
+    def update(self, step: int) -> bool:
         """Freeze and unfreeze parameters for what follows this many steps; return whether that changed anything."""
-        stage = sum(turn <= step for turn in self._turns)
+        stage = sum(turn <= step for turn in self._unfreeze_steps)
         if stage == self._stage:
             return False
         self._stage = stage
@@ -57,7 +57,7 @@ class Freezing:
             if path in self._until:
                 parameter.requires_grad_(step >= self._until[path])
                 _FROZEN[parameter] = True
-        self.rest()
+        self.eval_frozen()
         return True
 
     @property
@@ -65,16 +65,16 @@ class Freezing:
         """The optimizer steps in which parameters don't train, by path; infinite for those that never do."""
         return {**self._until, **dict.fromkeys(self._own, float("inf"))}
 
-    def turns(self, step: int) -> bool:
+    def unfreezes_after(self, step: int) -> bool:
         """Return whether something is unfrozen right after this many steps."""
-        return step in self._turns
+        return step in self._unfreeze_steps
 
     def train(self) -> None:
         """Put all modules into training mode, except those with only frozen parameters."""
         self.modules.train()
-        self.rest()
+        self.eval_frozen()
 
-    def rest(self) -> None:
+    def eval_frozen(self) -> None:
         """Put modules with only frozen parameters, some of them by the recipe, into evaluation mode."""
         ours = {id(parameter) for path, parameter in self.modules.named_parameters(remove_duplicate=False)
                 if path in self._until}
@@ -85,7 +85,7 @@ class Freezing:
                 module.eval()
 
     @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
+    def all_trainable(self) -> Iterator[None]:
         """Let all parameters train inside this context, so that an optimizer gets those that are unfrozen later."""
         frozen = [parameter for path, parameter in self.modules.named_parameters(remove_duplicate=False)
                   if path in self._until and not parameter.requires_grad]

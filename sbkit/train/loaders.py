@@ -101,7 +101,7 @@ def length(loader: DataSource) -> int | None:
         return None
 
 
-def begins_at(loader: object, step: int) -> int:
+def first_batch(loader: object, step: int) -> int:
     """Return the batch that a loader starts with when ``step`` batches of the epoch are done; 0 if it can't resume.
 
     SpeechBrain's loaders resume if they are among the checkpointer's recoverables, as those made by a Brain are.
@@ -123,7 +123,7 @@ def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[A
     return (batch.to(device) if hasattr(batch, "to") else batch for batch in batches)
 
 
-def made(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
+def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
     """Return the loader for a stage: the one given, or one made from the given dataset."""
     planned = stage is Stage.TRAIN and is_plan_driven(dataset)
     if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
@@ -135,18 +135,18 @@ def made(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, A
             kwargs = shared(dataset, kwargs)
         dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
     if ranks.world_size() > 1:
-        _draw_alike(dataset, int(brain.keys.seed or 0), brain.device)
+        _use_same_order(dataset, int(brain.keys.seed or 0), brain.device)
     return dataset
 
 
-def _draw_alike(loader: object, seed: int, device: torch.device | str) -> None:
+def _use_same_order(loader: object, seed: int, device: torch.device | str) -> None:
     for sampler in (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
         name = {DistributedSamplerWrapper: "sampler", ShareSampler: "whole"}.get(type(sampler))
-        if name and not isinstance(getattr(sampler, name), Alike):
-            setattr(sampler, name, Alike(getattr(sampler, name), seed, device))
+        if name and not isinstance(getattr(sampler, name), SameOrderSampler):
+            setattr(sampler, name, SameOrderSampler(getattr(sampler, name), seed, device))
 
 
-class Alike(Sampler[Any]):
+class SameOrderSampler(Sampler[Any]):
     """Another sampler with the same order on all ranks, independent of their random number generators."""
 
     def __init__(self, whole: Any, seed: int, device: torch.device | str):  # torch's Sampler has no length

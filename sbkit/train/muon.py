@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from sbkit.errors import SbkitError
+from sbkit.system.renamed import FORMER, argument
 from sbkit.train.device import native_precision
 from sbkit.train.distributed import ranks
 
@@ -37,20 +38,22 @@ class Muon(Optimizer):
     ---------
     params : iterable
         Parameters, or groups of them.
-    of : sequence of Module
-        The modules whose matrices are meant: weights of linear layers, of attention and of convolutions over all
-        channels. Leave out those that write tokens; embeddings are always left out.
+    modules : sequence of Module
+        The modules whose matrices learn by Muon: weights of linear layers, of attention and of convolutions over all
+        channels. Leave out output layers over tokens; embeddings are always left out.
     lr : float
         The learning rate, of all.
-    strength : float
+    update_rms : float
         The root mean square of a matrix's update, as a multiple of the rate.
     momentum : float
         The share of a matrix's momentum that stays in a step.
-    every : int
-        The momentum of a matrix is orthogonalised in one of so many steps, and of others in turn. 1 learns most from
+    orthogonalize_every : int
+        The momentum of a matrix is orthogonalised once in this many steps; matrices take turns. 1 learns most from
         each step, and on a GPU costs little; on a CPU, 4 takes a quarter of the time.
     betas, eps, weight_decay : tuple, float, float
         As of ``torch.optim.AdamW``; matrices have its ``weight_decay`` too.
+    of, strength, every
+        Former names of ``modules``, ``update_rms`` and ``orthogonalize_every``.
     """
 
     #: A matrix of which each rank has a part can't be made orthogonal there.
@@ -58,19 +61,25 @@ class Muon(Optimizer):
     # Skips what is not finite without the host, as torch's fused optimizers do (see sbkit.train.optim).
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Iterable[Any], of: Sequence[nn.Module], lr: float = 1e-3,
-                 strength: float = 0.4, momentum: float = 0.95, every: int = 1,
-                 betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.01):
+    def __init__(self, params: Iterable[Any], modules: Sequence[nn.Module] = (), lr: float = 1e-3,
+                 update_rms: float = 0.4, momentum: float = 0.95, orthogonalize_every: int = 1,
+                 betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.01, *,
+                 of: Sequence[nn.Module] = FORMER, strength: float = FORMER, every: int = FORMER):
+        modules = argument("Muon", of=of, modules=modules)
+        update_rms = argument("Muon", strength=strength, update_rms=update_rms)
+        orthogonalize_every = argument("Muon", every=every, orthogonalize_every=orthogonalize_every)
         shares = {"momentum": momentum, **{f"betas[{i}]": beta for i, beta in enumerate(betas)}}
-        for name, value in {"lr": lr, "strength": strength, "eps": eps, "weight_decay": weight_decay, **shares}.items():
+        for name, value in {"lr": lr, "update_rms": update_rms, "eps": eps, "weight_decay": weight_decay,
+                            **shares}.items():
             if not value >= 0 or (name in shares and value >= 1):
                 raise SbkitError(f"{name} is {value}, and must be at least 0{' and below 1' if name in shares else ''}")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise SbkitError(f"every is {every}, and must be a whole number, 1 or more")
-        self._matrices = _matrices(of)
-        super().__init__(params, {"lr": lr, "strength": strength, "momentum": momentum, "every": every,
+        if isinstance(orthogonalize_every, bool) or not isinstance(orthogonalize_every, int) or orthogonalize_every < 1:
+            raise SbkitError(f"orthogonalize_every is {orthogonalize_every}, and must be a whole number, 1 or more")
+        self._matrices = _matrices(modules)
+        # Groups have the former names, which checkpoints hold.
+        super().__init__(params, {"lr": lr, "strength": update_rms, "momentum": momentum, "every": orthogonalize_every,
                                   "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True})
-        self.register_load_state_dict_pre_hook(_completed)
+        self.register_load_state_dict_pre_hook(_with_defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -136,7 +145,7 @@ class Muon(Optimizer):
         return state
 
 
-def _completed(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Give groups that were saved with another optimizer the options that they lack."""
     if ranks.is_main() and any("momentum" not in saved for saved in state["param_groups"]):
         logger.warning("The checkpoint is of another optimizer, so Muon's momentum starts from nothing")
@@ -144,12 +153,13 @@ def _completed(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "param_groups": groups}
 
 
-def _matrices(of: Sequence[nn.Module]) -> set[int]:
+def _matrices(modules: Sequence[nn.Module]) -> set[int]:
     """Return the identities of the weights within modules that multiply vectors; those of embeddings are left out."""
-    if not isinstance(of, (list, tuple)) or not all(isinstance(module, nn.Module) for module in of):
-        raise SbkitError(f"of is {of!r}, which is no list of modules", hint="write of: [!ref <Transformer>]")
+    if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
+        raise SbkitError(f"modules is {modules!r}, which is no list of modules",
+                         hint="write modules: [!ref <Transformer>]")
     found, looked_up = set(), set()
-    for part in (part for module in of for part in module.modules()):
+    for part in (part for module in modules for part in module.modules()):
         whole = isinstance(part, _MULTIPLIES) and getattr(part, "groups", 1) == 1
         for name, parameter in part.named_parameters(recurse=False):
             if name == "in_proj_weight" or (name == "weight" and whole):
@@ -157,8 +167,8 @@ def _matrices(of: Sequence[nn.Module]) -> set[int]:
             elif isinstance(part, nn.Embedding):
                 looked_up.add(id(parameter))
     if not found:
-        raise SbkitError("of has no module with a matrix, so all would learn as with AdamW",
-                         hint="write of: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
+        raise SbkitError("modules has no module with a matrix, so all would learn as with AdamW",
+                         hint="write modules: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
     return found - looked_up
 
 
@@ -166,44 +176,46 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def orthogonalise(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], keep: torch.Tensor) -> None:
-    """Write what orthogonalising each given weight gives into its result, if ``keep`` is 1.
+def orthogonalise(weights: Sequence[torch.Tensor], results: Sequence[torch.Tensor], keep: torch.Tensor) -> None:
+    """Write each weight, orthogonalised, into its result if ``keep`` is 1.
 
-    It is scaled to a root mean square of 1. Matrices of one size, lying or standing, are computed together. Each is
-    computed by one rank, so that all have the same bits, whatever their processors.
+    It is scaled to a root mean square of 1. Matrices of one size, wide or tall, are computed together. Each is computed
+    by one rank, so that all ranks have the same bits, whatever their processors.
     """
     sizes: dict[tuple[torch.device, int, int], list[int]] = {}
-    for place, weight in enumerate(given):
+    for index, weight in enumerate(weights):
         low, high = sorted(weight.flatten(1).shape)
-        sizes.setdefault((weight.device, low, high), []).append(place)
-    rank, world = (0, 1) if ranks.alone() else (ranks.rank(), ranks.world_size())
+        sizes.setdefault((weight.device, low, high), []).append(index)
+    rank, world = (0, 1) if ranks.is_alone() else (ranks.rank(), ranks.world_size())
     before, new = 0, list(results)
     for (_, _, width), places in sizes.items():
-        mine = slice((rank - before) % world, None, world)
+        own = slice((rank - before) % world, None, world)
         before += len(places)
-        matrices, olds = (torch.stack([_lying(weights[place]) for place in places]) for weights in (given, results))
-        found = newton_schulz(matrices[mine])
+        matrices, previous = (torch.stack([_as_wide(tensors[index]) for index in places])
+                              for tensors in (weights, results))
+        found = newton_schulz(matrices[own])
         if world > 1:
             shared = torch.zeros_like(matrices)
-            shared[mine] = found
+            shared[own] = found
             found = ranks.sum_across(shared)
-        lying = olds.lerp_(found.mul_(math.sqrt(width)), keep)
-        standing = lying.mT.contiguous()
-        for place, one, other in zip(places, lying, standing, strict=True):
-            new[place] = (one if one.shape == results[place].flatten(1).shape else other).view_as(results[place])
+        wide = previous.lerp_(found.mul_(math.sqrt(width)), keep)
+        tall = wide.mT.contiguous()
+        for index, *shapes in zip(places, wide, tall, strict=True):
+            new[index] = next(each for each in shapes if each.shape == results[index].flatten(1).shape
+                              ).view_as(results[index])
     torch._foreach_copy_(list(results), new)
 
 
-def _lying(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight as a matrix that is not higher than wide."""
+def _as_wide(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as a matrix that is at least as wide as high."""
     matrix = weight.flatten(1)
     return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
-    """Return lying matrices with their singular vectors, and values near 1 for their singular values.
+    """Return wide matrices with their singular vectors, and values near 1 for their singular values.
 
-    Computed in bfloat16 where the device is quick at that: the iteration corrects its own errors.
+    Computed in bfloat16 if the device is fast at that: the iteration corrects its own errors.
     """
     a, b, c = _COEFFICIENTS
     found = matrices / matrices.abs().amax((-2, -1), keepdim=True).clamp_min(_NOTHING)  # so that no square underflows

@@ -75,7 +75,7 @@ def _one_interval(run_opts: RunOptions, hparams: dict[str, Any] | None) -> dict[
     return hparams
 
 
-def given(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> bool:
+def is_given(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> bool:
     """Return whether the recipe or the command line sets this option."""
     return name in run_opts.overridden_args or (hparams is not None and name in hparams)
 

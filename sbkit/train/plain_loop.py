@@ -36,7 +36,7 @@ class PlainLoop(Trainer):
     def _begin_step(self) -> None:
         super()._begin_step()
         if self.overrides.fit_batch:
-            self.forward_state.keep()
+            self.forward_state.save()
 
     def _fit(self, batch: MicroBatch) -> None:
         brain = self.brain
@@ -50,20 +50,20 @@ class PlainLoop(Trainer):
                 self.steps.normalise(self.optimizers())
             self.brain.optimizers_step()
         if self.steps.started:  # the recipe's own optimizers_step did not call apply
-            self.steps.passed()
+            self.steps.end_without_update()
             self.state.epoch_step += 1
 
     def _ends_step(self, updated: bool) -> bool:
         return updated or self.overrides.fit_batch
 
-    def _asked(self) -> dict[str, bool]:
+    def _requested(self) -> dict[str, bool]:
         # the steps of a recipe's own fit_batch carry no flags
         flags = ranks.any_of(self.flags()) if self.overrides.fit_batch else {}
-        return {**super()._asked(), **flags}
+        return {**super()._requested(), **flags}
 
-    def _average(self, fact: StepResult) -> None:
+    def _average(self, result: StepResult) -> None:
         if not self.overrides.averages_batches:
-            super()._average(fact)
+            super()._average(result)
 
     def average_loss(self) -> float:
         return self.state.average.value() if self.overrides.averages_batches else super().average_loss()

@@ -27,7 +27,7 @@ def factors(brain: sb.Brain, parts: ParameterGroups, by_part: Mapping[str, float
 
     by_part, layer_decay : the recipe's ``learning_rates`` and ``layer_decay``
     """
-    found = parts.told(by_part or {}, "learning_rates")
+    found = parts.values_by_path(by_part or {}, "learning_rates")
     if layer_decay != 1:
         for path, depth in depths(brain, parts).items():
             found[path] = found.get(path, 1.0) * layer_decay ** depth
@@ -74,7 +74,7 @@ def _as_recipe_says(state: dict[str, Any], ours: Iterable[Mapping[str, Any]]) ->
     return {**state, "param_groups": groups}
 
 
-def scheduled(group: Mapping[str, Any]) -> Rate:
+def base_lr(group: Mapping[str, Any]) -> Rate:
     """Return the schedule's rate for a group, without the group's factor."""
     return group["lr"] / group.get("lr_scale", 1.0)
 

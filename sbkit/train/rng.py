@@ -161,11 +161,11 @@ class RngState:
                 logger.info("The checkpoint was written by %d processes and now there are %d, so random numbers are "
                             "seeded anew from seed %d, the rank and step %d",
                             len(saved["ranks"]), world, self.seed, saved["step"])
-            apply = partial(self._seed_anew, rank, saved["step"])
+            apply = partial(self._reseed, rank, saved["step"])
         apply()
         self._again = None if end_of_epoch else apply
 
-    def _seed_anew(self, rank: int, step: int) -> None:
+    def _reseed(self, rank: int, step: int) -> None:
         seed_all(self.seed, step)
         part_ranks(rank, step, self.device)
 

@@ -12,7 +12,7 @@ from sbkit.train import rng
 
 
 @contextlib.contextmanager
-def untouched(holders: Iterable[nn.Module], device: torch.device | str) -> Iterator[None]:
+def restoring(holders: Iterable[nn.Module], device: torch.device | str) -> Iterator[None]:
     """Restore the attributes of modules and the random generators on exit; clearing gradients is up to the caller."""
     generators = rng.capture(device)
     before = {module: {name: dict(value) if name in ("_parameters", "_buffers") else value

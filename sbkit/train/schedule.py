@@ -1,4 +1,4 @@
-"""Learning rate schedules as functions of the optimizer step and of what the model hears, with no state to save."""
+"""Learning rate schedules as functions of the optimizer step and of what the model has learnt; nothing to save."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Literal, get_args
 import torch
 
 from sbkit.errors import SbkitError
+from sbkit.system.renamed import FORMER, argument
 
 Shape = Literal["cosine", "linear", "noam", "constant"]
 
-#: The limit of ``unheard`` is lifted between these scores of a model, of which 0 is chance and 1 is no loss.
+#: The limit of ``max_lr_at_chance`` is lifted between these scores of a model, of which 0 is chance and 1 is no loss.
 LIFTED = (0.1, 0.4)
 
 
@@ -29,12 +30,14 @@ class Schedule:
         root, independent of the length of the run); ``constant``.
     final : float
         The rate at the end of ``cosine`` and ``linear``, as a share of ``peak``.
-    rise : float, optional
-        The most that the rate may rise in a step of a warm-up that is a share of the run. A peak that is too high for
-        that is reached later; one that couldn't be reached in the first half of the run is lowered.
-    unheard : float, optional
-        The highest rate while the model hears nothing (see ``follow``). It rises to the schedule's with what is heard:
-        a rate at which a model learns on can be too high for one that has yet to begin.
+    max_rise_per_step : float, optional
+        Limits how fast the rate rises in a warm-up that is a share of the run. A peak that is too high for that is
+        reached later; one that couldn't be reached in the first half of the run is lowered.
+    max_lr_at_chance : float, optional
+        The highest rate while the model's loss is at chance (see ``set_score``). The limit is lifted as the model
+        learns: a rate that suits a model that learns can be too high for one that has yet to begin.
+    rise, unheard
+        Former names of ``max_rise_per_step`` and ``max_lr_at_chance``.
 
     Example
     -------
@@ -45,7 +48,10 @@ class Schedule:
     """
 
     def __init__(self, peak: float, warmup: float = 0.1, shape: Shape = "cosine", final: float = 0.0,
-                 rise: float | None = None, unheard: float | None = None):
+                 max_rise_per_step: float | None = None, max_lr_at_chance: float | None = None, *,
+                 rise: float | None = FORMER, unheard: float | None = FORMER):
+        max_rise_per_step = argument("schedule", rise=rise, max_rise_per_step=max_rise_per_step)
+        max_lr_at_chance = argument("schedule", unheard=unheard, max_lr_at_chance=max_lr_at_chance)
         if shape not in get_args(Shape):
             raise SbkitError(f"schedule shape {shape!r} is not one of {', '.join(get_args(Shape))}")
         if not peak >= 0:
@@ -54,21 +60,21 @@ class Schedule:
         if not warmup >= 0:
             raise SbkitError(f"schedule warmup is {warmup:g}, but can't be below 0",
                              hint="write a share of the run, such as 0.2, or steps; 0: none")
-        if rise is not None and rise <= 0:
-            raise SbkitError(f"schedule rise is {rise:g}, so the rate could never rise",
+        if max_rise_per_step is not None and max_rise_per_step <= 0:
+            raise SbkitError(f"schedule max_rise_per_step is {max_rise_per_step:g}, so the rate could never rise",
                              hint="write a number above 0, or null for none")
-        if unheard is not None and unheard <= 0:
-            raise SbkitError(f"schedule unheard is {unheard:g}, so nothing could be learnt",
+        if max_lr_at_chance is not None and max_lr_at_chance <= 0:
+            raise SbkitError(f"schedule max_lr_at_chance is {max_lr_at_chance:g}, so nothing could be learnt",
                              hint="write a number above 0, or null for none")
-        self.peak, self.warmup, self.shape, self.final, self.rise = peak, warmup, shape, final, rise
-        self.unheard = unheard
+        self.peak, self.warmup, self.shape, self.final = peak, warmup, shape, final
+        self.max_rise_per_step, self.max_lr_at_chance = max_rise_per_step, max_lr_at_chance
         self.total_steps = 0  # set once the length of the run is known
         self.limit = math.inf
-        """The highest rate for what the model hears now; none unless ``follow`` sets it."""
+        """The highest rate for what the model has learnt so far; none unless ``set_score`` sets it."""
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 1."""
-        warmup, peak = self.top()
+        warmup, peak = self.warmup_end()
         if step < warmup:
             return peak * step / warmup
         if self.shape == "constant":
@@ -79,32 +85,32 @@ class Schedule:
         left = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
         return peak * (self.final + (1 - self.final) * left)
 
-    def top(self) -> tuple[float, float]:
+    def warmup_end(self) -> tuple[float, float]:
         """Return the steps of the warm-up, and the rate at its end."""
         warmup = self._warmup()
-        if self.rise is None or self.warmup >= 1 or self.peak <= self.rise * warmup:
+        if self.max_rise_per_step is None or self.warmup >= 1 or self.peak <= self.max_rise_per_step * warmup:
             return warmup, self.peak
         longest = max(warmup, self.total_steps / 2)
-        return min(self.peak / self.rise, longest), min(self.peak, self.rise * longest)
+        return min(self.peak / self.max_rise_per_step, longest), min(self.peak, self.max_rise_per_step * longest)
 
     @property
-    def gentler(self) -> bool:
-        """Whether ``rise`` makes the warm-up longer or its end lower than ``warmup`` and ``peak`` say."""
-        return self.top() != (self._warmup(), self.peak)
+    def limits_warmup(self) -> bool:
+        """Whether ``max_rise_per_step`` makes the warm-up longer or its end lower than ``warmup`` and ``peak`` say."""
+        return self.warmup_end() != (self._warmup(), self.peak)
 
     def _warmup(self) -> float:
         return max(1.0, self.warmup if self.warmup >= 1 else self.warmup * self.total_steps)
 
-    def follow(self, score: float) -> None:
+    def set_score(self, score: float) -> None:
         """Set the limit for a model's score, between 0 (chance) and 1 (no loss)."""
         self.limit = self.limit_at(score)
 
     def limit_at(self, score: float) -> float:
         """Return the highest rate for a model of this score."""
         share = (score - LIFTED[0]) / (LIFTED[1] - LIFTED[0])
-        if self.unheard is None or share >= 1:
+        if self.max_lr_at_chance is None or share >= 1:
             return math.inf
-        return self.unheard + max(0.0, share) * max(0.0, self.top()[1] - self.unheard)
+        return self.max_lr_at_chance + max(0.0, share) * max(0.0, self.warmup_end()[1] - self.max_lr_at_chance)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the rate for optimizer step ``step``, times ``lr_scale`` for groups that have one, and return it."""

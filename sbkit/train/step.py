@@ -95,7 +95,7 @@ class StepResult:
         return self.total / self.count if self.count else math.nan
 
     @property
-    def to_blame(self) -> bool:
+    def failed(self) -> bool:
         """Whether the step was not finite for another reason than a loss scale that was tried too high."""
         return not math.isfinite(self.total) or (self.skipped and self.scale <= 1.0)
 
@@ -114,7 +114,7 @@ class StepAccumulator:
     device : device of the losses
     world : number of ranks that average their gradients
     scaler : scales the loss in fp16
-    flags : names of flags that any rank may raise, and all ranks are told
+    flags : names of flags that any rank may raise, and all ranks receive
     """
 
     def __init__(self, device: torch.device, world: int = 1, scaler: Scaler | None = None,
@@ -245,29 +245,29 @@ class StepAccumulator:
             multiplier = multiplier * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         found_inf = (~finite).float()
         apply(optimizers, multiplier, found_inf)
-        self._keep_facts(norm, found_inf, scale, number)
+        self._keep_result(norm, found_inf, scale, number)
         if self.scaler is not None and scale is not None:
             self.scaler.adjust(found_inf)
         return found_inf
 
-    def passed(self) -> None:
+    def end_without_update(self) -> None:
         """End a step whose update the recipe made itself, keeping its losses."""
         unknown = torch.zeros((), device=self.device)
-        self._keep_facts(unknown, unknown, None)
+        self._keep_result(unknown, unknown, None)
 
-    def _keep_facts(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None,
-                    number: int | None = None) -> None:
+    def _keep_result(self, norm: torch.Tensor, found_inf: torch.Tensor, scale: torch.Tensor | None,
+                     number: int | None = None) -> None:
         self.number = self.number + 1 if number is None else number
         ones = torch.ones((), device=self.device)
         tail = torch.stack([norm.float(), found_inf, ones if scale is None else scale.float(),
                             ones if self._sum_scale is None else self._sum_scale])
         sums = self._sums if self._sums is not None else torch.zeros(0, device=self.device)
-        facts = StepResult(0.0, 0.0, 0.0, False, 1.0, 1.0, {}, dict.fromkeys(self._extras, (0.0, 0.0)),
-                           self.batches, self.number)
-        self._pending.append((Peek(torch.cat([tail, sums])), facts))
+        result = StepResult(0.0, 0.0, 0.0, False, 1.0, 1.0, {}, dict.fromkeys(self._extras, (0.0, 0.0)),
+                            self.batches, self.number)
+        self._pending.append((Peek(torch.cat([tail, sums])), result))
         self.reset()
 
-    def facts(self, wait: bool = False) -> list[StepResult]:
+    def results(self, wait: bool = False) -> list[StepResult]:
         """Return the steps whose values have arrived, and forget them: all but the newest, or all with ``wait``.
 
         This depends only on the number of steps, so all ranks get the same steps at the same point. On the CPU
@@ -278,21 +278,21 @@ class StepAccumulator:
         return [self._read(*entry) for entry in taken]
 
     def peek(self) -> list[StepResult]:
-        """Return the steps that ``facts`` has not returned yet, without forgetting them; waits for the device."""
+        """Return the steps that ``results`` has not returned yet, without forgetting them; waits for the device."""
         return [self._read(*entry) for entry in self._pending]
 
-    def _read(self, arrived: Peek, facts: StepResult) -> StepResult:
+    def _read(self, arrived: Peek, result: StepResult) -> StepResult:
         values = arrived.numpy().tolist()
-        facts.late = self.number - facts.number
-        facts.norm, facts.skipped, facts.scale, facts.sum_scale = values[0], values[1] > 0, values[2], values[3]
+        result.late = self.number - result.number
+        result.norm, result.skipped, result.scale, result.sum_scale = values[0], values[1] > 0, values[2], values[3]
         if len(values) == 4:  # a recipe's own fit_batch did not add its losses
-            return facts
-        facts.total, facts.count = values[4:6]
-        rest = values[6:]
-        for i, name in enumerate(facts.extras):
-            facts.extras[name] = (rest[2 * i], rest[2 * i + 1])
-        facts.flags = dict(zip(self.flag_names, rest[2 * len(facts.extras):], strict=True))
-        return facts
+            return result
+        result.total, result.count = values[4:6]
+        remaining = values[6:]
+        for i, name in enumerate(result.extras):
+            result.extras[name] = (remaining[2 * i], remaining[2 * i + 1])
+        result.flags = dict(zip(self.flag_names, remaining[2 * len(result.extras):], strict=True))
+        return result
 
 
 @overload

@@ -31,7 +31,7 @@ from sbkit.train.averaging import EMA
 from sbkit.train.compiling import CudaGraphs
 from sbkit.train.diagnose import culprit
 from sbkit.train.distributed import parallel, ranks
-from sbkit.train.distributed.parallel import Alone, Buffers, Shell
+from sbkit.train.distributed.parallel import Buffers, LossModule, ModuleWrapper
 from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.freezing import Freezing
@@ -41,7 +41,7 @@ from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.progress import Progress
 from sbkit.train.monitor.timing import StepBudget
 from sbkit.train.precision import losses_in_fp32
-from sbkit.train.rates import Rate, scheduled
+from sbkit.train.rates import Rate, base_lr
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
 from sbkit.train.step import Loss, StepAccumulator, StepResult, as_loss
@@ -96,7 +96,7 @@ class Trainer:
         self._unreached: set[str] = set()  # parameters that were warned of
         # The micro-batches of this step, with the number of parts and the random state that each was computed with.
         self._done: list[tuple[MicroBatch, int, dict[str, torch.Tensor]]] = []
-        self.use(Alone(self.shell()))
+        self.use(ModuleWrapper(self.loss_module()))
 
     @property
     def modules(self) -> torch.nn.ModuleDict:
@@ -108,11 +108,11 @@ class Trainer:
 
     # ------------------------------------------------------------ setting up
 
-    def shell(self) -> Shell:
+    def loss_module(self) -> LossModule:
         """Return one module that holds all modules, whose forward is the loss of a batch."""
-        return Shell(self.modules, self.loss_of)
+        return LossModule(self.modules, self.loss_of)
 
-    def use(self, wrap: Alone) -> None:
+    def use(self, wrap: ModuleWrapper) -> None:
         """Use these wrapped modules for the steps that follow."""
         self.wrap = wrap
         self.steps = StepAccumulator(self.device, wrap.world, self.brain.scaler, FLAGS)
@@ -159,7 +159,7 @@ class Trainer:
     @property
     def learning_rate(self) -> Rate | None:
         optimizers = list((self.brain.optimizers_dict or {}).values())
-        return scheduled(optimizers[0].param_groups[0]) if optimizers else None
+        return base_lr(optimizers[0].param_groups[0]) if optimizers else None
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that are not frozen."""
@@ -232,7 +232,7 @@ class Trainer:
         loaders.set_epoch(epoch, brain.train_sampler, train_set)
         length = loaders.length(train_set)
         if length is not None:
-            length += state.step - loaders.begins_at(train_set, state.step)
+            length += state.step - loaders.first_batch(train_set, state.step)
             state.last_batch = min(length, state.last_batch or length)
         return train_set, length
 
@@ -253,13 +253,13 @@ class Trainer:
     def _begin_step(self) -> None:
         """Unfreeze what is due to train from this step on, and expect it to need more memory."""
         step = self.state.optimizer_step
-        if self.freezing.at(step):
+        if self.freezing.update(step):
             self.freezing.train()
             if self.ema is not None:
                 self.ema.follow()
-            self.wrap.renew()
+            self.wrap.reset()
             self.state.first_step_checked = False
-        if self.freezing.turns(step):
+        if self.freezing.unfreezes_after(step):
             self.memory.expect_more()
 
     def _fit(self, batch: MicroBatch) -> None:
@@ -276,13 +276,13 @@ class Trainer:
             brain.open_step(state.optimizer_step + 1)
         elif not updated:
             self._warn_dropped()
-        self._take_in(self.steps.facts(wait=True))
+        self._record(self.steps.results(wait=True))
         guard.poll(wait=True)  # before a model that learnt from an invalid label is saved
         brain.zero_grad(set_to_none=True)
-        self.buffers.look()
+        self.buffers.detect_changes()
         parallel.assert_ranks_equal(self.modules, f"after epoch {epoch}")
         if state.validates:
-            self._hold()
+            self._hold_state()
         loss = self.average_loss()
         progress.close(loss, state.optimizer_step)
         self.memory.report()
@@ -326,7 +326,7 @@ class Trainer:
         if not self.steps.started:
             self._done = []
         generators = rng.capture(self.device)
-        planned = getattr(batch, "most", 0.0)
+        planned = getattr(batch, "largest_micro_batch", 0.0)
         untried = last and planned > self.memory.largest_step_that_fit and self.wrap.can_wait
         while True:
             count = self.memory.parts(batch)
@@ -363,7 +363,7 @@ class Trainer:
         last : whether it is the last of its step, with which gradients, sums and flags are exchanged between ranks
         """
         if not self.steps.started:
-            self.forward_state.keep()
+            self.forward_state.save()
         with self.wrap.no_sync() if not last else contextlib.nullcontext():
             generators = rng.capture(self.device) if generators is None else generators  # to examine it again
             total = self.wrap.module(batch)
@@ -432,7 +432,7 @@ class Trainer:
         """Discard the unfinished step: its gradients, its sums, the state that its forwards changed, unused memory."""
         self.brain.zero_grad(set_to_none=True)
         self.steps.reset()
-        self.forward_state.put_back()
+        self.forward_state.restore()
         self.computed = Computed()
         self.memory.free()
 
@@ -461,14 +461,14 @@ class Trainer:
             self.steps.reset()
             return
         if not state.first_step_checked:
-            parallel.tell_unreached(self.modules, vars(self.brain.hparams), self._unreached)
+            parallel.warn_unreached(self.modules, vars(self.brain.hparams), self._unreached)
             if not state.graph_changes:
                 self.wrap.note_unreached()
         skipped = self.steps.update(optimizers, self.brain.max_grad_norm, number=state.optimizer_step + 1)
-        self.forward_state.put_back(skipped)
+        self.forward_state.restore(skipped)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self.wrap.settle()
+        self.wrap.exclude_unreached()
         if self.ema is not None:
             self.ema.update(skipped)
         state.optimizer_step += 1
@@ -480,71 +480,71 @@ class Trainer:
         """Return what this rank asks for with this step."""
         minutes = (time.monotonic() - self._saved_at) / 60
         due = ranks.is_main() and 0 < self.brain.ckpt_interval_minutes < minutes
-        return {"stop": self.asked_to_stop, "save": due, "buffers": self.forward_state.surprise,
+        return {"stop": self.asked_to_stop, "save": due, "buffers": self.forward_state.found_new_buffers,
                 "graph": bool(self.wrap.changed)}
 
     def _between_steps(self) -> None:
         """Do what all ranks do together between two optimizer steps."""
         if not self.state.first_step_checked:
             self.state.first_step_checked = True
-            self.buffers.look()
+            self.buffers.detect_changes()
             parallel.assert_ranks_equal(self.modules, "after the first step")
         else:
             self.buffers.sync()
         self.budget.step()
-        asked = self._asked()
+        asked = self._requested()
         guard.poll()
         if asked["buffers"]:
-            self.buffers.look()
+            self.buffers.detect_changes()
         if asked["graph"] and not self.wrap.searches:  # on a GPU, the previous step asks for it again
             self._search_unused()
         if asked["stop"]:
             self.leave()
         due = 0 < self.brain.ckpt_interval_steps <= self._batches_since
         if self.brain.checkpointer is not None:
-            self.brain.checkpointer.look()  # raises now if a save has failed, not an epoch later
+            self.brain.checkpointer.raise_pending_error()  # raises now if a save has failed, not an epoch later
             if due or asked["save"]:
                 self._save()
 
-    def _asked(self) -> dict[str, bool]:
+    def _requested(self) -> dict[str, bool]:
         """Take in the steps whose values have arrived, and return what any rank asked for with them."""
-        return self._take_in(self.steps.facts())
+        return self._record(self.steps.results())
 
-    def _take_in(self, facts: list[StepResult]) -> dict[str, bool]:
+    def _record(self, results: list[StepResult]) -> dict[str, bool]:
         """Record steps, examine those that were not finite, and return what any rank asked for with them."""
         asked = dict.fromkeys(FLAGS, False)
-        for fact in facts:
-            self._average(fact)
+        for result in results:
+            self._average(result)
             if self._progress is not None:
-                self._progress.step(fact, self.learning_rate)
-            self.brain.close_step(fact)
-            if fact.to_blame:
-                self._not_finite(fact)
-            for name, number in fact.flags.items():
+                self._progress.step(result, self.learning_rate)
+            self.brain.close_step(result)
+            if result.failed:
+                self._report_not_finite(result)
+            for name, number in result.flags.items():
                 asked[name] |= number > 0
         return asked
 
-    def _average(self, fact: StepResult) -> None:
-        self.state.average.add(fact.total, fact.count)
+    def _average(self, result: StepResult) -> None:
+        self.state.average.add(result.total, result.count)
 
     def average_loss(self) -> float:
         """Return the mean training loss of the epoch so far, over all ranks; waits for the device."""
         return self.state.average.value((fact.total, fact.count) for fact in self.steps.peek())
 
-    def _not_finite(self, fact: StepResult) -> None:
+    def _report_not_finite(self, result: StepResult) -> None:
         """Report the cause of a step that was not finite, and end the run if there were too many."""
         brain, state = self.brain, self.state
         state.nonfinite_count += 1
-        what = "gradient" if math.isfinite(fact.total) else "loss"
+        what = "gradient" if math.isfinite(result.total) else "loss"
         report = f"its {what} is not finite (with fsdp, a rank can't examine it alone)"
         if not any(map(is_sharded, self.modules.values())):
             with self.budget.pause(), self.wrap.no_sync():
                 report = culprit.report(
-                    brain, Path(brain.keys.output_folder or "."), fact.batches, step=fact.number, epoch=state.epoch,
-                    what=what, scale=fact.scale, sum_scale=fact.sum_scale, lr=self.learning_rate, late=fact.late)
+                    brain, Path(brain.keys.output_folder or "."), result.batches, step=result.number, epoch=state.epoch,
+                    what=what, scale=result.scale, sum_scale=result.sum_scale, lr=self.learning_rate, late=result.late)
         if ranks.is_main():
             logger.warning("Step %d was skipped, number %d in this epoch (nonfinite_patience allows %d):\n%s",
-                           fact.number, state.nonfinite_count, brain.nonfinite_patience, report)
+                           result.number, state.nonfinite_count, brain.nonfinite_patience, report)
         if state.nonfinite_count > brain.nonfinite_patience:
             ranks.raise_on_main(NotFinite(
                 f"the {what} of {state.nonfinite_count} steps of this epoch was not finite",
@@ -572,13 +572,13 @@ class Trainer:
     def _save(self) -> None:
         """Save a checkpoint in the middle of the epoch, after recording all steps so far."""
         with self.budget.pause():
-            self._take_in(self.steps.facts(wait=True))
+            self._record(self.steps.results(wait=True))
             guard.poll(wait=True)  # raises now if a label was invalid, so that nothing learnt from it is saved
-            self.buffers.look()
+            self.buffers.detect_changes()
             self._write()
         self._begin_interval()
 
-    def _hold(self) -> None:
+    def _hold_state(self) -> None:
         """Hold the state at the end of an epoch's training, to save it if a signal arrives before the epoch ends.
 
         A resumed run repeats what follows, from ``on_stage_end`` of the training on, with the same random numbers. With

@@ -75,7 +75,7 @@ def test_what_a_cpu_has_room_for_is_found_by_running_out_of_it(tmp_path, monkeyp
     gib = round((BESIDE + 2 * READER) / GIB + 1.1, 1)  # what a process holds before its first batch, and a little
     words = [str(SMALL), "--device", "cpu", "--batching.step_seconds", "4000"]
     assert cli.main(["tune", *words, "--memory", str(gib)]) == 0
-    (found,) = [one for path in (tmp_path / "tune").iterdir() for one in batch_size.remembered(path)]
+    (found,) = [one for path in (tmp_path / "tune").iterdir() for one in batch_size.cached(path)]
     told = f"cpu with {gib:g} GiB, fp32: --max_batch_seconds {found.seconds} ({found.share:.0%}"
     assert told in capsys.readouterr().out
     assert 20 <= found.seconds < 3600 and found.share <= batch_size.MARGIN

@@ -176,7 +176,7 @@ def test_noise_and_rooms_come_at_the_rate_of_the_waveforms(tmp_path, rate):
     tone = np.sin(2 * np.pi * 1000 * np.arange(2 * 48_000) / 48_000).astype(np.float32)
     (tmp_path / "tone.wav").write_bytes(encoded(tone, 48_000))
     add, reverb = AddNoise(str(tmp_path), -60, -60, prob=1), AddReverb(str(tmp_path), prob=1)
-    Augment([add, reverb]).hear_at(rate)
+    Augment([add, reverb]).set_sample_rate(rate)
     mixed = add(1e-6 * np.random.default_rng(0).standard_normal(rate).astype(np.float32), rng())
     assert np.argmax(np.abs(np.fft.rfft(mixed))) == pytest.approx(1000, abs=2)  # of one second: in hertz
     assert reverb.sample_rate == rate
@@ -184,7 +184,7 @@ def test_noise_and_rooms_come_at_the_rate_of_the_waveforms(tmp_path, rate):
 
 def test_a_stage_that_insists_on_another_rate_is_refused(noises):
     with pytest.raises(SbkitError, match=r"AddNoise reads at 16000 Hz.*at 8000.*leave out its sample_rate"):
-        Augment([Gain(), AddNoise(str(noises), sample_rate=16_000)]).hear_at(8000)
+        Augment([Gain(), AddNoise(str(noises), sample_rate=16_000)]).set_sample_rate(8000)
 
 
 def test_a_crop_is_a_stretch_of_its_length_from_anywhere_and_the_same_again_for_the_same_visit():
@@ -204,7 +204,7 @@ def test_what_is_shorter_than_the_crop_stays_whole():
 
 def test_a_crop_is_as_long_at_the_rate_at_which_recordings_are_read():
     augment = Augment([Crop(0.25)])
-    augment.hear_at(8000)
+    augment.set_sample_rate(8000)
     assert len(augment(SIGNAL, rng())) == 2000
 
 

@@ -59,7 +59,7 @@ def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, min_
             assert part.dtype == np.int64 and len(part) <= (utts or len(part))
             assert not len(part) or plan.durations[part].max() * len(part) <= most * (1 + 1e-5)
         largest = max(len(part) * plan.durations[part].max() for part in parts if len(part))
-        assert epoch.most(i, world, min_micros) == pytest.approx(largest)
+        assert epoch.largest_micro_batch(i, world, min_micros) == pytest.approx(largest)
 
 
 def test_micro_batches_are_no_more_than_needed_or_asked_for():
@@ -111,7 +111,7 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
             heard = np.concatenate([made.step(i) for i in steps])
             assert sorted(heard.tolist()) == list(range(60))  # each time everything once, as an epoch of its own would
             visit = again.passes * (epoch - 1) + number + 1
-            assert {again.visit(epoch, i) for i in steps} == {visit}
+            assert {again.pass_number(epoch, i) for i in steps} == {visit}
             assert [made.step(i).tolist() for i in steps] == steps_of(once, visit)
 
 

@@ -55,10 +55,10 @@ def card(monkeypatch):
 
 def test_a_run_is_told_of_it_and_warned_of_a_size_that_no_fused_kernel_takes(card, caplog):
     caplog.set_level(logging.INFO)
-    attention_kernel.tell([RoPEMHA(48, 1)], card, "bf16")
-    attention_kernel.tell([RoPEMHA(36, 1)], card, "bf16")
-    attention_kernel.tell([RoPEMHA(36, 1)], card, "bf16", accelerated=False)
-    attention_kernel.tell([RoPEMHA(36, 1)], torch.device("cpu"), "bf16")
+    attention_kernel.log_kernel([RoPEMHA(48, 1)], card, "bf16")
+    attention_kernel.log_kernel([RoPEMHA(36, 1)], card, "bf16")
+    attention_kernel.log_kernel([RoPEMHA(36, 1)], card, "bf16", accelerated=False)
+    attention_kernel.log_kernel([RoPEMHA(36, 1)], torch.device("cpu"), "bf16")
     (good, odd, bad) = caplog.records
     assert odd.levelname == "INFO" and "memory-efficient kernel (heads of 36, padded: heads of 40" in odd.message
     assert good.levelname == "INFO" and "memory-efficient kernel (heads of 48" in good.message

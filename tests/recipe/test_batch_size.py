@@ -19,15 +19,15 @@ def test_what_is_recommended_leaves_a_margin_and_is_no_more_than_a_step():
 
 def test_results_are_kept_by_memory(tmp_path):
     path = tmp_path / "tune" / "x.json"
-    assert batch_size.remembered(path) == []
+    assert batch_size.cached(path) == []
     few, many = batch_size.BatchSize(2.0, [1.0], [7], 100), batch_size.BatchSize(16.0, [1.0], [70], 100)
     for found in (many, batch_size.BatchSize(2.0, [1.0], [9], 100), few):
-        batch_size.remember(path, found)
-    assert batch_size.remembered(path) == [few, many]
+        batch_size.store(path, found)
+    assert batch_size.cached(path) == [few, many]
     path.write_text('[{"gib": 2}]')
-    assert batch_size.remembered(path) == []
+    assert batch_size.cached(path) == []
     path.write_text("{")
-    assert batch_size.remembered(path) == []
+    assert batch_size.cached(path) == []
 
 
 def test_they_are_kept_by_model_device_and_precision():

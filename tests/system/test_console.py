@@ -22,7 +22,7 @@ time.sleep(0.3)  # whoever reads one line has left
 print("on stdout")
 print("on stderr", file=sys.stderr)
 console.write_now("at once\\n")
-handlers = [console.Terminal(sys.stderr), console.LogFile(sys.argv[1])]
+handlers = [console.TerminalHandler(sys.stderr), console.LogFile(sys.argv[1])]
 logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=handlers)
 logging.info("by a logger")
 for _ in tqdm(range(3), desc="bar"): pass
@@ -59,7 +59,7 @@ ours, reader = os.pipe()
 os.close(ours)
 os.dup2(reader, 2)
 console.outlast_terminal()
-logging.basicConfig(level=logging.INFO, handlers=[console.Terminal(sys.stderr), console.LogFile("/dev/full")])
+logging.basicConfig(level=logging.INFO, handlers=[console.TerminalHandler(sys.stderr), console.LogFile("/dev/full")])
 for _ in range(3):
     print("a line", file=sys.stderr)
     logging.info("a record")

@@ -24,17 +24,18 @@ def test_the_oserror_of_a_full_disk_is_found_behind_other_errors():
 
 
 def test_a_refusal_is_told_with_the_path_and_what_is_free(tmp_path):
-    with pytest.raises(SbkitError) as error, disk.told(tmp_path / "a.json"):
+    with pytest.raises(SbkitError) as error, disk.disk_errors_as_user_error(tmp_path / "a.json"):
         raise OSError(errno.ENOSPC, "as write() says it, without a name")
     assert str(error.value).startswith(f"{tmp_path / 'a.json'} could not be written: No space left on device (free: ")
-    with pytest.raises(SbkitError, match=r"/inner could not be written: Read-only file system"), disk.told(tmp_path):
+    with pytest.raises(SbkitError, match=r"/inner could not be written: Read-only file system"), \
+            disk.disk_errors_as_user_error(tmp_path):
         raise OSError(errno.EROFS, "", f"{tmp_path}/inner")
     assert "it needs about 4.0 MB, free: " in disk.explain(OSError(errno.EDQUOT, ""), tmp_path / "new" / "x", 4_000_000)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "none"), ValueError("x"), SbkitError("mine")])
 def test_other_errors_stay_what_they_are(tmp_path, error):
-    with pytest.raises(type(error)) as found, disk.told(tmp_path):
+    with pytest.raises(type(error)) as found, disk.disk_errors_as_user_error(tmp_path):
         raise error
     assert found.value is error
 

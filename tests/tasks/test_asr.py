@@ -134,7 +134,7 @@ def following(folder, chance=3.0, task=Parrot):
     """A brain whose masks and learning rate follow what it hears, and its masks."""
     masks, layer = SpecAugment(ramp=[0.2, 0.6]), torch.nn.Linear(1, 1)
     shelf = Checkpointer(folder, {"model": layer})
-    schedule = Schedule(peak=0.003, warmup=1, shape="constant", unheard=0.001)
+    schedule = Schedule(peak=0.003, warmup=1, shape="constant", max_lr_at_chance=0.001)
     brain = task({"layer": layer}, partial(torch.optim.SGD, lr=9.0), {"spec_augment": masks, "schedule": schedule},
                  run_opts={"device": "cpu"}, checkpointer=shelf)
     brain.progress.chance = chance

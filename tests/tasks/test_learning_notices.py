@@ -23,7 +23,7 @@ class Trial:
                  folder=None, comparable: bool = True, planned: int | None = None, rise: float | None = None,
                  shape: str = "constant", unheard: float | None = None):
         self.progress, self.notices, self.told = LearningProgress(chance), LearningNotices("ctc"), []
-        self.schedule = Schedule(rate, warmup, shape, rise=rise, unheard=unheard)
+        self.schedule = Schedule(rate, warmup, shape, max_rise_per_step=rise, max_lr_at_chance=unheard)
         self.schedule.total_steps = steps
         self.setup = setup._replace(planned=steps if planned is None else planned, schedule=self.schedule)
         self._prepare()
@@ -47,7 +47,7 @@ class Trial:
 
     def look(self, step: int) -> None:
         heard = self.progress.at(step)
-        self.schedule.follow(heard if self.progress.known else 1.0)
+        self.schedule.set_score(heard if self.progress.known else 1.0)
         self.told += self.notices.begin_step(step, self.progress, min(self.schedule(step), self.schedule.limit))
 
     def _resume(self, folder) -> None:
@@ -274,8 +274,8 @@ def test_a_rate_that_waits_for_something_to_be_heard_is_what_is_told_and_to_be_l
     """Three times the recipe's rate: it never rose above what it may be before something is heard."""
     [told, _] = Trial(4000, lambda step: CHANCE, rate=0.009, warmup=0.2, rise=1.25e-5, unheard=0.0015).told
     assert told.step == 599, "a rise that is held is no warm-up that may still help"
-    assert told.advice[0] == ("a third of the learning rate: --schedule.unheard 0.0005 (it is held at 0.0015 until "
-                              "something is learnt)")
+    assert told.advice[0] == ("a third of the learning rate: --schedule.max_lr_at_chance 0.0005 (it is held at 0.0015 "
+                              "until something is learnt)")
     assert not any("--lr" in each or "warm-up" in each for each in told.advice)
 
 

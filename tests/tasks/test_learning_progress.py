@@ -78,12 +78,12 @@ def test_masks_widen_with_what_is_heard():
     feats = torch.randn(64, 200, 80) + 9
     module, shares = SpecAugment(ramp=[0.3, 0.7]), []
     for heard in (0.0, 0.3, 0.5, 0.7, 1.0):
-        module.follow(heard)
+        module.set_score(heard)
         torch.manual_seed(1)
         shares.append(float((module(feats) != feats).float().mean()))
     assert shares[:2] == [0.0, 0.0] and 0.3 * shares[4] < shares[2] < 0.7 * shares[4] and shares[3] == shares[4] > 0.1
     always = SpecAugment(ramp=[0, 0])
-    always.follow(0.0)
+    always.set_score(0.0)
     assert always.strength == 1.0
     torch.manual_seed(1)
     assert shares[4] == float((SpecAugment()(feats) != feats).float().mean())
@@ -91,7 +91,7 @@ def test_masks_widen_with_what_is_heard():
 
 def test_without_a_ramp_masks_stay_whole_and_with_one_until_somebody_says_what_is_heard():
     module = SpecAugment()
-    module.follow(0.0)
+    module.set_score(0.0)
     assert module.strength == SpecAugment(ramp=[0.3, 0.7]).strength == 1.0
 
 

@@ -107,7 +107,7 @@ def test_a_warm_up_longer_than_the_run_is_told_before_it_starts(warmup, told, ca
     brain = Counts({"head": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=9.0),
                    {"schedule": Schedule(peak=0.1, warmup=warmup)}, {"device": "cpu"})
     brain.open_run(["one"], 4)
-    assert ("The warm-up takes 8 steps and the run has 4, so the learning rate comes to 0.05 of 0.1: take a shorter "
+    assert ("The warm-up takes 8 steps and the run has 4, so the learning rate reaches only 0.05 of 0.1: use a shorter "
             "one, such as --schedule.warmup 0.2" in caplog.text) is told
 
 
@@ -115,15 +115,15 @@ def test_a_warm_up_longer_than_the_run_is_told_before_it_starts(warmup, told, ca
                                                         (0.001, "INFO", "0.001"), (0.0001, "", "")])
 def test_a_peak_that_rise_keeps_out_of_reach_is_told(peak, level, reached, caplog):
     brain = Counts({"head": torch.nn.Linear(1, 1)}, partial(torch.optim.SGD, lr=9.0),
-                   {"schedule": Schedule(peak=peak, warmup=0.1, rise=1.25e-5)}, {"device": "cpu"})
+                   {"schedule": Schedule(peak=peak, warmup=0.1, max_rise_per_step=1.25e-5)}, {"device": "cpu"})
     with caplog.at_level("INFO"):
         brain.open_run(["one"], 200)
     said = [record for record in caplog.records if "rises by at most" in record.message]
     assert [record.levelname for record in said] == [level] * bool(level)
     if said:
         assert f"to {reached} in " in said[0].message
-        assert (f"it doesn't reach the {peak:g} of the recipe (--schedule.rise null lets it)" in said[0].message) is (
-            peak > 0.00125)
+        assert (f"doesn't reach the {peak:g} of the recipe (--schedule.max_rise_per_step null lets it)"
+                in said[0].message) is (peak > 0.00125)
 
 
 def test_recordings_that_could_not_be_read_are_told_where_evaluate_batch_is_a_recipes_own(caplog):
@@ -145,10 +145,11 @@ def test_ranks_share_an_ordinary_dataset_so_that_no_row_is_counted_twice(monkeyp
     evaluated = []
     for rank in range(2):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        evaluated += map(float, loaders.made(brain, [0.0, 1.0, 2.0, 3.0, 4.0], Stage.VALID, {"batch_size": 1}))
+        evaluated += map(float,
+                         loaders.resolve_loader(brain, [0.0, 1.0, 2.0, 3.0, 4.0], Stage.VALID, {"batch_size": 1}))
     assert sorted(evaluated) == [0.0, 1.0, 2.0, 3.0, 4.0]
     with pytest.raises(SbkitError, match="can't be divided over ranks"):
-        loaders.made(brain, Stream(), Stage.VALID, {})
+        loaders.resolve_loader(brain, Stream(), Stage.VALID, {})
 
 
 def test_a_task_that_hears_no_chunks_says_so():

@@ -150,10 +150,10 @@ class Long(ToyBrain):
 class Behind(StepAccumulator):
     """Gives what it knows of a step when the next one is done, as where a device runs behind."""
 
-    def facts(self, wait=False):
+    def results(self, wait=False):
         held = [] if wait else self._pending[-1:]
         self._pending = self._pending[:len(self._pending) - len(held)]
-        taken, self._pending = super().facts(wait), held
+        taken, self._pending = super().results(wait), held
         return taken
 
 

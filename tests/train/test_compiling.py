@@ -17,8 +17,8 @@ from sbkit.nn.accelerate import accelerate
 from sbkit.nn.fast.attention import rotary_table
 from sbkit.nn.native import library
 from sbkit.train import compiling
-from sbkit.train.distributed.ddp import Wrapped
-from sbkit.train.distributed.parallel import Shell
+from sbkit.train.distributed.ddp import DDPWrapper
+from sbkit.train.distributed.parallel import LossModule
 
 COMPILE = torch.compile
 
@@ -40,7 +40,7 @@ def stacked():
 def fresh(monkeypatch):
     torch.compiler.reset()
     compiling._compiled.cache_clear()
-    compiling._why_not.cache_clear()
+    compiling._compile_problem.cache_clear()
     monkeypatch.setattr(compiling.torch, "compile", lambda f, options=None, _compile=torch.compile, **kwargs: _compile(
         f, backend="eager", **kwargs))
     yield
@@ -168,7 +168,7 @@ def test_layers_are_compiled_whole_within_ddp(monkeypatch, one_rank, device):
     with torch._dynamo.config.patch(optimize_ddp=True):  # monkeypatch would take the setting itself away
         assert compiling.compile_blocks(modules, None, device) == 2
         pieces.clear()  # of the trial whether there is a compiler
-        wrapped = Wrapped(Shell(modules, lambda x: modules["model"][1](modules["model"][0](x)).sum()))
+        wrapped = DDPWrapper(LossModule(modules, lambda x: modules["model"][1](modules["model"][0](x)).sum()))
         wrapped.module(torch.ones(3, 600, device=device)).backward()
         assert len(pieces) == 2  # the first layer's input needs no gradient, the second's does
     wrapped.close()
@@ -237,7 +237,7 @@ def test_an_unknown_mode_is_told_with_those_there_are():
     ("cuda", None, False), ("cpu", "reduce-overhead", False)])
 def test_it_is_known_which_modes_record_cuda_graphs(device, mode, on):
     graphs = compiling.CudaGraphs()
-    graphs.look(device, mode)
+    graphs.detect(device, mode)
     assert graphs.on is on
 
 

@@ -58,22 +58,22 @@ def test_what_a_forward_wrote_is_put_back_or_left(steps_before):
     module = Writing()
     kept = ForwardState(module)
     for _ in range(steps_before):
-        kept.keep()
+        kept.save()
         module(torch.randn(3, SIZE))
-        kept.put_back(NO)
+        kept.restore(NO)
     before = everything(module)
-    kept.keep()
+    kept.save()
     module(torch.full((3, SIZE), math.nan))
-    kept.put_back(YES)
+    kept.restore(YES)
     assert unequal(before, everything(module)) == []
-    kept.keep()
+    kept.save()
     module(torch.randn(3, SIZE))
     after = everything(module)
-    kept.put_back(NO)
+    kept.restore(NO)
     assert unequal(after, everything(module)) == []
     assert {"norm.running_mean", "seen", "behind", "replaced", "count", "mean", "std", "samples"} <= set(
         unequal(before, after))
-    kept.put_back(YES)  # nothing was kept since
+    kept.restore(YES)  # nothing was kept since
     assert unequal(after, everything(module)) == []
 
 
@@ -81,9 +81,9 @@ def test_put_back_always():
     module = Writing()
     kept, before = ForwardState(module), everything(module)
     marks = module.table._version
-    kept.keep()
+    kept.save()
     module(torch.randn(3, SIZE))
-    kept.put_back()
+    kept.restore()
     assert unequal(before, everything(module)) == [] and module.table._version == marks
 
 
@@ -92,9 +92,9 @@ def test_speechbrains_global_norm_which_replaces_its_buffers():
     kept = ForwardState(norm)
     norm(torch.randn(2, 5, 3), torch.ones(2))
     before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    kept.keep()
+    kept.save()
     norm(torch.full((2, 5, 3), math.nan), torch.ones(2))
-    kept.put_back(YES)
+    kept.restore(YES)
     assert unequal(before, dict(norm.named_buffers())) == []
 
 
@@ -109,12 +109,12 @@ def test_large_tables_are_not_copied_again_until_they_change(monkeypatch):
         return sum(view.numel() for group in kept._groups for view in group.before.values())
 
     def step(skipped):
-        kept.keep()
+        kept.save()
         module.code += 1
-        kept.put_back(skipped)
+        kept.restore(skipped)
 
     step(NO)
-    assert copied() == 8 and not kept.surprise
+    assert copied() == 8 and not kept.found_new_buffers
     step(YES)
     assert copied() == 4 and module.code.tolist() == [1.0] * 4
     module.table += 1  # from here on it is one that changes
@@ -127,11 +127,11 @@ def test_a_buffer_that_is_written_to_for_the_first_time_later_on_is_noticed():
     module.register_buffer("late", torch.zeros(4))
     kept, noticed = ForwardState(module), []
     for step in range(4):
-        kept.keep()
+        kept.save()
         if step >= 2:
             module.late += 1
-        kept.put_back(NO)
-        noticed.append(kept.surprise)
+        kept.restore(NO)
+        noticed.append(kept.found_new_buffers)
     assert noticed == [False, False, True, False]
 
 
@@ -139,9 +139,9 @@ def test_nothing_waits_for_the_device():
     module = nn.Sequential(nn.Linear(SIZE, 4), nn.BatchNorm1d(4))
     kept = ForwardState(module)
     x = torch.randn(3, SIZE)
-    kept.keep(), module(x), kept.put_back(NO)
+    kept.save(), module(x), kept.restore(NO)
     with HostSyncs() as syncs:
-        kept.keep(), module(x), kept.put_back(NO)
+        kept.save(), module(x), kept.restore(NO)
     assert syncs.found == []
 
 

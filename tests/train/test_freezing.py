@@ -279,9 +279,9 @@ def test_what_a_model_keeps_frozen_itself_never_thaws():
     modules["model"][0].weight.requires_grad_(False)
     for _ in range(2):  # a run's modules may be given to another Brain, as the check's are
         freezing = Freezing(modules, ParameterGroups(modules, {}), {"*": 5})
-        freezing.at(0)
+        freezing.update(0)
         assert not any(parameter.requires_grad for parameter in modules.parameters())
-    freezing.at(5)
+    freezing.update(5)
     assert [name for name, each in modules.named_parameters() if not each.requires_grad] == ["model.0.weight"]
 
 
@@ -290,7 +290,7 @@ def test_the_base_of_adapters_stays_frozen_when_they_thaw():
     LoRA(model[0], "0", rank=1)
     modules = torch.nn.ModuleDict({"model": model})
     freezing = Freezing(modules, ParameterGroups(modules, {"encoder": model[0]}), {"encoder": 5})
-    freezing.at(5)
+    freezing.update(5)
     trained = {name for name, each in modules.named_parameters() if each.requires_grad}
     assert trained == {"model.0.0.lora.1.weight", "model.0.0.lora.2.weight"}
 
@@ -301,10 +301,10 @@ def test_a_module_rests_whoever_froze_its_parts():
     encoder[0].requires_grad_(False)
     modules = torch.nn.ModuleDict({"model": torch.nn.ModuleList([encoder, torch.nn.Linear(2, 2)])})
     freezing = Freezing(modules, ParameterGroups(modules, {"encoder": encoder}), {"encoder": 5})
-    freezing.at(0)
+    freezing.update(0)
     freezing.train()
     assert not encoder.training and not encoder[0].training and modules["model"][1].training
-    freezing.at(5)
+    freezing.update(5)
     freezing.train()
     assert encoder.training
 

@@ -82,7 +82,7 @@ def test_next_to_nothing_in_gives_next_to_nothing_out(scale):
 def test_a_gradient_that_ends_leaves_finite_weights():
     """Its momentum shrinks until its squares are no numbers any more."""
     (weight,) = parameters((8, 12))
-    optimizer = Muon([weight], of=[holder(weight)], lr=1e-3, momentum=0.8)
+    optimizer = Muon([weight], modules=[holder(weight)], lr=1e-3, momentum=0.8)
     descend(optimizer, [weight], 1)
     weight.grad.zero_()
     for _ in range(600):
@@ -103,7 +103,7 @@ def test_any_weight_is_updated_at_one_size(shape):
 def test_matrices_move_as_with_torchs_muon():
     shapes = [(16, 16), (16, 40), (40, 16)]
     ours, theirs = parameters(*shapes), parameters(*shapes)
-    one = Muon(ours, lr=0.02, of=[holder(*ours)], strength=0.2, weight_decay=0.1)
+    one = Muon(ours, lr=0.02, modules=[holder(*ours)], update_rms=0.2, weight_decay=0.1)
     other = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     before = copy.deepcopy(ours)
     descend(one, ours, 6)
@@ -116,7 +116,7 @@ def test_matrices_move_as_with_torchs_muon():
 def test_all_else_moves_as_with_adamw():
     shapes = [(16,), (28, 16), (3, 16, 16)]
     ours, theirs = parameters(*shapes), parameters(*shapes)
-    descend(Muon(ours, of=[nn.Linear(1, 1)], lr=0.02, weight_decay=0.1), ours, 5)
+    descend(Muon(ours, modules=[nn.Linear(1, 1)], lr=0.02, weight_decay=0.1), ours, 5)
     descend(torch.optim.AdamW(theirs, lr=0.02, betas=(0.9, 0.98), weight_decay=0.1), theirs, 5)
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-7)
@@ -138,7 +138,7 @@ def test_of_the_flagship_it_takes_the_matrices_alone(tmp_path):
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 def test_directions_are_made_anew_in_turn(every):
     weights = parameters(*[(6, 6)] * 7)
-    optimizer = Muon(weights, of=[holder(*weights)], every=every)
+    optimizer = Muon(weights, modules=[holder(*weights)], orthogonalize_every=every)
     descend(optimizer, weights, 1)
     counts = [0] * len(weights)
     for step in range(every):
@@ -153,7 +153,7 @@ def test_directions_are_made_anew_in_turn(every):
 
 def test_a_gradient_now_and_then_keeps_no_weight_from_its_turn():
     weights = parameters((6, 6), (6, 6), (6, 6))
-    optimizer = Muon(weights, of=[holder(*weights)], every=2)
+    optimizer = Muon(weights, modules=[holder(*weights)], orthogonalize_every=2)
     counts = [0, 0, 0]
     for step in range(24):
         for place, weight in enumerate(weights):
@@ -169,7 +169,7 @@ def test_a_gradient_now_and_then_keeps_no_weight_from_its_turn():
 def test_gradients_are_divided_by_the_scale_that_is_given(shapes):
     ours, theirs = parameters(*shapes), parameters(*shapes)
     layers = [holder(*(each if len(shapes[0]) == 2 else parameters((2, 2)))) for each in (ours, theirs)]
-    one, other = (Muon(each, of=[layer], lr=0.01) for each, layer in zip((ours, theirs), layers, strict=True))
+    one, other = (Muon(each, modules=[layer], lr=0.01) for each, layer in zip((ours, theirs), layers, strict=True))
     for step, scale in enumerate((4.0, 0.5, 32.0, 1.0)):
         grad = drawn(*shapes[0], seed=step)
         ours[0].grad, theirs[0].grad = grad * scale, grad.clone()
@@ -183,7 +183,7 @@ def test_filters_in_any_layout_move():
     layer = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
     before = layer.weight.detach().clone()
     layer(drawn(1, 8, 9, 9)).sum().backward()
-    Muon(layer.parameters(), of=[layer]).step()
+    Muon(layer.parameters(), modules=[layer]).step()
     assert (layer.weight - before).abs().min() > 0
 
 
@@ -191,12 +191,12 @@ def test_a_weight_that_is_looked_up_too_learns_as_with_adamw():
     lookup, head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
     head.weight = lookup.weight
     both = nn.ModuleList([lookup, head, nn.Linear(6, 6)])
-    assert Muon(both.parameters(), of=[both])._matrices == {id(both[2].weight)}
+    assert Muon(both.parameters(), modules=[both])._matrices == {id(both[2].weight)}
 
 
 def test_a_weight_that_thaws_has_a_direction_at_once():
     weights = parameters((6, 6), (6, 6))
-    optimizer = Muon(weights, of=[holder(*weights)], every=100)
+    optimizer = Muon(weights, modules=[holder(*weights)], orthogonalize_every=100)
     weights[0].grad = drawn(6, 6)
     optimizer.step()
     assert weights[1] not in optimizer.state
@@ -209,7 +209,8 @@ def test_a_weight_that_thaws_has_a_direction_at_once():
 def test_a_run_goes_on_to_the_same_bits(every, stop):
     def made():
         weights = parameters((8, 8), (8, 20), (8,), (24, 8))
-        return weights, Muon(weights, lr=0.01, of=[holder(weights[0], weights[1], weights[3])], every=every)
+        return weights, Muon(weights, lr=0.01, modules=[holder(weights[0], weights[1], weights[3])],
+                             orthogonalize_every=every)
 
     whole, optimizer = made()
     descend(optimizer, whole, 9)
@@ -229,7 +230,7 @@ def test_it_goes_on_from_adamw(caplog):
     before = torch.optim.AdamW(weights, lr=0.5)
     descend(before, weights, 2)
     matrices = [weights[0], *weights[2:]]
-    optimizer = Muon(weights, of=[holder(*matrices)], strength=0.3, every=4)
+    optimizer = Muon(weights, modules=[holder(*matrices)], update_rms=0.3, orthogonalize_every=4)
     optimizer.load_state_dict(before.state_dict())
     assert "Muon's momentum starts from nothing" in caplog.text
     squares = optimizer.state[weights[1]]["exp_avg_sq"].clone()
@@ -279,7 +280,7 @@ def test_an_update_of_more_matrices_launches_hardly_more_kernels():
 
     def launches(count):
         weights = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((8, 8), (8, 16), (16, 8)) * count]
-        optimizer = Muon(weights, of=[holder(*weights)])
+        optimizer = Muon(weights, modules=[holder(*weights)])
         optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
         for _ in range(2):  # the first makes the state
             for weight in weights:
@@ -300,13 +301,13 @@ def test_a_closure_is_called():
         return loss
 
     before = weight.square().sum().item()
-    assert Muon([weight], of=[holder(weight)]).step(closure).item() == before
+    assert Muon([weight], modules=[holder(weight)]).step(closure).item() == before
     assert weight.square().sum().item() < before
 
 
 def test_a_brain_learns_with_it():
     made = layers()
-    toy = brain(opt_class=partial(Muon, lr=0.01, of=[made[0]], every=2), modules=made)
+    toy = brain(opt_class=partial(Muon, lr=0.01, modules=[made[0]], orthogonalize_every=2), modules=made)
     toy.fit(range(1, 12), ToyTrainLoader(6))
     losses = [loss for name, loss in toy.ends if name == "TRAIN"]
     assert len(losses) == 11 and losses[-1] < losses[0] / 2
@@ -315,19 +316,20 @@ def test_a_brain_learns_with_it():
 
 def test_divided_parameters_are_refused(monkeypatch):
     made = layers()
-    toy = brain(opt_class=partial(Muon, of=[made]), modules=made, hparams={"fsdp": True})
+    toy = brain(opt_class=partial(Muon, modules=[made]), modules=made, hparams={"fsdp": True})
     monkeypatch.setattr(sharding.ranks, "world_size", lambda: 2)
     with pytest.raises(SbkitError, match="fsdp can't be used together with the optimizer Muon"):
         toy.fit(range(1, 2), ToyTrainLoader(2))
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"every": 0}, "every is 0"), ({"every": 1.5}, "every is 1.5"), ({"every": True}, "every is True"),
+    ({"orthogonalize_every": 0}, "every is 0"), ({"orthogonalize_every": 1.5}, "every is 1.5"),
+    ({"orthogonalize_every": True}, "every is True"),
     ({"momentum": 1.0}, "momentum is 1.0"), ({"lr": -1}, "lr is -1"), ({"betas": (0.9, 1.5)}, r"betas\[1\] is 1.5"),
-    ({"strength": -1}, "strength is -1"), ({"eps": float("nan")}, "eps is nan"),
-    ({"of": ["CNN"]}, "no list of modules"), ({"of": nn.Linear(2, 2)}, "no list of modules"),
-    ({"of": []}, "no module with a matrix"),
-    ({"of": [nn.LayerNorm(2)]}, "no module with a matrix")])
+    ({"update_rms": -1}, "update_rms is -1"), ({"eps": float("nan")}, "eps is nan"),
+    ({"modules": ["CNN"]}, "no list of modules"), ({"modules": nn.Linear(2, 2)}, "no list of modules"),
+    ({"modules": []}, "no module with a matrix"),
+    ({"modules": [nn.LayerNorm(2)]}, "no module with a matrix")])
 def test_what_can_not_be_is_told(wrong, message):
     with pytest.raises(SbkitError, match=message):
-        Muon(parameters((2, 2)), **{"of": [nn.Linear(2, 2)], **wrong})
+        Muon(parameters((2, 2)), **{"modules": [nn.Linear(2, 2)], **wrong})

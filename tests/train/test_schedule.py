@@ -32,23 +32,23 @@ def test_never_above_the_peak_nor_below_zero(step, warmup, shape):
 
 
 def test_a_high_peak_is_reached_later():
-    schedule = Schedule(peak=6.0, warmup=0.1, shape="linear", rise=0.02)
+    schedule = Schedule(peak=6.0, warmup=0.1, shape="linear", max_rise_per_step=0.02)
     schedule.total_steps = 1000
-    assert schedule.gentler and schedule.top() == (pytest.approx(300), 6.0)
+    assert schedule.limits_warmup and schedule.warmup_end() == (pytest.approx(300), 6.0)
     assert [schedule(step) for step in (100, 300, 650, 1000)] == pytest.approx([2.0, 6.0, 3.0, 0.0])
 
 
 def test_a_peak_that_half_the_run_is_too_short_for_is_lowered():
-    schedule = Schedule(peak=60.0, warmup=0.1, shape="linear", rise=0.02)
+    schedule = Schedule(peak=60.0, warmup=0.1, shape="linear", max_rise_per_step=0.02)
     schedule.total_steps = 1000
-    assert schedule.top() == (500, pytest.approx(10.0))
+    assert schedule.warmup_end() == (500, pytest.approx(10.0))
     assert max(map(schedule, range(1, 1001))) == pytest.approx(10.0)
 
 
-@given(peak=st.floats(1e-5, 1), warmup=st.floats(0.01, 0.9), rise=st.floats(1e-6, 1e-2), total=st.integers(1, 2000),
-       shape=st.sampled_from(["cosine", "linear", "noam", "constant"]))
+@given(peak=st.floats(1e-5, 1), warmup=st.floats(0.01, 0.9), rise=st.floats(1e-6, 1e-2),
+       total=st.integers(1, 2000), shape=st.sampled_from(["cosine", "linear", "noam", "constant"]))
 def test_no_step_rises_by_more(peak, warmup, rise, total, shape):
-    schedule = Schedule(peak=peak, warmup=warmup, shape=shape, rise=rise)
+    schedule = Schedule(peak=peak, warmup=warmup, shape=shape, max_rise_per_step=rise)
     schedule.total_steps = total
     rates = [0.0, *map(schedule, range(1, total + 1))]
     assert max(after - before for before, after in itertools.pairwise(rates)) <= rise * (1 + 1e-6)
@@ -56,58 +56,58 @@ def test_no_step_rises_by_more(peak, warmup, rise, total, shape):
 
 
 def test_a_gentle_warm_up_stays_as_it_is():
-    schedule = Schedule(peak=1.0, warmup=0.2, shape="linear", rise=0.01)
+    schedule = Schedule(peak=1.0, warmup=0.2, shape="linear", max_rise_per_step=0.01)
     schedule.total_steps = 1000
-    assert not schedule.gentler and schedule.top() == (200, 1.0)
+    assert not schedule.limits_warmup and schedule.warmup_end() == (200, 1.0)
 
 
 def test_a_warm_up_in_steps_is_taken_as_it_is():
-    schedule = Schedule(peak=1.0, warmup=3, shape="linear", rise=0.01)
+    schedule = Schedule(peak=1.0, warmup=3, shape="linear", max_rise_per_step=0.01)
     schedule.total_steps = 1000
-    assert not schedule.gentler and schedule.top() == (3, 1.0)
+    assert not schedule.limits_warmup and schedule.warmup_end() == (3, 1.0)
 
 
 def test_a_high_rate_waits_until_something_is_heard():
-    schedule, optimizer = limited(peak=0.003, unheard=0.002)
+    schedule, optimizer = limited(peak=0.003, max_lr_at_chance=0.002)
     found = []
     for score in (0.0, 0.1, 0.25, 0.4, 1.0):
-        schedule.follow(score)
+        schedule.set_score(score)
         found.append(schedule.apply(optimizer, 100))
     assert found == pytest.approx([0.002, 0.002, 0.0025, 0.003, 0.003])
-    schedule.follow(0.0)
+    schedule.set_score(0.0)
     assert schedule.apply(optimizer, 10) == schedule(10) < 0.002, "it is a limit, not a rate"
     assert optimizer.param_groups[0]["lr"] == schedule(10)
 
 
-@given(peak=st.floats(1e-5, 1), unheard=st.none() | st.floats(1e-5, 1), step=st.integers(1, 1000),
+@given(peak=st.floats(1e-5, 1), max_lr_at_chance=st.none() | st.floats(1e-5, 1), step=st.integers(1, 1000),
        scores=st.lists(st.floats(0, 1), min_size=2, max_size=2).map(sorted))
-def test_who_hears_more_may_learn_as_fast_as_who_hears_less(peak, unheard, step, scores):
-    schedule, optimizer = limited(peak, unheard)
+def test_who_hears_more_may_learn_as_fast_as_who_hears_less(peak, max_lr_at_chance, step, scores):
+    schedule, optimizer = limited(peak, max_lr_at_chance)
     rates = []
     for score in scores:
-        schedule.follow(score)
+        schedule.set_score(score)
         rates.append(schedule.apply(optimizer, step))
     assert 0 <= rates[0] <= rates[1] <= schedule(step)
-    if unheard is None or unheard >= peak or scores[0] >= LIFTED[1]:
+    if max_lr_at_chance is None or max_lr_at_chance >= peak or scores[0] >= LIFTED[1]:
         assert rates[0] == schedule(step)
-    if unheard is not None and scores[0] <= LIFTED[0]:
-        assert rates[0] <= unheard
+    if max_lr_at_chance is not None and scores[0] <= LIFTED[0]:
+        assert rates[0] <= max_lr_at_chance
 
 
-def limited(peak, unheard):
-    schedule = Schedule(peak=peak, warmup=0.1, shape="linear", unheard=unheard)
+def limited(peak, max_lr_at_chance):
+    schedule = Schedule(peak=peak, warmup=0.1, shape="linear", max_lr_at_chance=max_lr_at_chance)
     schedule.total_steps = 1000
     return schedule, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
 def test_a_rate_at_which_nothing_could_be_learnt_is_refused():
-    with pytest.raises(SbkitError, match="unheard is 0, so nothing could be learnt"):
-        Schedule(peak=1.0, unheard=0)
+    with pytest.raises(SbkitError, match="max_lr_at_chance is 0, so nothing could be learnt"):
+        Schedule(peak=1.0, max_lr_at_chance=0)
 
 
 def test_a_rate_that_could_never_rise_is_refused():
-    with pytest.raises(SbkitError, match="rise is 0, so the rate could never rise"):
-        Schedule(peak=1.0, rise=0)
+    with pytest.raises(SbkitError, match="max_rise_per_step is 0, so the rate could never rise"):
+        Schedule(peak=1.0, max_rise_per_step=0)
 
 
 @pytest.mark.parametrize("given", [{"peak": -0.1}, {"peak": float("nan")}, {"peak": 1.0, "warmup": -1}])

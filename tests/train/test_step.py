@@ -34,7 +34,7 @@ def muon(parameters):
     parameters = list(parameters)
     layer = torch.nn.Linear(1, 1)
     layer.weight = parameters[0]
-    return Muon(parameters, lr=0.1, of=[layer])
+    return Muon(parameters, lr=0.1, modules=[layer])
 
 
 def take(net, optimizer, parts, max_norm=None, scaler=None, spoil=None):
@@ -47,7 +47,7 @@ def take(net, optimizer, parts, max_norm=None, scaler=None, spoil=None):
     if spoil is not None:
         next(net.parameters()).grad[0, 0] = spoil
     step.update([optimizer], max_norm)
-    (fact,) = step.facts()
+    (fact,) = step.results()
     return fact
 
 
@@ -93,7 +93,7 @@ def test_what_is_not_finite_changes_neither_parameters_nor_states(opt_class, bad
     optimizer.zero_grad()
     before, states = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     fact = take(net, optimizer, [rows], spoil=bad)
-    assert fact.skipped and fact.to_blame and math.isfinite(fact.total)
+    assert fact.skipped and fact.failed and math.isfinite(fact.total)
     assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
     for i, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(states[i][k])) for k, v in state.items()
@@ -111,7 +111,7 @@ def test_extras_are_summed_and_must_not_change_within_a_step():
     for n in (1.0, 2.0):
         step.add(as_loss(Loss(torch.tensor(4.0 * n), n, {"ctc": (torch.tensor(n), n), "att": (3.0, n)})))
     step.update([], None)
-    (fact,) = step.facts()
+    (fact,) = step.results()
     assert (fact.total, fact.count) == (12.0, 3.0) and fact.extras == {"att": (6.0, 3.0), "ctc": (3.0, 3.0)}
     step.add(as_loss(Loss(torch.tensor(1.0), 1.0, {"ctc": (1.0, 1.0)})))
     with pytest.raises(SbkitError, match="extras"):
@@ -132,7 +132,7 @@ def test_a_step_of_stand_ins_only_leaves_everything_as_it_is():
     step.add(loss)
     loss.total.backward()
     step.update([optimizer], 1.0)
-    assert torch.equal(before, net[0].weight) and not step.facts()[0].skipped
+    assert torch.equal(before, net[0].weight) and not step.results()[0].skipped
 
 
 @pytest.mark.parametrize("value, says", [(torch.ones(3), r"\(3,\)"), (0.5, "float"), (None, "NoneType")])
@@ -151,7 +151,7 @@ def test_the_loss_scale_falls_after_an_overflow_and_does_not_enter_the_update():
     assert fact.scale == 2.0**10 and scaler.get_scale() == 2.0**11
     net.zero_grad()
     fact = take(net, torch.optim.SGD(net.parameters(), 0.1), [rows], scaler=scaler, spoil=math.inf)
-    assert fact.skipped and not fact.to_blame  # the scale was tried too high, nothing more
+    assert fact.skipped and not fact.failed  # the scale was tried too high, nothing more
     assert scaler.get_scale() == 2.0**10
 
 
@@ -213,14 +213,14 @@ def test_facts_are_given_late_where_the_device_runs_behind():
         step._sums = torch.tensor([float(n), 1.0])
         step._announced = True
         _keep(step)
-        sums.append([fact.total for fact in step.facts()])
+        sums.append([fact.total for fact in step.results()])
     assert sums == [[], [0.0], [1.0]]
-    assert [fact.total for fact in step.peek()] == [2.0] == [fact.total for fact in step.facts(wait=True)]
+    assert [fact.total for fact in step.peek()] == [2.0] == [fact.total for fact in step.results(wait=True)]
 
 
 def _keep(step):
     device, step.device = step.device, CPU
-    step._keep_facts(torch.ones(()), torch.zeros(()), None)
+    step._keep_result(torch.ones(()), torch.zeros(()), None)
     step.device = device
 
 

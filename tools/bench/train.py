@@ -242,7 +242,7 @@ def ours(hparams: dict[str, Any], request: CommandLine, batches: int = STEP_BATC
             brain.step += 1
             brain.fit_batch(batch)
             brain.open_step(brain.optimizer_step + 1)
-        brain.trainer.steps.facts(wait=True)
+        brain.trainer.steps.results(wait=True)
         return seconds_of(kept)
 
     def epoch() -> float:

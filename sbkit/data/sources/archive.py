@@ -98,7 +98,7 @@ def _unpack_aside(archive: Path, into: Path, show_progress: bool) -> None:
     if _read(partial / _BEGUN) != begun:  # of another archive, or from before a power cut
         shutil.rmtree(partial, ignore_errors=True)
     try:
-        with disk.told(partial):
+        with disk.disk_errors_as_user_error(partial):
             partial.mkdir(parents=True, exist_ok=True)
             (partial / _BEGUN).write_text(json.dumps(begun), encoding="utf-8")
             _check_space(archive, partial)

@@ -39,7 +39,7 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
     Each shard has a table of its rows beside it. Both are complete or absent, so a call after an interruption continues
     after the last shard, and a finished split is read from its tables alone. Rows without bytes keep their path.
     """
-    with locked(folder / f".{name}.lock"), disk.told(folder):
+    with locked(folder / f".{name}.lock"), disk.disk_errors_as_user_error(folder):
         if not is_stored(folder, name):
             for left in folder.glob(f".{name}-*.tar.*"):  # left by a process that was killed
                 left.unlink()

@@ -47,14 +47,14 @@ def source_of(keys: RunKeys) -> WeightSource | None:
     return find(keys.init_from, keys.init_checkpoint, keys.init_average, keys.brain.metric)
 
 
-def look(keys: RunKeys) -> None:
+def open_source(keys: RunKeys) -> None:
     """Tell of a source that isn't there, or is none, before a corpus is prepared."""
     if keys.init_from is not None and fresh(keys):
         _sought(keys)
 
 
 def check(keys: RunKeys, brain: Begins) -> tuple[str, list[Fate]]:
-    """Refuse, beside what ``look`` does, names and shapes that don't fit; the rows of tokens wait for the corpus.
+    """Refuse, besides what ``open_source`` refuses, names and shapes that don't fit; token rows wait for the corpus.
 
     keys, brain : of the run that is to start, which may have no checkpoints; a Brain that need not be able to train
 

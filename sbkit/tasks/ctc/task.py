@@ -120,10 +120,10 @@ class CTC(ASR):
         return follows
 
     @classmethod
-    def look_at(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
+    def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
         assert isinstance(keys, CTCKeys), "this task's own"
         refuse_longer(keys, {split: manifest})
-        super().look_at(keys, split, manifest)
+        super().check_manifest(keys, split, manifest)
 
     @classmethod
     def is_prepared(cls, keys: RecogniserKeys) -> bool:

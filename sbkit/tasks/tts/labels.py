@@ -160,7 +160,7 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
         if (before := made(keys)) is not None and _same(before, facts):
             logger.info("labels: made already, in %s", keys.labels)
         else:
-            with disk.told(keys.labels):
+            with disk.disk_errors_as_user_error(keys.labels):
                 Path(keys.labels, FACTS).unlink(missing_ok=True)
                 counts = {split: _label(Path(keys.labels, split), manifest, keys, codec, aligner)
                           for split, manifest in manifests.items()}

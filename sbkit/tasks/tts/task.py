@@ -130,7 +130,7 @@ class TTS(Task):
         return super().check_start(trace, findings) if not wrong else None
 
     @classmethod
-    def look_at(cls, keys: TTSKeys, split: str, manifest: Manifest) -> None:
+    def check_manifest(cls, keys: TTSKeys, split: str, manifest: Manifest) -> None:
         if unknown := sorted(keys.symbols.unknown(manifest.texts)):
             logger.warning("The voice never learnt %d characters of these texts, and leaves them out: %s", len(unknown),
                            ", ".join(map(repr, unknown[:_NAMED])))

@@ -84,7 +84,7 @@ class Checkpointer(stock.Checkpointer):
         self.asynchronous = asynchronous
         self._writer = BackgroundWriter()
         self._saver = Saver(self._writer)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         if get_rank() in (None, 0):
             for name in files.sweep(self.checkpoints_dir):
                 logger.info("Removed %s, which a killed run left in %s", name, self.checkpoints_dir)
@@ -99,7 +99,7 @@ class Checkpointer(stock.Checkpointer):
 
         If ``asynchronous``, the checkpoint is still being written; ``wait`` returns it once it exists.
         """
-        return self._saver.save(self._source(), dict(meta or {}), end_of_epoch, name, verbosity,
+        return self._saver.save(self._context(), dict(meta or {}), end_of_epoch, name, verbosity,
                                 background=self.asynchronous)
 
     def save_and_keep_only(
@@ -122,7 +122,7 @@ class Checkpointer(stock.Checkpointer):
         def tidy() -> None:
             self._delete(num_to_keep, orders, ckpt_predicate, verbosity, spare=lambda c: c.meta.get(KEEP))
 
-        self._saver.save(self._source(), meta, end_of_epoch, name, verbosity, background=self.asynchronous, tidy=tidy,
+        self._saver.save(self._context(), meta, end_of_epoch, name, verbosity, background=self.asynchronous, tidy=tidy,
                          keys=(*min_keys, *max_keys))
 
     def wait(self) -> Checkpoint | None:
@@ -130,28 +130,28 @@ class Checkpointer(stock.Checkpointer):
 
         Raises an error that occurred in the background.
         """
-        return ranks.run_on_main(self._saver.settle)
+        return ranks.run_on_main(self._saver.wait)
 
-    def look(self) -> None:
+    def raise_pending_error(self) -> None:
         """Raise an error that occurred in the background, on the rank that writes, without waiting."""
-        self._writer.look()
+        self._writer.raise_pending_error()
 
     def hold(self, meta: Mapping[str, Any]) -> None:
         """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
 
         Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
         """
-        self._saver.hold(self._source(), meta)
+        self._saver.hold(self._context(), meta)
 
     def publish(self) -> Checkpoint | None:
         """Write and publish the held state, and return the checkpoint; None if nothing is held."""
-        return self._saver.publish(self._source())
+        return self._saver.publish(self._context())
 
     def drop(self) -> None:
         """Discard the held state, if there is one."""
         self._saver.drop()
 
-    def _source(self) -> SaveContext:
+    def _context(self) -> SaveContext:
         return SaveContext(self.recoverables, self.custom_save_hooks, self.checkpoints_dir, self._list, self._path,
                            self._warn_once)
 
@@ -171,8 +171,8 @@ class Checkpointer(stock.Checkpointer):
         return unsaved(self.recoverables, objects)
 
     def _warn_once(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             logger.warning(message)
 
     # ------------------------------------------------------------ deleting
@@ -186,7 +186,7 @@ class Checkpointer(stock.Checkpointer):
         orders = shelf.orders(min_keys or (), max_keys or (), importance_keys)
 
         def delete() -> None:
-            self._saver.settle()
+            self._saver.wait()
             self._delete(num_to_keep, orders, ckpt_predicate, verbosity)
 
         if num_to_keep < 0:
@@ -201,8 +201,8 @@ class Checkpointer(stock.Checkpointer):
             raise ValueError("Number of checkpoints to keep must be positive.")
         ranked = [self._find(ckpt_predicate=ckpt_predicate, **order) for order in orders]
         kept = {ckpt.path for ckpts in ranked for ckpt in ckpts[:num_to_keep]}
-        going = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in kept}
-        for ckpt in going.values():
+        obsolete = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in kept}
+        for ckpt in obsolete.values():
             if spare is None or not spare(ckpt):
                 self._delete_checkpoint(ckpt, verbosity)
 
@@ -217,7 +217,7 @@ class Checkpointer(stock.Checkpointer):
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """Return all checkpoints, in no order."""
-        self._saver.settle()
+        self._saver.wait()
         return self._list()
 
     def find_checkpoints(
@@ -228,7 +228,7 @@ class Checkpointer(stock.Checkpointer):
 
         A metric that no checkpoint has is an error that lists the existing ones.
         """
-        self._saver.settle()
+        self._saver.wait()
         self._check_key(max_key or min_key, ckpt_predicate)
         return self._find(importance_key, max_key, min_key, ckpt_predicate)[:max_num_checkpoints]
 
@@ -239,7 +239,7 @@ class Checkpointer(stock.Checkpointer):
         return shelf.ranked(self._list(), importance_key, max_key, min_key, ckpt_predicate)
 
     def _list(self) -> list[Checkpoint]:
-        found, unreadable = shelf.standing(self._list_checkpoint_dirs())
+        found, unreadable = shelf.readable_checkpoints(self._list_checkpoint_dirs())
         for path, reason in unreadable.items():
             self._warn_once(f"Skipping the checkpoint {path}: {reason}")
         return found
@@ -260,21 +260,21 @@ class Checkpointer(stock.Checkpointer):
 
         Rank 0 chooses it for all ranks.
         """
-        passed: dict[Path, str] = {}
+        skipped: dict[Path, str] = {}
 
         def choose() -> Checkpoint | None:
-            self._saver.settle()
+            self._saver.wait()
             self._check_key(max_key or min_key, ckpt_predicate)
             for ckpt in self._find(importance_key, max_key, min_key, ckpt_predicate):
-                if ckpt.path not in passed:
-                    reason = self._unfit(ckpt)
+                if ckpt.path not in skipped:
+                    reason = self._problem(ckpt)
                     if reason is None:
                         return ckpt
-                    _pass_over(passed, ckpt, reason)
-            passed.update(shelf.standing(self._list_checkpoint_dirs())[1])
-            if not passed:
+                    _skip(skipped, ckpt, reason)
+            skipped.update(shelf.readable_checkpoints(self._list_checkpoint_dirs())[1])
+            if not skipped:
                 return None
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed.items())
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())
             raise CheckpointError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
                              hint="restore one of them, or move them away to start from scratch")
 
@@ -294,7 +294,7 @@ class Checkpointer(stock.Checkpointer):
                 problems = [each for each in ranks.gather_objects(problem) if each]
                 if not problems:
                     return chosen
-                _pass_over(passed, chosen, problems[0])
+                _skip(skipped, chosen, problems[0])
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load a given checkpoint."""
@@ -303,7 +303,7 @@ class Checkpointer(stock.Checkpointer):
             raise CheckpointError(f"the checkpoint {checkpoint.path} can't be used: {reason}")
         self._call_load_hooks(checkpoint)
 
-    def _unfit(self, ckpt: Checkpoint) -> str | None:
+    def _problem(self, ckpt: Checkpoint) -> str | None:
         reason = files.damage(ckpt.path)
         if reason is None and not files.has_sums(ckpt.path):  # SpeechBrain may have been killed while writing it
             needed = filter(self._needed, self.recoverables)
@@ -333,7 +333,7 @@ class Checkpointer(stock.Checkpointer):
                 logger.warning("%s holds nothing for %r, which keeps its initial state", path, name)
 
 
-def _pass_over(passed: dict[Path, str], ckpt: Checkpoint, reason: str) -> None:
-    passed[ckpt.path] = reason
+def _skip(skipped: dict[Path, str], ckpt: Checkpoint, reason: str) -> None:
+    skipped[ckpt.path] = reason
     if ranks.is_main():
         logger.warning("Skipping the checkpoint %s: %s", ckpt.path, reason)

@@ -64,7 +64,7 @@ class PendingCheckpoint:
             files.remove(self.folder)
         self._release()
 
-    def needed(self) -> int:
+    def size(self) -> int:
         """Return the size of the checkpoint in bytes, as far as it is known."""
         beside = 0 if self.folder is None else files.bytes_in(self.folder, but=self._states)
         return beside + sum(states.size_of(state) for state, _ in self._states.values())
@@ -79,7 +79,7 @@ class PendingCheckpoint:
 class BackgroundWriter:
     """Runs one job at a time in a background thread; the interpreter waits for it at exit.
 
-    An error of a job is raised by the next ``look`` or ``settle``, or else printed at exit.
+    An error of a job is raised by the next ``raise_pending_error`` or ``wait``, or else printed at exit.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class BackgroundWriter:
 
     def start(self, job: Callable[[], Any]) -> None:
         """Run a job in the background, after the previous one has ended."""
-        self.settle()
+        self.wait()
         thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer", daemon=False)
         try:
             thread.start()
@@ -99,7 +99,7 @@ class BackgroundWriter:
             self._thread = thread
             ending.let_finish(thread)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the job, and raise its error."""
         if self._thread is not None:
             self._thread.join()
@@ -108,10 +108,10 @@ class BackgroundWriter:
             error, self._error = self._error, None
             raise error
 
-    def look(self) -> None:
+    def raise_pending_error(self) -> None:
         """Raise the error of a job that has failed, without waiting."""
         if self._error is not None:
-            self.settle()
+            self.wait()
 
     def _run(self, job: Callable[[], Any]) -> None:
         try:

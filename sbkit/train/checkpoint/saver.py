@@ -35,7 +35,7 @@ class SaveContext:
     hooks: Mapping[str, Hook]
     """The recipe's own save hooks, by the names of recoverables."""
     folder: Path
-    standing: Callable[[], list[Checkpoint]]
+    checkpoints: Callable[[], list[Checkpoint]]
     """Returns the present checkpoints, in no order."""
     path: Callable[[str | None], Path]
     """Returns the folder for a checkpoint of this name; None means a new name."""
@@ -54,13 +54,13 @@ class Saver:
         self._saved: Checkpoint | None = None
         self._held: PendingCheckpoint | None = None
 
-    def settle(self) -> Checkpoint | None:
+    def wait(self) -> Checkpoint | None:
         """Wait until nothing is being written; return the last checkpoint, or None if the disk was full."""
-        self._writer.settle()
+        self._writer.wait()
         return self._saved
 
     def save(
-        self, source: SaveContext, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int, *,
+        self, context: SaveContext, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int, *,
         background: bool, tidy: Callable[[], None] | None = None, keys: Sequence[str] = (),
     ) -> Checkpoint | None:
         """Save every recoverable; return the checkpoint on rank 0, and None elsewhere or after a warning.
@@ -73,27 +73,27 @@ class Saver:
 
         def begin() -> tuple[Path | None, CheckpointError | None]:
             nonlocal pending
-            self.settle()
-            for message in outside(source.recoverables):
-                source.warn(message)
-            metas = [meta, *(ckpt.meta for ckpt in source.standing())]
-            complaint = shelf.unknown_key(source.folder, keys, metas)
-            pending = self._begin(source, meta, end_of_epoch, name, verbosity)
+            self.wait()
+            for message in outside(context.recoverables):
+                context.warn(message)
+            metas = [meta, *(ckpt.meta for ckpt in context.checkpoints())]
+            complaint = shelf.unknown_key(context.folder, keys, metas)
+            pending = self._begin(context, meta, end_of_epoch, name, verbosity)
             return pending.folder if pending is not None else None, complaint
 
         def refuse(error: OSError) -> None:
             assert pending is not None, "this rank writes"
-            self._failed(source, pending, error)
+            self._failed(context, pending, error)
 
         def finish() -> bool:
             assert pending is not None, "this rank writes"
-            return self._finish(source, pending, None if complaint else tidy)
+            return self._finish(context, pending, None if complaint else tidy)
 
         with ranks.failing_together():
             folder, complaint = ranks.run_on_main(begin)
             if folder is None:
                 return None
-            refused = _call_hooks(source, folder, pending, "all" if background else None)
+            refused = _call_hooks(context, folder, pending, "all" if background else None)
             refusals = [each for each in ranks.gather_objects(refused) if each]
             if refusals:
                 ranks.run_on_main(refuse, refusals[0])
@@ -104,11 +104,11 @@ class Saver:
             elif pending is not None:
                 self._writer.start(finish)
             if complaint is not None:  # the epoch is saved, and nothing was deleted by a wrong key
-                ranks.run_on_main(self.settle)
+                ranks.run_on_main(self.wait)
                 ranks.raise_on_main(complaint)
         return pending.result if pending is not None and saved else None
 
-    def hold(self, source: SaveContext, meta: Mapping[str, Any]) -> None:
+    def hold(self, context: SaveContext, meta: Mapping[str, Any]) -> None:
         """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
 
         Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
@@ -118,7 +118,7 @@ class Saver:
 
         def begin() -> Path | None:
             nonlocal pending
-            pending = PendingCheckpoint(source.folder / _HELD, plain(meta), False, logging.DEBUG)
+            pending = PendingCheckpoint(context.folder / _HELD, plain(meta), False, logging.DEBUG)
             try:
                 pending.begin()
             except OSError as error:
@@ -128,23 +128,23 @@ class Saver:
 
         with ranks.failing_together():
             folder = ranks.run_on_main(begin)
-            mine = folder is None or _call_hooks(source, folder, pending, "numbers") is not None
+            mine = folder is None or _call_hooks(context, folder, pending, "numbers") is not None
             refused = any(ranks.gather_objects(mine))
         if pending is not None and refused:
             pending.discard()
         self._held = None if refused else pending
 
-    def publish(self, source: SaveContext) -> Checkpoint | None:
+    def publish(self, context: SaveContext) -> Checkpoint | None:
         """Write and publish the held state, and return the checkpoint; None if nothing is held."""
 
         def write() -> Checkpoint | None:
-            self.settle()
+            self.wait()
             pending, self._held = self._held, None
             if pending is None:
                 return None
-            pending.final = source.path(None)
-            pending.meta = {**_times(source, end_of_epoch=False), **pending.meta}
-            return pending.result if self._finish(source, pending, None) else None
+            pending.final = context.path(None)
+            pending.meta = {**_times(context, end_of_epoch=False), **pending.meta}
+            return pending.result if self._finish(context, pending, None) else None
 
         return ranks.run_on_main(write)
 
@@ -155,22 +155,22 @@ class Saver:
             self._held = None
 
     def _begin(
-        self, source: SaveContext, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int
+        self, context: SaveContext, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int
     ) -> PendingCheckpoint | None:
-        final = source.path(name)
-        pending = PendingCheckpoint(final, {**_times(source, end_of_epoch), **plain(meta)}, end_of_epoch, verbosity)
+        final = context.path(name)
+        pending = PendingCheckpoint(final, {**_times(context, end_of_epoch), **plain(meta)}, end_of_epoch, verbosity)
         try:
             pending.begin()
         except OSError as error:
-            self._failed(source, pending, error)
+            self._failed(context, pending, error)
             return None
         return pending
 
-    def _finish(self, source: SaveContext, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
+    def _finish(self, context: SaveContext, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
         try:
             pending.write()
         except Exception as error:
-            self._failed(source, pending, error)
+            self._failed(context, pending, error)
             return False
         self._failures, self._saved = 0, pending.result
         kind = "end-of-epoch" if pending.end_of_epoch else "intra-epoch"
@@ -182,30 +182,30 @@ class Saver:
                 logger.warning("Could not delete an old checkpoint: %s", error)
         return True
 
-    def _failed(self, source: SaveContext, pending: PendingCheckpoint, error: Exception) -> None:
+    def _failed(self, context: SaveContext, pending: PendingCheckpoint, error: Exception) -> None:
         """Handle a failed save: warn, or raise if the checkpoint was important or too many failed."""
         self._saved = None
-        needed = pending.needed()
+        needed = pending.size()
         pending.discard()
         refused = disk.refusal(error)
         if refused is None:
             raise error
-        good = next(iter(shelf.ranked(source.standing())), None)
-        told = files.explain_disk(refused, pending.final, needed, good and good.path)
+        good = next(iter(shelf.ranked(context.checkpoints())), None)
+        explained = files.explain_disk(refused, pending.final, needed, good and good.path)
         self._failures += 1
         if pending.end_of_epoch or self._failures >= PATIENCE:
-            raise told from error
+            raise explained from error
         logger.warning("%s. Training continues; after %d such failures in a row it ends (this is number %d).",
-                       told.message, PATIENCE, self._failures)
+                       explained.message, PATIENCE, self._failures)
 
 
-def _times(source: SaveContext, end_of_epoch: bool) -> dict[str, Any]:
+def _times(context: SaveContext, end_of_epoch: bool) -> dict[str, Any]:
     """Return the meta data of every checkpoint, with a time later than all others, even if the clock was set back."""
-    latest = max((ckpt.meta["unixtime"] for ckpt in source.standing()), default=0.0)
+    latest = max((ckpt.meta["unixtime"] for ckpt in context.checkpoints()), default=0.0)
     return {"unixtime": max(time.time(), latest + 0.001), "end-of-epoch": end_of_epoch}
 
 
-def _call_hooks(source: SaveContext, folder: Path, pending: PendingCheckpoint | None,
+def _call_hooks(context: SaveContext, folder: Path, pending: PendingCheckpoint | None,
                 copy: str | None) -> OSError | None:
     """Collect states and run hooks that write files themselves; return the error of a full disk.
 
@@ -214,9 +214,9 @@ def _call_hooks(source: SaveContext, folder: Path, pending: PendingCheckpoint | 
     After such an error the other hooks still run, because other ranks may wait for this one inside them.
     """
     refusal = None
-    for name, obj in source.recoverables.items():
+    for name, obj in context.recoverables.items():
         try:
-            _call_hook(source, name, obj, folder / f"{name}{stock.PARAMFILE_EXT}", pending, copy)
+            _call_hook(context, name, obj, folder / f"{name}{stock.PARAMFILE_EXT}", pending, copy)
         except Exception as error:
             found = disk.refusal(error)
             if found is None:
@@ -228,9 +228,9 @@ def _call_hooks(source: SaveContext, folder: Path, pending: PendingCheckpoint | 
 
 
 def _call_hook(
-    source: SaveContext, name: str, obj: Recoverable, path: Path, pending: PendingCheckpoint | None, copy: str | None
+    context: SaveContext, name: str, obj: Recoverable, path: Path, pending: PendingCheckpoint | None, copy: str | None
 ) -> None:
-    hook: Any = hook_for(obj, source.hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")  # may be a wrapper's
+    hook: Any = hook_for(obj, context.hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")  # may be a wrapper's
     if pending is not None:
         pending.names[name] = path.name
     if hook in TENSORS:

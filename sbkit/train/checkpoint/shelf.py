@@ -15,7 +15,7 @@ Predicate = Callable[[Checkpoint], bool]
 Importance = Callable[[Checkpoint], Any]
 
 
-def standing(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
+def readable_checkpoints(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
     """Return the checkpoints in these folders, and for unreadable ones the reason."""
     found, unreadable = [], {}
     for path in folders:

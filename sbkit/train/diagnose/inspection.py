@@ -262,7 +262,7 @@ def _watched(modules: nn.Module, found: Inspection) -> Iterator[_Watch]:
 def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[None]:
     """Restore buffers and other statistics, gradients and random generators on exit."""
     state = ForwardState(modules)
-    state.keep()
+    state.save()
     gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
     generators = rng_state.capture(device)
     for parameter, _ in gradients:
@@ -273,7 +273,7 @@ def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[Non
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        state.put_back()
+        state.restore()
         rng_state.restore(generators, device)
 
 

@@ -47,7 +47,7 @@ def replay(brain: Brain, folder: str | os.PathLike[str], *, weights: bool = True
     saved = read(folder)
     tensors = load_file(folder / "tensors.safetensors")
     exact = weights and _take_weights(brain.modules, folder, saved)
-    brain.trainer.freezing.at(saved["step"] - 1)
+    brain.trainer.freezing.update(saved["step"] - 1)
     brain.trainer.freezing.train()
     lines = [f"Step {saved['step']} of rank {saved['rank']}, {saved['precision']} on {saved['device']}; "
              f"the {saved['what']} was not finite.",

@@ -4,7 +4,7 @@ The search makes each backward wait for the device, and keeps DDP from grouping 
 bucket. So parameters that the first step used on no rank are excluded from DDP, which is then wrapped again without the
 search. If a later backward misses a parameter, or uses an excluded one, this is noticed at its end. A missed parameter
 gets a gradient of zeros, because other ranks wait for its bucket; the gradient of an excluded one is dropped, because
-other ranks don't know of it. All ranks are told with the next step, and search in each step from then on.
+other ranks don't know of it. All ranks learn of it with the next step, and search in each step from then on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sbkit.system.console import write_now
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.parallel import Alone, Shell, average_gradients
+from sbkit.train.distributed.parallel import LossModule, ModuleWrapper, average_gradients
 
 
-class Wrapped(Alone):
-    """Averages gradients by DDP around the shell.
+class DDPWrapper(ModuleWrapper):
+    """Averages gradients by DDP around the ``LossModule``.
 
     Arguments
     ---------
@@ -37,40 +37,40 @@ class Wrapped(Alone):
 
     can_wait = True
 
-    def __init__(self, shell: Shell, search: bool = True, settles: bool = False):
-        super().__init__(shell)
+    def __init__(self, loss_module: LossModule, search: bool = True, search_once: bool = False):
+        super().__init__(loss_module)
         self.world = ranks.world_size()
         self.changed: set[str] = set()
-        self._at_first = search, search and settles
-        self.searches, self._settles = self._at_first
+        self._at_first = search, search and search_once
+        self.searches, self._searches_once = self._at_first
         self._unreached: dict[str, torch.nn.Parameter] | None = None  # in the first step
         self._handles: list[Any] = []
-        self.ddp: _Quiet | None = None
+        self.ddp: _QuietDDP | None = None
         ranks.closed_first(self)
         self._wrap()
         with torch.no_grad():
-            for buffer in shell.buffers():  # all ranks start with those of rank 0
+            for buffer in loss_module.buffers():  # all ranks start with those of rank 0
                 dist.broadcast(buffer.detach(), src=0)
 
     def _wrap(self) -> None:
-        """Wrap the shell in a new DDP that leaves out unused parameters."""
+        """Wrap the modules in a new DDP that leaves out unused parameters."""
         again = self.ddp is not None
         self.close()
         left_out = self._unreached or {}
         ids = set(map(id, left_out.values()))  # a shared parameter has several names
-        self.shell._ddp_params_and_buffers_to_ignore = [
-            name for name, p in self.shell.named_parameters(remove_duplicate=False) if id(p) in ids]
+        self.loss_module._ddp_params_and_buffers_to_ignore = [
+            name for name, p in self.loss_module.named_parameters(remove_duplicate=False) if id(p) in ids]
         self._handles = [p.register_post_accumulate_grad_hook(functools.partial(self._late, name))
                          for name, p in left_out.items()]
         # `Buffers` synchronises buffers: DDP would send all of them at each step, constant tables included.
         # Without device_ids DDP does not move the batch: only the recipe knows what it is.
-        self.ddp = _Quiet(
-            self.shell, find_unused_parameters=self.searches, broadcast_buffers=False, gradient_as_bucket_view=True,
-            init_sync=not again,  # a second one would hide differences between ranks
+        self.ddp = _QuietDDP(
+            self.loss_module, find_unused_parameters=self.searches, broadcast_buffers=False,
+            gradient_as_bucket_view=True, init_sync=not again,  # a second one would hide differences between ranks
         )
 
     @property
-    def module(self) -> _Quiet:
+    def module(self) -> _QuietDDP:
         assert self.ddp is not None, "it was closed"
         return self.ddp
 
@@ -78,10 +78,10 @@ class Wrapped(Alone):
         return self.module.no_sync()
 
     def finish(self) -> None:
-        average_gradients([p for p in self.shell.parameters() if p.requires_grad])
+        average_gradients([p for p in self.loss_module.parameters() if p.requires_grad])
 
-    def renew(self) -> None:
-        self.searches, self._settles = self._at_first
+    def reset(self) -> None:
+        self.searches, self._searches_once = self._at_first
         self._unreached = None
         self.changed.clear()
         self._wrap()
@@ -98,19 +98,19 @@ class Wrapped(Alone):
     # ------------------------------------------------------------ unused parameters
 
     def note_unreached(self) -> None:
-        if self._settles and self._unreached is None:
+        if self._searches_once and self._unreached is None:
             trained = {name: p for name, p in self._named() if p.requires_grad}
             self._unreached = {name: p for name, p in trained.items() if p.grad is None}
-            self._settles = len(self._unreached) < len(trained)  # a step without any gradient shows nothing
+            self._searches_once = len(self._unreached) < len(trained)  # a step without any gradient shows nothing
 
-    def settle(self) -> None:
-        if self._settles and self._unreached is not None:
-            self._settles = self.searches = False
+    def exclude_unreached(self) -> None:
+        if self._searches_once and self._unreached is not None:
+            self._searches_once = self.searches = False
             self._wrap()
 
     def search(self) -> None:
         """Search for unused parameters in each backward from now on; all ranks call it between two steps."""
-        self._settles, self.searches = False, True
+        self._searches_once, self.searches = False, True
         self._unreached = None
         self.changed.clear()
         self._wrap()
@@ -139,7 +139,7 @@ class Wrapped(Alone):
         parameter.grad = None
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.shell.named_parameters()
+        return self.loss_module.named_parameters()
 
 
 def _leaves(loss: torch.Tensor) -> set[torch.Tensor]:
@@ -156,7 +156,7 @@ def _leaves(loss: torch.Tensor) -> set[torch.Tensor]:
     return found
 
 
-class _Quiet(DistributedDataParallel):
+class _QuietDDP(DistributedDataParallel):
     """DDP without its advice to switch off the search for unused parameters.
 
     It gives this advice once on every rank if a step used all parameters, but a recipe that sometimes drops layers

@@ -1,8 +1,8 @@
 """Data parallelism around all modules at once: averaging gradients, and keeping buffers equal on all ranks.
 
-``Brain`` runs forward and loss inside one ``Shell`` that holds all its modules. With several processes DDP wraps only
-that shell (see ``ddp``), so ``self.modules.x`` stays the module itself. A recipe that overrides ``fit_batch`` may call
-layers and ``backward`` in any order (a GAN, two optimizers). There, hooks on the parameters record which have
+``Brain`` runs forward and loss inside one ``LossModule`` that holds all its modules. With several processes DDP wraps
+only that one (see ``ddp``), so ``self.modules.x`` stays the module itself. A recipe that overrides ``fit_batch`` may
+call layers and ``backward`` in any order (a GAN, two optimizers). There, hooks on the parameters record which have
 gradients, and these are averaged at the end of each backward.
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _BUCKET_BYTES = 64 << 20
 
 
-class Shell(nn.Module):
+class LossModule(nn.Module):
     """All modules of a Brain as one module; its forward computes the loss of a batch.
 
     Arguments
@@ -46,8 +46,8 @@ class Shell(nn.Module):
         self.forward = run
 
 
-class Alone:
-    """The interface to wrapped modules, for one process: there is nothing to synchronise."""
+class ModuleWrapper:
+    """The interface to wrapped modules; the class itself is for one process, which has nothing to synchronise."""
 
     world = 1
     #: Whether gradients can be averaged after a backward instead of during it.
@@ -57,13 +57,13 @@ class Alone:
     #: Names of parameters that the first step used and a later one did not, or the other way round.
     changed: frozenset[str] | set[str] = frozenset()
 
-    def __init__(self, shell: Shell):
-        self.shell = shell
+    def __init__(self, loss_module: LossModule):
+        self.loss_module = loss_module
 
     @property
     def module(self) -> nn.Module:
         """The module to call with a batch, to get its loss."""
-        return self.shell
+        return self.loss_module
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """Accumulate gradients inside this context, without averaging them."""
@@ -78,13 +78,13 @@ class Alone:
     def note_unreached(self) -> None:
         """Record the parameters that the first step did not use; called before the update."""
 
-    def settle(self) -> None:
+    def exclude_unreached(self) -> None:
         """Exclude the parameters that ``note_unreached`` recorded; called after the update."""
 
     def search(self) -> None:
         """Search for unused parameters in each backward from now on."""
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Start again as before the first step, for other trainable parameters; all ranks call it between steps."""
 
     def gathered(self) -> contextlib.AbstractContextManager[object]:
@@ -95,22 +95,22 @@ class Alone:
         """Remove the wrapper; a new ``fit`` makes a new one."""
 
 
-class Hooked(Alone):
+class HookWrapper(ModuleWrapper):
     """Averages gradients at the end of each backward, by hooks on the parameters."""
 
-    def __init__(self, shell: Shell):
-        super().__init__(shell)
+    def __init__(self, loss_module: LossModule):
+        super().__init__(loss_module)
         self.world = ranks.world_size()
         self._sync = True
         self._handles: list[Any] = []
-        self.renew()
+        self.reset()
         with torch.no_grad():
-            for tensor in [*shell.parameters(), *shell.buffers()]:
+            for tensor in [*loss_module.parameters(), *loss_module.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         self.close()
-        self._parameters = [p for p in self.shell.parameters() if p.requires_grad]
+        self._parameters = [p for p in self.loss_module.parameters() if p.requires_grad]
         self._reached: set[int] = set()
         self._queued = False
         self._handles = [parameter.register_post_accumulate_grad_hook(functools.partial(self._note, i))
@@ -174,9 +174,9 @@ def _average(grads: list[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def zeroed_if(standing_in: bool, modules: nn.Module) -> Iterator[None]:
+def zeroed_if(placeholder: bool, modules: nn.Module) -> Iterator[None]:
     """Set all gradients of backwards inside this context to 0, NaN included, if the batch is a placeholder."""
-    if not standing_in:
+    if not placeholder:
         yield
         return
     handles = [p.register_hook(torch.zeros_like) for p in modules.parameters() if p.requires_grad]
@@ -199,7 +199,7 @@ class Buffers:
         sums = [_bits(buffer).sum(dtype=torch.int64).cpu() for buffer in _syncable(self.modules).values()]
         return torch.stack([torch.zeros((), dtype=torch.int64), *sums])[1:]
 
-    def look(self) -> None:
+    def detect_changes(self) -> None:
         """Find the buffers that changed on any rank, and take rank 0's values; all ranks call it after a step."""
         if self._seen is None:
             return
@@ -270,7 +270,7 @@ def unreached(modules: nn.Module) -> set[str]:
     return {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
 
 
-def shortened(missing: set[str], modules: nn.Module, told: Collection[str] = ()) -> list[str]:
+def shortened(missing: set[str], modules: nn.Module, warned: Collection[str] = ()) -> list[str]:
     """Return names of parameters; a module whose trainable ones are all among them is named as a whole.
 
     told : parameters that don't count, since they were named before
@@ -279,28 +279,28 @@ def shortened(missing: set[str], modules: nn.Module, told: Collection[str] = ())
         return []
     whole: list[str] = []
     for name, module in modules.named_modules():  # parents come before their children
-        inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad}.difference(told)
+        inside = {f"{name}.{n}" for n, p in module.named_parameters() if p.requires_grad}.difference(warned)
         if name and inside and inside <= missing and not any(name.startswith(f"{s}.") for s in whole):
             whole.append(name)
     covered = tuple(f"{name}." for name in whole)
     return sorted([*whole, *(name for name in missing if not name.startswith(covered or ("\0",)))])
 
 
-def tell_unreached(modules: nn.Module, recipe: Mapping[str, Any], told: set[str]) -> None:
+def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[str]) -> None:
     """Warn of parameters without a gradient after the first backward, with their names in the recipe.
 
     told : those that were warned of before, which are left out, and to which these are added
     """
-    names = shortened(unreached(modules) - told, modules, told)
+    names = shortened(unreached(modules) - warned, modules, warned)
     if names and ranks.is_main():
         parts = ParameterGroups(modules, recipe)
         logger.warning("The loss does not reach these parameters, so they are not trained (right for a part that the "
                        "recipe leaves out, such as a decoder): %s",
                        ", ".join(map(parts.called, names)).replace("_orig_mod.", ""))
-    told |= unreached(modules)
+    warned |= unreached(modules)
 
 
-def talks_in_forward(module: nn.Module) -> bool:
+def communicates_in_forward(module: nn.Module) -> bool:
     """Return whether a layer communicates between ranks in its forward, so that all ranks must call it together."""
     if isinstance(module, InputNormalization):
         return module.norm_type == "global"

@@ -244,7 +244,7 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     The others wait without a time limit. If it raises, rank 0 raises, and the others end within seconds without a
     message.
     """
-    if alone():
+    if is_alone():
         return fn(*args, **kwargs)
     key = _key("run_on_main")
     answer = [b""]
@@ -264,7 +264,7 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 def meet(what: str = "meet") -> None:
     """Wait without a time limit until every rank is here; end if one of them fails."""
-    if alone():
+    if is_alone():
         return
     key = _key(what)
     if _store().add(f"{key}/here", 1) == world_size():
@@ -274,7 +274,7 @@ def meet(what: str = "meet") -> None:
 
 def gather_objects(obj: T) -> list[T]:
     """Return the objects of all ranks, in the order of ranks, on every rank."""
-    if alone():
+    if is_alone():
         return [obj]
     meet("gather")
     found: list[Any] = [None] * world_size()
@@ -284,7 +284,7 @@ def gather_objects(obj: T) -> list[T]:
 
 def sum_across(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over ranks; the given tensor does not change."""
-    if alone():
+    if is_alone():
         return tensor
     summed = tensor.clone()
     dist.all_reduce(summed, group=cpu_group() if summed.device.type == "cpu" else None)
@@ -372,7 +372,7 @@ def end_together() -> NoReturn:
     Rank 0, which may hold the store, ends last.
     """
     done = SystemExit(0)
-    if not alone():
+    if not is_alone():
         meet("end")
         key = _key("ends")
         if is_main():
@@ -383,7 +383,7 @@ def end_together() -> NoReturn:
     raise done
 
 
-def alone() -> bool:
+def is_alone() -> bool:
     """Return whether there is nobody to communicate with: one process, or work of only the main process."""
     return ddp_prevent_block() or world_size() == 1
 

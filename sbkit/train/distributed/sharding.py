@@ -29,8 +29,8 @@ from sbkit.errors import SbkitError
 from sbkit.train.checkpoint.files import write_state
 from sbkit.train.checkpoint.state import load_file, load_optimizer
 from sbkit.train.distributed import parallel, ranks
-from sbkit.train.distributed.ddp import Wrapped
-from sbkit.train.distributed.parallel import Alone, Shell
+from sbkit.train.distributed.ddp import DDPWrapper
+from sbkit.train.distributed.parallel import LossModule, ModuleWrapper
 from sbkit.train.keys import TrainKeys
 from sbkit.train.state import Overrides
 
@@ -40,26 +40,27 @@ logger = logging.getLogger(__name__)
 Wanted = str | type | Iterable[str | type]
 
 
-def wrap(shell: Shell, device: torch.device, keys: TrainKeys, overrides: Overrides, *, undivided: Sequence[str],
-         search: bool, settles: bool) -> Alone:
+def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrides: Overrides, *,
+         undivided: Sequence[str], search: bool, search_once: bool) -> ModuleWrapper:
     """Wrap all modules of a Brain as the recipe and the number of ranks require.
 
     Arguments
     ---------
     keys, overrides : the recipe's keys, and the methods that it overrides
     undivided : what else in the recipe needs parameters whole, as a message calls it
-    search, settles : see ``Wrapped``
+    search, settles : see ``DDPWrapper``
     """
-    parallel.convert_batch_norm(shell.owned, device)
+    parallel.convert_batch_norm(loss_module.owned, device)
     if keys.activation_checkpointing:
-        checkpoint_activations(shell.owned, keys.activation_checkpointing)
-    if ranks.world_size() == 1 or not any(p.requires_grad for p in shell.parameters()):
-        return Alone(shell)
+        checkpoint_activations(loss_module.owned, keys.activation_checkpointing)
+    if ranks.world_size() == 1 or not any(p.requires_grad for p in loss_module.parameters()):
+        return ModuleWrapper(loss_module)
     if not keys.fsdp:
-        return parallel.Hooked(shell) if overrides.fit_batch else Wrapped(shell, search, settles)
+        return parallel.HookWrapper(loss_module) if overrides.fit_batch else DDPWrapper(loss_module, search,
+                                                                                        search_once)
     if others := [*(["a recipe's own fit_batch"] if overrides.fit_batch else []), *undivided]:
         raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
-    return Sharded(shell, device, keys.fsdp)
+    return Sharded(loss_module, device, keys.fsdp)
 
 
 def find(modules: nn.Module, wanted: Wanted, key: str) -> list[nn.Module]:
@@ -132,26 +133,26 @@ def _recomputed(kind: type[nn.Module]) -> type:
 # ------------------------------------------------------------ parameters
 
 
-class Sharded(Alone):
-    """FSDP2 around the shell: each rank holds a part of every parameter, gradient and optimizer state.
+class Sharded(ModuleWrapper):
+    """FSDP2 around the ``LossModule``: each rank holds a part of every parameter, gradient and optimizer state.
 
     The parameters of a block are gathered while it computes, so a block must be called (``layer(x)``). Parameters
-    outside of blocks can be used in any way, since the shell gathers them for the whole forward.
+    outside of blocks can be used in any way, since it gathers them for the whole forward.
     """
 
-    def __init__(self, shell: Shell, device: torch.device, wanted: Wanted | Literal[True] = True):
-        super().__init__(shell)
+    def __init__(self, loss_module: LossModule, device: torch.device, wanted: Wanted | Literal[True] = True):
+        super().__init__(loss_module)
         self.world = ranks.world_size()
         with torch.no_grad():
-            for tensor in [*shell.parameters(), *shell.buffers()]:
+            for tensor in [*loss_module.parameters(), *loss_module.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
         mesh = init_device_mesh(device.type, (self.world,))
-        pieces = blocks(shell) if wanted is True else find(shell.owned, wanted, "fsdp")
+        pieces = blocks(loss_module) if wanted is True else find(loss_module.owned, wanted, "fsdp")
         if not pieces:
             logger.warning("fsdp: there are no repeated layers, so all parameters are gathered as one piece")
         for piece in reversed(pieces):  # inner ones first
             fully_shard(piece, mesh=mesh)
-        fully_shard(shell, mesh=mesh)
+        fully_shard(loss_module, mesh=mesh)
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """Do nothing: keeping whole gradients until the last micro-batch would need too much memory."""
@@ -160,7 +161,7 @@ class Sharded(Alone):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather all parameters on every rank inside this context, so that ranks can evaluate independently."""
-        pieces = [module for module in self.shell.modules() if isinstance(module, FSDPModule)]
+        pieces = [module for module in self.loss_module.modules() if isinstance(module, FSDPModule)]
         for piece in pieces:
             piece.set_reshard_after_forward(False, recurse=False)
             piece.unshard()

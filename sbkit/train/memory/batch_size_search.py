@@ -29,21 +29,21 @@ SLACK = 2.0
 FREE_SHARE = 0.8
 
 
-def find(made: Trial, words: list[str], gib: float) -> BatchSize:
+def find(trial: Trial, words: list[str], gib: float) -> BatchSize:
     """Find the batch sizes that fit into ``gib`` GiB, and rehearse them with batches of many lengths in a row.
 
     words : the command line of the recipe
     """
-    with _fits(made, words, gib) as fits:
-        counts = search(made.edges, fits, made.most_seconds / MARGIN)
-    with _fits(made, words, gib, SLACK) as fits:
-        return rehearse(BatchSize(gib, made.edges, counts, made.most_seconds), fits)
+    with _fits(trial, words, gib) as fits:
+        counts = search(trial.edges, fits, trial.most_seconds / MARGIN)
+    with _fits(trial, words, gib, SLACK) as fits:
+        return rehearse(BatchSize(gib, trial.edges, counts, trial.most_seconds), fits)
 
 
-def allowed(asked: float | None, device: torch.device) -> float:
+def memory_budget(requested: float | None, device: torch.device) -> float:
     """Return the GiB that a run may use: those requested, or those available."""
     if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
+        available = torch.cuda.get_device_properties(device).total_memory
     elif device.type != "cpu":
         raise SbkitError(f"can't try batches on {device}, because its memory can't be limited",
                          hint="sbkit check estimates what a batch needs")
@@ -51,35 +51,36 @@ def allowed(asked: float | None, device: torch.device) -> float:
         raise SbkitError(f"can't try batches on the CPU: {platform.system()} can't limit the memory of a process",
                          hint="sbkit check estimates what a batch needs")
     else:
-        there = host.total()
-    if asked is not None and asked > there / GIB:
-        raise SbkitError(f"--memory {asked:g}: there are only {there / GIB:.1f} GiB", hint="leave it out, or give less")
-    if asked is not None or device.type == "cuda":
-        return round(there / GIB if asked is None else asked, 2)
+        available = host.total()
+    if requested is not None and requested > available / GIB:
+        raise SbkitError(f"--memory {requested:g}: there are only {available / GIB:.1f} GiB",
+                         hint="leave it out, or give less")
+    if requested is not None or device.type == "cuda":
+        return round(available / GIB if requested is None else requested, 2)
     free = FREE_SHARE * host.available() / GIB
     return float(int(free)) if free >= 2 else round(free, 1)  # rounded, so that the next call finds this result
 
 
 @contextlib.contextmanager
-def _fits(made: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
+def _fits(trial: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
     """Yield a function that returns whether a number of utterances of a given length fits."""
-    if made.device.type == "cpu":
+    if trial.device.type == "cpu":
         with BoundedTrial(words, int(gib * GIB), slack) as bounded:
             yield bounded.fits
         return
-    there = torch.cuda.get_device_properties(made.device).total_memory / GIB
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib / there), made.device)
-    yield made.fits
+    total = torch.cuda.get_device_properties(trial.device).total_memory / GIB
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), trial.device)
+    yield trial.fits
 
 
-def remembered(made: Trial, gib: float) -> BatchSize | None:
+def cached_result(trial: Trial, gib: float) -> BatchSize | None:
     """Return the result of an earlier search under the same conditions, if there is one."""
-    same = [one for one in batch_size.remembered(made.cache)
-            if (one.gib, one.edges, one.most) == (gib, made.edges, made.most_seconds)]
+    same = [one for one in batch_size.cached(trial.cache)
+            if (one.gib, one.edges, one.most) == (gib, trial.edges, trial.most_seconds)]
     return same[0] if same else None
 
 
-def search(edges: Sequence[float], fits: Callable[[int, float], bool], most_seconds: float,
+def search(edges: Sequence[float], fits: Callable[[int, float], bool], max_seconds: float,
            show: bool = True) -> list[int]:
     """Find the largest number of utterances for each bucket by trying.
 
@@ -90,24 +91,24 @@ def search(edges: Sequence[float], fits: Callable[[int, float], bool], most_seco
     found: list[int] = []
     bar = progress(list(reversed(edges)), what="buckets tried", unit="bucket", show=show)
     for edge in bar:  # longest first: its result is where the search for shorter ones starts
-        most = max(1, math.ceil(most_seconds / edge))
-        start = min(most, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
+        max_count = max(1, math.ceil(max_seconds / edge))
+        start = min(max_count, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
 
         def fits_here(n: int, edge: float = edge) -> bool:
             return fits(n, edge)
 
-        found.append(_largest(fits_here, start, most))
+        found.append(_largest(fits_here, start, max_count))
     return found[::-1]
 
 
-def _largest(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """Return the largest n up to ``most`` that fits, to within ``PRECISION``; 0 if not even 1 fits."""
-    good, bad = 0, most + 1
+def _largest(fits: Callable[[int], bool], start: int, max_count: int) -> int:
+    """Return the largest n up to ``max_count`` that fits, to within ``PRECISION``; 0 if not even 1 fits."""
+    good, bad = 0, max_count + 1
     n = start
     while good < n < bad:
         if fits(n):
             good = n
-            n = min(2 * n, most)
+            n = min(2 * n, max_count)
         else:
             bad = n
             n = max(n // 2, 1)
@@ -132,15 +133,15 @@ def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
     return found
 
 
-def told(made: Trial, found: BatchSize) -> str:
+def summary(trial: Trial, found: BatchSize) -> str:
     """Return a table of the result, and the recommended value, as text."""
     rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
     shown = table(["utterances", "fit at once", "seconds"], rows)
-    where = f"{made.device_name} with {found.gib:g} GiB, {made.brain.precision}"
+    where = f"{trial.device_name} with {found.gib:g} GiB, {trial.brain.precision}"
     if not found.seconds:
         return (f"{shown}\n{where}: not even one of the longest utterances fits: try activation_checkpointing, or a "
                 "smaller model")
     share = "more has no effect, since no step is larger" if found.seconds >= found.most else \
         f"{found.share:.0%} of what fits"
     return (f"{shown}\n{where}: --max_batch_seconds {found.seconds} ({share}; the recipe has "
-            f"{made.batching.max_batch_seconds:g})")
+            f"{trial.batching.max_batch_seconds:g})")

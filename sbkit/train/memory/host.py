@@ -30,12 +30,12 @@ def keep_freed_memory() -> bool:
 
     Large tensors then come from the heap instead of new mappings, and the heap is never trimmed. All threads share one
     arena, so that the forward thread can use what the backward thread frees. Returns whether this took effect. It does
-    not without glibc, nor in a process with a memory limit (``ulimit -d``), which must return memory (``give_back``).
+    not without glibc, nor in a process with a memory limit (``ulimit -d``), which must call ``release_memory``.
     """
     shapes = _SHAPES_IF_BOUNDED if bounded() else _SHAPES  # oneDNN reads it at the first product or convolution
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", shapes)
     if bounded():
-        give_back()
+        release_memory()
         return False
     return _set(_KEEP)
 
@@ -52,7 +52,7 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Return free memory to the kernel, now and in future.
 
     A heap that is never trimmed is fragmented. If it has grown to the limit, batches of another shape may not fit, and

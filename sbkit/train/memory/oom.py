@@ -20,7 +20,7 @@ from sbkit.errors import SbkitError, first_line
 from sbkit.train import device as devices
 from sbkit.train.diagnose.saved_batch import utterance_ids
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.parallel import Alone, talks_in_forward
+from sbkit.train.distributed.parallel import ModuleWrapper, communicates_in_forward
 from sbkit.train.distributed.sharding import Sharded
 from sbkit.train.memory import host
 from sbkit.train.memory.threads import NO_PRIMITIVE, Threads
@@ -72,10 +72,10 @@ class MemoryLimits:
         """What else memory depends on, on all ranks; known once they train."""
         self.threads = Threads()
 
-    def begin(self, precision: str, compiled: bool, recomputed: object) -> None:
+    def begin(self, precision: str, compiled: bool, checkpointing: object) -> None:
         """Collect the devices and settings of all ranks."""
         own = f"{devices.described(self.device)} in {precision}"
-        own += ", compiled" * compiled + f", activation_checkpointing: {recomputed}" * bool(recomputed)
+        own += ", compiled" * compiled + f", activation_checkpointing: {checkpointing}" * bool(checkpointing)
         self.conditions = sorted(set(ranks.gather_objects(own)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,9 +101,9 @@ class MemoryLimits:
         """Return the number of parts for a micro-batch, so that none is as large as one that failed."""
         count = 1
         if self.limit < float("inf"):
-            size, most = largest(batch), length(batch)
-            while size / count >= self.limit and count < most:
-                count = min(2 * count, most)
+            size, utterances = largest(batch), length(batch)
+            while size / count >= self.limit and count < utterances:
+                count = min(2 * count, utterances)
         return count
 
     def ran_out(self, error: Exception) -> bool:
@@ -113,7 +113,7 @@ class MemoryLimits:
         self.threads.leave_if_stuck(error)
         return True
 
-    def refuse_to_retry(self, error: Exception, batch: object, count: int, modules: nn.Module, wrap: Alone, *,
+    def refuse_to_retry(self, error: Exception, batch: object, count: int, modules: nn.Module, wrap: ModuleWrapper, *,
                         exchanging: bool) -> None:
         """Raise an error that says why a micro-batch, which ran out of memory in ``count`` parts, can't be split more.
 
@@ -124,9 +124,10 @@ class MemoryLimits:
             raise too_long(self.device, batch) from error
         reason = ""
         if ranks.world_size() > 1:
-            talking = next((name for name, module in modules.named_modules() if talks_in_forward(module)), None)
-            if talking is not None:
-                reason = f"; '{talking}' needs the values of all ranks, so none can repeat a step alone"
+            communicating = next((name for name, module in modules.named_modules() if communicates_in_forward(module)),
+                                 None)
+            if communicating is not None:
+                reason = f"; '{communicating}' needs the values of all ranks, so none can repeat a step alone"
             elif exchanging:
                 reason = ", while gradients were being exchanged with the other ranks"
         if isinstance(wrap, Sharded):
@@ -179,7 +180,7 @@ class MemoryLimits:
         """Release cached memory that is not in use."""
         gc.collect()
         if self.device.type == "cpu":
-            host.give_back()
+            host.release_memory()
         else:
             torch.get_device_module(self.device).empty_cache()
 

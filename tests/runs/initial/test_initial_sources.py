@@ -299,7 +299,7 @@ def refusal(data, tmp_path, source, **keys):
 def test_what_is_not_there_is_told_before_the_corpus_is_prepared(english, tmp_path):
     brain = target(tmp_path / "new", english, init_from=str(tmp_path / "nowhere"))
     with pytest.raises(SbkitError, match=r"init_from: .*nowhere is not there") as error:
-        initial.look(brain.keys)
+        initial.open_source(brain.keys)
     assert "a run, a checkpoint, a bundle" in error.value.hint
 
 

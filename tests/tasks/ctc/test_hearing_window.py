@@ -87,7 +87,7 @@ def test_the_task_refuses_them_when_it_prepares_and_before_it_scores(tmp_path, w
         made.task.prepare(made.keys, long, {})
     assert not made.keys.tokenizer.path.exists()
     with pytest.raises(SbkitError, match="test: 1 of 1 utterances are longer than the 30 s"):
-        made.task.look_at(made.keys, "test", long["test"])
+        made.task.check_manifest(made.keys, "test", long["test"])
 
 
 def test_no_clip_of_a_comparison_is_longer_than_the_model_hears(tmp_path):

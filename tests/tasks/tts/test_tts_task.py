@@ -217,9 +217,9 @@ def test_the_corpus_must_fit_the_text_encoder(run):
 
 def test_characters_that_it_never_learnt_are_warned_of(task, caplog):
     with caplog.at_level(logging.WARNING):
-        TTS.look_at(task.keys, "test", SimpleNamespace(texts=["ab c"]))
+        TTS.check_manifest(task.keys, "test", SimpleNamespace(texts=["ab c"]))
         assert not caplog.records
-        TTS.look_at(task.keys, "test", SimpleNamespace(texts=["añ", "é"]))
+        TTS.check_manifest(task.keys, "test", SimpleNamespace(texts=["añ", "é"]))
     assert "2 characters of these texts, and leaves them out: 'é', 'ñ'" in caplog.text
 
 

@@ -294,7 +294,7 @@ def test_another_optimizer_is_said(tmp_path):
 
 def test_an_optimizer_that_needs_what_another_did_not_save_is_said(tmp_path):
     layer = torch.nn.Linear(4, 4)
-    muon = Muon(layer.parameters(), of=[layer])
+    muon = Muon(layer.parameters(), modules=[layer])
     layer(torch.ones(2, 4)).sum().backward()
     muon.step()
     Checkpointer(tmp_path, {"optimizer": muon}).save_checkpoint()
@@ -317,10 +317,10 @@ def test_so_is_one_with_other_options(tmp_path, opt_class):
     (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.999)}, {"weight_decay": 0.2, "betas": (0.8, 0.98)}),
     (torch.optim.AdamW, {"fused": False}, {"fused": True}),
     (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.8}),
-    (Muon, {"every": 4, "strength": 0.1, "weight_decay": 0.1}, {"every": 1, "strength": 0.4, "weight_decay": 0.0})])
+    (Muon, {"orthogonalize_every": 4, "update_rms": 0.1, "weight_decay": 0.1}, {"weight_decay": 0.0})])
 def test_an_optimizer_goes_on_with_the_options_of_now_at_the_rate_that_it_came_to(tmp_path, opt_class, before, now):
     layer = torch.nn.Linear(4, 4)
-    more = {"of": [layer]} if opt_class is Muon else {}
+    more = {"modules": [layer]} if opt_class is Muon else {}
     first = opt_class(layer.parameters(), lr=0.1, **more, **before)
     first.param_groups[0]["lr"] = 0.05
     Checkpointer(tmp_path, {"optimizer": first}).save_checkpoint()

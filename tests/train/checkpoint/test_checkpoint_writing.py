@@ -249,12 +249,12 @@ def test_what_went_wrong_in_the_background_is_raised_by_the_next_look_which_wait
     monkeypatch.setattr(files, "write_state", lambda *args: go_on.wait(60) and refuse(*args))
     assert disk.full
     ckpt.save_checkpoint()
-    ckpt.look()
+    ckpt.raise_pending_error()
     go_on.set()
     ckpt._writer._thread.join()
     with pytest.raises(SbkitError, match="No space left"):
-        ckpt.look()
-    ckpt.look()
+        ckpt.raise_pending_error()
+    ckpt.raise_pending_error()
 
 
 class Saving(ToyBrain):

@@ -218,7 +218,7 @@ atexit.register(lambda: print("at the end", sum("gloo" in name for name in names
 from sbkit.train.distributed import ddp, parallel, ranks
 {joins}
 layer = torch.nn.Linear(4, 4)
-wrapped = ddp.Wrapped(parallel.Shell(torch.nn.ModuleList([layer]), lambda x: layer(x).sum()), False)
+wrapped = ddp.DDPWrapper(parallel.LossModule(torch.nn.ModuleList([layer]), lambda x: layer(x).sum()), False)
 wrapped.module(torch.ones(2, 4)).backward()
 print("before", sum("gloo" in name for name in names()))
 {leaves}

@@ -84,13 +84,13 @@ class LateOnACard(Late):
     since = 2
 
     def on_stage_start(self, stage, epoch=None):
-        def facts(wait=False):
+        def results(wait=False):
             ready = len(steps._pending) - (not wait)
             taken, steps._pending = steps._pending[:max(ready, 0)], steps._pending[max(ready, 0):]
             return [steps._read(*entry) for entry in taken]
 
         steps = self.trainer.steps
-        steps.facts = facts
+        steps.results = results
 
 
 @pytest.mark.parametrize("cls", [Late, LateOnACard])

@@ -254,7 +254,7 @@ def train_with_little(rank, size, megabytes):
         return toy
 
     whole, told = state(run()), []
-    host.give_back()
+    host.release_memory()
     if ranks.rank() == rank:
         host.bound(host._now()["VmRSS"] + (megabytes << 20))
     handler = logging.Handler()
@@ -408,7 +408,8 @@ def test_a_rank_does_not_repeat_alone_what_the_others_take_part_in():
 def train_as_rank(cls, micros, most=0.0):
     toy = brain(cls)
     place = ranks.rank(), ranks.world_size()
-    toy.fit(range(1, 3), ToyTrainLoader(5, 8, *place, micros, lambda batch: setattr(batch, "most", most)),
+    toy.fit(range(1, 3),
+            ToyTrainLoader(5, 8, *place, micros, lambda batch: setattr(batch, "largest_micro_batch", most)),
             ToyEvalLoader(4))
     return state(toy), toy.attempts, toy.trainer.memory.largest_step_that_fit
 
