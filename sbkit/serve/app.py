@@ -142,7 +142,8 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
             stay.callback(visit.close)
             try:
                 ask = await visit.read(form.read(upload.request, state.loaded))
-                found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told))
+                found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told),
+                                     ask.served.batcher.backlog)
                 await anext(found)  # it is audio; from here on errors are sent as events
                 if ask.stream:
                     return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
@@ -204,9 +205,8 @@ def _transcribe(state: State, ask: Form, held: Held, visit: Visit,
                 told: Callable[[Any], None]) -> Transcript | Response:
     """Transcribe and make the answer in a thread: reports first that the upload is audio, then, for a stream, pieces of
     the text, and its transcript is the last."""
-    job, limits = visit.job, state.limits
-    with contextlib.closing(ask.served.batcher.backlog.hold(
-            job.client, limits.client_share, limits.request_seconds, visit.until)) as audio:
+    job = visit.job
+    with contextlib.closing(visit.work(ask.served.batcher.backlog)) as audio:
         with contextlib.closing(held), ask.upload:
             assert state.decoders is not None, "the models are loaded"
             wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job, audio)

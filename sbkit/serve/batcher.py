@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -9,13 +10,15 @@ from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
+from sbkit.infer.device import OutOfMemory
 from sbkit.infer.engine import Engine
 from sbkit.infer.pipeline import batch_seconds
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve.backlog import Backlog
 
 _ROWS = 32
-_LONG_SECONDS = 5.0
+_LONG = 5.0  # seconds of audio, or symbols
+_MEASURED = 1.0  # seconds, after which a speed is known well enough
 
 
 class _Query(NamedTuple):
@@ -32,14 +35,16 @@ class Batcher:
     engine : runs the batches, one after another
     seconds : seconds of audio in one batch, including padding; None for the device's default
     budget : the same as a length in samples, or a voice's symbols; overrides ``seconds``
-    rows : most signals in one batch; 1 turns batching off
+    batching : False runs each signal by itself
     told : called with the number of signals of each batch
+    unit, cost : what work is counted in, and how much a signal is; seconds of audio by default
     """
 
-    def __init__(self, engine: Engine | VoiceEngine, seconds: float | None = None, rows: int = _ROWS,
-                 told: Callable[[int], None] | None = None, budget: float | None = None):
+    def __init__(self, engine: Engine | VoiceEngine, seconds: float | None = None, batching: bool = True,
+                 told: Callable[[int], None] | None = None, budget: float | None = None, unit: str = "s of audio",
+                 cost: Callable[[Any], float] | None = None):
         self.engine = engine
-        self._rows = rows if engine.config.batching else 1
+        self._rows = _ROWS if batching and engine.config.batching else 1
         self._budget = budget or (seconds or batch_seconds(engine)) * engine.config.sample_rate
         self._told = told or (lambda rows: None)
         self._lock = threading.Lock()
@@ -49,8 +54,9 @@ class Batcher:
         self._batches = 0
         self._running = False
         self._since = 0.0
-        self.backlog = Backlog()
-        """The audio of recordings that is left to hear."""
+        self._cost = cost or (lambda signal: len(signal) / engine.config.sample_rate)
+        self.backlog = Backlog(unit)
+        """What is left to do for the requests inside."""
 
     @property
     def waiting(self) -> int:
@@ -61,6 +67,19 @@ class Batcher:
     def busy_seconds(self) -> float:
         """How long the current batch has been running; 0 if there is none."""
         return time.monotonic() - self._since if self._running else 0.0
+
+    def measure(self, signal: Sized) -> None:
+        """Run full batches of a signal before the first request, so that the speed is known from then on."""
+        full = max(1, min(self._rows, int(self._budget // len(signal))))
+        with contextlib.suppress(OutOfMemory):  # such a batch is split while serving
+            for rows in (1, full, full):
+                began = time.monotonic()
+                batch: list[Any] = [signal] * rows  # of the engine's kind
+                self.engine.submit(batch).result()
+                took = time.monotonic() - began
+                self.backlog.ran(self._cost(signal) * rows, took)
+                if took > _MEASURED:
+                    break
 
     def submit(self, signal: Sized, client: str | None = None) -> Future[Any]:
         """Queue a signal [S] or a line; the future gives its log-probabilities [T, V] or its sound, and can be
@@ -123,9 +142,9 @@ class Batcher:
     def _done(self, batch: list[_Query], done: Future[Any]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()
         if error is None:
-            rate = self.engine.config.sample_rate
-            if max(len(each.signal) for each in batch) >= _LONG_SECONDS * rate:  # a short one says little of long ones
-                self.backlog.ran(sum(len(each.signal) for each in batch) / rate, self.busy_seconds)
+            costs = [self._cost(each.signal) for each in batch]
+            if max(costs) >= _LONG:  # a short one says little of long ones
+                self.backlog.ran(sum(costs), self.busy_seconds)
             self._finish(batch, done.result())
         elif len(batch) > 1 and self.engine.fault is None and not done.cancelled():
             self._again.extend(batch)  # each alone, so that one can't make another fail

@@ -77,10 +77,13 @@ class Turns:
         self._give()
         return asked
 
-    def ahead(self, client: str | None) -> float:
-        """How many of a client's must end before a new one begins, for each of the places that it may have."""
+    def ahead(self, client: str | None, asked: Future[None] | None = None) -> float:
+        """How many of a client's must end before a new one begins, or one that waits, for each of the places that it
+        may have."""
         with self._lock:
-            return len(self._waiting.get(client, ())) / (self._places if client is None else self._most)
+            waiting = self._waiting.get(client, deque())
+            before = waiting.index(asked) if asked is not None and asked in waiting else len(waiting)
+            return before / (self._places if client is None else self._most)
 
     def back(self, client: str | None) -> None:
         """Give a place back."""

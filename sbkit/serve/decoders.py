@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from sbkit.errors import SbkitError
-from sbkit.serve.backlog import Audio
+from sbkit.serve.backlog import Work
 from sbkit.serve.clients import Turns
 from sbkit.serve.decoder_process import NO, READY, YES
 from sbkit.serve.disk import Disk, Held, said_of, with_room
@@ -174,7 +174,7 @@ class Decoders:
                 raise SbkitError(f"a process that decodes audio {error}",
                                  hint=f"try it by hand: {' '.join(self._command)} 0 0 0") from None
 
-    def decode(self, upload: IO[bytes], rate: int, job: Job, audio: Audio | None = None) -> Wave:
+    def decode(self, upload: IO[bytes], rate: int, job: Job, audio: Work | None = None) -> Wave:
         """Decode an upload into samples; raises ``ApiError`` with the reason if it can't. ``audio`` grows with them."""
         with contextlib.ExitStack() as undo:
             held = undo.enter_context(contextlib.closing(self._disk.hold(job.client)))

@@ -14,14 +14,14 @@ from sbkit.infer.assembly import Assembly, transcript
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.stable_words import StableWords
 from sbkit.infer.transcript import Transcript
-from sbkit.serve.backlog import Audio
+from sbkit.serve.backlog import Work
 from sbkit.serve.job import Job
 from sbkit.serve.registry import ServedModel
 
 _AHEAD = 4  # chunks of one recording in flight: a long recording must not fill all batches
 
 
-def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio: Audio,
+def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio: Work,
               told: Callable[[str], None] | None = None) -> Transcript:
     """Transcribe a recording given as blocks [S].
 
@@ -38,7 +38,7 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
     def take() -> None:
         number, chunk, future = waiting.popleft()
         heard.add(number, chunk, job.result(future), served.frame_samples, served.decoder)
-        audio.heard(heard.samples / served.config.sample_rate)
+        audio.done(heard.samples / served.config.sample_rate)
         new, heard.stretches = heard.stretches, []
         settling.more(new)
         if tell is not None:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.decoding import decoder
@@ -22,6 +24,7 @@ from sbkit.serve.served import STUCK_SECONDS, Served
 from sbkit.serve.served_voice import ServedVoice
 from sbkit.system.cores import usable_cores
 
+_MEASURED_SECONDS = 5.0  # of the signal that speed is measured with
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -76,8 +79,8 @@ class ServedModel(Served):
         self.chunk_seconds = config.chunk(options.chunk_seconds)
         self.frame_samples = config.hop_samples * config.subsampling
         self.decoder = decoder(self.vocabulary, options.search)
-        rows = {} if options.batching else {"rows": 1}
-        self.batcher = Batcher(self.engine, options.batch_seconds, told=told, **rows)
+        self.batcher = Batcher(self.engine, options.batch_seconds, told=told, batching=options.batching)
+        self._measure(np.zeros(int(min(_MEASURED_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
         self.streams = self._streams(folder, options, stepped)
         """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
         self.chunks_ms = list(self.streams.chunks) if self.streams is not None else []

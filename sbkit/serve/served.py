@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC
+from collections.abc import Sized
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -31,6 +32,14 @@ class Served(ABC):
     def close(self) -> None:
         """Release the model."""
         self.engine.close()
+
+    def _measure(self, signal: Sized) -> None:
+        """Measure the speed, so that the first request that can't be answered in time is refused, too."""
+        try:
+            self.batcher.measure(signal)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def fault(self) -> str | None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sbkit.infer.voice_engine import VoiceEngine
+from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.served import Served
 
 #: Symbols in a batch, padding included, on a CPU and on a GPU; one text of the greatest length always fits.
 _SYMBOLS = {True: 250, False: 6000}
+_SENTENCE = 60  # symbols of the one that speed is measured with
 
 
 class ServedVoice(Served):
@@ -32,8 +33,10 @@ class ServedVoice(Served):
         self.engine = VoiceEngine(folder, model, device, threads)
         self.config = self.engine.config
         symbols = max(self.config.max_symbols, _SYMBOLS[self.engine.running.device == "cpu"])
-        rows = {} if batching else {"rows": 1}
-        self.batcher = Batcher(self.engine, budget=symbols, told=told, **rows)
+        self.batcher = Batcher(self.engine, budget=symbols, told=told, batching=batching, unit="symbols",
+                               cost=lambda line: len(line) / line.speed)
+        sentence = min(self.config.max_symbols, _SENTENCE)
+        self._measure(SpeechInput([1 + number % (len(self.config.symbols) - 1) for number in range(sentence)]))
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -39,10 +39,12 @@ async def sound(visit: Visit, ask: SpeechForm, metrics: Metrics) -> AsyncGenerat
     before it is read, so that a slow reader takes no thread and little memory."""
     began, name = time.monotonic(), ask.served.name
     stream, usage = SoundStream(ask.kind, ask.served.config.sample_rate), Usage()
+    work = visit.work(ask.served.batcher.backlog)
     coming = deque(pauses(iter(ask.pieces), ask.speed))
     computing: deque[tuple[Phrase, float, asyncio.Future[Any]]] = deque()
     first = True
     try:
+        work.grow(sum(len(piece.ids) for piece in ask.pieces) / ask.speed)
         while coming or computing:
             while coming and len(computing) < _AHEAD:
                 piece, pause = coming.popleft()
@@ -57,6 +59,7 @@ async def sound(visit: Visit, ask: SpeechForm, metrics: Metrics) -> AsyncGenerat
             speech = spoken(piece, found, ask.served.config, pause)
             data = await visit.met(visit.step(_encoded, stream, speech, not (coming or computing)))
             usage.symbols += len(piece.ids)
+            work.done(usage.symbols / ask.speed)
             usage.frames += int(found.frames.sum())
             metrics.spoken.add(speech.seconds, model=name)
             if data:
@@ -66,6 +69,7 @@ async def sound(visit: Visit, ask: SpeechForm, metrics: Metrics) -> AsyncGenerat
                 yield data
         yield usage
     finally:
+        work.close()
         for _, _, waiting in computing:
             _forget(waiting)
 

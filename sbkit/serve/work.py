@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from sbkit.serve.backlog import Backlog, Work
 from sbkit.serve.clients import Shares, Turns, address
 from sbkit.serve.errors import busy, too_late, too_slow
 from sbkit.serve.job import Cancelled, Job
@@ -18,6 +19,7 @@ from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
 T = TypeVar("T")
+_LOOK_SECONDS = 0.5  # between two looks at whether a turn can still come in time
 _SMOOTH = 0.2  # weight of the newest request in the mean
 
 
@@ -32,6 +34,7 @@ class Rooms:
         self._limits, self._metrics = limits, metrics
         self._threads = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-request")
         self._steps = ThreadPoolExecutor(limits.max_active, thread_name_prefix="sbkit-step")
+        self.client_share = limits.client_share
         self.turns = Turns(limits.max_active, limits.client_share)
         self._shares = Shares(limits.max_requests, limits.client_share)
         self._mean = 1.0
@@ -101,16 +104,23 @@ class Visit:
             self._metrics.cancelled.add(reason="slow upload")
             raise too_slow(f"took longer than {self._seconds:g} s") from None
 
-    async def stream(self, call: Callable[[Callable[[Any], None]], T]) -> AsyncIterator[Any]:
+    def work(self, backlog: Backlog) -> Work:
+        """Hold the work that the request is for a model, none at first."""
+        return backlog.hold(self.job.client, self._rooms.client_share, self._seconds, self.until)
+
+    async def stream(self, call: Callable[[Callable[[Any], None]], T], backlog: Backlog) -> AsyncIterator[Any]:
         """Yield what a call in a thread reports, then its result. Ends early, together with the call, at the deadline
-        or when the client leaves."""
+        or when the client leaves.
+
+        backlog : of the model that the call asks
+        """
         loop = asyncio.get_running_loop()
         told: asyncio.Queue[Any] = asyncio.Queue()
 
         def tell(each: object) -> None:
             loop.call_soon_threadsafe(told.put_nowait, each)
 
-        running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(tell))))
+        running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(tell), backlog)))
         running.add_done_callback(lambda _: told.put_nowait(_End))
         try:
             while (each := await self.met(told.get())) is not _End:
@@ -120,15 +130,18 @@ class Visit:
             self.job.cancel()
             running.cancel()
 
-    async def _submit(self, call: Callable[[], T]) -> Future[T]:
+    async def _submit(self, call: Callable[[], T], backlog: Backlog) -> Future[T]:
         """Start a call in a thread when it is this client's turn; its place is free when the thread is."""
         client = self.job.client
-        wait = self._rooms.mean_work * self._rooms.turns.ahead(client)
-        if wait + time.monotonic() > self.until:
-            raise busy("as many requests of your address wait as can begin within the time limit", wait)
         turn = self._rooms.turns.wait(client)
         try:
-            await self.met(asyncio.wrap_future(self.job.watch(turn)))
+            given = asyncio.wrap_future(self.job.watch(turn))
+            while not turn.done():  # what those before it take may be known only once they have begun
+                wait = max(self._rooms.mean_work * self._rooms.turns.ahead(client, turn), backlog.seconds(client))
+                if wait + time.monotonic() > self.until:
+                    raise busy("as many requests of your address wait as can begin within the time limit", wait)
+                await self.met(asyncio.wait({given}, timeout=_LOOK_SECONDS))
+            await self.met(given)
             return self._rooms.start(call, client)
         except BaseException:
             if not turn.cancel():

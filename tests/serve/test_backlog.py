@@ -1,4 +1,4 @@
-"""What can't be heard in time is refused at once, by the audio that is left and the speed of the model."""
+"""What can't be done in time is refused at once, by the work that is left and the speed of the model."""
 
 import time
 
@@ -12,8 +12,7 @@ from sbkit.serve.errors import ApiError
 def backlog():
     """Of a model that hears 10 s a second."""
     backlog = Backlog()
-    for _ in range(5):
-        backlog.ran(20.0, 2.0)
+    backlog.ran(20.0, 2.0)
     return backlog
 
 
@@ -29,7 +28,6 @@ def refused(audio, seconds):
 
 def test_as_long_as_the_speed_is_unknown_all_are_taken():
     backlog = Backlog()
-    backlog.ran(1.0, 100.0)
     assert backlog.speed is None
     hold(backlog, "a").grow(1e6)
 
@@ -77,7 +75,7 @@ def test_what_was_heard_is_no_longer_ahead(backlog):
     first = hold(backlog, None)
     first.grow(900)
     assert refused(hold(backlog, None), 500).status == 429
-    first.heard(600)
+    first.done(600)
     hold(backlog, None).grow(500)
 
 
@@ -87,7 +85,7 @@ def test_a_header_that_claimed_too_much_is_corrected(backlog):
     assert refused(hold(backlog, "a"), 300).status == 429
     liar.keep(60)
     hold(backlog, "a").grow(300)
-    liar.heard(60)
+    liar.done(60)
     liar.close()
     hold(backlog, "a").grow(190)
     assert refused(hold(backlog, "a"), 90).status == 429
@@ -97,8 +95,7 @@ def test_one_that_came_before_the_speed_was_known_and_is_too_long_is_ended():
     backlog = Backlog()
     audio = hold(backlog, "a")
     audio.grow(1500)
-    audio.heard(20)
-    for _ in range(5):
-        backlog.ran(20.0, 2.0)
+    audio.done(20)
+    backlog.ran(20.0, 2.0)
     with pytest.raises(ApiError, match="not done within 100 s"):
-        audio.heard(40)
+        audio.done(40)

@@ -79,7 +79,7 @@ def test_those_of_like_length_go_together_and_the_oldest_goes_first(engine, monk
 
 def test_clients_have_their_turns_and_each_its_oldest_first(engine):
     ran = []
-    batcher = Batcher(engine, rows=1)
+    batcher = Batcher(engine, batching=False)
     go = held(engine)
     for client, label in ("a", 5), ("a", 6), ("a", 7), ("b", 8), ("b", 9), (None, 10):
         batcher.submit(bundles.voiced([label]), client).add_done_callback(lambda done: ran.append(labels(done)[0]))
@@ -90,7 +90,7 @@ def test_clients_have_their_turns_and_each_its_oldest_first(engine):
 
 def test_without_batching_each_runs_alone(engine):
     rows = []
-    batcher = Batcher(engine, rows=1, told=rows.append)
+    batcher = Batcher(engine, batching=False, told=rows.append)
     futures = [batcher.submit(bundles.voiced([i])) for i in range(1, 9)]
     assert [labels(each)[0] for each in futures] == list(range(1, 9)) and rows == [1] * 8
 

@@ -164,10 +164,9 @@ STUCK = """
 import sys, time
 from sbkit.cli import main
 from sbkit.infer import backends
-real, calls = backends.Onnx.__call__, []
+real = backends.Onnx.__call__
 def call(self, *batch):
-    calls.append(1)
-    if len(calls) > 1:
+    if batch[0].any():  # a server starts with silence
         time.sleep(1000)
     return real(self, *batch)
 backends.Onnx.__call__ = call

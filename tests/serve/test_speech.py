@@ -22,6 +22,7 @@ from websockets.sync.client import connect
 
 from sbkit.errors import SbkitError
 from sbkit.infer.sound_file import KINDS
+from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve import registry
 from sbkit.serve.limits import Limits
 
@@ -361,6 +362,23 @@ def test_a_full_queue_is_a_429_and_a_deadline_a_504_before_anything_is_sent(voic
             waiting.join()
         assert errors[0].status_code == 504 and errors[0].code == "deadline_exceeded"
         assert heard(speak(client, response_format="wav").content) == SAID, "and the next one is right"
+
+
+def test_a_text_that_can_not_be_spoken_in_time_is_refused_at_once(voice, monkeypatch):
+    real = VoiceEngine.submit
+
+    def slow(engine, lines):
+        time.sleep(sum(map(len, lines)) / 200)
+        return real(engine, lines)
+
+    monkeypatch.setattr(VoiceEngine, "submit", slow)
+    with serving.serving({"tts": voice}, limits=Limits(decoders=1, request_seconds=3)) as server, \
+            openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
+        began = time.monotonic()
+        with pytest.raises(openai.APIStatusError) as caught:
+            speak(client, "hello there. " * 100)
+        assert caught.value.code == "deadline_exceeded" and time.monotonic() - began < 1.5
+        assert heard(speak(client, response_format="wav").content) == SAID
 
 
 class Failing:
