@@ -17,6 +17,7 @@ from sbkit.serve.app import State, make
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.gate import ApiKeys
 from sbkit.serve.limits import Limits
+from sbkit.serve.served import BundleOptions
 from sbkit.serve.server import _bound as bound
 
 
@@ -69,7 +70,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         state.decoders.check()
         folders = folder if isinstance(folder, dict) else dict.fromkeys(names, folder)
         state.registry = registry.load(
-            folders, registry.BundleOptions(device=device, threads=1, **options),
+            folders, BundleOptions(device=device, threads=1, **options),
             lambda name, rows: state.metrics.batches.observe(rows, model=name),
             lambda name, rows: state.metrics.steps.observe(rows, model=name))
     listening = bound("127.0.0.1", 0)

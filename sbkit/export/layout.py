@@ -7,6 +7,7 @@ import math
 import unicodedata
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -79,6 +80,11 @@ _SAMPLES = Integer(0, MOST_SECONDS * MOST_RATE)
 
 T = TypeVar("T", bound="Bundle | Streaming")
 B = TypeVar("B", bound="Bundle")
+V = TypeVar("V")
+#: The configuration of each kind of bundle. A class that derives from ``Bundle`` and names its ``kind`` is added.
+KINDS: dict[str, type[Bundle]] = {}
+#: Where installed packages say which module defines a kind: an entry point with its name.
+ENTRY_POINTS = "sbkit.bundles"
 
 
 @dataclass(kw_only=True)
@@ -86,6 +92,7 @@ class Bundle:
     """The contents of config.json that bundles of all kinds have."""
 
     kind: ClassVar[str]
+    """Its name in config.json."""
     what: ClassVar[str]
     """What such a bundle has, as a message says it."""
     use: ClassVar[str]
@@ -103,6 +110,17 @@ class Bundle:
     trained: dict[str, Any] = value(Object(), default_factory=dict)
     """The recipe, the checkpoint and its scores."""
     made_by: dict[str, str] = value(Object(), default_factory=dict)
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls):
+            KINDS[cls.kind] = cls
+
+    @classmethod
+    def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
+        """Make a configuration of the values in config.json, and check it."""
+        config = _made(cls, values, str(path))
+        config.check(path)
+        return config
 
     def to_json(self) -> str:
         """Make the text of config.json."""
@@ -212,6 +230,12 @@ class Config(Bundle):
     """The longest audio that the model can hear at once; null: any."""
     streaming: Streaming | None = None
     """Only of a model that also takes streams."""
+
+    @classmethod
+    def of(cls: type[B], values: dict[str, Any], path: Path) -> B:
+        if values.get("streaming") is not None:
+            values["streaming"] = _made(Streaming, values["streaming"], f"{path}: streaming")
+        return super().of(values, path)
 
     def window(self, chunk: int) -> int:
         """Return the samples of a stream's window for a chunk of so many output frames."""
@@ -338,7 +362,16 @@ class CodecConfig(Bundle):
                              f"{shown(self.decoders)}")
 
 
-KINDS: dict[str, type[Bundle]] = {kind.kind: kind for kind in (Config, GraphConfig, VoiceConfig, CodecConfig)}
+class ByKind(dict[type[Bundle], V]):
+    """What there is for each kind of bundle. A kind that adds nothing has what its base class has."""
+
+    def of(self, config: Bundle) -> V:
+        """Return what there is for a bundle; raises if there is nothing."""
+        for kind in type(config).__mro__:
+            if kind in self:
+                return self[kind]
+        raise SbkitError(f"the bundle has {config.what}, and nothing here runs that",
+                         hint=f"is what runs bundles of kind {config.kind} imported?")
 
 
 def read(folder: str | Path) -> Bundle:
@@ -361,15 +394,19 @@ def read(folder: str | Path) -> Bundle:
         raise SbkitError(f"{path} has version {shown(version)}, but this sbkit reads version {VERSION}",
                          hint="install a newer sbkit" if isinstance(version, int) and version > VERSION else None)
     name = values.pop("kind", CTC)
-    kind = KINDS.get(name) if isinstance(name, str) else None
+    kind = _kind(name) if isinstance(name, str) else None
     if kind is None:
         raise SbkitError(f"{path} is of kind {shown(name)}, but this sbkit reads {', '.join(KINDS)}",
-                         hint="install a newer sbkit")
-    if kind is Config and values.get("streaming") is not None:
-        values["streaming"] = _made(Streaming, values["streaming"], f"{path}: streaming")
-    config = _made(kind, values, str(path))
-    config.check(path)
-    return config
+                         hint="install a newer sbkit, or import what defines that kind")
+    return kind.of(values, path)
+
+
+def _kind(name: str) -> type[Bundle] | None:
+    """Find a kind by its name, also one that an installed package defines."""
+    if name not in KINDS:
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            point.load()
+    return KINDS.get(name)
 
 
 def _made(kind: type[T], values: object, told: str) -> T:

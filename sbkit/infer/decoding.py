@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from sbkit.decode.heard import StreamSearch
 from sbkit.decode.search_options import check_weight
 from sbkit.decode.spans import TokenSpans, collapse
 from sbkit.errors import SbkitError
+from sbkit.export.layout import ByKind, Config
 from sbkit.export.vocabulary import Vocabulary
 
 Kept = Any  # what a decoder keeps of a stretch, which only that decoder reads
@@ -136,7 +137,15 @@ class Beam:
         return BeamStream(self._search, self._spelling)
 
 
-def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
-    """Make the decoder: a beam search if any search option is given, otherwise greedy."""
+def _ctc(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
     check_weight(search or {})
     return Beam(vocabulary, search) if search else Greedy(vocabulary)
+
+
+#: What makes the decoder of each kind of recogniser, given its vocabulary and the options of a search, if any.
+DECODERS: ByKind[Callable[[Vocabulary, Mapping[str, Any] | None], Decoder]] = ByKind({Config: _ctc})
+
+
+def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
+    """Make a recogniser's decoder: a beam search if any search option is given, otherwise greedy."""
+    return DECODERS.of(vocabulary.config)(vocabulary, search)

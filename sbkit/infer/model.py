@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, overload
 
 from sbkit.decode.hotwords import boosted
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.codec import CodecModel, codec
+from sbkit.infer.codec import codec
 from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
@@ -118,11 +119,30 @@ def _recording(source: Source) -> Recording:
     return Recording(source, name)
 
 
+def _recogniser(bundle: str | Path, model: str, device: str, threads: int | None, compile: str | None = None,
+                options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None) -> Model:
+    return Model(Engine(bundle, model, device, threads, compile, buckets), options)
+
+
+def _graph(bundle: str | Path, model: str, device: str, threads: int | None, compile: str | None = None,
+           buckets: Sequence[tuple[int, float]] | None = None) -> GraphModel:
+    return GraphModel(GraphEngine(bundle, model, device, threads, compile, buckets))
+
+
+def _voice(bundle: str | Path, model: str, device: str, threads: int | None) -> Voice:
+    return Voice(VoiceEngine(bundle, model, device, threads))
+
+
+#: What loads each kind of bundle, given its folder, model, device, threads, and more if it takes that.
+LOADERS: layout.ByKind[Callable[..., Any]] = layout.ByKind({
+    layout.Config: _recogniser, layout.GraphConfig: _graph, layout.VoiceConfig: _voice, layout.CodecConfig: codec})
+
+
 def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,
          compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
-         ) -> Model | GraphModel | Voice | CodecModel:
+         ) -> Any:  # one of those below
     """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a codec ``encode`` and ``decode``, a model of
-    another task ``run``.
+    another task ``run``, and one of a kind of your own what you added to ``LOADERS``.
 
     >>> model = load("bundle")                            # doctest: +SKIP
     >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP
@@ -138,13 +158,9 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     buckets : shapes (utterances, seconds) that the model is compiled for
     """
     config = layout.read(bundle)
-    if isinstance(config,
-                  (layout.VoiceConfig, layout.CodecConfig)) and (compile or options is not None or buckets is not None):
+    loader = LOADERS.of(config)
+    given = {name: value for name, value in (("compile", compile or None), ("options", options), ("buckets", buckets))
+             if value is not None}
+    if not given.keys() <= signature(loader).parameters.keys():
         raise SbkitError(f"compile, options and buckets are for recognisers, and this is {config.what}")
-    if isinstance(config, layout.VoiceConfig):
-        return Voice(VoiceEngine(bundle, model, device, threads))
-    if isinstance(config, layout.CodecConfig):
-        return codec(bundle, model, device, threads)
-    if isinstance(config, layout.GraphConfig):
-        return GraphModel(GraphEngine(bundle, model, device, threads, compile, buckets))
-    return Model(Engine(bundle, model, device, threads, compile, buckets), options)
+    return loader(bundle, model, device, threads, **given)

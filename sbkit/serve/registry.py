@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from sbkit.export import layout
 from sbkit.infer.decoding import decoder
 from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
-from sbkit.infer.formats import AUTO
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import unknown_model, wrong_model
-from sbkit.serve.served import STUCK_SECONDS, Served
+from sbkit.serve.served import STUCK_SECONDS, BundleOptions, Served, Told
 from sbkit.serve.served_voice import ServedVoice
 from sbkit.system.cores import usable_cores
 
@@ -44,35 +43,14 @@ def named(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-@dataclass
-class BundleOptions:
-    """Options for all bundles, as in ``sbkit transcribe``."""
-
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
-    batch_seconds: float | None = None
-    chunk_seconds: float | None = None
-    batching: bool = True
-    search: Mapping[str, Any] | None = None
-
-
-Told = Callable[[int], None]
-
-
 class ServedModel(Served):
-    """A recogniser, loaded and warm.
-
-    Arguments
-    ---------
-    told, stepped : called with the signals in each batch, and with the live sessions in each step
-    """
+    """A recogniser, loaded and warm."""
 
     endpoints = ("/v1/audio/transcriptions", "/v1/audio/live")
 
     def __init__(self, name: str, folder: Path, options: BundleOptions, told: Told | None = None,
                  stepped: Told | None = None):
-        super().__init__(name)
+        super().__init__(name, folder, options, told, stepped)
         self.engine = Engine(folder, options.model, options.device, options.threads)
         config = self.config = self.engine.config
         self.vocabulary = self.engine.vocabulary
@@ -123,6 +101,10 @@ class ServedModel(Served):
     def placements(self) -> list[Placement]:
         """Where each of its graphs runs."""
         return [*super().placements, *([] if self.streams is None else [self.streams.running])]
+
+
+#: How each kind of bundle is served. Whatever is none of these is refused as no recogniser.
+SERVED: layout.ByKind[type[Served]] = layout.ByKind({layout.Bundle: ServedModel, layout.VoiceConfig: ServedVoice})
 
 
 class Registry:
@@ -180,18 +162,15 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, told: Callable[[st
     def named(call: Callable[[str, int], None] | None, name: str) -> Told | None:
         return None if call is None else functools.partial(call, name)
 
-    speaks = {name: isinstance(layout.read(folder), layout.VoiceConfig) for name, folder in bundles.items()}
-    if all(speaks.values()) and (options.search or options.chunk_seconds or options.batch_seconds):
+    kinds = {name: SERVED.of(layout.read(folder)) for name, folder in bundles.items()}
+    hears = any(issubclass(kind, ServedModel) for kind in kinds.values())
+    if not hears and (options.search or options.chunk_seconds or options.batch_seconds):
         raise SbkitError("language models, hot words, --chunk-seconds and --batch-seconds are for models that hear, "
                          "and these only speak", hint="leave them out, or serve a recogniser too")
     loaded: dict[str, Served] = {}
     try:
         for name, folder in bundles.items():
-            if speaks[name]:
-                loaded[name] = ServedVoice(name, folder, options.model, options.device, options.threads,
-                                           options.batching, named(told, name))
-            else:
-                loaded[name] = ServedModel(name, folder, options, named(told, name), named(stepped, name))
+            loaded[name] = kinds[name](name, folder, options, named(told, name), named(stepped, name))
     except BaseException:
         Registry(loaded).close()
         raise

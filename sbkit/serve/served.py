@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC
-from collections.abc import Sized
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
+from sbkit.infer.formats import AUTO
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import broken
@@ -18,15 +20,37 @@ from sbkit.serve.errors import broken
 STUCK_SECONDS = 120.0
 
 
+Told = Callable[[int], None]
+
+
+@dataclass
+class BundleOptions:
+    """Options for all bundles, as in ``sbkit transcribe``."""
+
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
+    batch_seconds: float | None = None
+    chunk_seconds: float | None = None
+    batching: bool = True
+    search: Mapping[str, Any] | None = None
+
+
 class Served(ABC):
-    """One bundle, loaded and warm. A subclass loads it."""
+    """One bundle, loaded and warm. A subclass loads it.
+
+    Arguments
+    ---------
+    told, stepped : called with the size of each batch, and with the live sessions in each step
+    """
 
     #: Paths that the model answers.
     endpoints: ClassVar[tuple[str, ...]]
     engine: Engine | VoiceEngine
     batcher: Batcher
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, folder: Path, options: BundleOptions, told: Told | None = None,
+                 stepped: Told | None = None):
         self.name, self.created = name, int(time.time())
 
     def close(self) -> None:

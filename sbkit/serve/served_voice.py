@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 from sbkit.serve.batcher import Batcher
-from sbkit.serve.served import Served
+from sbkit.serve.served import BundleOptions, Served, Told
 
 #: Symbols in a batch, padding included, on a CPU and on a GPU; one text of the greatest length always fits.
 _SYMBOLS = {True: 250, False: 6000}
@@ -16,24 +15,17 @@ _SENTENCE = 60  # symbols of the one that speed is measured with
 
 
 class ServedVoice(Served):
-    """A voice, loaded and warm.
-
-    Arguments
-    ---------
-    model, device, threads : as for ``VoiceEngine``
-    batching : False runs each sentence by itself
-    told : called with the sentences in each batch
-    """
+    """A voice, loaded and warm."""
 
     endpoints = ("/v1/audio/speech",)
 
-    def __init__(self, name: str, folder: Path, model: str, device: str, threads: int | None, batching: bool = True,
-                 told: Callable[[int], None] | None = None):
-        super().__init__(name)
-        self.engine = VoiceEngine(folder, model, device, threads)
+    def __init__(self, name: str, folder: Path, options: BundleOptions, told: Told | None = None,
+                 stepped: Told | None = None):
+        super().__init__(name, folder, options, told, stepped)
+        self.engine = VoiceEngine(folder, options.model, options.device, options.threads)
         self.config = self.engine.config
         symbols = max(self.config.max_symbols, _SYMBOLS[self.engine.running.device == "cpu"])
-        self.batcher = Batcher(self.engine, budget=symbols, told=told, batching=batching, unit="symbols",
+        self.batcher = Batcher(self.engine, budget=symbols, told=told, batching=options.batching, unit="symbols",
                                cost=lambda line: len(line) / line.speed)
         sentence = min(self.config.max_symbols, _SENTENCE)
         self._measure(SpeechInput([1 + number % (len(self.config.symbols) - 1) for number in range(sentence)]))

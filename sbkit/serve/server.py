@@ -20,6 +20,7 @@ from typing import Any
 from sbkit.errors import SbkitError
 from sbkit.serve.hosts import Hosts, loopback
 from sbkit.serve.limits import Limits
+from sbkit.serve.served import BundleOptions
 
 KEY_VARIABLE = "SBKIT_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "python_multipart", "websockets")
@@ -182,7 +183,7 @@ class _Server:
         from sbkit.serve.decoders import Decoders
 
         request, state = self._request, self._state
-        options = registry.BundleOptions(request.model, request.device, request.threads, request.batch_seconds,
+        options = BundleOptions(request.model, request.device, request.threads, request.batch_seconds,
                                          request.chunk_seconds, request.batching, request.search)
         state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.add, disk=state.disk)
         loaded = registry.load(self._bundles, options,

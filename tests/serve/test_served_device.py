@@ -8,6 +8,7 @@ import serving
 
 from sbkit.errors import SbkitError
 from sbkit.serve import registry
+from sbkit.serve.served import BundleOptions
 
 
 @pytest.mark.parametrize("runtime", runtimes.BROKEN)
@@ -15,7 +16,7 @@ def test_a_device_that_cannot_be_used_ends_the_start(bundle, monkeypatch, runtim
     runtimes.use(monkeypatch, runtime)
     why = runtimes.BROKEN[runtime].format(file="model.onnx")
     with pytest.raises(SbkitError, match=f"^cuda was requested, but {why}"):
-        registry.load({"level": bundle}, registry.BundleOptions(device="cuda"))
+        registry.load({"level": bundle}, BundleOptions(device="cuda"))
 
 
 def test_auto_says_on_health_and_in_the_metrics_what_it_took_and_why(bundle, monkeypatch):
@@ -56,4 +57,4 @@ def test_the_graph_for_streams_is_told_apart_and_ends_the_start_as_well(tmp_path
         for file, device in (("model.onnx", "cuda:0"), ("stream.onnx", "cpu")):
             assert f'file="{file}",asked="auto",device="{device}"' in told
     with pytest.raises(SbkitError, match=r"^cuda was requested, but an inference of stream\.onnx failed there"):
-        registry.load({"level": folder}, registry.BundleOptions(device="cuda"))
+        registry.load({"level": folder}, BundleOptions(device="cuda"))

@@ -25,6 +25,7 @@ from sbkit.infer.sound_file import KINDS
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve import registry
 from sbkit.serve.limits import Limits
+from sbkit.serve.served import BundleOptions
 
 TEXT = "Hello there. Good bye, all of you!"
 SAID = TEXT.lower()
@@ -426,7 +427,7 @@ def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voi
 
 def test_options_that_no_voice_has_are_refused_where_nothing_hears(voice):
     with pytest.raises(SbkitError, match="these only speak"):
-        registry.load({"tts": voice}, registry.BundleOptions(device="cpu", chunk_seconds=3.0))
+        registry.load({"tts": voice}, BundleOptions(device="cpu", chunk_seconds=3.0))
 
 
 def test_a_broken_device_is_a_503_before_anything_is_sent_and_for_all_after(voice):

@@ -1,0 +1,103 @@
+"""A kind of bundle that sbkit does not know, as docs/extend.md has it: read, decoded, served, found by commands."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import bundles
+import httpx
+import pytest
+import serving
+import soundfile
+
+import sbkit.infer
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer.decoding import DECODERS
+from sbkit.infer.model import LOADERS
+from sbkit.serve import registry
+from sbkit.serve.served import BundleOptions
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+MODULE = re.search(r"```python\n# backwards.py\n(.*?)```", PAGE, re.S)[1]
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    """A recogniser's bundle whose kind is that of the page, beside the page's file."""
+    (tmp_path / "backwards.py").write_text(MODULE)
+    folder = bundles.make(tmp_path / "bundle")
+    config = folder / layout.CONFIG
+    text = config.read_text().replace('"version": 1,', '"version": 1, "kind": "backwards", "mirror": "right",')
+    config.write_text(text)
+    return folder
+
+
+@pytest.fixture
+def imported(bundle, monkeypatch):
+    monkeypatch.syspath_prepend(bundle.parent)
+    yield __import__("backwards")
+    kind = layout.KINDS.pop("backwards")
+    DECODERS.pop(kind)
+    del sys.modules["backwards"]
+
+
+def test_it_is_unknown_until_its_module_is_imported(bundle):
+    with pytest.raises(SbkitError, match="is of kind 'backwards', but this sbkit reads graph, ctc, voice, codec"):
+        sbkit.infer.load(bundle)
+
+
+def test_it_is_loaded_as_its_base_is_and_decoded_by_its_own_decoder(bundle, imported):
+    assert layout.read(bundle) == imported.BackwardsConfig.read(bundle) and layout.read(bundle).mirror == "right"
+    with sbkit.infer.load(bundle, device="cpu") as model:
+        assert model.transcribe(bundles.say("more")).text == "erom"
+
+
+def test_its_values_are_checked(bundle, imported):
+    config = bundle / layout.CONFIG
+    config.write_text(config.read_text().replace('"right"', '""'))
+    with pytest.raises(SbkitError, match="mirror is '', but must be"):
+        layout.read(bundle)
+
+
+def test_it_is_loaded_by_what_is_added_for_it(bundle, imported, monkeypatch):
+    monkeypatch.setitem(LOADERS, imported.BackwardsConfig, lambda folder, model, device, threads: (folder, device))
+    assert sbkit.infer.load(bundle, device="cpu") == (bundle, "cpu")
+    with pytest.raises(SbkitError, match="for recognisers, and this is a recogniser that hears backwards"):
+        sbkit.infer.load(bundle, options=sbkit.infer.Options())
+
+
+def test_a_server_decodes_it_so_too(bundle, imported):
+    with serving.serving(bundle) as server:
+        answer = httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"},
+                            files={"file": ("a.wav", serving.wav("more"))})
+    assert answer.json()["text"] == "erom"
+
+
+def test_what_nothing_is_registered_for_is_refused(bundle, imported):
+    with pytest.raises(SbkitError, match="has a recogniser that hears backwards, and nothing here runs that"):
+        layout.ByKind({layout.VoiceConfig: 1}).of(layout.read(bundle))
+    with pytest.raises(SbkitError, match="a speech recogniser is needed here"):
+        registry.load({"codec": graph_bundle(bundle)}, BundleOptions(device="cpu"))
+
+
+def graph_bundle(beside):
+    folder = beside.parent / "graph"
+    folder.mkdir()
+    (folder / layout.CONFIG).write_text(layout.GraphConfig(sample_rate=16_000, outputs=["x"]).to_json())
+    return folder
+
+
+def test_commands_find_it_by_the_entry_point_of_an_installed_package(bundle, tmp_path):
+    made = tmp_path / "backwards-1.0.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: backwards\nVersion: 1.0\n")
+    (made / "entry_points.txt").write_text(f"[{layout.ENTRY_POINTS}]\nbackwards = backwards\n")
+    soundfile.write(tmp_path / "clip.wav", bundles.say("more"), bundles.RATE, subtype="FLOAT")
+    done = subprocess.run([sys.executable, "-m", "sbkit", "transcribe", str(bundle), str(tmp_path / "clip.wav")],
+                          capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
+    assert done.returncode == 0 and "erom" in done.stdout, done.stderr
