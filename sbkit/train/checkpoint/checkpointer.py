@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from speechbrain.utils import checkpoints as stock
-from speechbrain.utils.checkpoints import Checkpoint, ckpt_recency
-from speechbrain.utils.distributed import get_rank
+from speechbrain.utils.checkpoints import METAFNAME, PARAMFILE_EXT, Checkpoint, ckpt_recency
+from speechbrain.utils.distributed import MainProcessContext, get_rank, main_process_only
 from speechbrain.utils.epoch_loop import EpochCounter
 
-from sbkit.train.checkpoint import files, shelf
+from sbkit.system import disk
+from sbkit.train.checkpoint import files
 from sbkit.train.checkpoint.files import CheckpointError
-from sbkit.train.checkpoint.pending import BackgroundWriter
-from sbkit.train.checkpoint.saver import SaveContext, Saver
-from sbkit.train.checkpoint.shelf import Importance, Predicate
-from sbkit.train.checkpoint.state import Hook, NotLoaded, hook_for, load_recoverable, unsaved
+from sbkit.train.checkpoint.pending import BackgroundWriter, PendingCheckpoint, plain
+from sbkit.train.checkpoint.state import TENSORS, Hook, NotLoaded, hook_for, load_recoverable, outside, unsaved
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
 KEEP = "keep"  # meta key of a checkpoint that save_and_keep_only never deletes
 VISIBLE_WITHIN = 30  # seconds until a network disk shows another node's folder
+PATIENCE = 3  # mid-epoch saves in a row that fail on a full disk, before this is an error
+_HELD = f"{stock.CKPT_PREFIX}+held"  # hidden folder of a checkpoint that is held
+_MAIN_ONLY = main_process_only(len).__code__  # identifies hooks that SpeechBrain runs on rank 0 only
+
+Predicate = Callable[[Checkpoint], bool]
+Importance = Callable[[Checkpoint], Any]
 
 
 class Checkpointer(stock.Checkpointer):
@@ -83,7 +90,9 @@ class Checkpointer(stock.Checkpointer):
     def _set_up(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
         self._writer = BackgroundWriter()
-        self._saver = Saver(self._writer)
+        self._failures = 0
+        self._saved: Checkpoint | None = None
+        self._held: PendingCheckpoint | None = None
         self._warned: set[str] = set()
         if get_rank() in (None, 0):
             for name in files.sweep(self.checkpoints_dir):
@@ -99,8 +108,7 @@ class Checkpointer(stock.Checkpointer):
 
         If ``asynchronous``, the checkpoint is still being written; ``wait`` returns it once it exists.
         """
-        return self._saver.save(self._context(), dict(meta or {}), end_of_epoch, name, verbosity,
-                                background=self.asynchronous)
+        return self._save(dict(meta or {}), end_of_epoch, name, verbosity)
 
     def save_and_keep_only(
         self, meta: Mapping[str, Any] | None = None, end_of_epoch: bool = True, name: str | None = None,
@@ -116,59 +124,209 @@ class Checkpointer(stock.Checkpointer):
         meta = dict(meta or {})
         if keep_every and end_of_epoch and self._epoch(meta) % keep_every == 0:
             meta[KEEP] = True
-        recency = [ckpt_recency] if keep_recent else []
-        orders = shelf.orders(min_keys, max_keys, [*importance_keys, *recency])
+        importance_keys = [*importance_keys, *([ckpt_recency] if keep_recent else [])]
 
         def tidy() -> None:
-            self._delete(num_to_keep, orders, ckpt_predicate, verbosity, spare=lambda c: c.meta.get(KEEP))
+            self._delete(num_to_keep, min_keys, max_keys, importance_keys, ckpt_predicate, verbosity, spare=KEEP)
 
-        self._saver.save(self._context(), meta, end_of_epoch, name, verbosity, background=self.asynchronous, tidy=tidy,
-                         keys=(*min_keys, *max_keys))
-
-    def wait(self) -> Checkpoint | None:
-        """Wait until nothing is being written; return the last checkpoint, or None if the disk was full.
-
-        Raises an error that occurred in the background.
-        """
-        return ranks.run_on_main(self._saver.wait)
-
-    def raise_pending_error(self) -> None:
-        """Raise an error that occurred in the background, on the rank that writes, without waiting."""
-        self._writer.raise_pending_error()
-
-    def hold(self, meta: Mapping[str, Any]) -> None:
-        """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
-
-        Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
-        """
-        self._saver.hold(self._context(), meta)
-
-    def publish(self) -> Checkpoint | None:
-        """Write and publish the held state, and return the checkpoint; None if nothing is held."""
-        return self._saver.publish(self._context())
-
-    def drop(self) -> None:
-        """Discard the held state, if there is one."""
-        self._saver.drop()
-
-    def _context(self) -> SaveContext:
-        return SaveContext(self.recoverables, self.custom_save_hooks, self.checkpoints_dir, self._list, self._path,
-                           self._warn_once)
-
-    def _path(self, name: str | None) -> Path:
-        return self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
+        self._save(meta, end_of_epoch, name, verbosity, tidy, keys=(*min_keys, *max_keys))
 
     def _epoch(self, meta: Mapping[str, Any]) -> int:
         counters = (obj for obj in self.recoverables.values() if isinstance(obj, EpochCounter))
         epoch = meta.get("epoch", next((counter.current for counter in counters), None))
         if epoch is None:
             raise CheckpointError("keep_every needs the epoch",
-                             hint="add the epoch counter to the recoverables, or epoch to meta")
+                                  hint="add the epoch counter to the recoverables, or epoch to meta")
         return int(epoch)
+
+    def _save(
+        self, meta: dict[str, Any], end_of_epoch: bool, name: str | None, verbosity: int,
+        tidy: Callable[[], None] | None = None, keys: Sequence[str] = (),
+    ) -> Checkpoint | None:
+        """Collect states on all ranks; rank 0 writes them to a hidden folder, and publishes it.
+
+        tidy : called on rank 0 after saving, to delete other checkpoints
+        keys : meta keys that ``tidy`` uses; a key that no checkpoint has is an error, raised after saving
+        """
+        pending: PendingCheckpoint | None = None  # stays None on the other ranks
+
+        def begin() -> tuple[Path | None, CheckpointError | None]:
+            nonlocal pending
+            self._writer.wait()
+            for message in outside(self.recoverables):
+                self._warn_once(message)
+            complaint = self._unknown_key(keys, [meta, *(ckpt.meta for ckpt in self._readable())])
+            pending = PendingCheckpoint(self._path(name), {**self._times(end_of_epoch), **plain(meta)}, end_of_epoch,
+                                        verbosity)
+            try:
+                pending.begin()
+            except OSError as error:
+                refuse(error)
+                pending = None
+            return pending.folder if pending is not None else None, complaint
+
+        def refuse(error: OSError) -> None:
+            assert pending is not None, "this rank writes"
+            self._failed(pending, error)
+
+        def finish() -> bool:
+            assert pending is not None, "this rank writes"
+            return self._finish(pending, None if complaint else tidy)
+
+        with ranks.failing_together():
+            folder, complaint = ranks.run_on_main(begin)
+            if folder is None:
+                return None
+            refusal = self._collect(folder, pending, "all" if self.asynchronous else None)
+            if refusal is not None:
+                ranks.run_on_main(refuse, refusal)
+                return None
+            saved = True
+            if not self.asynchronous:
+                saved = ranks.run_on_main(finish)
+            elif pending is not None:
+                self._writer.start(finish)
+            if complaint is not None:  # the epoch is saved, and nothing was deleted by a wrong key
+                ranks.run_on_main(self._writer.wait)
+                ranks.raise_on_main(complaint)
+        return pending.result if pending is not None and saved else None
+
+    def hold(self, meta: Mapping[str, Any]) -> None:
+        """Hold the present state for a mid-epoch checkpoint that ``publish`` may write later.
+
+        Tensors are not copied, so nothing may change them until ``publish`` or ``drop``. A full disk is no error.
+        """
+        self.drop()
+        pending: PendingCheckpoint | None = None
+
+        def begin() -> Path | None:
+            nonlocal pending
+            pending = PendingCheckpoint(self.checkpoints_dir / _HELD, plain(meta), False, logging.DEBUG)
+            try:
+                pending.begin()
+            except OSError as error:
+                logger.debug("no checkpoint is held: %s", error)
+                pending = None
+            return pending.folder if pending is not None else None
+
+        with ranks.failing_together():
+            folder = ranks.run_on_main(begin)
+            refused = folder is None or self._collect(folder, pending, "numbers") is not None
+        if pending is not None and refused:
+            pending.discard()
+        self._held = None if refused else pending
+
+    def publish(self) -> Checkpoint | None:
+        """Write and publish the held state, and return the checkpoint; None if nothing is held."""
+
+        def write() -> Checkpoint | None:
+            self._writer.wait()
+            pending, self._held = self._held, None
+            if pending is None:
+                return None
+            pending.final = self._path(None)
+            pending.meta = {**self._times(end_of_epoch=False), **pending.meta}
+            return pending.result if self._finish(pending, None) else None
+
+        return ranks.run_on_main(write)
+
+    def drop(self) -> None:
+        """Discard the held state, if there is one."""
+        if self._held is not None:
+            self._held.discard()
+            self._held = None
+
+    def wait(self) -> Checkpoint | None:
+        """Wait until nothing is being written; return the last checkpoint, or None if the disk was full.
+
+        Raises an error that occurred in the background.
+        """
+        def last() -> Checkpoint | None:
+            self._writer.wait()
+            return self._saved
+
+        return ranks.run_on_main(last)
+
+    def raise_pending_error(self) -> None:
+        """Raise an error that occurred in the background, on the rank that writes, without waiting."""
+        self._writer.raise_pending_error()
 
     def unsaved(self, objects: Mapping[str, Any]) -> list[str]:
         """Return the names of objects, such as a recipe's, with state to save that are not among the recoverables."""
         return unsaved(self.recoverables, objects)
+
+    def _path(self, name: str | None) -> Path:
+        return self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
+
+    def _times(self, end_of_epoch: bool) -> dict[str, Any]:
+        """Return the meta data of every checkpoint, with a time later than all others, even if the clock went back."""
+        latest = max((ckpt.meta["unixtime"] for ckpt in self._readable()), default=0.0)
+        return {"unixtime": max(time.time(), latest + 0.001), "end-of-epoch": end_of_epoch}
+
+    def _collect(self, folder: Path, pending: PendingCheckpoint | None, copy: str | None) -> OSError | None:
+        """Collect states and run hooks that write files themselves; return the error of a full disk of any rank.
+
+        copy : see ``PendingCheckpoint.add``
+
+        After such an error the other hooks still run, because other ranks may wait for this one inside them.
+        """
+        refusal = None
+        for name, obj in self.recoverables.items():
+            path = folder / f"{name}{PARAMFILE_EXT}"
+            hook: Any = hook_for(obj, self.custom_save_hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
+            if pending is not None:
+                pending.names[name] = path.name
+            try:
+                if hook in TENSORS:
+                    if pending is not None:
+                        pending.add(name, obj.state_dict(), copy)
+                elif getattr(hook, "__code__", None) is not _MAIN_ONLY:
+                    hook(obj, path)
+                elif ranks.is_main():
+                    with MainProcessContext():  # without the wrapper's broadcast, in which others would hang
+                        hook.__wrapped__(obj, path)
+            except Exception as error:
+                found = disk.refusal(error)
+                if found is None:
+                    if pending is not None:
+                        pending.discard()
+                    raise
+                refusal = refusal or OSError(found.errno, found.strerror)
+        return next(filter(None, ranks.gather_objects(refusal)), None)
+
+    def _finish(self, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
+        try:
+            pending.write()
+        except Exception as error:
+            self._failed(pending, error)
+            return False
+        self._failures, self._saved = 0, pending.result
+        kind = "end-of-epoch" if pending.end_of_epoch else "intra-epoch"
+        logger.log(pending.verbosity, "Saved an %s checkpoint in %s", kind, pending.final)
+        if tidy is not None:
+            try:
+                tidy()
+            except OSError as error:
+                logger.warning("Could not delete an old checkpoint: %s", error)
+        return True
+
+    def _failed(self, pending: PendingCheckpoint, error: Exception) -> None:
+        """Handle a failed save: warn, or raise if the checkpoint was important or too many failed."""
+        self._saved = None
+        needed = pending.size()
+        pending.discard()
+        refused = disk.refusal(error)
+        if refused is None:
+            raise error
+        good = next(iter(self._rank()), None)
+        kept = f"the last good one, {good.path}, is kept" if good else "there is no earlier one"
+        failure = CheckpointError(f"the checkpoint {disk.explain(refused, pending.final, needed)}; {kept}",
+                                  hint="free space or raise the quota there, then run the same command to resume")
+        self._failures += 1
+        if pending.end_of_epoch or self._failures >= PATIENCE:
+            raise failure from error
+        logger.warning("%s. Training continues; after %d such failures in a row it ends (this is number %d).",
+                       failure.message, PATIENCE, self._failures)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -183,27 +341,32 @@ class Checkpointer(stock.Checkpointer):
         ckpt_predicate: Predicate | None = None, verbosity: int = logging.INFO,
     ) -> None:
         """Delete the least important checkpoints, with SpeechBrain's arguments and rules."""
-        orders = shelf.orders(min_keys or (), max_keys or (), importance_keys)
 
         def delete() -> None:
-            self._saver.wait()
-            self._delete(num_to_keep, orders, ckpt_predicate, verbosity)
+            self._writer.wait()
+            self._delete(num_to_keep, min_keys or (), max_keys or (), importance_keys, ckpt_predicate, verbosity)
 
         if num_to_keep < 0:
             raise ValueError("Number of checkpoints to keep must be positive.")
         ranks.run_on_main(delete)
 
     def _delete(
-        self, num_to_keep: int, orders: list[dict[str, Any]], ckpt_predicate: Predicate | None, verbosity: int,
-        spare: Predicate | None = None,
+        self, num_to_keep: int, min_keys: Iterable[str], max_keys: Iterable[str],
+        importance_keys: Iterable[Importance], ckpt_predicate: Predicate | None, verbosity: int,
+        spare: str | None = None,
     ) -> None:
+        """Delete checkpoints; ``spare``: the meta key of those that stay whatever their rank."""
         if num_to_keep < 0:
             raise ValueError("Number of checkpoints to keep must be positive.")
-        ranked = [self._find(ckpt_predicate=ckpt_predicate, **order) for order in orders]
+        ranked = [
+            *(self._rank(min_key=key, ckpt_predicate=ckpt_predicate) for key in min_keys),
+            *(self._rank(max_key=key, ckpt_predicate=ckpt_predicate) for key in max_keys),
+            *(self._rank(key, ckpt_predicate=ckpt_predicate) for key in importance_keys),
+        ]
         kept = {ckpt.path for ckpts in ranked for ckpt in ckpts[:num_to_keep]}
         obsolete = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in kept}
         for ckpt in obsolete.values():
-            if spare is None or not spare(ckpt):
+            if spare is None or not ckpt.meta.get(spare):
                 self._delete_checkpoint(ckpt, verbosity)
 
     @staticmethod
@@ -217,8 +380,8 @@ class Checkpointer(stock.Checkpointer):
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """Return all checkpoints, in no order."""
-        self._saver.wait()
-        return self._list()
+        self._writer.wait()
+        return self._readable()
 
     def find_checkpoints(
         self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
@@ -228,27 +391,48 @@ class Checkpointer(stock.Checkpointer):
 
         A metric that no checkpoint has is an error that lists the existing ones.
         """
-        self._saver.wait()
-        self._check_key(max_key or min_key, ckpt_predicate)
-        return self._find(importance_key, max_key, min_key, ckpt_predicate)[:max_num_checkpoints]
+        self._writer.wait()
+        found = self._rank(importance_key, max_key, min_key, ckpt_predicate)
+        metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
+        complaint = self._unknown_key([key for key in (max_key, min_key) if key and metas], metas)
+        if complaint is not None:
+            raise complaint
+        return found[:max_num_checkpoints]
 
-    def _find(
+    def _rank(
         self, importance_key: Importance | None = None, max_key: str | None = None, min_key: str | None = None,
         ckpt_predicate: Predicate | None = None,
     ) -> list[Checkpoint]:
-        return shelf.ranked(self._list(), importance_key, max_key, min_key, ckpt_predicate)
+        """Sort checkpoints by importance and then by time; with a key, keep only those that have it."""
+        if sum(map(bool, (importance_key, max_key, min_key))) > 1:
+            raise ValueError("Must specify only one of 'importance_key', 'max_key', and 'min_key'.")
+        newest_first = sorted(filter(ckpt_predicate, self._readable()), key=ckpt_recency, reverse=True)
+        key = max_key or min_key
+        if not key:
+            return sorted(newest_first, key=importance_key or ckpt_recency, reverse=True)
 
-    def _list(self) -> list[Checkpoint]:
-        found, unreadable = shelf.readable_checkpoints(self._list_checkpoint_dirs())
+        def value(ckpt: Checkpoint) -> float:  # NaN and values that are no number come last
+            metric = ckpt.meta[key]
+            if not isinstance(metric, (int, float)) or math.isnan(metric):
+                return -math.inf
+            return metric if max_key else -metric
+
+        return sorted((ckpt for ckpt in newest_first if key in ckpt.meta), key=value, reverse=True)
+
+    def _readable(self) -> list[Checkpoint]:
+        found, unreadable = files.readable_checkpoints(self._list_checkpoint_dirs())
         for path, reason in unreadable.items():
             self._warn_once(f"Skipping the checkpoint {path}: {reason}")
         return found
 
-    def _check_key(self, key: str | None, ckpt_predicate: Predicate | None) -> None:
-        metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._list())]
-        complaint = shelf.unknown_key(self.checkpoints_dir, [key] if key and metas else [], metas)
-        if complaint is not None:
-            raise complaint
+    def _unknown_key(self, keys: Iterable[str], metas: Sequence[Mapping[str, Any]]) -> CheckpointError | None:
+        """Return the error for the first of ``keys`` that no meta file has; None if all are known."""
+        unknown = next((key for key in keys if not any(key in meta for meta in metas)), None)
+        if unknown is None:
+            return None
+        known = sorted({key for meta in metas for key in meta} - {"unixtime", "end-of-epoch"})
+        return CheckpointError(f"no checkpoint in {self.checkpoints_dir} has {unknown!r} in its {METAFNAME}",
+                               hint=f"existing keys: {', '.join(known) or 'none'}")
 
     # ------------------------------------------------------------ recovering
 
@@ -262,21 +446,24 @@ class Checkpointer(stock.Checkpointer):
         """
         skipped: dict[Path, str] = {}
 
+        def skip(ckpt: Checkpoint, reason: str) -> None:
+            skipped[ckpt.path] = reason
+            if ranks.is_main():
+                logger.warning("Skipping the checkpoint %s: %s", ckpt.path, reason)
+
         def choose() -> Checkpoint | None:
-            self._saver.wait()
-            self._check_key(max_key or min_key, ckpt_predicate)
-            for ckpt in self._find(importance_key, max_key, min_key, ckpt_predicate):
+            for ckpt in self.find_checkpoints(importance_key, max_key, min_key, ckpt_predicate):
                 if ckpt.path not in skipped:
                     reason = self._problem(ckpt)
                     if reason is None:
                         return ckpt
-                    _skip(skipped, ckpt, reason)
-            skipped.update(shelf.readable_checkpoints(self._list_checkpoint_dirs())[1])
+                    skip(ckpt, reason)
+            skipped.update(files.readable_checkpoints(self._list_checkpoint_dirs())[1])
             if not skipped:
                 return None
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())
             raise CheckpointError(f"no checkpoint in {self.checkpoints_dir} can be used ({reasons})",
-                             hint="restore one of them, or move them away to start from scratch")
+                                  hint="restore one of them, or move them away to start from scratch")
 
         with ranks.failing_together():
             while True:
@@ -291,10 +478,10 @@ class Checkpointer(stock.Checkpointer):
                     if files.has_sums(chosen.path):
                         raise
                     problem = str(error)  # without checksums, only loading shows damage
-                problems = [each for each in ranks.gather_objects(problem) if each]
-                if not problems:
+                problem = next(filter(None, ranks.gather_objects(problem)), None)
+                if problem is None:
                     return chosen
-                _skip(skipped, chosen, problems[0])
+                skip(chosen, problem)
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Load a given checkpoint."""
@@ -331,9 +518,3 @@ class Checkpointer(stock.Checkpointer):
                 )
             elif not self.allow_partial_load:
                 logger.warning("%s holds nothing for %r, which keeps its initial state", path, name)
-
-
-def _skip(skipped: dict[Path, str], ckpt: Checkpoint, reason: str) -> None:
-    skipped[ckpt.path] = reason
-    if ranks.is_main():
-        logger.warning("Skipping the checkpoint %s: %s", ckpt.path, reason)

@@ -10,13 +10,13 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Container
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import yaml
-from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT
+from speechbrain.utils.checkpoints import CKPT_PREFIX, METAFNAME, PARAMFILE_EXT, Checkpoint
 from speechbrain.utils.distributed import get_rank
 
 from sbkit.data.lock import Lock, remove_unheld
@@ -72,7 +72,7 @@ def write_state(state: object, path: str | os.PathLike[str]) -> None:
 def seal(folder: Path, meta: dict[str, Any]) -> None:
     """Sync every file of a folder to disk, then write their checksums and, last, ``CKPT.yaml``."""
     sums = {}
-    for file in _files(folder):
+    for file in files_in(folder):
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
             sums[file.relative_to(folder).as_posix()] = {
@@ -80,7 +80,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
             }
     _write_text(folder / SUMS_NAME, json.dumps({"files": sums}, indent=1, sort_keys=True))
     _write_text(folder / METAFNAME, "# yamllint disable\n" + yaml.safe_dump(meta))
-    for inner in sorted({file.parent for file in _files(folder)} | {folder}):
+    for inner in sorted({file.parent for file in files_in(folder)} | {folder}):
         disk.sync_folder(inner)
 
 
@@ -147,7 +147,8 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(out.fileno())
 
 
-def _files(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
+    """Return all files in a folder and those below it."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -161,7 +162,22 @@ def _digest(handle: BinaryIO) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def readable_checkpoints(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
+    """Return the checkpoints in these folders, and for unreadable ones the reason."""
+    found, unreadable = [], {}
+    for path in folders:
+        try:
+            meta = _read_meta(path)
+            states = {file.stem: file for file in path.iterdir() if file.suffix == PARAMFILE_EXT}
+            found.append(Checkpoint(path, meta, states))
+        except ValueError as error:
+            unreadable[path] = str(error)
+        except FileNotFoundError:
+            continue  # another process deleted it after it was listed
+    return found, unreadable
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
     """Read the meta file of a checkpoint; raise a ValueError that says what is wrong with it."""
     try:
         meta = yaml.safe_load((path / METAFNAME).read_text(encoding="utf-8"))
@@ -228,24 +244,3 @@ def _torn(file: Path) -> str | None:
     except (zipfile.BadZipFile, EOFError, OSError) as error:
         return f"{file.name} is cut off or damaged ({error})"
     return f"{file.name} is damaged (at {broken})" if broken else None
-
-
-# ---------------------------------------------------------------- full disks
-
-
-def explain_disk(error: OSError, final: Path, needed: int, last_good: Path | None) -> CheckpointError:
-    """Return the error for a checkpoint that could not be written, naming the last good one."""
-    kept = f"the last good one, {last_good}, is kept" if last_good else "there is no earlier one"
-    return CheckpointError(f"the checkpoint {disk.explain(error, final, needed)}; {kept}",
-                           hint="free space or raise the quota there, then run the same command to resume")
-
-
-def bytes_in(folder: Path, but: Container[str] = ()) -> int:
-    """Return the size of the files in a folder in bytes, without those of the recoverables in ``but``."""
-    others = (file for file in _files(folder) if file.name.removesuffix(PARAMFILE_EXT) not in but)
-    return sum(file.stat().st_size for file in others)
-
-
-def remove(folder: Path) -> None:
-    """Delete a folder that was never published."""
-    shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import shutil
 import sys
 import threading
 import weakref
@@ -61,13 +62,14 @@ class PendingCheckpoint:
     def discard(self) -> None:
         """Delete the hidden folder and release the states."""
         if self.folder is not None:
-            files.remove(self.folder)
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._release()
 
     def size(self) -> int:
         """Return the size of the checkpoint in bytes, as far as it is known."""
-        beside = 0 if self.folder is None else files.bytes_in(self.folder, but=self._states)
-        return beside + sum(states.size_of(state) for state, _ in self._states.values())
+        written = sum(file.stat().st_size for file in ([] if self.folder is None else files.files_in(self.folder))
+                      if file.name.removesuffix(PARAMFILE_EXT) not in self._states)
+        return written + sum(states.size_of(state) for state, _ in self._states.values())
 
     def _release(self) -> None:
         self._states.clear()

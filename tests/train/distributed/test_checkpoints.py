@@ -123,7 +123,7 @@ def test_a_hook_of_the_main_rank_that_fails_strands_nobody(tmp_path):
 
 def full(folder, where, asynchronous, end_of_epoch):
     logged = []
-    logging.getLogger("sbkit.train.checkpoint.saver").addHandler(handler := logging.Handler())
+    logging.getLogger("sbkit.train.checkpoint.checkpointer").addHandler(handler := logging.Handler())
     handler.emit = lambda record: logged.append(record.getMessage())
 
     def refuse(*args):
