@@ -38,10 +38,9 @@ from sbkit.rehearsal.watch import (
 from sbkit.runs import start
 from sbkit.tasks.task import Task
 from sbkit.train import device as devices
+from sbkit.train.batches import MicroBatch, length
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
-from sbkit.train.given import MicroBatch
-from sbkit.train.memory.oom import length
 
 #: Epochs of a run, and steps of the second before it is killed.
 EPOCHS, KILLED_AT = 2, 2

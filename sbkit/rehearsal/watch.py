@@ -30,10 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe import flops
 from sbkit.recipe.report import ERROR, Finding
+from sbkit.train.batches import MicroBatch
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
-from sbkit.train.given import MicroBatch
 
 #: Stages by the names that the report has.
 NAMES = {Stage.TRAIN: "steps", Stage.VALID: "validation", Stage.TEST: "test"}

@@ -28,12 +28,12 @@ from sbkit.recipe.parts import ParameterGroups
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
+from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import ranks, sharding
 from sbkit.train.evaluation import EvaluationLoop
 from sbkit.train.freezing import Freezing
-from sbkit.train.given import DataSource, MicroBatch
 from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import oom_as_user_error
 from sbkit.train.monitor.metrics import MetricsLog

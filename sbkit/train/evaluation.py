@@ -13,10 +13,10 @@ from torch import nn
 
 from sbkit.nn import guard
 from sbkit.train import loaders
+from sbkit.train.batches import DataSource, Objectives, length
 from sbkit.train.distributed import ranks
-from sbkit.train.given import DataSource, Objectives
 from sbkit.train.memory import host
-from sbkit.train.memory.oom import joined, length, parts_of, too_long
+from sbkit.train.memory.oom import joined, parts_of, too_long
 from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.tally import DeviceMean, one_number
 from sbkit.train.step import Loss

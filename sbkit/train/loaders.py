@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Sequ
 
 from sbkit.errors import SbkitError
 from sbkit.train import rng
+from sbkit.train.batches import DataSource
 from sbkit.train.distributed import ranks
-from sbkit.train.given import DataSource
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful

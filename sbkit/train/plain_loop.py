@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sbkit.train.batches import MicroBatch
 from sbkit.train.distributed import ranks
-from sbkit.train.given import MicroBatch
 from sbkit.train.monitor.tally import one_number
 from sbkit.train.state import Overrides
 from sbkit.train.step import StepResult

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, overload
 
-from sbkit.train.given import MicroBatch
+from sbkit.train.batches import MicroBatch
 from sbkit.train.monitor.tally import Mean
 
 

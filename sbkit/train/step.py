@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
-from sbkit.train.given import Objectives
+from sbkit.train.batches import Objectives
 from sbkit.train.optim import apply, gradients, total_norm
 from sbkit.train.precision import Scaler
 

@@ -13,6 +13,7 @@ Nothing in it waits for the device: what the host must know of a step arrives on
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -28,15 +29,16 @@ from sbkit.errors import SbkitError
 from sbkit.nn import guard
 from sbkit.train import loaders, rng
 from sbkit.train.averaging import EMA
+from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, length
 from sbkit.train.compiling import CudaGraphs
 from sbkit.train.diagnose import culprit
+from sbkit.train.diagnose.inspection import KeptBatch
 from sbkit.train.distributed import parallel, ranks
 from sbkit.train.distributed.parallel import Buffers, LossModule, ModuleWrapper
 from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.freezing import Freezing
-from sbkit.train.given import DataSource, MicroBatch, Objectives, Outputs
-from sbkit.train.memory.oom import MemoryLimits, joined, length, parts_of
+from sbkit.train.memory.oom import MemoryLimits, joined, parts_of
 from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.progress import Progress
 from sbkit.train.monitor.timing import StepBudget
@@ -348,7 +350,7 @@ class Trainer:
         return loss
 
     def _in_parts(self, batch: MicroBatch, last: bool, count: int, generators: dict[str, torch.Tensor]) -> Loss:
-        compute = self.memory.threads.reached(self._forward_and_backward)
+        compute = functools.partial(self.memory.threads, self._forward_and_backward)
         if count == 1:
             return compute(batch, last, generators=generators)
         losses = []
@@ -372,7 +374,7 @@ class Trainer:
             loss = self.loss._replace(total=total)
             if share != 1.0 and not isinstance(self.computed.objectives, Loss):  # a mean over the batch
                 loss = loss._replace(total=total * share, count=loss.count * share)
-            self.steps.add(loss, culprit.KeptBatch(batch, generators))
+            self.steps.add(loss, KeptBatch(batch, generators))
             if last:
                 self.steps.announce(self.flags())
             with self.budget("backward"), parallel.zeroed_if(loss.weightless, self.modules):

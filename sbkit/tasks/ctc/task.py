@@ -260,11 +260,6 @@ class CTC(ASR):
             scores, batch.tokens, frames, batch.token_lengths, blank=self.keys.blank_index, ids=batch.ids
         )
 
-    def utterance_losses(self, scores: Scores, batch: Batch) -> Tensor:
-        """Compute the CTC loss of each utterance [B], for reports about steps that were not finite."""
-        views = len(scores.ctc) // len(batch)
-        return self._ctc(scores.ctc, scores.frames, batch.repeated(views)).losses.view(views, -1).mean(0)
-
     def _labels(self, batch: Batch) -> Tensor:
         """Return the tokens [B, U], safe to look up in an embedding; tokens outside the vocabulary are reported."""
         return guard_indices(

@@ -1,4 +1,4 @@
-"""Inspection of every layer while a batch is run again, to find the first value that is not finite."""
+"""A batch that is run again, to find the first layer, gradient and utterances that are not finite, and why."""
 
 from __future__ import annotations
 
@@ -6,20 +6,35 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import speechbrain as sb
 import torch
+from speechbrain.core import Stage
 from torch import nn
 
 from sbkit.errors import summary
 from sbkit.train import rng as rng_state
+from sbkit.train.batches import MicroBatch, rows, tensors_in, utterance_ids
+from sbkit.train.distributed import ranks
+from sbkit.train.distributed.parallel import communicates_in_forward
 from sbkit.train.forward_state import ForwardState
+from sbkit.train.precision import losses_in_fp32
+from sbkit.train.step import Loss
 
 logger = logging.getLogger(__name__)
 
-_MOST_GRADIENTS = 20  # names to keep; usually one bad value spoils all gradients before it
+_NEAR_HALF_MAX = 1e4  # the largest fp16 is 65504, and sums of such values exceed it
+_GROWN = 1e6  # activations of a healthy model stay far below
+
+
+class KeptBatch(NamedTuple):
+    """A micro-batch, and the state of the random generators (``rng.capture``) before it was run, if kept."""
+
+    batch: MicroBatch
+    rng: Mapping[str, torch.Tensor] | None = None
 
 
 @dataclass
@@ -40,12 +55,29 @@ class Values:
         return self.nan + self.inf + self.minus_inf
 
     @property
-    def broken(self) -> int:
-        return self.nan + self.inf
-
-    @property
     def largest(self) -> float:
         return max(abs(self.low or 0.0), abs(self.high or 0.0))
+
+    def wrong(self) -> str:
+        """Describe the values that are not finite: "12 nan and 3 inf of 4096 values, float16"."""
+        named = [(self.nan, "nan"), (self.inf, "inf"), (self.minus_inf, "-inf")]
+        counts = " and ".join(f"{count} {name}" for count, name in named if count)
+        return f"{counts} of {math.prod(self.shape)} values, {self.dtype}"
+
+
+def measure(tensor: torch.Tensor) -> Values:
+    """Return the range of a tensor, and its counts of values that are not finite."""
+    flat, dtype, shape = tensor.detach(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    finite = flat.isfinite()
+    good = flat[finite]
+    low, high = (float(value) for value in good.float().aminmax()) if good.numel() else (None, None)
+    if good.numel() == flat.numel():
+        return Values(dtype, shape, low, high)
+    bad_rows = (~finite).reshape(shape[0], -1).any(1).nonzero().flatten().tolist() if len(shape) > 1 else []
+    return Values(dtype, shape, low, high, int(flat.isnan().sum()), int((flat == math.inf).sum()),
+                  int((flat == -math.inf).sum()), bad_rows)
 
 
 @dataclass
@@ -63,140 +95,175 @@ class Layer:
 class Inspection:
     """The result of running a batch again."""
 
+    ids: list[str]
+    inputs: dict[str, Values]
+    """Tensors of the batch that are not finite."""
+    parameters: list[str]
+    """Parameters that are not finite."""
     loss: float | None = None
     layers: list[Layer] = field(default_factory=list)
-    first: int | None = None  # index in layers of the first output that is not finite
-    gradient_first: str | None = None  # the layer whose output first got a gradient that is not finite
-    gradients: dict[str, Values] = field(default_factory=dict)  # parameters whose gradient is not finite
-    gradient_count: int = 0  # the number of such parameters
-    gradient_norm: float | None = None
-    parameters: dict[str, Values] = field(default_factory=dict)  # parameters that are not finite
-    inputs: dict[str, Values] = field(default_factory=dict)  # tensors of the batch that are not finite
+    gradient_first: str | None = None
+    """The layer whose output first got a gradient that is not finite."""
+    gradients: list[str] = field(default_factory=list)
+    """Parameters whose gradient is not finite."""
     utterance_losses: list[float] = field(default_factory=list)
-    error: str | None = None  # why the run failed
+    """Of each utterance run alone, if the loss is not finite."""
+    error: str | None = None
+    """Why the run failed."""
 
     @property
     def what(self) -> str:
         """What was not finite: "loss", "gradient" or "nothing"."""
         if self.loss is not None and not math.isfinite(self.loss):
             return "loss"
-        return "gradient" if self.gradient_count else "nothing"
+        return "gradient" if self.gradients else "nothing"
 
     @property
-    def first_layer(self) -> Layer | None:
-        return None if self.first is None else self.layers[self.first]
+    def first(self) -> int | None:
+        """The index of the first bad layer; one with only -inf counts if nothing else explains the loss."""
+        bad = [i for i, layer in enumerate(self.layers) if layer.output.nan + layer.output.inf]
+        if not bad and self.what == "loss":
+            bad = [i for i, layer in enumerate(self.layers) if layer.output.bad]
+        return bad[0] if bad else None
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def bad_ids(self) -> list[str]:
+        """The ids of utterances with values that are not finite, as far as known."""
+        found = {row for values in self.inputs.values() for row in values.rows}
+        found.update(i for i, loss in enumerate(self.utterance_losses) if not math.isfinite(loss))
+        if not found and self.first is not None:
+            output = self.layers[self.first].output
+            found.update(output.rows if output.shape[:1] == [len(self.ids)] else [])
+        return [self.ids[i] for i in sorted(found) if i < len(self.ids)]
+
+    def where(self) -> str:
+        """Describe in one line where values are not finite."""
+        if self.first is not None:
+            layer = self.layers[self.first]
+            source = ""
+            if layer.inputs is not None and layer.inputs.bad and not self.inputs:
+                before = f"the output of {self.layers[self.first - 1].name}" if self.first else "the batch"
+                source = f"; its input is already not finite, but {before} is"
+            elif layer.inputs is not None:
+                source = f", from an input {layer.inputs.dtype} of at most {layer.inputs.largest:.3g}"
+            return (f"the first layer whose output is not finite is {layer.name} ({layer.kind}, call "
+                    f"{layer.call}): {layer.output.wrong()}{source}")
+        if self.error:
+            return f"running the batch again ended with {self.error}"
+        if self.what == "loss":
+            return f"every layer's output is finite; the loss made of them is {self.loss}"
+        if self.what == "gradient":
+            first = (f"; backward first fails after the output of {self.gradient_first}"
+                     if self.gradient_first else "")
+            more = ", ..." if len(self.gradients) > 4 else ""
+            return (f"the loss is {self.loss:.4g}, but the gradients of {len(self.gradients)} parameters are "
+                    f"not finite ({', '.join(self.gradients[:4])}{more}){first}")
+        return f"when run again, everything was finite (loss {self.loss:.4g})"
+
+    def cause(self, scale: float) -> str:
+        """Return what probably happened and what to do, if known; ``scale``: the loss scale of fp16."""
+        layer = None if self.first is None else self.layers[self.first]
+        if self.inputs:
+            return (f"the batch itself is damaged: {', '.join(map(repr, self.inputs))} holds values that are not "
+                    "finite; check those recordings")
+        if self.parameters:
+            return (f"parameters are already not finite ({', '.join(self.parameters[:4])}), because of an earlier "
+                    "update; resume from an older checkpoint with a lower learning rate or gradient clipping")
+        if layer is not None and layer.inputs is not None and layer.inputs.bad:
+            return ("an operation that is no layer caused it: a division by 0, a log or root of 0, or a mask that "
+                    "hides everything")
+        largest = 0.0 if layer is None or layer.inputs is None else max(layer.inputs.largest, layer.output.largest)
+        if layer is not None and layer.output.dtype == "float16" and largest > _NEAR_HALF_MAX:
+            return f"fp16 overflow: values reach {largest:.3g}, and the largest fp16 is 65504; use --precision bf16"
+        if largest > _GROWN:
+            return f"activations have grown to {largest:.3g}: lower the learning rate or warm up for longer"
+        if layer is None and self.what == "loss":
+            return ("the loss itself breaks on finite outputs: too few frames for the labels (`sbkit check` lists such "
+                    "utterances), a label of probability 0, or a log or division of 0")
+        if self.gradient_first is not None and scale > 1:
+            return (f"the loss scale of {scale:.6g} is too high for fp16; this is normal at first, since it halves by "
+                    "itself; if it continues, use --precision bf16")
+        if self.gradient_first is not None:
+            return (f"after the output of {self.gradient_first} a square root, norm, log or division gets 0: its value "
+                    "is finite, but its gradient is not; add a small epsilon there")
+        if self.what == "nothing":
+            return "" if self.error else (
+                "it could not be reproduced: the weights have changed since, or an operation is not deterministic; "
+                "if it happens again, try --precision fp32 and a lower learning rate")
+        return "training diverged: lower the learning rate, warm up for longer, or clip gradients"
 
 
-class Ran(NamedTuple):
-    """The loss of a batch, and the loss of each utterance [B] if the task provides it."""
+def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> Inspection:
+    """Run a batch forward and backward as in training, but without DDP, and inspect it.
 
-    total: torch.Tensor
-    utterance_losses: torch.Tensor | None = None
-
-
-def losses_alone(
-    run: Callable[[Any], Ran],
-    modules: nn.Module,
-    batches: Sequence[Any],
-    *,
-    rng: Mapping[str, torch.Tensor] | None = None,
-    device: torch.device | str = "cpu",
-) -> list[float]:
-    """Return the loss of each batch, starting from the same random state; nan for one that can't be run."""
-    losses = []
-    with _undisturbed(modules, device), torch.no_grad():
-        for batch in batches:
-            if rng is not None:
-                rng_state.restore(dict(rng), device)
-            try:
-                losses.append(float(run(batch).total))
-            except Exception as error:  # an utterance may be too short alone; the others still help
-                logger.info("A batch could not be run by itself: %s", error)
-                losses.append(math.nan)
-    return losses
-
-
-def before(found: Inspection) -> str:
-    """Name what was still finite right before the first bad layer."""
-    return f"the output of {found.layers[found.first - 1].name}" if found.first else "the batch"
-
-
-def measure(tensor: torch.Tensor) -> Values:
-    """Return the range of a tensor, and its counts of values that are not finite."""
-    flat, dtype, shape = tensor.detach(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-    if not flat.numel():
-        return Values(dtype, shape, None, None)
-    if not flat.is_floating_point():
-        return Values(dtype, shape, float(flat.min()), float(flat.max()))
-    finite = flat.isfinite()
-    bad = int(flat.numel() - finite.sum())
-    good = flat if not bad else flat[finite]
-    low, high = (float(v) for v in good.float().aminmax()) if good.numel() else (None, None)
-    if not bad:
-        return Values(dtype, shape, low, high)
-    rows = (~finite).reshape(shape[0], -1).any(1).nonzero().flatten().tolist() if len(shape) > 1 else []
-    return Values(dtype, shape, low, high, int(flat.isnan().sum()), int((flat == math.inf).sum()),
-                  int((flat == -math.inf).sum()), rows)
-
-
-def examine(
-    run: Callable[[Any], Ran],
-    modules: nn.Module,
-    batch: object,
-    *,
-    rng: Mapping[str, torch.Tensor] | None = None,
-    device: torch.device | str = "cpu",
-    scale: float = 1.0,
-    keep_layers: bool = False,
-) -> Inspection:
-    """Run a batch forward and backward and inspect it, without changing the model.
-
-    Buffers, gradients and random generators are restored. The same computations run whatever is found, because layers
-    may communicate with other ranks (synchronised normalisation).
+    Nothing is changed: buffers, gradients and random generators are restored. The same computations run whatever is
+    found, because layers may communicate with other ranks (synchronised normalisation).
 
     Arguments
     ---------
-    run : computes ``Ran`` from a batch, including autocast
-    modules : the modules with the layers and parameters to inspect
-    rng : the random state before the batch was first run
-    scale : the loss scale (fp16)
-    keep_layers : keep all layers, not only those up to the first bad one
+    brain : has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``
+    step : the number of the step, from 1, on which what the Brain computes may depend
+    scale : what the loss is multiplied by
     """
-    found = Inspection()
-    found.inputs = {name: v for name, t in tensors_in(batch) if (v := measure(t)).bad}
-    found.parameters = _bad(modules.named_parameters())
-    with _undisturbed(modules, device), _eager():
-        if rng is not None:
-            rng_state.restore(dict(rng), device)
-        with _watched(modules, found) as watch:
-            try:
-                loss, each = run(batch)
-                found.utterance_losses = [] if each is None else each.float().tolist()
-                found.loss = float(loss.detach())
-                watch.forward = False
-                if loss.requires_grad:
-                    (loss.float() * scale).backward()
-                    _look_at_gradients(modules, found, scale)
-            except Exception as error:  # an error is also a finding
-                found.error = summary(error)
-    found.first = _first(found)
-    if not keep_layers:
-        found.layers = [] if found.first is None else found.layers[max(0, found.first - 3): found.first + 1]
-        found.first = None if found.first is None else len(found.layers) - 1
+    modules = brain.modules
+    inputs = {name: measure(tensor) for name, tensor in tensors_in(kept.batch)}
+    found = Inspection(utterance_ids(kept.batch), {name: values for name, values in inputs.items() if values.bad},
+                       _not_finite(modules.named_parameters()))
+    with _unchanged(brain, step), _eager():
+        try:
+            with _watched(modules, found):
+                loss = _loss(brain, kept)
+            found.loss = float(loss.detach())
+            if loss.requires_grad:
+                (loss.float() * scale).backward()
+                found.gradients = _not_finite((name, p.grad) for name, p in modules.named_parameters())
+        except Exception as error:  # an error is also a finding
+            found.error = summary(error)
+        if found.what == "loss" and not found.error and (
+                not ranks.connected() or not any(map(communicates_in_forward, modules.modules()))):
+            found.utterance_losses = [_loss_alone(brain, kept, row) for row in range(len(found.ids))]
     return found
 
 
-def _first(found: Inspection) -> int | None:
-    """Return the index of the first bad layer; one with only -inf counts if nothing else explains the loss."""
-    broken = [i for i, layer in enumerate(found.layers) if layer.output.broken]
-    if not broken and found.what == "loss":
-        broken = [i for i, layer in enumerate(found.layers) if layer.output.minus_inf]
-    return broken[0] if broken else None
+def _loss(brain: sb.Brain, kept: KeptBatch) -> torch.Tensor:
+    if kept.rng is not None:
+        rng_state.restore(dict(kept.rng), brain.device)
+    with brain.training_ctx:
+        predictions = losses_in_fp32(brain.compute_forward(kept.batch, Stage.TRAIN), brain.training_ctx)
+        loss = brain.compute_objectives(predictions, kept.batch, Stage.TRAIN)
+    return loss.total if isinstance(loss, Loss) else loss
+
+
+@torch.no_grad()
+def _loss_alone(brain: sb.Brain, kept: KeptBatch, row: int) -> float:
+    """Return the loss of one utterance, with its padding, from the same random state; nan if it can't be run."""
+    try:
+        return float(_loss(brain, kept._replace(batch=rows(kept.batch, row, row + 1))))
+    except Exception as error:  # an utterance may be too short alone; the others still help
+        logger.info("Utterance %d of the batch could not be run by itself: %s", row, error)
+        return math.nan
+
+
+@contextlib.contextmanager
+def _unchanged(brain: sb.Brain, step: int) -> Iterator[None]:
+    """Go to a step inside this context; restore statistics, gradients and random generators on exit."""
+    state = ForwardState(brain.modules)
+    state.save()
+    gradients = [(parameter, parameter.grad) for parameter in brain.modules.parameters()]
+    generators = rng_state.capture(brain.device)
+    now, brain.optimizer_step = brain.optimizer_step, step - 1
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        # Gradients must not be averaged over ranks.
+        with torch.enable_grad(), brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
+            yield
+    finally:
+        brain.optimizer_step = now
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        state.restore()
+        rng_state.restore(generators, brain.device)
 
 
 @contextlib.contextmanager
@@ -209,115 +276,47 @@ def _eager() -> Iterator[None]:
         yield
 
 
-@dataclass
-class _Watch:
-    forward: bool = True
-
-
 @contextlib.contextmanager
-def _watched(modules: nn.Module, found: Inspection) -> Iterator[_Watch]:
-    """Record outputs of all modules inside this context, and the first one with a gradient that is not finite."""
-    watch, handles = _Watch(), []
+def _watched(modules: nn.Module, found: Inspection) -> Iterator[None]:
+    """Record outputs of all modules inside this context, and later the first one with a bad gradient.
+
+    Backward is outside of it, where activation checkpointing runs a forward again.
+    """
     calls: dict[str, int] = {}
 
     def hook_for(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-            if not watch.forward:  # activation checkpointing runs a forward again during backward
-                return
+        def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
             calls[name] = calls.get(name, 0) + 1
-            results = [t for _, t in tensors_in(output)]
+            results = [tensor for _, tensor in tensors_in(output)]
             if not results:
                 return
             inputs = [measure(t) for _, t in tensors_in((args, kwargs)) if t.is_floating_point()]
-            values = [measure(t) for t in results]
-            found.layers.append(Layer(
-                name, type(module).__name__, calls[name], max(inputs, key=_worst, default=None),
-                max(values, key=_worst),
-            ))
+            found.layers.append(Layer(name, type(module).__name__, calls[name], _worst(inputs) if inputs else None,
+                                      _worst([measure(tensor) for tensor in results])))
             for tensor in results:
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(back_for(name))
+                    tensor.register_hook(lambda gradient: note(name, gradient))
         return hook
 
-    def back_for(name: str) -> Callable[[torch.Tensor], None]:
-        def back(gradient: torch.Tensor) -> None:
-            if found.gradient_first is None and not bool(gradient.isfinite().all()):
-                found.gradient_first = name
-        return back
+    def note(name: str, gradient: torch.Tensor) -> None:
+        if found.gradient_first is None and not bool(gradient.isfinite().all()):
+            found.gradient_first = name
 
+    handles = []
+    for name, module in modules.named_modules():
+        if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not hasattr(module, "_orig_mod"):
+            name = name.replace("_orig_mod.", "").removesuffix("._orig_mod")  # which torch.compile inserts
+            handles.append(module.register_forward_hook(hook_for(name), with_kwargs=True))
     try:
-        for name, module in modules.named_modules():
-            if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and (
-                    not hasattr(module, "_orig_mod")):
-                # torch.compile inserts its own name.
-                name = name.replace("_orig_mod.", "").removesuffix("._orig_mod")
-                handles.append(module.register_forward_hook(hook_for(name), with_kwargs=True))
-        yield watch
+        yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-@contextlib.contextmanager
-def _undisturbed(modules: nn.Module, device: torch.device | str) -> Iterator[None]:
-    """Restore buffers and other statistics, gradients and random generators on exit."""
-    state = ForwardState(modules)
-    state.save()
-    gradients = [(parameter, parameter.grad) for parameter in modules.parameters()]
-    generators = rng_state.capture(device)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        state.restore()
-        rng_state.restore(generators, device)
+def _worst(values: Sequence[Values]) -> Values:
+    return max(values, key=lambda one: (one.bad, one.largest))
 
 
-def _look_at_gradients(modules: nn.Module, found: Inspection, scale: float) -> None:
-    norms = []
-    for name, parameter in modules.named_parameters():
-        if parameter.grad is None:
-            continue
-        gradient = parameter.grad
-        gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        values = measure(gradient)
-        if values.bad:
-            found.gradient_count += 1
-            if len(found.gradients) < _MOST_GRADIENTS:
-                found.gradients[name] = values
-        norms.append(float(gradient.float().norm()))
-    found.gradient_norm = math.sqrt(sum(n * n for n in norms)) / scale
-
-
-def _bad(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Values]:
-    found: dict[str, Values] = {}
-    for name, tensor in named:
-        values = measure(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
-        if values.bad and len(found) < _MOST_GRADIENTS:
-            found[name] = values
-    return found
-
-
-def _worst(values: Values) -> tuple[int, float]:
-    return values.bad, values.largest
-
-
-def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in tuples, lists, dicts and batches, with its path."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        keys = getattr(value, "_fields", None) or range(len(value))
-        for key, item in zip(keys, value, strict=True):
-            yield from tensors_in(item, f"{path}.{key}" if path else str(key))
-    elif is_dataclass(value) or type(value).__module__.startswith("speechbrain.dataio."):
-        for key, item in vars(value).items():
-            if not key.startswith("_"):
-                yield from tensors_in(item, f"{path}.{key}" if path else key)
+def _not_finite(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[str]:
+    return [name for name, tensor in named if tensor is not None and not bool(tensor.isfinite().all())]

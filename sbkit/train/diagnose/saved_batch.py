@@ -46,32 +46,6 @@ def unpack(tree: object, tensors: Mapping[str, torch.Tensor], device: torch.devi
     return made
 
 
-def utterance_ids(batch: object) -> list[str]:
-    """Return the ids of a batch's utterances, from ``ids`` (sbkit) or ``id`` (SpeechBrain)."""
-    for name in ("ids", "id"):
-        found = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
-        if isinstance(found, (list, tuple)):
-            return [str(item) for item in found]
-    return []
-
-
-def take_row(batch: object, row: int) -> object | None:
-    """Return a batch of one utterance, for dataclasses like sbkit's ``Batch``; None for other batches.
-
-    Padding is kept, so shapes are the same as in the whole batch.
-    """
-    size = len(utterance_ids(batch))
-    if not dataclasses.is_dataclass(batch) or isinstance(batch, type) or not 0 <= row < size:
-        return None
-    changed = {}
-    for one in dataclasses.fields(batch):
-        value = getattr(batch, one.name)
-        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-        if (is_tensor or isinstance(value, list)) and len(value) == size and one.name != "damaged":
-            changed[one.name] = value[row: row + 1]
-    return dataclasses.replace(batch, **changed)
-
-
 def _pack(value: object, path: str, tensors: dict[str, torch.Tensor]) -> object:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

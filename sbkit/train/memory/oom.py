@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import itertools
 import logging
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,16 +18,18 @@ from torch import nn
 from sbkit import errors
 from sbkit.errors import SbkitError, first_line
 from sbkit.train import device as devices
-from sbkit.train.diagnose.saved_batch import utterance_ids
+from sbkit.train.batches import largest, length, rows, utterance_ids
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import ModuleWrapper, communicates_in_forward
 from sbkit.train.distributed.sharding import Sharded
 from sbkit.train.memory import host
-from sbkit.train.memory.threads import NO_PRIMITIVE, Threads
 from sbkit.train.step import Loss
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+#: oneDNN's message when there was no memory for compiled code (or another failure).
+NO_PRIMITIVE = "could not create a primitive"
 #: Errors that usually mean this only if memory is bounded: Python and Arrow have no room for a thread's stack.
 _WORDS_BOUNDED = (NO_PRIMITIVE, "can't start new thread", "Failed to launch worker thread")
 HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try activation_checkpointing"
@@ -49,6 +51,42 @@ def oom_as_user_error(device: torch.device | str, hint: str = HINT) -> Iterator[
         if not is_out_of_memory(error):
             raise
         raise SbkitError(f"out of memory on {device}: {first_line(error)}", hint=hint, exit_code=1) from error
+
+
+class Threads:
+    """Calls functions in this thread, or in another one if a library is stuck in this thread.
+
+    When oneDNN once fails to get memory for compiled code, it refuses every new shape in that thread from then on. The
+    next thread is started in advance, while there is memory for its stack.
+    """
+
+    def __init__(self) -> None:
+        self._present: ThreadPoolExecutor | None = None
+        self._spare: ThreadPoolExecutor | None = None
+
+    def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        if self._spare is None and host.bounded():
+            try:
+                self._spare = ThreadPoolExecutor(1)
+                self._spare.submit(int).result()
+            except (RuntimeError, MemoryError) as error:
+                raise SbkitError("out of memory: there is none left to start a thread", hint=host.LIMIT_HINT,
+                                 exit_code=1) from error
+        if self._present is None:
+            return function(*args, **kwargs)
+        return self._present.submit(_called, torch.is_grad_enabled(), function, args, kwargs).result()
+
+    def leave_if_stuck(self, error: BaseException) -> None:
+        """Use another thread from now on, if this error requires it."""
+        if NO_PRIMITIVE in str(error):
+            if self._present is not None:
+                self._present.shutdown(wait=False)
+            self._present, self._spare = self._spare, None
+
+
+def _called(grad: bool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    with torch.set_grad_enabled(grad):  # each thread has its own
+        return function(*args, **kwargs)
 
 
 class MemoryLimits:
@@ -204,59 +242,3 @@ def parts_of(batch: object, count: int) -> Iterator[tuple[object, float, bool]]:
     edges = [i * size // count for i in range(count + 1)]
     for start, stop in itertools.pairwise(edges):
         yield rows(batch, start, stop), (stop - start) / size, stop == size
-
-
-# ---------------------------------------------------------------------------------------------- batches
-
-
-def length(batch: object) -> int:
-    """Return the number of utterances (or other examples) in a batch; 1 if unknown."""
-    names = utterance_ids(batch)
-    if names:
-        return len(names)
-    found = [len(t) for t in _tensors(batch)]
-    return found[0] if found and all(n == found[0] for n in found) else 1
-
-
-def largest(batch: object) -> int:
-    """Return the number of values in a batch's largest tensor, which memory is proportional to."""
-    return max((t.numel() for t in _tensors(batch)), default=0)
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if value.dim() else []
-    if isinstance(value, dict):
-        return [t for inner in value.values() for t in _tensors(inner)]
-    if isinstance(value, (list, tuple)):
-        return [t for inner in value for t in _tensors(inner)]
-    return [t for inner in vars(value).values() for t in _tensors(inner)] if hasattr(value, "__dict__") else []
-
-
-def rows(batch: object, start: int, stop: int) -> object:
-    """Return utterances ``start`` to ``stop`` of a batch, with its padding."""
-    size = length(batch)
-    if isinstance(batch, dict):
-        return {key: _cut(value, start, stop, size) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        return type(batch)(_cut(value, start, stop, size) for value in batch)
-    if isinstance(batch, torch.Tensor) or hasattr(batch, "_fields"):
-        return _cut(batch, start, stop, size)
-    # "damaged" and a PaddedBatch's lists of keys have other lengths
-    fields = {key: value if "keys" in key or key == "damaged" else _cut(value, start, stop, size)
-              for key, value in vars(batch).items()}
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{f.name: fields[f.name] for f in dataclasses.fields(batch) if f.init})
-    part = object.__new__(type(batch))
-    part.__dict__.update(fields)
-    return part
-
-
-def _cut(value: object, start: int, stop: int, size: int) -> Any:  # of the same type as the value
-    if isinstance(value, torch.Tensor):
-        return value[start:stop] if value.dim() and len(value) == size else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # SpeechBrain's PaddedData
-        return type(value)(*(_cut(inner, start, stop, size) for inner in value))
-    if isinstance(value, (list, tuple)):
-        return value[start:stop] if len(value) == size else value
-    return value

@@ -120,7 +120,7 @@ def test_all_of_it_with_the_attention_decoder(tmp_path, batch):
     scores, found = loss(made, batch)
     assert scores.attention.shape == (4, 5, 28)
     found.total.backward()
-    assert torch.isfinite(found.total) and made.utterance_losses(scores, batch).shape == (2,)
+    assert torch.isfinite(found.total)
 
 
 @pytest.mark.parametrize("weight", [0.0, -0.5, 1.5, float("nan")])

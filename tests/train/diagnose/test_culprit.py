@@ -20,15 +20,15 @@ from speechbrain.utils.autocast import TorchAutocast
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.nn.ctc import ctc_loss
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.train import rng
-from sbkit.train.diagnose import culprit
-from sbkit.train.diagnose.culprit import KeptBatch, report
-from sbkit.train.diagnose.inspection import Ran, examine, measure
+from sbkit.train.batches import rows, utterance_ids
+from sbkit.train.diagnose.culprit import report
+from sbkit.train.diagnose.inspection import KeptBatch, examine, measure
 from sbkit.train.diagnose.replay import find, replay
-from sbkit.train.diagnose.saved_batch import pack, take_row, unpack, utterance_ids
+from sbkit.train.diagnose.saved_batch import pack, unpack
 from sbkit.train.freezing import Freezing
+from sbkit.train.step import Loss
 
 
 @dataclasses.dataclass
@@ -83,7 +83,7 @@ class Recipe:
             reduction="none")
         if self.breaks == "gradient":
             losses = losses + (predictions * 0).sum().sqrt()
-        return SimpleNamespace(total=losses.sum(), count=len(losses))
+        return Loss(losses.sum(), len(losses))
 
 
 def clips() -> Clips:
@@ -96,80 +96,65 @@ def told(recipe: Recipe, batch, folder, **kwargs) -> str:
     return report(recipe, folder, [KeptBatch(batch, rng.capture())], step=12, epoch=3, **kwargs)
 
 
-def test_too_few_frames_for_ctc(tmp_path):
-    batch = clips()
+class Half(nn.Module):
+    def forward(self, x):
+        return x.half() * 4
+
+
+def without_frames(recipe, batch):
     batch.token_lengths[1] = 30  # of 20 frames
-    text = told(Recipe(), batch, tmp_path)
-    assert "Step 12 of epoch 3: the loss is not finite; the step was skipped." in text
-    assert "every layer's output is finite; the loss made of them is inf" in text
-    assert "utterances where it shows: clip-1\n" in text
-    assert "utterances of the batch: clip-0, clip-1, clip-2" in text
-    assert "the loss of clip-1 is infinite: too few frames for its labels" in text
-    assert f"sbkit replay {tmp_path}/culprits/step-12-rank-0" in text
 
 
-def test_the_task_may_say_each_utterances_loss(tmp_path):
-    class Task(Recipe):
-        def utterance_losses(self, predictions, batch):
-            frames = torch.full((len(predictions),), predictions.shape[1])
-            found = ctc_loss(predictions, batch.tokens, frames, batch.token_lengths)
-            return found.losses.masked_fill(~found.feasible, math.inf)
-
-    batch = clips()
-    batch.token_lengths[2] = 30
-    assert "utterances where it shows: clip-2\n" in told(Task(), batch, tmp_path)
-
-
-def test_a_recording_with_nan(tmp_path):
-    batch = clips()
+def with_nan(recipe, batch):
     batch.signals[2, 7] = math.nan
-    text = told(Recipe(), batch, tmp_path)
-    assert "the batch itself is damaged: 'signals' holds values that are not finite in clip-2" in text
-    assert "first layer whose output is not finite is front (Linear, call 1): 8 nan of 480 values" in text
 
 
-def test_a_layer_that_overflows(tmp_path):
-    text = told(Recipe("layer"), clips(), tmp_path)
-    assert "is model.0.norm (BatchNorm1d, call 1)" in text, "the inner layer, not the one that holds it"
-    assert "activations have grown to" in text and "e+38" in text
-
-
-def test_an_operation_between_layers_on_silence(tmp_path):
-    batch = clips()
+def silent(recipe, batch):
     batch.signals[0] = 0
-    text = told(Recipe("between"), batch, tmp_path)
-    assert "its input is already not finite, but the output of front is" in text
-    assert "between the output of front and model.0.norm" in text
-    assert "'signals' is constant (digital silence) in clip-0" in text
 
 
-def test_a_gradient_without_a_slope(tmp_path):
-    text = told(Recipe("gradient"), clips(), tmp_path, what="gradient")
-    assert "the gradient is not finite" in text
-    assert "but the gradients of 8 parameters are not finite (front.weight, front.bias, " in text
-    assert "after the output of model.2 a square root" in text
+def broken(recipe, batch):
+    recipe.modules.model[0].ff.bias[3] = math.inf
 
 
-def test_weights_that_are_already_broken(tmp_path):
-    recipe = Recipe()
-    with torch.no_grad():
-        recipe.modules.model[0].ff.bias[3] = math.inf
-    text = told(recipe, clips(), tmp_path)
-    assert "parameters are already not finite (model.0.ff.bias)" in text
-
-
-def test_fp16_overflow(tmp_path):
-    class Half(nn.Module):
-        def forward(self, x):
-            return x.half() * 4
-
-    recipe = Recipe()
+def in_half(recipe, batch):
     recipe.modules.model.insert(2, Half())  # the layer after it won't take fp16, and ends the run
+    recipe.modules.model[0].ff.weight.fill_(4e4)
+
+
+CASES = {
+    "too few frames for CTC": ("", without_frames, "loss", [
+        "Step 12 of epoch 3: the loss is not finite; the step was skipped.",
+        "every layer's output is finite; the loss made of them is inf", "utterances where it shows: clip-1\n",
+        "utterances of the batch: clip-0, clip-1, clip-2", "too few frames for the labels"]),
+    "a recording with nan": ("", with_nan, "loss", [
+        "the batch itself is damaged: 'signals' holds values that are not finite", "where it shows: clip-2\n",
+        "first layer whose output is not finite is front (Linear, call 1): 8 nan of 480 values"]),
+    "a layer that overflows": ("layer", None, "loss", [
+        "is model.0.norm (BatchNorm1d, call 1)",  # the inner layer, not the one that holds it
+        "activations have grown to", "e+38"]),
+    "an operation between layers": ("between", silent, "loss", [
+        "its input is already not finite, but the output of front is", "an operation that is no layer caused it"]),
+    "a gradient without a slope": ("gradient", None, "gradient", [
+        "the gradient is not finite", "after the output of model.2 a square root",
+        "but the gradients of 8 parameters are not finite (front.weight, front.bias, "]),
+    "weights that are already broken": ("", broken, "loss", [
+        "parameters are already not finite (model.0.ff.bias)"]),
+    "fp16": ("", in_half, "loss", [
+        "is model.2 (Half, call 1)", "float16, from an input float32 of at most", "fp16 overflow",
+        "use --precision bf16"]),
+}
+
+
+@pytest.mark.parametrize("breaks, spoil, what, parts", CASES.values(), ids=CASES)
+def test_what_a_report_says(tmp_path, breaks, spoil, what, parts):
+    recipe, batch = Recipe(breaks), clips()
     with torch.no_grad():
-        recipe.modules.model[0].ff.weight.fill_(4e4)
-    text = told(recipe, clips(), tmp_path, scale=1.0)
-    assert "is model.2 (Half, call 1)" in text and "float16, from an input float32 of at most" in text
-    assert "fp16 overflow" in text and "use --precision bf16" in text
+        if spoil is not None:
+            spoil(recipe, batch)
+    text = told(recipe, batch, tmp_path, what=what)
+    for part in [*parts, f"sbkit replay {tmp_path}/culprits/step-12-rank-0"]:
+        assert part in text
 
 
 def test_what_cannot_be_shown_again_says_so_and_is_kept(tmp_path):
@@ -203,7 +188,7 @@ def test_a_replay_shows_the_same_layer_by_layer(tmp_path):
     batch.token_lengths[1] = 30
     recipe = Recipe("layer", seed=7)
     state = rng.capture()
-    report(recipe, tmp_path, [(batch, state)], step=5)  # a pair, as the training loop keeps them
+    report(recipe, tmp_path, [KeptBatch(batch, state)], step=5)
     torch.manual_seed(99)
     other = Recipe("layer", seed=8)  # other weights: those of the step are in the folder
     text = replay(other, tmp_path)
@@ -218,12 +203,11 @@ def test_a_replay_shows_the_same_layer_by_layer(tmp_path):
 
 def test_a_replay_repeats_the_dropout(tmp_path):
     recipe, batch = Recipe(), clips()
-    state = rng.capture()
-    found = examine(culprit.runner(recipe), recipe.modules, batch, rng=state, keep_layers=True)
-    told_loss = found.loss
-    report(recipe, tmp_path, [KeptBatch(batch, state)], step=5)
+    kept = KeptBatch(batch, rng.capture())
+    told_loss = examine(recipe, kept, step=5).loss
+    report(recipe, tmp_path, [kept], step=5)
     torch.manual_seed(3)
-    assert f"(loss {told_loss:.4g}," in replay(Recipe(), tmp_path)
+    assert f"(loss {told_loss:.4g})" in replay(Recipe(), tmp_path)
 
 
 def test_a_report_and_a_replay_are_of_the_step_that_failed(tmp_path):
@@ -241,7 +225,7 @@ def test_a_report_and_a_replay_are_of_the_step_that_failed(tmp_path):
 
 
 def test_without_weights_the_replay_says_so(tmp_path):
-    report(Recipe(), tmp_path, [clips()], step=5)
+    report(Recipe(), tmp_path, [KeptBatch(clips())], step=5)
     (tmp_path / "culprits/step-5-rank-0/model.safetensors").unlink()
     assert "Weights: the checkpoint's, not those of that step." in replay(Recipe(), tmp_path)
 
@@ -249,7 +233,7 @@ def test_without_weights_the_replay_says_so(tmp_path):
 def test_the_weights_of_a_step_after_others_that_were_skipped_are_those_of_the_first(tmp_path):
     recipe = Recipe("layer", seed=7)
     for step in (5, 6, 7, 9):
-        report(recipe, tmp_path, [clips()], step=step)
+        report(recipe, tmp_path, [KeptBatch(clips())], step=step)
     other = Recipe("layer", seed=8)
     assert "Weights: those of that step." in replay(other, tmp_path / "culprits" / "step-7-rank-0")
     assert torch.equal(other.modules.front.weight, recipe.modules.front.weight)
@@ -257,7 +241,7 @@ def test_the_weights_of_a_step_after_others_that_were_skipped_are_those_of_the_f
 
 
 def test_a_replay_with_another_model_is_refused(tmp_path):
-    report(Recipe(), tmp_path, [clips()], step=5)
+    report(Recipe(), tmp_path, [KeptBatch(clips())], step=5)
     other = Recipe()
     other.modules["extra"] = nn.Linear(2, 2)
     with pytest.raises(SbkitError, match=r"another model: extra\.bias, extra\.weight differ"):
@@ -267,7 +251,7 @@ def test_a_replay_with_another_model_is_refused(tmp_path):
 def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
     with pytest.raises(SbkitError, match="holds no culprit"):
         find(tmp_path)
-    report(Recipe(), tmp_path, [clips()], step=5)
+    report(Recipe(), tmp_path, [KeptBatch(clips())], step=5)
     (tmp_path / "culprits/step-5-rank-0/culprit.json").write_text("{", encoding="utf-8")
     with pytest.raises(SbkitError, match="is damaged"):
         replay(Recipe(), tmp_path)
@@ -275,7 +259,7 @@ def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
 
 def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path):
     for step in range(1, 5):
-        text = report(Recipe("layer"), tmp_path, [clips()], step=step, limit=3)
+        text = report(Recipe("layer"), tmp_path, [KeptBatch(clips())], step=step, limit=3)
     assert sorted(path.name for path in (tmp_path / "culprits").iterdir()) == [
         "step-1-rank-0", "step-2-rank-0", "step-3-rank-0"]
     assert "already has reports of 3 such steps" in text
@@ -293,7 +277,6 @@ def test_the_folder_is_json_and_tensors_no_pickle(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == [
         "culprit.json", "model.safetensors", "tensors.safetensors"]
     content = json.loads((folder / "culprit.json").read_text(), parse_constant=pytest.fail)
-    assert content["accounts"][0]["findings"]["loss"] == "nan"
     assert content["accounts"][0]["bad_ids"] == ["clip-0"]
 
 
@@ -314,7 +297,7 @@ def test_a_stand_in_is_never_guilty(tmp_path):
     good, stand_in = clips(), dataclasses.replace(clips(), weight=0.0)
     stand_in.signals = stand_in.signals * math.nan
     good.token_lengths[0] = 30
-    text = report(Recipe(), tmp_path, [good, stand_in], step=1)
+    text = report(Recipe(), tmp_path, [KeptBatch(good), KeptBatch(stand_in)], step=1)
     assert "micro-batch 0" in text and "micro-batch 1" not in text
 
 
@@ -330,34 +313,44 @@ def test_measure_tells_nan_inf_and_rows():
     assert measure(torch.full((2,), math.nan)).low is None
 
 
+class Bare(Recipe):
+    """Only ``layers``, whose result's sum is the loss."""
+
+    def __init__(self, **layers):
+        super().__init__()
+        self.modules = nn.ModuleDict(layers)
+
+    def compute_objectives(self, predictions, batch, stage):
+        return predictions.sum()
+
+
 def test_a_mask_of_minus_infinity_is_no_culprit():
     class Mask(nn.Module):
         def forward(self, x):
             return torch.zeros_like(x).masked_fill(x > 0, -math.inf)
 
-    modules = nn.ModuleDict({"mask": Mask(), "bad": nn.Linear(3, 3)})
-    x = torch.ones(2, 3)
+    class Masked(Bare):
+        def compute_forward(self, batch, stage):
+            self.modules.mask(batch)
+            return (self.modules.bad(batch) / 0.0).sum() * 0
 
-    def run(batch):
-        modules.mask(batch)
-        return Ran((modules.bad(batch) / 0.0).sum() * 0)
-
-    found = examine(run, modules, x)
-    assert found.what == "loss" and found.first_layer.name == "mask"  # nothing else explains it
+    recipe = Masked(mask=Mask(), bad=nn.Linear(3, 3))
+    kept = KeptBatch(torch.ones(2, 3))
+    found = examine(recipe, kept, step=1)
+    assert found.what == "loss" and found.layers[found.first].name == "mask"  # nothing else explains it
     with torch.no_grad():
-        modules.bad.bias[0] = math.nan
-    assert examine(run, modules, x).first_layer.name == "bad"
+        recipe.modules.bad.bias[0] = math.nan
+    found = examine(recipe, kept, step=1)
+    assert found.layers[found.first].name == "bad"
 
 
 def test_checkpointed_layers_are_seen_once():
-    layer = nn.Linear(3, 3)
-    modules = nn.ModuleDict({"layer": layer})
+    class Checkpointed(Bare):
+        def compute_forward(self, batch, stage):
+            return torch.utils.checkpoint.checkpoint(self.modules.layer, batch, use_reentrant=False)
 
-    def run(batch):
-        return Ran(torch.utils.checkpoint.checkpoint(layer, batch, use_reentrant=False).sum())
-
-    found = examine(run, modules, torch.ones(2, 3), keep_layers=True)
-    assert [one.name for one in found.layers] == ["layer"] and found.gradient_norm > 0
+    found = examine(Checkpointed(layer=nn.Linear(3, 3)), KeptBatch(torch.ones(2, 3)), step=1)
+    assert [one.name for one in found.layers] == ["layer"] and found.what == "nothing" and not found.error
 
 
 class Pair(NamedTuple):
@@ -396,10 +389,9 @@ def test_what_cannot_be_saved_says_so_when_it_is_needed():
 
 def test_one_utterance_of_a_batch():
     batch = clips()
-    single = take_row(batch, 1)
+    single = rows(batch, 1, 2)
     assert single.ids == ["clip-1"] and single.texts == ["b"] and single.signals.shape == (1, 320)
     assert torch.equal(single.signals[0], batch.signals[1])
-    assert take_row((torch.ones(2), 3), 0) is None
 
 
 def test_generators_continue_where_they_were_captured():
@@ -420,12 +412,13 @@ sys.path.insert(0, sys.argv[2])
 from test_culprit import Recipe, clips
 from sbkit.train import rng
 from sbkit.train.distributed import ranks
-from sbkit.train.diagnose.culprit import Suspect, report
+from sbkit.train.diagnose.culprit import report
+from sbkit.train.diagnose.inspection import KeptBatch
 ranks.init(torch.device("cpu"))
 batches = [clips(), clips()]
 if ranks.rank() == 1:
     batches[1].signals[2, 5] = math.nan
-text = report(Recipe(), sys.argv[1], [Suspect(b, rng.capture()) for b in batches], step=3)
+text = report(Recipe(), sys.argv[1], [KeptBatch(b, rng.capture()) for b in batches], step=3)
 assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
 assert "clip-2" in text
 ranks.shutdown()
