@@ -41,7 +41,7 @@ def pytest_collection_finish():
     gc.enable()
     gc.freeze()
     if "sbkit.recipe.speed" in sys.modules:  # one product of matrices tells a CPU's speed well enough here
-        sys.modules["sbkit.recipe.speed"].LOOK_SECONDS = 0.0
+        sys.modules["sbkit.recipe.speed"].MEASURE_SECONDS = 0.0
 
 
 def pytest_runtest_setup(item):

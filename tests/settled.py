@@ -8,5 +8,5 @@ import gc
 
 from sbkit.recipe import speed
 
-speed.LOOK_SECONDS = 0.0
+speed.MEASURE_SECONDS = 0.0
 gc.freeze()

@@ -30,11 +30,11 @@ def spanish(folder: Path, **splits: int) -> Path:
 def target(folder: Path, data: Path, recipe: Path = RECIPE, tiny: Mapping[str, object] = TINY, **keys):
     """The Brain of a run that has only been prepared."""
     overrides = {**tiny, **keys, "output_folder": str(folder), "data_folder": str(data)}
-    made = load.opened(load.load(recipe, overrides), recipe)
+    made = load.open_recipe(load.load(recipe, overrides), recipe)
     manifests = made.keys.corpus.prepare(show_progress=False)
     follows = made.task.prepare(made.keys, manifests, overrides)
     overrides |= {key: value for key, value in follows.items() if key in made.hparams}
-    made = load.opened(load.load(recipe, overrides), recipe)
+    made = load.open_recipe(load.load(recipe, overrides), recipe)
     made.task.encoder(made.keys)
     return made.brain({"device": "cpu", "noprogressbar": True})
 

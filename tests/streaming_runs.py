@@ -17,8 +17,9 @@ SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 2, "d_ffn": 16, "cnn_c
 
 def recipe(folder: Path, data: Path, **keys: object) -> Recipe:
     """The recipe with a small model."""
-    return load.opened(load.load(RECIPE, {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}),
-                       RECIPE)
+    return load.open_recipe(load.load(RECIPE,
+                                      {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}),
+                            RECIPE)
 
 
 def prepared(folder: Path, data: Path, **keys: object) -> Recipe:

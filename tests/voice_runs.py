@@ -74,7 +74,7 @@ def trained(folder: Path, manifests: dict[str, Manifest], **given):
     bundle.mkdir(exist_ok=True)
     (bundle / "config.json").write_text("{}")
     given = {**SMALL, "codec": str(bundle), "recogniser": str(bundle), "output_folder": str(folder), **given}
-    keys = load.opened(load.load(RECIPE, given), RECIPE).keys
+    keys = load.open_recipe(load.load(RECIPE, given), RECIPE).keys
     follows = TTS.prepare(keys, manifests, {})
     labels.make(keys, manifests, StandIns())
     hparams = load.load(RECIPE, given | follows)

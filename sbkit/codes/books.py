@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from sbkit.errors import SbkitError, first_line, shown
 
 #: Far more than any codec has; what a damaged file claims must not be allocated.
-MOST_BOOKS, MOST_ENTRIES = 256, 1 << 24
+MAX_BOOKS, MAX_ENTRIES = 256, 1 << 24
 
 
 class InvalidCode(SbkitError):
@@ -55,8 +55,8 @@ class Books:
     codec: str
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.sizes) <= MOST_BOOKS or not all(_whole(size, MOST_ENTRIES) for size in self.sizes):
-            raise SbkitError(f"the sizes of codebooks must be 1 to {MOST_BOOKS} whole numbers of 1 to {MOST_ENTRIES}, "
+        if not 0 < len(self.sizes) <= MAX_BOOKS or not all(_whole(size, MAX_ENTRIES) for size in self.sizes):
+            raise SbkitError(f"the sizes of codebooks must be 1 to {MAX_BOOKS} whole numbers of 1 to {MAX_ENTRIES}, "
                              f"not {shown(self.sizes)}")
         object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
         rate = self.frame_rate

@@ -19,14 +19,14 @@ from sbkit.system.schema import SHA256, Integer, Record, String
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "sbkit codes", 1
 #: Of a shard: about six hours at 50 frames a second.
-MOST_FRAMES, MOST_ROWS, MOST_ROW_BYTES = 1 << 20, 1 << 16, 1 << 20
+MAX_FRAMES, MAX_ROWS, MAX_ROW_BYTES = 1 << 20, 1 << 16, 1 << 20
 _MANIFEST_BYTES = 64 << 20
 _COUNTS = ("utterances", "frames", "bytes")
 #: The types of codes, as safetensors calls them; numpy has no name for some others.
 _WHOLE = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
 _SHARD = Record({
-    "file": String(13, 255, r"[\w-]+\.safetensors"), "utterances": Integer(maximum=MOST_ROWS),
-    "frames": Integer(maximum=MOST_FRAMES), "bytes": Integer(maximum=2**63), "sha256": SHA256}, needed=True)
+    "file": String(13, 255, r"[\w-]+\.safetensors"), "utterances": Integer(maximum=MAX_ROWS),
+    "frames": Integer(maximum=MAX_FRAMES), "bytes": Integer(maximum=2**63), "sha256": SHA256}, needed=True)
 _AGAIN = "copy the folder again, or make it again"
 
 
@@ -92,7 +92,7 @@ class Shard:
         if (kind := self._file.get_slice("rows").get_dtype()) != "U8":
             raise self._damaged(f"rows are bytes, not {kind}")
         found = {name: self._file.get_tensor(name) for name in ("ends", "row_ends")}
-        for name, end, most in (("ends", self.frames, MOST_FRAMES), ("row_ends", bytes[0], MOST_ROW_BYTES)):
+        for name, end, most in (("ends", self.frames, MAX_FRAMES), ("row_ends", bytes[0], MAX_ROW_BYTES)):
             steps = np.diff(found[name], prepend=0)
             if found[name].dtype != np.int64 or steps.min() < 1 or steps.max() > most or found[name][-1] != end:
                 raise self._damaged(f"{name} are no ends of utterances")

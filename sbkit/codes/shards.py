@@ -25,9 +25,9 @@ from sbkit.codes.books import Books, InvalidCode
 from sbkit.codes.reading import (
     FORMAT,
     MANIFEST,
-    MOST_FRAMES,
-    MOST_ROW_BYTES,
-    MOST_ROWS,
+    MAX_FRAMES,
+    MAX_ROW_BYTES,
+    MAX_ROWS,
     VERSION,
     Shard,
     encodes,
@@ -141,17 +141,17 @@ class CodesWriter:
         if found.ndim != 2 or not len(found):
             raise SbkitError(f"{id}: the codes of an utterance are [frames, levels] with one frame or more, not "
                              f"{list(found.shape)}")
-        if len(found) > MOST_FRAMES:
-            raise NotKept(id, f"it has {len(found):,} frames, but at most {MOST_FRAMES:,} are kept")
+        if len(found) > MAX_FRAMES:
+            raise NotKept(id, f"it has {len(found):,} frames, but at most {MAX_FRAMES:,} are kept")
         values = {"id": id, "text": text, "speaker": speaker}
         given = {name: value for name, value in values.items() if value is not None}
         if not encodes(given.values()):
             raise NotKept(id, "its id, text or speaker is no Unicode")
         row = json.dumps(given).encode()
-        if len(row) > MOST_ROW_BYTES:
+        if len(row) > MAX_ROW_BYTES:
             raise NotKept(id, f"its id, text and speaker have {disk.size(len(row))}, but at most "
-                              f"{disk.size(MOST_ROW_BYTES)} are kept")
-        if self._codes and (self._frames + len(found) > self._most or len(self._rows) == MOST_ROWS):
+                              f"{disk.size(MAX_ROW_BYTES)} are kept")
+        if self._codes and (self._frames + len(found) > self._most or len(self._rows) == MAX_ROWS):
             self._write()
         self._ids.add(id)
         self._codes.append(found.astype(self._books.dtype))
@@ -182,7 +182,7 @@ class CodesWriter:
 
 
 @contextlib.contextmanager
-def writing(folder: str | Path, books: Books, force: bool = False, shard_frames: int = MOST_FRAMES,
+def writing(folder: str | Path, books: Books, force: bool = False, shard_frames: int = MAX_FRAMES,
             made_from: str | None = None) -> Iterator[CodesWriter]:
     """Write a folder of codes, which is there once the block has ended without an error.
 
@@ -200,7 +200,7 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
     publish.tidy(to)
     check_place(folder, force)
     with publish.room_beside(to) as aside:
-        out = CodesWriter(aside, books, min(shard_frames, MOST_FRAMES), made_from)
+        out = CodesWriter(aside, books, min(shard_frames, MAX_FRAMES), made_from)
         yield out
         out.close()
         publish.publish(aside, to, force)

@@ -96,7 +96,7 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
         if request.average > 1:
             label += f"-mean-of-{len(used)}"
         tuned = brain.tune_search(
-            recipe.keys.corpus.manifest("dev"), lambda dev: scoring.hear(request, recipe, brain, dev, "dev")) \
+            recipe.keys.corpus.manifest("dev"), lambda dev: scoring.transcribe(request, recipe, brain, dev, "dev")) \
             if request.tune_lm else {}
         label += request.label()
         scored = scoring.score(request, recipe, brain, manifest, label)
@@ -112,7 +112,7 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
 def _tell(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
     from sbkit.runs.layout import REPORT
 
-    columns, max_wer = [name for name, _ in results[0].came.lines_of_table()[0]], request.max_wer
+    columns, max_wer = [name for name, _ in results[0].results.lines_of_table()[0]], request.max_wer
     rows = []
     for came, facts, *_ in results:  # what lines share stands in the first of them
         shared = [facts["checkpoint"].removesuffix(request.label()), facts["utterances"], facts["hours"]]
@@ -131,10 +131,10 @@ def _tell(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
                 print(f"  not scored: {len(ids)} utterances that {what}: {', '.join(ids[:5])}")
     if max_wer is None:
         return 0
-    if not results[0].came.word_error_rates():
+    if not results[0].results.word_error_rates():
         raise SbkitError("there is no WER to compare with --max-wer", hint=f"the results are {', '.join(columns)}")
     over = [(scored.facts["checkpoint"], of, rate) for scored in results
-            for of, rate in scored.came.word_error_rates().items() if rate > max_wer]
+            for of, rate in scored.results.word_error_rates().items() if rate > max_wer]
     for checkpoint, of, rate in over:
         print(f"{checkpoint}: a WER of {rate:.2f} %{of and ' '}{of} is more than --max-wer {max_wer:g}",
               file=sys.stderr)

@@ -72,15 +72,15 @@ def run(args: argparse.Namespace) -> int:
 def estimate(request: LmRequest) -> int:
     """Make the model, write it, print the report and return the exit code."""
     from sbkit.decode import lm
-    from sbkit.runs.transcripts import found, read_run, texts
+    from sbkit.runs.transcripts import find, read_run, texts
 
     like = request.like or next((name for name in request.sources if Path(name).is_dir()), None)
     if request.unit == "piece" and like is None:
         raise SbkitError("a language model over pieces needs the tokenizer of a run", hint="name it: --like RUN")
     run = read_run(like) if like else None
     # Report what is missing before anything takes time.
-    sources = [found(name, "train") for name in request.sources]
-    held_out = [found(name, "dev") for name in request.evaluate]
+    sources = [find(name, "train") for name in request.sources]
+    held_out = [find(name, "dev") for name in request.evaluate]
     if run and not held_out and run.corpus.manifest_path("dev").is_file():
         held_out = [str(run.corpus.manifest_path("dev"))]
     disk.check_writable(request.out, "--out")

@@ -21,16 +21,16 @@ def run(words: list[str]) -> int:
     from sbkit.recipe import arguments, load
     from sbkit.runs.lock import RunLock
     from sbkit.runs.preparation import prepare_data
-    from sbkit.runs.start_guard import put_back
+    from sbkit.runs.start_guard import restore_previous
     from sbkit.train.memory import oom
     from sbkit.train.signals import EndSignals
 
     request = arguments.parse(words)
     with EndSignals(), oom.oom_as_user_error("cpu", hint=host.LIMIT_HINT):
-        recipe = load.opened(load.load(request.path, request.overrides), request.path)
+        recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         folder = recipe.keys.output_folder
         with RunLock(Path(folder), runs=False) if folder else contextlib.nullcontext():
             if folder:
-                put_back(Path(folder))
+                restore_previous(Path(folder))
             prepare_data(recipe, request.overrides, BundleLoader())
     return 0

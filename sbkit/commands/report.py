@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
 
     remote = Remote(check_schemes("--schemes", args.schemes))
     print(write_report(args.run, against=args.against, out=args.out, utterances=args.utterances,
-                       audio_megabytes=args.audio_mb, remote=remote, tell=print))
+                       audio_megabytes=args.audio_mb, remote=remote, log=print))
     return 0

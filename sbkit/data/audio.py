@@ -156,12 +156,12 @@ def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = 
     """
     name = describe(wav)
     with open_recording(wav, name, remote) as (file, _, frames):
-        if whole and (cause := misfit(*frames(), file.samplerate)) is not None:
+        if whole and (cause := length_mismatch(*frames(), file.samplerate)) is not None:
             raise AudioError(name, cause)
         return file.frames / file.samplerate, file.samplerate, file.channels
 
 
-def misfit(promised: int, there: int, rate: int) -> str | None:
+def length_mismatch(promised: int, there: int, rate: int) -> str | None:
     """What is wrong with a recording whose file holds another number of frames than its header promises, if they
     differ by more than the rounding of a list may."""
     if abs(promised - there) <= longer(promised / rate) * rate:

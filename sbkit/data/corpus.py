@@ -109,8 +109,8 @@ class Corpus:
 
     def _check(self) -> None:
         for name in ("min_duration", "max_duration"):
-            check_number(f"corpus: {name}", getattr(self, name), least=0, optional=True)
-        check_number("corpus: short_text", self.short_text, least=0, whole=True)
+            check_number(f"corpus: {name}", getattr(self, name), minimum=0, optional=True)
+        check_number("corpus: short_text", self.short_text, minimum=0, whole=True)
         check_number("corpus: workers", self.workers, above=0, whole=True, optional=True)
         for name in ("demo_hours", "url_megabytes", "url_seconds"):
             check_number(f"corpus: {name}", getattr(self, name), above=0)
@@ -293,7 +293,7 @@ class Corpus:
                     logger.warning("%s was changed since it was prepared: preparing it again",
                                    self.manifest_path(split))
                     return None
-            mended = exclusions.mended(self.folder, MISSING, UNDECODABLE)
+            mended = exclusions.repaired(self.folder, MISSING, UNDECODABLE)
             if mended is not None:
                 logger.info("corpus: %s was left out and has come or changed since: preparing %s again",
                             mended, self.folder)

@@ -20,8 +20,8 @@ from sbkit.system import untrusted
 # A row never straddles two blocks unless it is longer than this.
 _BLOCK_BYTES = 16 << 20
 # Of a header.
-_MOST_HEADER_BYTES, _MOST_COLUMNS = 1 << 20, 10_000
-_MOST_TOLD = 500  # characters of what Arrow says, which has the line
+_MAX_HEADER_BYTES, _MAX_COLUMNS = 1 << 20, 10_000
+_MAX_TOLD = 500  # characters of what Arrow says, which has the line
 # Arrow's message about a row with too many or too few fields.
 _WRONG_COUNT = re.compile(r"Expected \d+ columns, got \d+")
 # Appended as a last line: it becomes a row of its own unless a quotation mark is still open.
@@ -86,10 +86,10 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
 def _first_line(path: Path) -> tuple[int, str]:
     """(number, content) of the first line that isn't blank."""
     with untrusted.open_regular(path) as file:
-        for number, raw in enumerate(iter(lambda: file.readline(_MOST_HEADER_BYTES), b""), 1):
+        for number, raw in enumerate(iter(lambda: file.readline(_MAX_HEADER_BYTES), b""), 1):
             line = raw.decode("utf-8-sig").strip("\r\n")
             if line.strip():
-                if len(raw) == _MOST_HEADER_BYTES:
+                if len(raw) == _MAX_HEADER_BYTES:
                     raise SbkitError(f"{path}, line {number}: no header is so long", hint="is it a table at all?")
                 return number, line
     raise SbkitError(f"{path} is empty", hint="expected a header line with column names")
@@ -104,8 +104,8 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
     else:
         names = line.split(delimiter)
     names = [name.strip() for name in names]
-    if len(names) > _MOST_COLUMNS:
-        raise SbkitError(f"{path}, line 1: {len(names):,} columns, and no corpus has more than {_MOST_COLUMNS:,}",
+    if len(names) > _MAX_COLUMNS:
+        raise SbkitError(f"{path}, line 1: {len(names):,} columns, and no corpus has more than {_MAX_COLUMNS:,}",
                          hint="is it a table at all?")
     if repeated := sorted(name for name, count in Counter(names).items() if name and count > 1):
         raise SbkitError(f"{path}, line 1: the column {shown(repeated[0])} is there twice")
@@ -127,7 +127,7 @@ def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: i
             if malformed or _WRONG_COUNT.search(str(error)) is None:
                 if quoted:
                     list(_malformed_lines(path, len(names), skip, delimiter, quoted))  # may raise with the line
-                raise SbkitError(f"{path}: {first_line(error)[:_MOST_TOLD]}") from None
+                raise SbkitError(f"{path}: {first_line(error)[:_MAX_TOLD]}") from None
     columns = {name: table.column(name) for name in wanted}
     # Arrow doesn't report line numbers, so the rare file with malformed rows is read once more. So is a file whose
     # last row has several lines: with an unclosed quotation mark Arrow takes the rest of the file as one field.

@@ -68,7 +68,7 @@ VOICES = {"train": 20, "dev": 4, "test": 4}
 AGES = ("teens", "twenties", "thirties", "fourties", "fifties", "sixties")  # Common Voice's spelling
 
 SHARES = {"train": 0.82, "dev": 0.08, "test": 0.10}  # of the clips, and of all possible sentences
-LEAST_CLIPS = 8  # of a split, however short the corpus
+MIN_CLIPS = 8  # of a split, however short the corpus
 EXTRAS = {"invalidated": 0.01, "other": 0.01}  # of the clips, in addition: lists of a release besides the splits
 SHORTEST_SECONDS = 1.5
 RETRIES = 1000  # draws for a new sentence; needed only for number lists of languages with few number words
@@ -286,12 +286,12 @@ def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], se
         for text in [expand(grammar, random.Random(f"{seed} sample {i} {speaker.id}"))]
     ]
     seconds = sum(len(samples) for samples in run(_sound, ((clip,) for clip in sample))) / SAMPLE_RATE
-    return max(3 * LEAST_CLIPS, round(hours * 3600 / (seconds / len(sample))))
+    return max(3 * MIN_CLIPS, round(hours * 3600 / (seconds / len(sample))))
 
 
 def _plan(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[DemoClip]:
     """All clips: who says what. A hash of a sentence decides its split, so that none occurs in two of them."""
-    sizes = {split: max(LEAST_CLIPS, round(count * SHARES[split])) for split in ("dev", "test")}
+    sizes = {split: max(MIN_CLIPS, round(count * SHARES[split])) for split in ("dev", "test")}
     sizes = {"train": count - sum(sizes.values()), **sizes}
     sizes.update({name: max(2, round(count * share)) for name, share in EXTRAS.items()})
     rng = random.Random(f"{seed} sentences")

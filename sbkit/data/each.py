@@ -18,7 +18,7 @@ from sbkit.system.cores import usable_cores
 
 #: For fewer utterances, starting processes takes longer than what they compute.
 WORTH_PROCESSES = 500
-_MOST_WORKERS = 32
+_MAX_WORKERS = 32
 _AHEAD = 16  # results that each process computes ahead
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class _Results(Dataset[Any], Generic[T]):
     def __getitem__(self, row: int) -> T | Unread:
         name = self.reader.manifest.ids[row]
         try:
-            signal = self.reader.signal(row, name, visit=0)
+            signal = self.reader.signal(row, name, pass_number=0)
         except AudioError as error:
             return Unread(name, str(error))
         return self.function(signal)
@@ -56,10 +56,10 @@ def over_utterances(function: Callable[[np.ndarray], T], manifest: Manifest, sam
     workers : number of processes; None: one for each core if they are worth starting; 0: this one computes
     """
     if workers is None:
-        cores = min(_MOST_WORKERS, usable_cores())
+        cores = min(_MAX_WORKERS, usable_cores())
         workers = cores if cores > 1 and len(manifest) >= WORTH_PROCESSES else 0
     parallel: dict[str, Any] = {"worker_init_fn": quiet_worker, "prefetch_factor": _AHEAD} if workers else {}
-    loader = Workers(_Results(function, manifest, sample_rate), batch_size=None, collate_fn=_as_it_is,
+    loader = Workers(_Results(function, manifest, sample_rate), batch_size=None, collate_fn=_unchanged,
                      num_workers=workers, generator=torch.Generator(), **parallel)
     with _one_thread(), starting_workers() if workers else contextlib.nullcontext(), plain_errors():
         results: Any = iter(loader)  # of a class that torch keeps to itself
@@ -78,7 +78,7 @@ def over_utterances(function: Callable[[np.ndarray], T], manifest: Manifest, sam
 _END: Any = object()  # so that what is told from it keeps its type
 
 
-def _as_it_is(result: T) -> T:
+def _unchanged(result: T) -> T:
     return result
 
 

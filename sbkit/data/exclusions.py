@@ -32,21 +32,21 @@ def write(folder: Path, tables: Iterable[pa.Table]) -> None:
     """Write ``left_out.csv``, even if it has no rows."""
     none = pa.table([pa.array([], pa.large_string())] * len(_COLUMNS), names=_COLUMNS)
     with atomic_write(folder / NAME, "wb") as file:
-        pacsv.write_csv(_each(pa.concat_tables([none, *tables]), f"^({_FORMULA})", r"'\1"), file)
+        pacsv.write_csv(_replaced(pa.concat_tables([none, *tables]), f"^({_FORMULA})", r"'\1"), file)
 
 
 def read(folder: Path) -> pa.Table:
     """Read ``left_out.csv``."""
     csv = read_delimited(folder / NAME)
-    return _each(pa.table([csv.need(name) for name in _COLUMNS], names=_COLUMNS), f"^'({_FORMULA})", r"\1")
+    return _replaced(pa.table([csv.need(name) for name in _COLUMNS], names=_COLUMNS), f"^'({_FORMULA})", r"\1")
 
 
-def _each(table: pa.Table, pattern: str, replacement: str) -> pa.Table:
+def _replaced(table: pa.Table, pattern: str, replacement: str) -> pa.Table:
     columns = [pc.replace_substring_regex(column, pattern, replacement) for column in table.columns]
     return pa.table(columns, names=table.column_names)
 
 
-def mended(folder: Path, missing: str, damaged: str) -> str | None:
+def repaired(folder: Path, missing: str, damaged: str) -> str | None:
     """A recording that was left out and has appeared or changed since then; None if there is none.
 
     Arguments

@@ -88,7 +88,7 @@ class _Loader:
     def __init__(self, reader: Reader, max_batch_seconds: float, *, workers: int = 2,
                  pin_memory: bool = False, prefetch: int = PREFETCH, timeout: float = 600,
                  max_damaged_share: float = 0.01, damaged_floor: int = 10):
-        check_number("workers (num_workers of a recipe)", workers, least=0, whole=True)
+        check_number("workers (num_workers of a recipe)", workers, minimum=0, whole=True)
         check_number("prefetch", prefetch, above=0, whole=True)
         self.reader, self.workers = reader, workers
         self.max_damaged_share, self.damaged_floor = max_damaged_share, damaged_floor

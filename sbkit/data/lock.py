@@ -17,7 +17,7 @@ from sbkit.errors import SbkitError
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # `take` asks
+    fcntl = None  # type: ignore[assignment]  # `acquire` asks
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Lock:
             raise ValueError(f"{self.path} was closed")
         return self.handle
 
-    def take(self, *, wait: bool = False, shared: bool = False) -> bool | None:
+    def acquire(self, *, wait: bool = False, shared: bool = False) -> bool | None:
         """Try to lock it; whether this process holds the lock now, or None if the file system has no locks.
 
         wait : block until the lock is free
@@ -96,7 +96,7 @@ def remove_unheld(folder: Path, unless_older: float = 0.0) -> bool:
     unless_older : on a file system without locks, delete it only if it is older than this many seconds
     """
     with Lock(folder) as lock:
-        free = lock.take()
+        free = lock.acquire()
         if free is False or not lock.is_at(folder):  # another process deleted it, and may have created it again
             return False
         if free is None and time.time() - folder.stat().st_mtime < unless_older:
@@ -114,7 +114,7 @@ def locked(path: Path) -> Iterator[None]:
     except OSError as error:
         raise SbkitError(f"{error.filename or path}: cannot be written ({error.strerror})") from None
     with lock:
-        if lock.take() is False:
+        if lock.acquire() is False:
             logger.warning("%s: another process is at work there, waiting for it", path.parent)
-            lock.take(wait=True)
+            lock.acquire(wait=True)
         yield

@@ -10,7 +10,7 @@ from sbkit.errors import SbkitError
 
 
 def check_number(what: str, value: Any, *,  # as the YAML has it
-                 above: float | None = None, least: float | None = None, whole: bool = False, optional: bool = False
+                 above: float | None = None, minimum: float | None = None, whole: bool = False, optional: bool = False
                  ) -> None:
     """Refuse a value that isn't a (whole) number ``above`` or at ``least`` a limit; ``optional`` allows null.
 
@@ -21,9 +21,9 @@ def check_number(what: str, value: Any, *,  # as the YAML has it
     if value is None and optional:
         return
     fits = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-    if fits and (above is None or value > above) and (least is None or value >= least):
+    if fits and (above is None or value > above) and (minimum is None or value >= minimum):
         return
-    limit = f" above {above:g}" if above is not None else f", {least:g} or more" if least is not None else ""
+    limit = f" above {above:g}" if above is not None else f", {minimum:g} or more" if minimum is not None else ""
     raise SbkitError(f"{what} is {value!r}",
                      hint=f"it must be a {'whole ' if whole else ''}number{limit}{', or null' if optional else ''}")
 

@@ -30,8 +30,8 @@ MAX_BUCKETS = 200
 MIN_STEPS_PER_BUCKET = 2
 #: A corpus of few steps whose padding exceeds this share gets narrower buckets: these (steps per bucket, cost of a
 #: step) are tried in turn until the padding is below. With one step per bucket, every epoch has the same steps in
-#: another order. A corpus of fewer than ``LEAST_STEPS`` full steps is left alone: for it, full steps matter more.
-MOST_PADDING, LEAST_STEPS = 0.02, 10
+#: another order. A corpus of fewer than ``MIN_STEPS`` full steps is left alone: for it, full steps matter more.
+MAX_PADDING, MIN_STEPS = 0.02, 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
 #: Seconds to whose multiples batches are padded, which makes shapes recur. On a CPU oneDNN generates code for each new
 #: number of frames (in bf16 20 ms a step, and memory), and on a GPU ``--compile`` records each shape. Without it cuDNN
@@ -77,8 +77,8 @@ class Batching:
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
                          whole=name in ("buckets", "max_batch_utterances"))
-        check_number("batching: round_seconds", self.round_seconds, least=0, optional=True)
-        check_number("batching: least_steps", self.least_steps, least=0, whole=True)
+        check_number("batching: round_seconds", self.round_seconds, minimum=0, optional=True)
+        check_number("batching: least_steps", self.least_steps, minimum=0, whole=True)
         check_number("batching: seed", self.seed, whole=True)
         if self.sort not in (None, "random", "ascending", "descending"):
             raise SbkitError(f"batching: sort is {self.sort!r}",
@@ -290,9 +290,9 @@ def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
     if batching.buckets is not None:
         return _few_buckets(candidates, below, batching, total)
     edges = _few_buckets(candidates, below, batching, total)
-    for least, step_cost in NARROWER if total >= LEAST_STEPS * batching.update_seconds else ():
+    for least, step_cost in NARROWER if total >= MIN_STEPS * batching.update_seconds else ():
         sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
-        if 1 - total / float(sizes @ edges.astype(np.float64)) <= MOST_PADDING:
+        if 1 - total / float(sizes @ edges.astype(np.float64)) <= MAX_PADDING:
             break
         edges = _full_steps(candidates, below, batching.update_seconds, least, step_cost)
     return edges

@@ -12,7 +12,7 @@ from sbkit.errors import SbkitError
 
 #: What a name of a voice may be; it becomes part of a path.
 NAME = re.compile(r"[a-z]{2,3}(-[a-z0-9]{1,10})*(\+[A-Za-z0-9]{1,20})?")
-_MOST_WORDS = 50_000  # remembered
+_MAX_WORDS = 50_000  # remembered
 _LONGEST = 64  # characters of a word that espeak-ng is given at once
 _SWITCH = re.compile(r"\([a-z-]+\)")  # to another language, for a foreign word, and back
 _LIAISON = "-"
@@ -38,7 +38,7 @@ class Pronunciation:
 
         with _LOCK:
             if missing := sorted({word for word in words if word} - self._known.keys()):
-                if len(self._known) + len(missing) > _MOST_WORDS:
+                if len(self._known) + len(missing) > _MAX_WORDS:
                     self._known = {}
                 parts = [[word[at:at + _LONGEST] for at in range(0, len(word), _LONGEST)] for word in missing]
                 sounds = iter(demo_voice.pronounce([part for each in parts for part in each], self.voice))

@@ -95,7 +95,7 @@ def _room(to: Path) -> tuple[Path, Lock]:
         path = Path(tempfile.mkdtemp(prefix=f".{to.name}.making-", dir=to.parent))
         with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
             lock = Lock(path)
-            if lock.take() is not False and lock.is_at(path):
+            if lock.acquire() is not False and lock.is_at(path):
                 return path, lock
             lock.close()
 

@@ -113,12 +113,12 @@ class Reader(Dataset[Any]):
         rounded = -(-longest // self.round_to) * self.round_to if self.round_to else longest
         return rounded if rounded * len(lengths) <= self.max_samples else longest
 
-    def signal(self, row: int, name: str, visit: int) -> np.ndarray:
+    def signal(self, row: int, name: str, pass_number: int) -> np.ndarray:
         """The waveform of one utterance, ``[S]`` float32, augmented for this pass over the corpus."""
         manifest, worker = self.manifest, torch.utils.data.get_worker_info()
         self.reading[worker.id if worker else 0] = row
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
-        rng = None if self.augment is None else self.augment.rng(self.seed, visit, name)
+        rng = None if self.augment is None else self.augment.rng(self.seed, pass_number, name)
         speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
         signal = read_utterance(manifest.wavs[row], start, duration, sample_rate=self.sample_rate,
                                 speed=speed, remote=manifest.remote)

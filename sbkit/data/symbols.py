@@ -17,8 +17,8 @@ PADDING = "<pad>"
 #: The name of a voice whose corpus doesn't say who speaks.
 NAMELESS = "voice"
 #: A corpus with more characters is not written in letters; one with more speakers has too little of each.
-MOST_SYMBOLS, MOST_SPEAKERS = 10_000, 1_000
-_LONGEST, _MOST_BYTES = 200, 1 << 26  # of the name of a speaker, and of a file
+MAX_SYMBOLS, MAX_SPEAKERS = 10_000, 1_000
+_LONGEST, _MAX_BYTES = 200, 1 << 26  # of the name of a speaker, and of a file
 
 
 class NameTable:
@@ -33,7 +33,7 @@ class NameTable:
         self.file = Path(file)
         self._found: list[str] = []
 
-    def keep(self, found: Sequence[str]) -> None:
+    def store(self, found: Sequence[str]) -> None:
         """Store names, unless they are stored already; raises if others are, because checkpoints may depend on them."""
         if self.file.exists():
             if self.read() != found:
@@ -48,7 +48,7 @@ class NameTable:
     def read(self) -> list[str]:
         """Read the stored names."""
         try:
-            found = untrusted.read_json(self.file, _MOST_BYTES)
+            found = untrusted.read_json(self.file, _MAX_BYTES)
         except FileNotFoundError:
             raise SbkitError(f"{self.file} is not there yet", hint="prepare the corpus first (sbkit prepare)") from None
         except (OSError, ValueError) as error:
@@ -103,14 +103,14 @@ class Symbols(NameTable):
         found = sorted(set().union(*texts))
         if not found:
             raise SbkitError("the corpus has no text to learn to speak", hint="does it have transcripts?")
-        if len(found) > MOST_SYMBOLS:
-            raise SbkitError(f"the corpus has {len(found):,} different characters, but at most {MOST_SYMBOLS:,} are "
+        if len(found) > MAX_SYMBOLS:
+            raise SbkitError(f"the corpus has {len(found):,} different characters, but at most {MAX_SYMBOLS:,} are "
                              "taken", hint="is its text what was said, in letters?")
         if self.spelling is not None:
-            self._characters.keep(found)
+            self._characters.store(found)
             self.look_up(texts)
             found = sorted({symbol for text in texts for symbol, _ in self._written(text)})
-        self.keep(found)
+        self.store(found)
         return self.load()
 
     def load(self) -> Symbols:
@@ -197,10 +197,10 @@ class Speakers(NameTable):
         found = sorted({speaker[:_LONGEST] or NAMELESS for speaker in speakers})
         if not self.several:
             found = found if len(found) == 1 else [NAMELESS]
-        if len(found) > MOST_SPEAKERS:
-            raise SbkitError(f"the corpus has {len(found):,} speakers, but at most {MOST_SPEAKERS:,} become voices",
+        if len(found) > MAX_SPEAKERS:
+            raise SbkitError(f"the corpus has {len(found):,} speakers, but at most {MAX_SPEAKERS:,} become voices",
                              hint="write several: false under speakers, and all of it is one voice")
-        self.keep(found)
+        self.store(found)
         return found
 
     def number(self, speaker: str) -> int:

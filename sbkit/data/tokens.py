@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("unigram", "bpe", "char")
 BLANK_ID = 0
-_MOST_BYTES = 1 << 26  # of a model
+_MAX_BYTES = 1 << 26  # of a model
 ENOUGH_TEXTS = 20_000  # for the frequencies of tokens
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
 _TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
@@ -140,7 +140,7 @@ class Tokenizer:
     def load(self) -> Tokenizer:
         """Load the model file and check that it agrees with the options."""
         try:
-            proto = untrusted.read_bytes(self.path, _MOST_BYTES)
+            proto = untrusted.read_bytes(self.path, _MAX_BYTES)
         except FileNotFoundError:
             raise SbkitError(
                 f"{self.path}: there is no tokenizer yet",

@@ -19,7 +19,7 @@ Read = Callable[[int, int], bytes]
 _CLAIM = re.compile(r"^\s*(?:data|SSND|Data Size|riff|Riff size)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
 #: Who writes into a pipe doesn't know the size, and puts about the largest in place of it.
 _UNKNOWN_SIZE = 0x7FFF0000
-_TAIL_BYTES, _MOST_TAIL_BYTES = 1 << 16, 1 << 23
+_TAIL_BYTES, _MAX_TAIL_BYTES = 1 << 16, 1 << 23
 #: Samples of a FLAC frame by the code in its header; codes 6 and 7 say that they follow.
 _FLAC_SAMPLES = {1: 192, 2: 576, 3: 1152, 4: 2304, 5: 4608, **{code: 1 << code for code in range(8, 16)}}
 
@@ -62,8 +62,8 @@ def _flac(read: Read, size: int) -> int | None:
         return None
     info = read(34, at + 8)
     tail = max(2 * int.from_bytes(info[7:10], "big"), _TAIL_BYTES)
-    for most in (tail, 8 * tail, _MOST_TAIL_BYTES):  # padding or a tag may follow
-        begin = max(size - min(most, _MOST_TAIL_BYTES), 0)
+    for most in (tail, 8 * tail, _MAX_TAIL_BYTES):  # padding or a tag may follow
+        begin = max(size - min(most, _MAX_TAIL_BYTES), 0)
         if (end := _flac_end(read(size, begin), int.from_bytes(info[2:4], "big"))) is not None or not begin:
             return end
     return None

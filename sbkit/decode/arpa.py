@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.decode.language_model import MOST_ORDER
+from sbkit.decode.language_model import MAX_ORDER
 from sbkit.decode.ngram import Level, NGram
 from sbkit.errors import SbkitError, shown
 from sbkit.system import untrusted
@@ -22,7 +22,7 @@ from sbkit.system.console import atomic_write
 
 _AT_ONCE = 1 << 22  # bytes
 #: Of the text: a model of more is for KenLM's binary, which needs no reading.
-_MOST_BYTES = 1 << 33
+_MAX_BYTES = 1 << 33
 _COUNT = re.compile(rb"ngram[ \t]+(\d{1,18})[ \t]*=[ \t]*(\d{1,18})(?!\d)")
 
 
@@ -68,7 +68,7 @@ def read(path: str | Path) -> NGram:
     header = data[begin:first if first >= 0 else len(data)]
     counts = [(int(order), int(count)) for order, count in _COUNT.findall(header)]
     if not counts or [order for order, _ in counts] != list(range(1, len(counts) + 1)) \
-            or len(counts) > MOST_ORDER:
+            or len(counts) > MAX_ORDER:
         raise SbkitError(f"{path}: its \\data\\ section doesn't say how many n-grams of each order there are",
                          hint="is the file complete?")
     levels: list[Level] = []
@@ -104,7 +104,7 @@ def word_of(path: Path, word: bytes) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return untrusted.unpack(path, _MOST_BYTES)
+        return untrusted.unpack(path, _MAX_BYTES)
     except FileNotFoundError:
         raise SbkitError(f"{path}: there is no such language model",
                          hint="sbkit lm estimates one from text") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.decode.arpa import word_of
-from sbkit.decode.language_model import BEGIN, END, LN10, MOST_ORDER, UNKNOWN, LanguageModel
+from sbkit.decode.language_model import BEGIN, END, LN10, MAX_ORDER, UNKNOWN, LanguageModel
 from sbkit.decode.ngram import NGram
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
@@ -28,7 +28,7 @@ _MIDDLE = np.dtype([("key", "<u8"), ("log10", "<f4"), ("backoff", "<f4")])
 _LONGEST = np.dtype([("key", "<u8"), ("log10", "<f4")])
 #: How much larger than what it holds a table may be, and the longest row of slots that are taken: with KenLM's factor
 #: of 1.5, a table of a billion n-grams has about 300.
-_MOST_MULTIPLIER, _MOST_STEPS = 100, 10_000
+_MAX_MULTIPLIER, _MAX_STEPS = 100, 10_000
 _BLOCK = 1 << 20
 _KINDS = ("probing", "rest probing", "trie", "quantized trie", "array trie", "quantized array trie")
 
@@ -75,7 +75,7 @@ class KenLM(LanguageModel):
             raise SbkitError(f"{self.path}: the vocabulary is not in the file",
                              hint="build it again with the vocabulary, or use the ARPA file")
         multiplier = float(fixed["multiplier"])
-        if not 2 <= order <= MOST_ORDER or not 1 <= multiplier <= _MOST_MULTIPLIER:
+        if not 2 <= order <= MAX_ORDER or not 1 <= multiplier <= _MAX_MULTIPLIER:
             raise SbkitError(f"{self.path}: its header says that its order is {order} and that its tables are "
                              f"{multiplier:g} times as large as what they hold", hint="get or build the file again")
         if at + 8 * order > len(data):
@@ -170,7 +170,7 @@ class KenLM(LanguageModel):
         at = (wanted % size).astype(np.int64)
         rows = np.full(len(wanted), -1, np.int64)
         todo = np.arange(len(wanted))
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             if not len(todo):
                 return rows
             there = keys[at[todo]]
@@ -178,7 +178,7 @@ class KenLM(LanguageModel):
             rows[todo[hit]] = at[todo[hit]]
             todo = todo[~hit & (there != 0)]
             at[todo] = (at[todo] + 1) % len(keys)
-        raise SbkitError(f"{self.path} is damaged: {_MOST_STEPS:,} slots of a table are taken in a row",
+        raise SbkitError(f"{self.path} is damaged: {_MAX_STEPS:,} slots of a table are taken in a row",
                          hint="get or build the file again")
 
 

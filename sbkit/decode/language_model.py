@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 UNKNOWN, BEGIN, END = SPECIAL = ("<unk>", "<s>", "</s>")
-MOST_ORDER = 32  # the longest n-grams that are read; models of characters have 20
+MAX_ORDER = 32  # the longest n-grams that are read; models of characters have 20
 LN10 = math.log(10)
 
 

@@ -69,14 +69,14 @@ TYPES = ("float32", "int64")
 #: (Whisper's window, the longest known, has 30 s), seconds of a frame, seconds of audio to give it at once, symbols
 #: that a voice is given at once (an hour's), tokens (the largest vocabularies have 260,000), and numbers in the state
 #: of a stream.
-MOST_BYTES, MOST_RATE, MOST_SECONDS, MOST_FRAME_SECONDS, MOST_CHUNK_SECONDS = 1 << 24, 768_000, 60, 1, 600
-MOST_TEXT, MOST_TOKENS, MOST_STATE = 50_000, 1_000_000, 1 << 26
+MAX_BYTES, MAX_RATE, MAX_SECONDS, MAX_FRAME_SECONDS, MAX_CHUNK_SECONDS = 1 << 24, 768_000, 60, 1, 600
+MAX_TEXT, MAX_TOKENS, MAX_STATE = 50_000, 1_000_000, 1 << 26
 #: Rules of a text that replace, and the characters of each: a language's own have 14, and two characters.
-_MOST_RULES, _MOST_RULE = 1000, 100
+_MAX_RULES, _MAX_RULE = 1000, 100
 FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
 #: Entries of each codebook.
 BOOKS = Array(Integer(maximum=1 << 24), max_items=256)
-_SAMPLES = Integer(0, MOST_SECONDS * MOST_RATE)
+_SAMPLES = Integer(0, MAX_SECONDS * MAX_RATE)
 
 T = TypeVar("T", bound="Bundle | Streaming")
 B = TypeVar("B", bound="Bundle")
@@ -97,9 +97,9 @@ class Bundle:
     """What such a bundle has, as a message says it."""
     use: ClassVar[str]
     """How one begins to use it; ``{}`` stands for its folder."""
-    sample_rate: int = value(Integer(1000, MOST_RATE))
+    sample_rate: int = value(Integer(1000, MAX_RATE))
     language: str | None = value(Nullable(String(0, 100)), default=None)
-    min_samples: int = value(Integer(maximum=MOST_SECONDS * MOST_RATE), default=1)
+    min_samples: int = value(Integer(maximum=MAX_SECONDS * MAX_RATE), default=1)
     """Shorter signals are padded with zeros to this length."""
     batching: bool = value(Boolean(), default=True)
     """False where an utterance's outputs would depend on its batch, so that each has to run alone."""
@@ -143,7 +143,7 @@ class Bundle:
     def check(self, path: Path) -> None:
         """Refuse values that no model can run with: first each by itself, then one by another."""
         _check_fields(str(path), self)
-        _refuse(str(path), "min_samples", self.min_samples, Integer(maximum=MOST_SECONDS * self.sample_rate))
+        _refuse(str(path), "min_samples", self.min_samples, Integer(maximum=MAX_SECONDS * self.sample_rate))
 
     def told(self) -> dict[str, str]:
         """Return what an ONNX file of the bundle has to say of itself, where it says it."""
@@ -189,7 +189,7 @@ class Streaming:
     before: int = value(_SAMPLES)
     after: int = value(_SAMPLES)
     state: dict[str, dict[str, Any]] = value(Object(min_items=1, values=Record(
-        {"type": Enumerated(TYPES), "shape": Array(Integer(maximum=MOST_STATE), max_items=8)}, needed=True)))
+        {"type": Enumerated(TYPES), "shape": Array(Integer(maximum=MAX_STATE), max_items=8)}, needed=True)))
     """Inputs that hold the state: ``type`` (float32 or int64) and ``shape``, to which a batch adds a first dimension.
     The next state is in the outputs of these names after ``next_``. A stream begins with zeros."""
     ahead: int = value(Integer(0), default=0)
@@ -203,8 +203,8 @@ class Streaming:
         _check_fields(told, self)
         if self.ahead >= min(self.chunks):
             raise SbkitError(f"{told}: ahead is {self.ahead}, but must be below the smallest of chunks")
-        if sum(math.prod(part["shape"]) for part in self.state.values()) > MOST_STATE:
-            raise SbkitError(f"{told}: state has more than {MOST_STATE:,} numbers", hint="export the model again")
+        if sum(math.prod(part["shape"]) for part in self.state.values()) > MAX_STATE:
+            raise SbkitError(f"{told}: state has more than {MAX_STATE:,} numbers", hint="export the model again")
 
 
 @dataclass(kw_only=True)
@@ -217,16 +217,16 @@ class Config(Bundle):
     """Samples between two feature frames."""
     subsampling: int = value(Integer())
     """Feature frames per output frame."""
-    vocabulary: int = value(Integer(maximum=MOST_TOKENS))
+    vocabulary: int = value(Integer(maximum=MAX_TOKENS))
     """Number of tokens: the width V of the output and the rows of tokens.txt."""
     blank_id: int = value(Integer(0), default=0)
     silent_ids: list[int] = value(Array(Integer(0)), default_factory=list)
     """Ids of tokens that are not text, such as the beginning and the end of a sentence."""
     word_separator: str | None = value(Nullable(String(1, 10)), default="▁")
     """The character that starts a word in tokens; null for scripts without spaces, where each token is a word."""
-    chunk_seconds: float = value(Positive(MOST_CHUNK_SECONDS), default=20.0)
+    chunk_seconds: float = value(Positive(MAX_CHUNK_SECONDS), default=20.0)
     """Longest audio to give the model at once, as in training; longer audio is split."""
-    longest_seconds: float | None = value(Nullable(Positive(MOST_CHUNK_SECONDS)), default=None)
+    longest_seconds: float | None = value(Nullable(Positive(MAX_CHUNK_SECONDS)), default=None)
     """The longest audio that the model can hear at once; null: any."""
     streaming: Streaming | None = None
     """Only of a model that also takes streams."""
@@ -262,9 +262,9 @@ class Config(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        if self.hop_samples * self.subsampling > MOST_FRAME_SECONDS * self.sample_rate:
+        if self.hop_samples * self.subsampling > MAX_FRAME_SECONDS * self.sample_rate:
             raise SbkitError(f"{path}: a frame has hop_samples * subsampling = {self.hop_samples * self.subsampling:,} "
-                             f"samples, but must have {MOST_FRAME_SECONDS * self.sample_rate:,} at most",
+                             f"samples, but must have {MAX_FRAME_SECONDS * self.sample_rate:,} at most",
                              hint="export the model again")
         if self.longest_seconds is not None and self.chunk_seconds > self.longest_seconds:
             raise SbkitError(f"{path}: longest_seconds is {self.longest_seconds!r}, but must be no less than "
@@ -273,7 +273,7 @@ class Config(Bundle):
         _refuse(str(path), "silent_ids", self.silent_ids, Array(Integer(0, self.vocabulary - 1)))
         if self.streaming is not None:
             self.streaming.check(path)
-            most = MOST_SECONDS * self.sample_rate
+            most = MAX_SECONDS * self.sample_rate
             size = self.hop_samples + self.streaming.overlap  # a stream keeps the samples of one feature frame at least
             for name, samples, bound in (
                     ("before", self.streaming.before, most), ("after", self.streaming.after, size),
@@ -291,9 +291,9 @@ class VoiceConfig(Bundle):
     """The character of each id of a text; the first id is padding, and its name no symbol of any text."""
     speakers: list[str] = value(Array(String(), 1))
     """Names of the voices; the first is the default."""
-    max_symbols: int = value(Integer(maximum=MOST_TEXT))
+    max_symbols: int = value(Integer(maximum=MAX_TEXT))
     """Ids of the longest text that the model is given at once; longer texts are cut."""
-    frame_seconds: float = value(Positive(MOST_FRAME_SECONDS))
+    frame_seconds: float = value(Positive(MAX_FRAME_SECONDS))
     """Seconds of a frame, in which durations are counted."""
     codec: str | None = value(Nullable(SHA256), default=None)
     """The sha256 of the codec that the voice learnt to speak through."""
@@ -353,8 +353,8 @@ class CodecConfig(Bundle):
 
     def check(self, path: Path) -> None:
         super().check(path)
-        _refuse(str(path), "stride", self.stride, Integer(maximum=MOST_FRAME_SECONDS * self.sample_rate))
-        most = MOST_SECONDS * self.sample_rate // self.stride
+        _refuse(str(path), "stride", self.stride, Integer(maximum=MAX_FRAME_SECONDS * self.sample_rate))
+        most = MAX_SECONDS * self.sample_rate // self.stride
         _refuse(str(path), "min_frames", self.min_frames, Integer(maximum=most))
         _refuse(str(path), "context", self.context, Nullable(Integer(0, most)))
         if self.decoders.keys() != self.models.keys():
@@ -378,7 +378,7 @@ def read(folder: str | Path) -> Bundle:
     """Read the configuration of the bundle in ``folder``, of any kind."""
     path = Path(folder) / CONFIG
     try:
-        values = untrusted.read_json(path, MOST_BYTES)
+        values = untrusted.read_json(path, MAX_BYTES)
     except FileNotFoundError:
         problem = f"is not a bundle: it has no {CONFIG}" if path.parent.is_dir() else "does not exist"
         hint = "sbkit export RUN --to BUNDLE makes one"
@@ -447,8 +447,8 @@ def _check_rules(told: str, text: object) -> None:
     except (SbkitError, TypeError) as error:
         raise SbkitError(f"{told}: {error}", hint="export the model again") from None
     pairs = [*rules.replace.items(), *rules.case_pairs.items()]
-    if len(pairs) > _MOST_RULES or any(len(each) > _MOST_RULE for pair in pairs for each in pair):
-        raise SbkitError(f"{told}: text replaces by more than {_MOST_RULES} rules, or by one of more than {_MOST_RULE} "
+    if len(pairs) > _MAX_RULES or any(len(each) > _MAX_RULE for pair in pairs for each in pair):
+        raise SbkitError(f"{told}: text replaces by more than {_MAX_RULES} rules, or by one of more than {_MAX_RULE} "
                          "characters", hint="export the model again")
 
 

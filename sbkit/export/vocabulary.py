@@ -10,10 +10,10 @@ import numpy as np
 from sbkit.decode.heard import Spelling
 from sbkit.decode.spans import TokenSpans, Word, words
 from sbkit.errors import SbkitError, shown
-from sbkit.export.layout import MOST_BYTES, TOKENS, Config
+from sbkit.export.layout import MAX_BYTES, TOKENS, Config
 from sbkit.system import untrusted
 
-_MOST_DIGITS = 9  # of an id
+_MAX_DIGITS = 9  # of an id
 BLANK = "<blk>"  # the blank in tokens.txt, as other runtimes expect it
 
 
@@ -80,7 +80,7 @@ def write_tokens(path: Path, pieces: list[str], blank_id: int) -> None:
 def read_tokens(path: Path, vocabulary: int) -> list[str]:
     """Read the symbols of tokens.txt, in order of their ids."""
     try:
-        lines = untrusted.read_text(path, MOST_BYTES).split("\n")
+        lines = untrusted.read_text(path, MAX_BYTES).split("\n")
     except FileNotFoundError:
         raise SbkitError(f"{path} is missing", hint="copy the bundle again") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -90,7 +90,7 @@ def read_tokens(path: Path, vocabulary: int) -> list[str]:
         if not line:
             continue
         symbol, _, index = line.rpartition(" ")
-        if not symbol or not index.isdecimal() or len(index) > _MOST_DIGITS:
+        if not symbol or not index.isdecimal() or len(index) > _MAX_DIGITS:
             raise SbkitError(f"{path}:{number}: expected 'symbol id', found {shown(line)}")
         symbols[int(index)] = symbol
     if sorted(symbols) != list(range(vocabulary)):

@@ -12,7 +12,7 @@ from sbkit.export import layout
 #: Seconds that a codec is given at once, besides what decides the frames at both ends.
 PIECE_SECONDS = 30.0
 #: The longest recording of a codec that looks at all of it.
-MOST_SECONDS = 600.0
+MAX_SECONDS = 600.0
 #: Seconds in one batch, with padding.
 BATCH_SECONDS = 60.0
 
@@ -30,10 +30,10 @@ class CodecChunk(NamedTuple):
 def too_long(frames: int, config: layout.CodecConfig) -> SbkitError | None:
     """Say that a recording of so many frames can't be given to a codec that looks at all of it."""
     seconds = frames * config.stride / config.sample_rate
-    if config.context is not None or seconds <= MOST_SECONDS:
+    if config.context is not None or seconds <= MAX_SECONDS:
         return None
     return SbkitError(f"it has {seconds:.0f} s, but this codec looks at a recording as a whole, up to "
-                      f"{MOST_SECONDS:g} s", hint="split it")
+                      f"{MAX_SECONDS:g} s", hint="split it")
 
 
 def pieces(source: int, frames: int, config: layout.CodecConfig) -> list[CodecChunk]:

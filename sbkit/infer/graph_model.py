@@ -16,7 +16,7 @@ from sbkit.infer.loaded import Loaded
 from sbkit.infer.recordings import Recording, Source
 
 #: Longest recording in seconds: a model that maps a whole recording to one result holds all of it.
-MOST_SECONDS = 600.0
+MAX_SECONDS = 600.0
 #: Longest recording in seconds that a model is compiled for.
 USUAL_SECONDS = 20.0
 
@@ -77,9 +77,9 @@ class GraphModel(Loaded[GraphEngine]):
     def _samples(self, audio: Source) -> np.ndarray:
         recording = audio if isinstance(audio, Recording) else Recording(audio)
         rate = self.engine.config.sample_rate
-        if recording.seconds(rate) > MOST_SECONDS:
+        if recording.seconds(rate) > MAX_SECONDS:
             raise SbkitError(f"{recording.name} has {recording.seconds(rate):.0f} s, but this model takes a recording "
-                             f"as a whole, up to {MOST_SECONDS:g} s", hint="split it")
+                             f"as a whole, up to {MAX_SECONDS:g} s", hint="split it")
         return np.concatenate(list(recording.blocks(rate)))
 
     def _output(self, outputs: dict[str, np.ndarray]) -> Output:

@@ -90,7 +90,7 @@ def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | Bina
         if duration is not None:
             promised = first + round(duration * own)
             there = min(there, file.frames, promised)
-        recording.warning = audio.misfit(promised - first, there - first, own)
+        recording.warning = audio.length_mismatch(promised - first, there - first, own)
         at = min(first, exact)
         if at:
             file.seek(at)

@@ -13,7 +13,7 @@ import soxr
 from sbkit.errors import SbkitError, first_line
 
 #: Rates in hertz that are resampled.
-LEAST_RATE, MOST_RATE = 8_000, 192_000
+MIN_RATE, MAX_RATE = 8_000, 192_000
 #: Samples go from -1 to 1. Beyond this they are no sound that clipped, but numbers of another scale.
 _LOUDEST = 100.0
 
@@ -89,9 +89,9 @@ class Resampler:
 
     def __init__(self, rate: int, own: int):
         found = whole(rate)
-        if found is None or not LEAST_RATE <= found <= MOST_RATE:
-            raise SbkitError(f"a stream's rate is {rate!r} Hz, but must be a whole number from {LEAST_RATE} to "
-                             f"{MOST_RATE}")
+        if found is None or not MIN_RATE <= found <= MAX_RATE:
+            raise SbkitError(f"a stream's rate is {rate!r} Hz, but must be a whole number from {MIN_RATE} to "
+                             f"{MAX_RATE}")
         self.rate, self._own = found, own
         self.reset()
 

@@ -14,7 +14,7 @@ from sbkit.nn.guard import guard_indices, has_values
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 1023
+MAX_TOKENS = 1023
 """The most labels per utterance that sbkit's kernels take: 2 x 1023 + 1 states fit into a block of 2048."""
 
 
@@ -155,7 +155,7 @@ def _by_kernels(
 def _use_kernels(log_probs: torch.Tensor, targets: torch.Tensor) -> bool:
     return (
         log_probs.device.type == "cuda" and log_probs.dtype == torch.float32
-        and targets.shape[1] <= MOST_TOKENS and _kernels_work(log_probs.device, _block(targets.shape[1]))
+        and targets.shape[1] <= MAX_TOKENS and _kernels_work(log_probs.device, _block(targets.shape[1]))
     )
 
 

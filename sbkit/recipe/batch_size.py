@@ -14,7 +14,7 @@ from torch import nn
 
 from sbkit.recipe.keys import TaskKeys
 from sbkit.recipe.partials import unwrapped
-from sbkit.recipe.parts import for_good
+from sbkit.recipe.parts import frozen_for_good
 from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
 
@@ -55,13 +55,13 @@ def model_of(modules: Mapping[str, nn.Module]) -> list[Any]:
     return [*map(repr, modules.values()), sizes]
 
 
-def place(model: list[Any], keys: TaskKeys, precision: str, device: torch.device) -> Path:
+def result_file(model: list[Any], keys: TaskKeys, precision: str, device: torch.device) -> Path:
     """The file that has the results for a model on a device, with a precision and the keys that affect memory."""
     cuda = device.type == "cuda" and torch.cuda.is_available()
     facts = [
         model, torch.cuda.get_device_name(device) if cuda else device.type, precision, torch.__version__,
         str(keys.activation_checkpointing), keys.numbers_of_the_task(), str(unwrapped(keys.opt_class)[0]),
-        keys.average is not None, *([for_good(keys.freeze)] if keys.freeze else []),
+        keys.average is not None, *([frozen_for_good(keys.freeze)] if keys.freeze else []),
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_folder() / "tune" / f"{key}.json"

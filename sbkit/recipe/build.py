@@ -87,7 +87,7 @@ class Built:
 def build(root: Node, findings: Findings) -> Iterator[Built]:
     """Build everything that has no mistake in it; failures become findings with their lines."""
     built = Built()
-    with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder, _untouched_generators():
+    with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder, _restored_generators():
         builder = _Builder(built, findings, folder)
         with _Unfilled():
             for key, node in root.value.items():
@@ -102,7 +102,7 @@ def build(root: Node, findings: Findings) -> Iterator[Built]:
 
 
 @contextlib.contextmanager
-def _untouched_generators() -> Iterator[None]:
+def _restored_generators() -> Iterator[None]:
     """Restore the states of random generators afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -163,7 +163,7 @@ class _Builder:
         try:
             return target(*args, **kwargs)
         except SbkitError as error:
-            self._tell(node, error.message, error.hint or "")
+            self._add_error(node, error.message, error.hint or "")
         except OSError as error:  # a file that doesn't exist yet, or no network
             self.findings.warning("not-built", *node.culprit(),
                                   f"{_name(target)} can't be built here: {_first(error)}",
@@ -173,10 +173,10 @@ class _Builder:
             if target is nn.ModuleList:  # torch's message changes with its versions
                 reason = "modules is a list of layers, and this one holds lists"
                 hint = "its layers stand in one list within a list: [[!ref <a>, !ref <b>]]"
-            self._tell(node, f"{_name(target)} refuses its arguments: {reason}", hint)
+            self._add_error(node, f"{_name(target)} refuses its arguments: {reason}", hint)
         raise _NotBuilt
 
-    def _tell(self, node: Node, message: str, hint: str) -> None:
+    def _add_error(self, node: Node, message: str, hint: str) -> None:
         self.findings.error("not-built", *node.culprit_by(message), message, hint)
 
 

@@ -16,7 +16,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
-from sbkit.recipe import batch_size, bill, corpus_check, devices, learning, ownership, parts, trace
+from sbkit.recipe import batch_size, corpus_check, cost, devices, learning, ownership, parts, trace
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import build
 from sbkit.recipe.reading import read
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: RunOptions | None = None,
-    run: bool = True, starting: bool = False, measure: Callable[[], bill.Measured] | None = None,
+    run: bool = True, starting: bool = False, measure: Callable[[], cost.Measured] | None = None,
 ) -> Report:
     """Check a recipe; the report has all mistakes at once.
 
     Arguments
     ---------
     path, overrides : the recipe's file and values that replace those in it
-    run_opts : SpeechBrain's run options; their numbers are checked, and the bill uses device and precision
+    run_opts : SpeechBrain's run options; their numbers are checked, and the cost depends on device and precision
     run : import what the recipe names, build its objects and look at ownership, devices, shapes, vocabulary and cost;
         otherwise nothing is built or called, and only SpeechBrain, torch and sbkit are imported
     starting : a run begins here and now: its corpus has to be there, its labels are checked once it is prepared,
-        and only what a GPU's memory holds is billed
-    measure : takes a few steps and measures them for the bill
+        and the cost is only counted for a GPU, whose memory is limited
+    measure : takes a few steps and measures them for the cost
     """
     started = time.perf_counter()
     report, findings = Report(str(path), built=run), Findings()
@@ -54,7 +54,7 @@ def check(
             root = read(Path(path), overrides or {}, findings, unseen=report.notes)
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
     if root is not None and run:
-        _look_deeper(root, findings, report, run_opts, starting, measure)
+        _check_built(root, findings, report, run_opts, starting, measure)
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific
     findings[:] = [each for each in findings if each.code != "unread-key" or each.key not in owned]
     report.add(findings)
@@ -62,8 +62,8 @@ def check(
     return report
 
 
-def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
-                 measure: Callable[[], bill.Measured] | None) -> None:
+def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
+                 measure: Callable[[], cost.Measured] | None) -> None:
     with _quiet(), build(root, findings) as built:
         modules = ownership.check_modules(built, findings)
         if modules is None:
@@ -89,7 +89,7 @@ def _look_deeper(root: Node, findings: Findings, report: Report, run_opts: RunOp
         corpus_check.check_corpus(built, findings, starting)
         labels, note = corpus_check.check_prepared(traced, findings) if not starting else (None, "")
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
-        bill_section = _bill(owned, traced, findings, report, run_opts, starting, measure)
+        bill_section = _cost(owned, traced, findings, report, run_opts, starting, measure)
         if complete:
             report.notes += filter(None, [devices.prove(owned, table, traced, findings)])
         sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
@@ -105,7 +105,7 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
     if not traced.complete:
         return None
     known = parts.ParameterGroups(modules, built.hparams)
-    steps = {path: parts.until(value) for path,
+    steps = {path: parts.frozen_until(value) for path,
              value in known.values_by_path(traced.keys.freeze or {}, "freeze").items()}
     frozen = {path for path, parameter in known.parameters.items() if not parameter.requires_grad}
     until = {path: step for path, step in steps.items() if step} | dict.fromkeys(frozen, learning.FOR_GOOD)
@@ -120,13 +120,13 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
     return learning.section(known, until, factors, None if schedule is None else schedule.peak)
 
 
-def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,
-          run_opts: RunOptions | None, starting: bool, measure: Callable[[], bill.Measured] | None) -> Section | None:
+def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,
+          run_opts: RunOptions | None, starting: bool, measure: Callable[[], cost.Measured] | None) -> Section | None:
     built = traced.built
     if not traced.complete:
         return None
     device = _device(run_opts)
-    if starting and bill.memory_of(str(device)) is None:
+    if starting and cost.memory_of(str(device)) is None:
         return None
     chosen = run_opts.precision if _chosen(run_opts, "precision") else built.hparams.get("precision")
     precision = chosen or RunOptions.precision
@@ -137,17 +137,17 @@ def _bill(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         precision = "bf16" if absent else native_precision(device)
     measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None
     try:
-        made = bill.make(traced, owned, device, precision, measured)
+        made = cost.make(traced, owned, device, precision, measured)
     except Exception as error:  # such as an operation without support for stand-ins; the run itself may work
-        logger.debug("no bill", exc_info=True)
-        report.notes.append(f"the bill: {trace.without_stand_in(error) or summary(error)}")
+        logger.debug("no cost", exc_info=True)
+        report.notes.append(f"the cost: {trace.without_stand_in(error) or summary(error)}")
         return None
     if made is None:
-        report.notes.append("the bill: the recipe's batching has no max_batch_seconds")
+        report.notes.append("the cost: the recipe's batching has no max_batch_seconds")
         return None
-    tried = batch_size.cached(batch_size.place(batch_size.model_of(owned.roots), traced.keys, precision, device))
+    tried = batch_size.cached(batch_size.result_file(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("batching"), tried)
-    section = bill.section(made, _audio(traced, device), made.cost.batch_seconds, tried)
+    section = cost.section(made, _audio(traced, device), made.cost.batch_seconds, tried)
     section.remarks += _attention(traced, owned, device, precision, findings)
     return section
 
@@ -165,7 +165,7 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
     return remarks
 
 
-def _audio(traced: trace.Trace, device: torch.device) -> bill.TrainingAudio | None:
+def _audio(traced: trace.Trace, device: torch.device) -> cost.TrainingAudio | None:
     """The training audio of a run that begins, None if no earlier run has prepared it."""
     keys = traced.keys
     if not hasattr(keys.corpus, "manifest_path") or not keys.corpus.manifest_path("train").exists():
@@ -176,7 +176,7 @@ def _audio(traced: trace.Trace, device: torch.device) -> bill.TrainingAudio | No
         passes = Plan.of(train, keys.batching, keys.augment, keys.epoch_counter.limit, rounding).passes
     except SbkitError:
         return None
-    return bill.TrainingAudio(train.hours, passes, keys.epoch_counter.limit)
+    return cost.TrainingAudio(train.hours, passes, keys.epoch_counter.limit)
 
 
 def _device(run_opts: RunOptions | None) -> torch.device:

@@ -22,24 +22,24 @@ class Allowed(Protocol):
 class Range(NamedTuple):
     """A range of numbers."""
 
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
     whole: bool = False
     above: bool = False
-    """Whether ``least`` itself is excluded."""
+    """Whether ``minimum`` itself is excluded."""
 
     def __contains__(self, value: object) -> bool:
         if not isinstance(value, int if self.whole else (int, float)) or isinstance(value, bool):
             return False
-        return self.least <= value <= self.most and not (self.above and value == self.least)
+        return self.minimum <= value <= self.maximum and not (self.above and value == self.minimum)
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
         if self.above:
-            return f"{kind} above {self.least:g}" + (f", up to {self.most:g}" if self.most < math.inf else "")
-        if self.most < math.inf:
-            return f"{kind} from {self.least:g} to {self.most:g}"
-        return kind + (f", {self.least:g} or more" if self.least > -math.inf else "")
+            return f"{kind} above {self.minimum:g}" + (f", up to {self.maximum:g}" if self.maximum < math.inf else "")
+        if self.maximum < math.inf:
+            return f"{kind} from {self.minimum:g} to {self.maximum:g}"
+        return kind + (f", {self.minimum:g} or more" if self.minimum > -math.inf else "")
 
 
 class OneOf(NamedTuple):
@@ -90,7 +90,7 @@ ARGUMENTS: dict[str, dict[str, tuple[str, ...] | Range]] = {
 class Clash(NamedTuple):
     """A combination of arguments that doesn't work, though each by itself is right."""
 
-    met: Callable[[Mapping[str, Any]], bool]
+    applies: Callable[[Mapping[str, Any]], bool]
     """Whether all arguments, including defaults of those left out, are such a combination."""
     key: str
     """The argument to blame."""
@@ -186,7 +186,7 @@ def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings
     given.update((name, parameter.default) for name, parameter in inspect.signature(target).parameters.items())
     given.update((key, UNKNOWN if child.spoilt else static(child)) for key, child in named.items())
     for clash in clashes:
-        if clash.met(given):
+        if clash.applies(given):
             tell = findings.error if clash.fails else findings.warning
             place = node.blame(clash.key) if clash.fails else node.place_of(clash.key)
             tell("wrong-value", place, node.key_of(clash.key), clash.message, clash.suggestion)

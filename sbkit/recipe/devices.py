@@ -12,8 +12,8 @@ from sbkit.recipe.ownership import (
     left_behind,
     optimized_by,
     recoverables,
+    report_left_behind,
     saved_by,
-    tell_left_behind,
 )
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
@@ -83,7 +83,7 @@ def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> st
     if traced.complete:  # what the forward uses either works, or was reported when it failed
         left = [t for t in left if t.path.split(".")[0].split("[")[0] not in traced.outputs]
     if traced.complete or (traced.task is None and "brain" not in built.nodes):
-        tell_left_behind(left, owned, findings)
+        report_left_behind(left, owned, findings)
     return f"on a GPU, {note}" if note else ""
 
 

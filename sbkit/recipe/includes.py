@@ -107,7 +107,7 @@ def depth(key: object, files: Files) -> int:
     return next((i for i, (_, tree) in enumerate(files) if key in tree), len(files) - 1)
 
 
-def place(overrides: Mapping[str, Any], files: Files) -> dict[str, Any]:
+def place_overrides(overrides: Mapping[str, Any], files: Files) -> dict[str, Any]:
     """Overrides as a tree in which each key is nested under ``recipe`` as deep as the file it belongs to."""
     placed: dict[str, Any] = {}
     for key, value in overrides.items():
@@ -115,17 +115,17 @@ def place(overrides: Mapping[str, Any], files: Files) -> dict[str, Any]:
         for _ in range(depth(key, files)):
             node = node.setdefault(BASE, {})
         if key == BASE and isinstance(value, Mapping):
-            _put(node.setdefault(BASE, {}), value)
+            _insert(node.setdefault(BASE, {}), value)
         else:
             node[key] = value
     return placed
 
 
-def _put(tree: dict[str, Any], given: Mapping[str, Any]) -> None:
+def _insert(tree: dict[str, Any], given: Mapping[str, Any]) -> None:
     """Add values; later ones win, and a plain mapping changes parts of what is there."""
     for key, value in given.items():
         old = tree.get(key)
         if isinstance(old, dict) and isinstance(value, Mapping) and not tag_of(value):
-            _put(old, value)
+            _insert(old, value)
         else:
             tree[key] = value

@@ -19,7 +19,7 @@ from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe.arguments import refuse_unknown
-from sbkit.recipe.includes import Files, chain, place, read_plain, written
+from sbkit.recipe.includes import Files, chain, place_overrides, read_plain, written
 from sbkit.recipe.keys import COMPLETE, Task, TaskClass, TaskKeys
 from sbkit.recipe.merging import merged
 from sbkit.recipe.names import unknown_overrides
@@ -28,7 +28,8 @@ from sbkit.recipe.source import BASE
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
 
-__all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "opened", "place", "read_plain"]
+__all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "open_recipe", "place_overrides",
+           "read_plain"]
 
 
 class Recipe(NamedTuple):
@@ -82,7 +83,7 @@ def flatten(hparams: Mapping[str, Any]) -> dict[str, Any]:
     return flatten(base) | own
 
 
-def opened(hparams: dict[str, Any], path: Path) -> Recipe:
+def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:
     """Open a loaded recipe for ``sbkit train`` and later commands; refuse it if a key of its task is missing or wrong.
 
     path : the recipe's file, for error messages

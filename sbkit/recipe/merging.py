@@ -23,13 +23,13 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.includes import Tree, chain, place, read_plain, tag_of
+from sbkit.recipe.includes import Tree, chain, place_overrides, read_plain, tag_of
 from sbkit.recipe.source import INCLUDE, REFERENCE, TAKES_PARTS, first_key, own_name
 
 
 def merged(path: Path, overrides: Mapping[str, Any]) -> str:
     """The text of an equivalent recipe without includes and references."""
-    return _merged(path, place(overrides, chain(path)), (path.resolve(),))
+    return _merged(path, place_overrides(overrides, chain(path)), (path.resolve(),))
 
 
 def _merged(path: Path, overrides: Mapping[str, Any], inside: tuple[Path, ...], whole: frozenset[int] = frozenset(),
@@ -147,5 +147,5 @@ class _File:
         path = self.path.parent / tag[len(INCLUDE):]
         if path.resolve() in self.inside:
             raise SbkitError(f"{path} includes itself")
-        given = place(node, chain(path)) if isinstance(node, dict) else {}
+        given = place_overrides(node, chain(path)) if isinstance(node, dict) else {}
         return YAML().load(_merged(path, given, (*self.inside, path.resolve()), frozenset(self.whole)))

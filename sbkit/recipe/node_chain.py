@@ -55,7 +55,7 @@ class NodeChain:
             for _ in range(depth(key, self.trees)):
                 into = into.value.setdefault(BASE, Node({}, given.place, BASE))
             if key == BASE and BASE in into.value and isinstance(value.value, dict):
-                _put(into.value[BASE], value)
+                _insert(into.value[BASE], value)
             else:
                 into.value[key], into.key_places[key] = value, given.place_of(key)
         return placed
@@ -85,12 +85,12 @@ def included_path(tag: str, path: Path) -> Path:
     return Path(os.path.normpath(path.parent / tag[len(INCLUDE):]))
 
 
-def _put(into: Node, given: Node) -> None:
+def _insert(into: Node, given: Node) -> None:
     """Add values; later ones win, and a plain mapping changes parts of what is there."""
     for key, value in given.value.items():
         old = into.value.get(key)
         if old is not None and isinstance(old.value, dict) and isinstance(value.value, dict) and not value.tag:
-            _put(old, value)
+            _insert(old, value)
         else:
             into.value[key], into.key_places[key] = value, given.place_of(key)
 

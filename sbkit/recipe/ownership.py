@@ -160,12 +160,12 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
         if _keeps_statistics(obj) and id(obj) not in owned.modules:
             findings.warning("not-owned", built.nodes[key].place, key,
                              f"{type(obj).__name__} keeps running statistics and is not under modules: it never leaves "
-                             "training mode, so validation changes them", _mends(key, owned))
+                             "training mode, so validation changes them", _fixes(key, owned))
     fetched = _fetched(built)
     for key, found in strangers.items():
         parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
         if not parameters:
-            continue  # constants are reported by `tell_left_behind`, unless the forward works with them
+            continue  # constants are reported by `report_left_behind`, unless the forward works with them
         first, node = next(iter(parameters)), found[0].node
         trained = any(t.value.requires_grad for t in parameters)
         kind = type(first.module).__name__ if len({id(t.module) for t in parameters}) == 1 else _kind(built, key)
@@ -173,13 +173,13 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
         if parameters and all(id(p.value) in fetched for p in parameters):
             findings.warning("not-owned", node.place if node else Place(), key,
                              f"{kind}, whose weights the pretrainer brings, is not under modules{via}: it would stay "
-                             "on the CPU unless what uses it moves it", _mends(key, owned))
+                             "on the CPU unless what uses it moves it", _fixes(key, owned))
             continue
         findings.error(
             "not-owned", node.place if node else Place(), key,
             f"{kind} with {sum(t.value.numel() for t in parameters):,} parameters is not under modules{via}: it would "
             f"stay on the CPU, {'never be trained and never be saved' if trained else 'and not be saved'}",
-            _mends(key, owned))
+            _fixes(key, owned))
 
 
 def _fetched(built: Built) -> set[int]:
@@ -208,7 +208,7 @@ def _keeps_statistics(obj: object) -> bool:
     return isinstance(obj, GlobalNorm) or (isinstance(obj, nn.Module) and getattr(obj, "norm_type", None) == "global")
 
 
-def _mends(key: str, owned: Owned) -> str:
+def _fixes(key: str, owned: Owned) -> str:
     if "[" in key:
         return "give it a key of its own, and refer to that under modules"
     name = key.split(".")[-1]
@@ -228,7 +228,7 @@ def left_behind(built: Built, before: Owned) -> list[Tensor]:
             and not isinstance(t.value, nn.Parameter) and id(t.value) not in before.parameters]
 
 
-def tell_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> None:
+def report_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> None:
     """Warn of tensors that don't move with the modules: buffers outside of them, and attributes that aren't buffers."""
     reported = {finding.key for finding in findings if finding.code == "not-owned"}
     groups: dict[str, list[Tensor]] = {}
@@ -237,9 +237,9 @@ def tell_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> No
             groups.setdefault(tensor.key, []).append(tensor)
     for key, found in groups.items():
         node = found[0].node
-        paths = listed(dict.fromkeys(t.path for t in found), most=3)
+        paths = listed(dict.fromkeys(t.path for t in found), limit=3)
         if all(t.registered for t in found):
-            hint = _mends(key, owned)
+            hint = _fixes(key, owned)
         elif found[0].module is None:
             hint = "hold it as a buffer of a module that is under modules"
         else:

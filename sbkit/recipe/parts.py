@@ -31,7 +31,7 @@ class Patterns(NamedTuple):
     """Whether a value of the mapping is allowed."""
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, Mapping) and all(self.fits(each) for each in opened(value).values())
+        return isinstance(value, Mapping) and all(self.fits(each) for each in flattened(value).values())
 
     def __str__(self) -> str:
         return f"a mapping of parts to {self.values}"
@@ -92,14 +92,15 @@ class ParameterGroups:
         key : the key of the recipe with the patterns, for error messages
         """
         values: dict[str, T] = {}
-        for pattern, value in opened(wanted).items():
+        for pattern, value in flattened(wanted).items():
             paths = self.matching(pattern)
             if not paths:
-                raise SbkitError(f"{key}: nothing that can be trained is called {pattern!r}", hint=self.near(pattern))
+                raise SbkitError(f"{key}: nothing that can be trained is called {pattern!r}",
+                                 hint=self.suggestion(pattern))
             values.update(dict.fromkeys(paths, value))
         return values
 
-    def near(self, pattern: str) -> str:
+    def suggestion(self, pattern: str) -> str:
         """A hint with a name similar to a pattern that matches nothing."""
         words = (name.split(".") for name, _ in self._names)
         known = {".".join(each[:count]) for each in words for count in range(1, len(each) + 1)}
@@ -108,20 +109,20 @@ class ParameterGroups:
         return f"did you mean {meant}?" if meant else f"there are {listed(list(tops))}, and what is below them"
 
 
-def opened(wanted: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flattened(wanted: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Patterns and their values at one level: ``{a: {b: 1}}``, which ``--KEY.a.b 1`` gives, becomes ``{a.b: 1}``."""
     found: dict[str, Any] = {}
     for name, value in wanted.items():
-        found.update(opened(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value})
+        found.update(flattened(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value})
     return found
 
 
-def for_good(freeze: Mapping[str, Any] | None) -> dict[str, bool]:
+def frozen_for_good(freeze: Mapping[str, Any] | None) -> dict[str, bool]:
     """The value of ``freeze`` at the end of a run, when only permanently frozen parts are still frozen."""
-    return {pattern: value is True for pattern, value in opened(freeze or {}).items()}
+    return {pattern: value is True for pattern, value in flattened(freeze or {}).items()}
 
 
-def until(value: bool | int) -> float:
+def frozen_until(value: bool | int) -> float:
     """The optimizer step up to which a part is frozen."""
     return float("inf") if value is True else float(value)
 
@@ -150,7 +151,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
         return
     frozen = parts.values_by_path(freeze, "freeze")
     trained = {path for path, parameter in parts.parameters.items() if parameter.requires_grad}
-    if trained and all(until(frozen.get(path, False)) > 0 for path in trained):
+    if trained and all(frozen_until(frozen.get(path, False)) > 0 for path in trained):
         place, _ = built.nodes["freeze"].culprit()
         findings.error("not-trained", place, "freeze", "it leaves nothing to train in the first step",
                        "leave at least one layer unfrozen")
@@ -175,7 +176,7 @@ def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups | Non
                            f"{allowed.values}")
         elif parts is not None and not parts.matching(pattern):
             findings.error("no-such-part", place, f"{key}.{pattern}",
-                           f"nothing that can be trained is called {pattern!r}", parts.near(pattern))
+                           f"nothing that can be trained is called {pattern!r}", parts.suggestion(pattern))
     return len(findings) > before
 
 

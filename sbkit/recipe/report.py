@@ -83,18 +83,18 @@ class Report:
                 known.add(finding)
                 self.findings.append(finding)
 
-    def _of(self, severity: str) -> list[Finding]:
+    def _with_severity(self, severity: str) -> list[Finding]:
         return sorted((f for f in self.findings if f.severity == severity), key=lambda f: (f.file, f.line, f.column))
 
     @property
     def errors(self) -> list[Finding]:
         """Findings that would end or spoil a run, ordered by file and line."""
-        return self._of(ERROR)
+        return self._with_severity(ERROR)
 
     @property
     def warnings(self) -> list[Finding]:
         """Findings that may be mistakes, ordered by file and line."""
-        return self._of(WARNING)
+        return self._with_severity(WARNING)
 
     def problems(self) -> str:
         """Errors and warnings, one per line."""
@@ -139,8 +139,8 @@ def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str 
     return by_lower[near[0]] if near else None
 
 
-def listed(names: Iterable[str], most: int = 12) -> str:
+def listed(names: Iterable[str], limit: int = 12) -> str:
     """Names separated by commas; of more than ``limit``, only the first and how many follow."""
     names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -43,14 +43,14 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
         findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
                        f"did you mean --{near}?" if near else "define that key in the YAML first")
     root = chain.root
-    placed = includes.place({k: v for k, v in overrides.items() if k not in unknown}, chain.trees)
+    placed = includes.place_overrides({k: v for k, v in overrides.items() if k not in unknown}, chain.trees)
     declared = declared_in(chain.trees, overrides, packages)
     override(root, placed, findings, declared)
     chain.check_shadowed(findings)
     if referred is not None:
         referred |= chain.referred()
     _Resolver(root, path, findings, (path.resolve(),), declared).run()
-    _tell_cycles(root, findings)
+    _report_cycles(root, findings)
     return root
 
 
@@ -136,7 +136,7 @@ class _Resolver:
         """The node that a reference names, possibly shared with others; a new one for a scalar."""
         if not REFERENCE.search(text):
             found = self._scalar(node, text)
-            found.wrong = not seen and self._tell_literal(text, node)
+            found.wrong = not seen and self._report_literal(text, node)
             return found
         if len(seen) > 50:  # a circle, which is reported elsewhere
             return self._unknown(node)
@@ -168,7 +168,7 @@ class _Resolver:
 
     def _take(self, target: Node, node: Node, seen: tuple[str, ...]) -> Node:
         if target.tag in ("!ref", "!copy") or target.tag.startswith(INCLUDE):  # not replaced yet: it is further below
-            self._tell_later(target, node)
+            self._report_later(target, node)
             return self._unknown(node)
         if target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return self._unknown(node)
@@ -193,7 +193,7 @@ class _Resolver:
         for i, part in enumerate(reference.split("[")):
             part = part.strip("]")
             if not isinstance(branch.value, dict) or part not in branch.value:
-                self._tell_dangling(reference, part, branch if i else self.root, node)
+                self._report_missing(reference, part, branch if i else self.root, node)
                 return None
             branch = branch.value[part]
         if attribute and node.tag != "!copy":
@@ -206,7 +206,7 @@ class _Resolver:
         if target is None or target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return None
         if target.tag in ("!ref", "!copy"):
-            return None if self._tell_circle(target, node) else str(target.value)
+            return None if self._report_circle(target, node) else str(target.value)
         if target.tag.startswith("!applyref:"):
             return None  # known only when the recipe is built
         if target.tag or not target.scalar:
@@ -221,7 +221,7 @@ class _Resolver:
 
     # ------------------------------------------------------------ what goes wrong
 
-    def _tell_dangling(self, reference: str, part: str, branch: Node, node: Node) -> None:
+    def _report_missing(self, reference: str, part: str, branch: Node, node: Node) -> None:
         name = reference or "<>"
         if isinstance(branch.value, list):
             self._error("dangling-ref", node, f"there is no <{name}>: {branch.key} is a list, and a reference takes no "
@@ -243,14 +243,14 @@ class _Resolver:
             suggestion = f"{branch.key} has {listed(options)}" if branch.key and options else "define that key"
         self._error("dangling-ref", node, f"there is no <{name}>", suggestion)
 
-    def _tell_later(self, target: Node, node: Node) -> None:
+    def _report_later(self, target: Node, node: Node) -> None:
         """Report a reference to a reference further below, or to itself by a circle."""
-        if not self._tell_circle(target, node):
+        if not self._report_circle(target, node):
             self._error("later-ref", node,
                         f"{target.key} is itself a reference, and it is further below ({target.place})",
                         f"move {target.key} above {node.key}: a recipe is read from top to bottom")
 
-    def _tell_circle(self, target: Node, node: Node) -> bool:
+    def _report_circle(self, target: Node, node: Node) -> bool:
         """Report a circle of references that begins with ``target``; whether there is one."""
         way, branches, done = [node], [iter([target])], set()
         while branches:
@@ -284,7 +284,7 @@ class _Resolver:
         finally:
             self.findings = findings
 
-    def _tell_literal(self, text: str, node: Node) -> bool:
+    def _report_literal(self, text: str, node: Node) -> bool:
         if "<" in text:
             self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
         elif text in self.root.value:
@@ -331,7 +331,7 @@ def _short(text: str) -> str:
     return textwrap.shorten(text, 80, placeholder=" ...")
 
 
-def _tell_cycles(root: Node, findings: Findings) -> None:
+def _report_cycles(root: Node, findings: Findings) -> None:
     """Report mappings and lists that contain themselves."""
     done: set[int] = set()
     path: list[Node] = []

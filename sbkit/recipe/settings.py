@@ -39,9 +39,9 @@ def check_settings(root: Node, findings: Findings) -> None:
         if key in known:
             _check_declared(root, known[key], value, findings)
         elif key in _COUNTED and not _is_number(value):
-            _tell(root, key, f"it is {_shown(value)}, and must be a number", findings)
+            _report(root, key, f"it is {_shown(value)}, and must be a number", findings)
         elif _too_low(key, value):
-            _tell_low(root.place_of(key), key, key, value, findings)
+            _report_too_low(root.place_of(key), key, key, value, findings)
     if "average_checkpoints" in known:
         _check_averaged(root, known, findings)
 
@@ -51,10 +51,10 @@ def _check_declared(root: Node, known: Declared, value: object, findings: Findin
     given = data(value) if isinstance(value, Node) else value
     if given is UNKNOWN:  # an object, or a list of them: neither a number nor a text
         if known.plain:
-            _tell(root, known.name, f"it is {_shown(value)}, and must be {known.wanted}", findings)
+            _report(root, known.name, f"it is {_shown(value)}, and must be {known.wanted}", findings)
     elif known.name not in BY_PART and (problem := known.problem(given)):
         hint = COMPLETE if given is None and known.needed else ""
-        _tell(root, known.name, f"it {problem}", findings, hint)
+        _report(root, known.name, f"it {problem}", findings, hint)
     elif known.built and isinstance(value, (str, bool)) and value != "None":  # which is told for any key
         null = "" if known.needed else " or null"
         findings.warning("setting", root.place_of(known.name), known.name,
@@ -67,14 +67,14 @@ def check_options(run_opts: RunOptions | None, findings: Findings) -> None:
     for name in sorted(getattr(run_opts, "overridden_args", ())):
         value = getattr(run_opts, name, None)
         if _too_low(name, value):
-            _tell_low(Place(), f"--{name}", name, value, findings)
+            _report_too_low(Place(), f"--{name}", name, value, findings)
 
 
 def _too_low(name: str, value: Any) -> bool:  # a number, or a text that is one, where it is compared
     return name in _LEAST and value is not None and _is_number(value) and float(value) < _LEAST[name]
 
 
-def _tell_low(place: Place, written: str, name: str, value: object, findings: Findings) -> None:
+def _report_too_low(place: Place, written: str, name: str, value: object, findings: Findings) -> None:
     if name == "max_grad_norm":
         findings.warning("setting", place, written, f"it is {value}, so no gradient would be clipped",
                          "write 0 if that is meant")
@@ -90,11 +90,11 @@ def _check_averaged(root: Node, known: Mapping[str, Declared], findings: Finding
         return
     kept, for_good = _number(root, known["keep_checkpoints"]), _number(root, known["keep_every"])
     if _averages(root):
-        _tell(root, key, "ema averages weights as well", findings,
-              f"use one of them: ema_decay: 0, or {key}: 1")
+        _report(root, key, "ema averages weights as well", findings,
+                f"use one of them: ema_decay: 0, or {key}: 1")
     elif not for_good and kept is not None and kept < count:
-        _tell(root, key, f"it is {count}, but keep_checkpoints is {kept}: there won't be as many", findings,
-              f"set keep_checkpoints to {count} or more")
+        _report(root, key, f"it is {count}, but keep_checkpoints is {kept}: there won't be as many", findings,
+                f"set keep_checkpoints to {count} or more")
 
 
 def _number(root: Node, known: Declared) -> int | None:
@@ -116,8 +116,8 @@ def _averages(root: Node) -> bool:
 def _check_precision(root: Node, key: str, value: object, findings: Findings) -> None:
     if isinstance(value, Node) or value not in _PRECISIONS:
         near = did_you_mean(str(value), _PRECISIONS)
-        _tell(root, key, f"there is no precision {value!r}", findings,
-              f"did you mean {near}?" if near else f"use {listed(_PRECISIONS)}")
+        _report(root, key, f"there is no precision {value!r}", findings,
+                f"did you mean {near}?" if near else f"use {listed(_PRECISIONS)}")
 
 
 def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:  # torch.device refuses what is none
@@ -125,7 +125,7 @@ def _check_device(root: Node, key: str, value: Any, findings: Findings) -> None:
         torch.device(value)
     except (RuntimeError, TypeError):
         if value is not None:
-            _tell(root, key, f"torch has no device {value!r}", findings, "write cpu, cuda or cuda:1")
+            _report(root, key, f"torch has no device {value!r}", findings, "write cpu, cuda or cuda:1")
 
 
 def _builds(tag: str, kind: str) -> bool:
@@ -140,19 +140,19 @@ def _builds(tag: str, kind: str) -> bool:
 def _check_brain(root: Node, key: str, value: object, findings: Findings) -> None:
     tag = value.tag if isinstance(value, Node) else ""
     if _builds(tag, "Brain"):
-        _tell(root, key, "the run builds it, when the modules are there", findings,
-              f"write !name:{tag.removeprefix('!new:')}")
+        _report(root, key, "the run builds it, when the modules are there", findings,
+                f"write !name:{tag.removeprefix('!new:')}")
     elif not tag:
-        _tell(root, key, f"it is {_shown(value)}, not a Brain", findings, _named(value, "sbkit.tasks.ctc.CTC"))
+        _report(root, key, f"it is {_shown(value)}, not a Brain", findings, _named(value, "sbkit.tasks.ctc.CTC"))
 
 
 def _check_optimizer(root: Node, key: str, value: object, findings: Findings) -> None:
     tag = value.tag if isinstance(value, Node) else ""
     if _builds(tag, "Optimizer"):
-        _tell(root, key, "the run builds it, with the parameters of the modules", findings,
-              f"write !name:{tag.removeprefix('!new:')}, without params")
+        _report(root, key, "the run builds it, with the parameters of the modules", findings,
+                f"write !name:{tag.removeprefix('!new:')}, without params")
     elif not tag and value is not None:
-        _tell(root, key, f"it is {_shown(value)}, not an optimizer", findings, _named(value, "torch.optim.AdamW"))
+        _report(root, key, f"it is {_shown(value)}, not an optimizer", findings, _named(value, "torch.optim.AdamW"))
 
 
 def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:  # a Node wherever it has a limit
@@ -195,7 +195,7 @@ def _shown(value: object) -> str:
     return "null" if value is None else f"the text {value!r}" if isinstance(value, str) else repr(value)
 
 
-def _tell(root: Node, key: str, message: str, findings: Findings, suggestion: str = "") -> None:
+def _report(root: Node, key: str, message: str, findings: Findings, suggestion: str = "") -> None:
     """Add a finding about a key, and mark its value, so that references to it aren't reported again."""
     node = root.value[key]
     findings.error("setting", root.place_of(key), key, message, suggestion)

@@ -213,7 +213,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         findings.warning("wrong-type", place, node.key_of(key), message, f'write "{given}"')
         return
     place = node.blame(key) if isinstance(key, str) else value.place
-    findings.error("wrong-type", place, node.key_of(key), message, _mend(given, hint, value))
+    findings.error("wrong-type", place, node.key_of(key), message, _fix(given, hint, value))
     node.wrong = value.wrong = True
 
 
@@ -233,7 +233,7 @@ def _shown(given: object) -> str:
     return f"{given!r} ({'an' if kind == 'int' else 'a'} {kind})" if given is not None else "null"
 
 
-def _mend(given: object, hint: object, value: Node) -> str:
+def _fix(given: object, hint: object, value: Node) -> str:
     if isinstance(given, Node) and given.tag.startswith("!name:") and isinstance(hint, type):
         return f"write !new:{given.tag[len('!name:'):]} to build one"
     if isinstance(given, str):

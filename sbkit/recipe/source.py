@@ -378,7 +378,7 @@ def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings, de
         target = root.value.get(key)
         if target is None or new.tag or new.whole or not isinstance(new.value, dict):
             if key not in declared:
-                _tell_typo(root, key, new, findings)
+                _report_typo(root, key, new, findings)
             root.value[key] = new
             root.key_places[key] = written.place_of(key)
         elif isinstance(target.value, dict):
@@ -405,7 +405,7 @@ def _advise(target: Node) -> str:
     return f"give {target.key} one value"
 
 
-def _tell_typo(root: Node, key: object, new: Node, findings: Findings) -> None:
+def _report_typo(root: Node, key: object, new: Node, findings: Findings) -> None:
     """Report a key that is added to a mapping and is similar to one that it has."""
     if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply", INCLUDE)):
         return  # arguments are compared with the signature, and overrides of an included file with that file

@@ -27,7 +27,7 @@ PEAKS = {
 
 
 #: Seconds during which products are timed. The fastest counts, in case other programs compute in the meantime.
-LOOK_SECONDS = 0.3
+MEASURE_SECONDS = 0.3
 
 
 def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
@@ -53,7 +53,7 @@ def speed_of(device: torch.device, precision: str) -> float | None:
     size = 4096 if device.type == "cuda" else 1024
     left, right = torch.ones(2, size, size, device=device, dtype=dtype)
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    fastest, until = float("inf"), time.perf_counter() + LOOK_SECONDS
+    fastest, until = float("inf"), time.perf_counter() + MEASURE_SECONDS
     while time.perf_counter() < until or math.isinf(fastest):
         wait()
         started = time.perf_counter()

@@ -35,7 +35,7 @@ from sbkit.recipe import gpu_step
 from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
 from sbkit.recipe.leftovers import Holdings, refuse_left
-from sbkit.recipe.parts import for_good
+from sbkit.recipe.parts import frozen_for_good
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import static
@@ -133,7 +133,7 @@ def task_of(built: Built) -> TaskClass:
 def build_brain(task: TaskClass, hparams: Mapping[str, Any], precision: str = "fp32", **more: Any) -> Task:
     """Build the Brain of a recipe, without output folder and checkpoints; ``more`` replaces values of keys."""
     kept = {key: value for key, value in hparams.items() if key not in ("output_folder", "schedule", "precision")}
-    more = {"freeze": for_good(hparams.get("freeze")), **more}
+    more = {"freeze": frozen_for_good(hparams.get("freeze")), **more}
     return task(modules=hparams["modules"], hparams={**kept, **more}, checkpointer=None,
                 run_opts=RunOptions(device="cpu", precision=precision, overridden_args={"device", "precision"}))
 
@@ -152,16 +152,16 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
         found.note = f"the forward: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing or not built"
         return found
     found.tried = True
-    with _telling(found, findings), torch.no_grad():
+    with _reporting(found, findings), torch.no_grad():
         found.keys = task.Keys.read(built.hparams)
-        if _tell_clashes(found.keys, built, findings) or not task.check_parts(found.keys, built, findings):
+        if _report_clashes(found.keys, built, findings) or not task.check_parts(found.keys, built, findings):
             return found
         found.brain = build_brain(task, {**built.hparams, "modules": modules}, accelerate=False)
         on_stand_ins(found.brain, lambda _: _run(found, "cpu"))
     return found
 
 
-def _tell_clashes(keys: Keys, built: Built, findings: Findings) -> bool:
+def _report_clashes(keys: Keys, built: Built, findings: Findings) -> bool:
     """Add findings about keys that can't be combined; whether there are any."""
     clashes = list(keys.clashes())
     for key, message, hint in clashes:
@@ -182,13 +182,13 @@ def trace_moved(before: Trace, modules: nn.ModuleDict, findings: Findings) -> Tr
         modules.to_empty(device="cuda:0")
         _run(found, "cuda:0")
 
-    with _telling(found, findings), torch.no_grad(), gpu_step.without_driver():
+    with _reporting(found, findings), torch.no_grad(), gpu_step.without_driver():
         on_stand_ins(found.brain, run)
     return found
 
 
 @contextlib.contextmanager
-def _telling(found: Trace, findings: Findings) -> Iterator[None]:
+def _reporting(found: Trace, findings: Findings) -> Iterator[None]:
     """Turn errors within it into findings, or into a note if they aren't mistakes."""
     try:
         yield
@@ -200,7 +200,7 @@ def _telling(found: Trace, findings: Findings) -> Iterator[None]:
     except Exception as error:  # each layer has its own errors for a shape that doesn't fit
         call = without_stand_in(error)
         if call is None:
-            _tell(error, found, findings)
+            _report(error, found, findings)
         else:
             node, _ = _blame(error, found.built)
             found.note = (f"the {found.stage} from {call}{f' in {node.key}' if node else ''} on, which computes "
@@ -236,7 +236,7 @@ def _watched(found: Trace) -> Iterator[None]:
         for name in _CALLS:
             call = getattr(module, name, None)
             if callable(call) and name not in vars(module):
-                vars(module)[name] = _noting(call, key, module, found)
+                vars(module)[name] = _recording(call, key, module, found)
                 patched.append((module, name))
     try:
         yield
@@ -245,7 +245,7 @@ def _watched(found: Trace) -> Iterator[None]:
             del vars(module)[name]
 
 
-def _noting(call: Callable[..., Any], key: str, module: nn.Module, found: Trace) -> Callable[..., Any]:
+def _recording(call: Callable[..., Any], key: str, module: nn.Module, found: Trace) -> Callable[..., Any]:
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> object:
         _refuse_misfit(call, key, module, found.task, args, kwargs)
@@ -300,7 +300,7 @@ def _blame(error: BaseException, built: Built) -> tuple[Node | None, nn.Module |
     return node, layer
 
 
-def _tell(error: Exception, found: Trace, findings: Findings) -> None:
+def _report(error: Exception, found: Trace, findings: Findings) -> None:
     built = found.built
     node, layer = _blame(error, built)
     if node is not None:

@@ -14,7 +14,7 @@ import soundfile
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import Rows, Source, on_hub, open_source
 from sbkit.data.splits import SPLITS
-from sbkit.recipe.bill import longest_utterance
+from sbkit.recipe.cost import longest_utterance
 from sbkit.recipe.load import Recipe
 
 #: Steps of an epoch, and rows of a split that is evaluated.

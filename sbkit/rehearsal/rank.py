@@ -18,7 +18,7 @@ import torch
 
 from sbkit.errors import SbkitError
 from sbkit.infer.bundles import BundleLoader
-from sbkit.recipe import arguments, bill, flops, load
+from sbkit.recipe import arguments, cost, flops, load
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
@@ -107,7 +107,7 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
     request, failed = arguments.parse(words), None
     try:
         first = {**request.overrides, "output_folder": str(Path(job["folder"], "first"))}
-        recipe = load.opened(load.load(request.path, first), request.path)
+        recipe = load.open_recipe(load.load(request.path, first), request.path)
         made = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
         words += made["words"]
         diary.write("figures", {"data": made["what"], "exports": recipe.task.exported is not Task.exported,
@@ -159,7 +159,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
             "operations": operations,
             "host_ms": 1e3 * host, **asdict(counted), "held_bytes": held, "peak_bytes": peak,
-            "card_ms": None if peak_flops is None else 1e3 * operations / (peak_flops * bill.EFFICIENCY),
+            "card_ms": None if peak_flops is None else 1e3 * operations / (peak_flops * cost.EFFICIENCY),
             "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
         diary.enter("the largest batch of the estimate")

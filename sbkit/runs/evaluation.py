@@ -93,7 +93,7 @@ class EvaluateRequest:
 class CheckpointResult(NamedTuple):
     """The result for one checkpoint; ``facts`` is the content of result.json."""
 
-    came: Results
+    results: Results
     facts: dict[str, Any]
     metric: str
     replaced: str = ""  # the command of a different result that had the same name
@@ -105,7 +105,7 @@ def write(scored: CheckpointResult, manifest: Manifest) -> str:
     replaced = _another(folder / RESULT, scored.facts, scored.metric)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        scored.came.write(folder, manifest)
+        scored.results.write(folder, manifest)
         with atomic_write(folder / RESULT) as out:
             json.dump({**scored.facts, "command": command(), "environment": describe()}, out, indent=1,
                       ensure_ascii=False)

@@ -60,7 +60,7 @@ class RunLock:
         self._over = threading.Event()
 
     def __enter__(self) -> RunLock:
-        ranks.run_on_main(self._take)
+        ranks.run_on_main(self._acquire)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -74,7 +74,7 @@ class RunLock:
 
     # ------------------------------------------------------------ taking it
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         try:
             with disk.disk_errors_as_user_error(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,14 +106,14 @@ class RunLock:
             return False
         self._lock, self._number = lock, before + 1
         try:
-            self._facts["locked"] = bool(lock.take(wait=True))  # others lock it only to look, for a moment
+            self._facts["locked"] = bool(lock.acquire(wait=True))  # others lock it only to look, for a moment
             self._write(since=time.strftime("%Y-%m-%d %H:%M:%S"))
             alone = self._newest() == self._number  # otherwise others have held it since ``before`` was found
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         if not alone:
-            self._let_go()
+            self._release()
             return False
         for number in range(self._number):
             self._path(number).unlink(missing_ok=True)
@@ -124,7 +124,7 @@ class RunLock:
         assert self._lock is not None, "it is held"
         return self._lock
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._path(self._number).unlink(missing_ok=True)
         self._held.close()
         self._lock = None
@@ -151,7 +151,7 @@ class RunLock:
                 what = "is at work there, waiting for it" if holder.lives else "held it, waiting for a sign of life"
                 logger.warning("%s: %s %s", self.folder, holder, what)
             time.sleep(_POLL_SECONDS)
-            holder.look()
+            holder.refresh()
 
     def _patience(self, holder: _LockHolder) -> float:
         kin = self._facts["job"] and holder.facts.get("job") == self._facts["job"]
@@ -184,13 +184,13 @@ class _LockHolder:
         self.facts: dict[str, Any] = {}
         self.lives: bool | None = None
         self._first: int | None = None
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the file again and update ``lives``."""
         try:
             with Lock(self.path) as lock:
-                free = lock.take(shared=True)
+                free = lock.acquire(shared=True)
                 self.facts = self._read()
                 self.lives = self._judge(free, os.fstat(lock.descriptor).st_mtime_ns)
         except FileNotFoundError:  # another process has taken the folder

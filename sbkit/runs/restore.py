@@ -66,7 +66,7 @@ def read_run(run: str | Path) -> Recipe:
     if hparams.get("checkpointer") is None:
         raise SbkitError(f"{path} has no checkpointer, so nothing that it trained was saved",
                          hint="train it again with one")
-    recipe = load.opened(hparams, path)
+    recipe = load.open_recipe(hparams, path)
     recipe.task.encoder(recipe.keys)  # loads what preparation made
     return recipe
 
@@ -81,12 +81,13 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
     """Build the run's Brain with freshly initialised weights, for ``take_weights`` to fill."""
     options = {"device": None if device is None else str(device), **run_opts}
     options = {name: value for name, value in options.items() if value is not None}
-    shelf = recipe.hparams["checkpointer"]
-    pretrained.load(recipe.keys.pretrainer, pretrained.saved(shelf.recoverables.values()))
+    checkpointer = recipe.hparams["checkpointer"]
+    pretrained.load(recipe.keys.pretrainer, pretrained.saved(checkpointer.recoverables.values()))
     brain = recipe.brain(RunOptions(**options, overridden_args=set(options)), opt_class=None)
     # No optimizer, no generators, no log files: only what was trained is taken from a checkpoint.
-    shelf = brain.checkpointer
-    shelf.recoverables = {name: obj for name, obj in shelf.recoverables.items() if isinstance(obj, _WEIGHTS)}
+    checkpointer = brain.checkpointer
+    checkpointer.recoverables = {name: obj for name, obj in checkpointer.recoverables.items()
+                                 if isinstance(obj, _WEIGHTS)}
     brain.stop_averaging()  # its averages become the modules' own weights
     brain.modules.eval()
     return brain
@@ -100,50 +101,50 @@ def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list
     checkpoint : ``best`` (by the task's metric), ``last``, or the name of a checkpoint's folder, or part of it
     mean_of : take the mean of the weights of this many of the best instead (of the newest, with ``last``)
     """
-    shelf = brain.checkpointer
-    order = order_of(shelf, brain.metric, checkpoint)
+    checkpointer = brain.checkpointer
+    order = order_of(checkpointer, brain.metric, checkpoint)
     if mean_of != 1:
         if checkpoint not in (BEST, LAST):
             raise SbkitError(f"only the best or the last checkpoints can be averaged, not {checkpoint}")
-        if len(weights_among(shelf)) < len(shelf.recoverables):  # the rest is the best checkpoint's
-            shelf.recover_if_possible(**order)
-        return load_mean(shelf, mean_of, **order)
+        if len(weights_among(checkpointer)) < len(checkpointer.recoverables):  # the rest is the best checkpoint's
+            checkpointer.recover_if_possible(**order)
+        return load_mean(checkpointer, mean_of, **order)
     if checkpoint in (BEST, LAST):
-        used = shelf.recover_if_possible(**order)
+        used = checkpointer.recover_if_possible(**order)
     else:
-        used = named(shelf, checkpoint)
-        shelf.load_checkpoint(used)
-    for obj in shelf.recoverables.values():
+        used = named(checkpointer, checkpoint)
+        checkpointer.load_checkpoint(used)
+    for obj in checkpointer.recoverables.values():
         if isinstance(obj, EMA):
             obj.module.load_state_dict(obj.state_dict()["weights"])
     return [used]
 
 
-def order_of(shelf: Checkpointer, metric: Metric, checkpoint: str,
-             asked: str = f"--checkpoint {LAST}") -> Order:
+def order_of(checkpointer: Checkpointer, metric: Metric, checkpoint: str,
+             requested: str = f"--checkpoint {LAST}") -> Order:
     """How to rank a run's checkpoints when ``checkpoint`` is asked for: by the task's metric, or by time if empty.
 
     metric : of the task
     asked : how to ask for the newest instead, for the message
     """
-    if not shelf.list_checkpoints():
-        raise SbkitError(f"{shelf.checkpoints_dir} holds no checkpoint", hint="has the run saved one yet?")
+    if not checkpointer.list_checkpoints():
+        raise SbkitError(f"{checkpointer.checkpoints_dir} holds no checkpoint", hint="has the run saved one yet?")
     order = metric.order if checkpoint == BEST else Order()
-    if order and not any(metric.name in ckpt.meta for ckpt in shelf.list_checkpoints()):
-        raise SbkitError(f"no checkpoint in {shelf.checkpoints_dir} was validated, so none is the best by "
-                         f"{metric.name}", hint=f"use the newest ({asked})")
+    if order and not any(metric.name in ckpt.meta for ckpt in checkpointer.list_checkpoints()):
+        raise SbkitError(f"no checkpoint in {checkpointer.checkpoints_dir} was validated, so none is the best by "
+                         f"{metric.name}", hint=f"use the newest ({requested})")
     return order
 
 
-def named(shelf: Checkpointer, name: str) -> Checkpoint:
+def named(checkpointer: Checkpointer, name: str) -> Checkpoint:
     """The checkpoint whose folder has this name, or the only one whose name contains it."""
-    there = {Path(ckpt.path).name: ckpt for ckpt in shelf.list_checkpoints()}
+    there = {Path(ckpt.path).name: ckpt for ckpt in checkpointer.list_checkpoints()}
     wanted = Path(name).name
     found = [wanted] if wanted in there else [each for each in there if wanted in each]
     if len(found) == 1:
         return there[found[0]]
     problem = f"{len(found)} checkpoints have {name!r} in their name" if found else f"there is no checkpoint {name!r}"
-    raise SbkitError(f"{problem} in {shelf.checkpoints_dir}",
+    raise SbkitError(f"{problem} in {checkpointer.checkpoints_dir}",
                      hint=f"choose one of {', '.join(sorted(there))}, {BEST} or {LAST}")
 
 

@@ -76,12 +76,12 @@ def mark_finished(keys: RunKeys, request: CommandLine, results: Results) -> None
 
 def _of(keys: RunKeys, request: CommandLine) -> dict[str, Any]:
     """Fingerprint of recipe, options, test set and checkpoints."""
-    options, shelf = request.run_opts, keys.checkpointer
+    options, checkpointer = request.run_opts, keys.checkpointer
     written = (keys.folder / RECIPE).read_text(encoding="utf-8")
     recipe = "".join(line for line in written.splitlines(keepends=True) if not line.startswith("#"))
     manifest = keys.corpus.manifest_path("test").read_bytes()
     return {
         "recipe": hashlib.sha256(recipe.encode()).hexdigest(), "manifest": hashlib.sha256(manifest).hexdigest(),
         "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - _SHOW)},
-        "checkpoints": {Path(ckpt.path).name: ckpt.meta.get("unixtime") for ckpt in shelf.list_checkpoints()},
+        "checkpoints": {Path(ckpt.path).name: ckpt.meta.get("unixtime") for ckpt in checkpointer.list_checkpoints()},
     }

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str) -> CheckpointResult:
     """Score the manifest on all ranks; every rank gets the whole result."""
-    ranks.meet("ready")
+    ranks.barrier("ready")
     began = time.monotonic()
     with brain.searching():
-        damaged, loss = hear(request, recipe, brain, manifest, label)
+        damaged, loss = transcribe(request, recipe, brain, manifest, label)
     took = max(ranks.gather_objects(time.monotonic() - began))
     damaged = {name: reason for part in ranks.gather_objects(damaged) for name, reason in part.items()}
     came = brain.results(brain.all_rows(), loss, damaged)
@@ -40,8 +40,8 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Mani
     return CheckpointResult(came, facts, brain.metric.name)
 
 
-def hear(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str,
-         ) -> tuple[dict[str, str], float]:
+def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Manifest, label: str,
+               ) -> tuple[dict[str, str], float]:
     """Score this rank's share: fills ``brain.rows``, returns the unreadable recordings and the loss."""
     keys = recipe.keys
     loader = EvalLoader(

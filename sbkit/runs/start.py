@@ -61,7 +61,7 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
             same_start.require(command)
             if command.check:
                 ranks.run_on_main(training.before_run, command)
-            recipe = load.opened(load.load(command.path, command.overrides), command.path)
+            recipe = load.open_recipe(load.load(command.path, command.overrides), command.path)
             folder = Path(recipe.keys.folder)
             with disk.disk_errors_as_user_error(folder), RunLock(folder), StartGuard(folder, ranks.is_main()) as guard:
                 _train(recipe, command, device, guard, bundles)
@@ -82,7 +82,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
     from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)
     if from_corpus:
         request.overrides.update({key: value for key, value in from_corpus.items() if key in recipe.hparams})
-        recipe = load.opened(load.load(request.path, request.overrides), request.path)
+        recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
         ranks.run_on_main(preparation.save_recipe, folder, request)
     if request.check:
         ranks.run_on_main(training.before_training, recipe)

@@ -57,7 +57,7 @@ class StartGuard:
 
     def __enter__(self) -> StartGuard:
         if self._here:
-            put_back(self.folder)
+            restore_previous(self.folder)
             self._here = (self.folder / RECIPE).is_file()
         if self._here:
             try:
@@ -85,11 +85,11 @@ class StartGuard:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None and self._here:
-            put_back(self.folder)
+            restore_previous(self.folder)
         self.begins()
 
 
-def put_back(folder: Path) -> None:
+def restore_previous(folder: Path) -> None:
     """Restore a run's folder to what it was before a start that was refused or killed, and drop the backup.
 
     Manifests belong together: if the run had any, those that it did not have are deleted. If this is killed, the next

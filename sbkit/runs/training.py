@@ -50,7 +50,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     if brain.recogniser is not None:
         brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
     brain.utilisation = _utilisation(brain, device, train)
-    _write_down(brain, device)
+    _log_setup(brain, device)
     batching = keys.batching
     reading = {"rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
@@ -113,7 +113,7 @@ def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Util
     return found
 
 
-def _write_down(brain: Brain, device: torch.device) -> None:
+def _log_setup(brain: Brain, device: torch.device) -> None:
     """Record how the run was started and on what machine, for its report."""
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())

@@ -22,7 +22,7 @@ def read_run(folder: str) -> Any:  # its task's own keys
     return keys
 
 
-def found(name: str, split: str) -> str:
+def find(name: str, split: str) -> str:
     """The file that a source stands for; raises if there is none."""
     path = Path(name)
     if path.is_dir():

@@ -49,7 +49,7 @@ def follow(before: Tokens, after: Tokens) -> tuple[list[int | None], int]:
     return same, changed
 
 
-def standing(texts: Sequence[Tokens]) -> tuple[list[int], int]:
+def stable_words(texts: Sequence[Tokens]) -> tuple[list[int], int]:
     """Follow words through texts that are shown one after the other.
 
     Returns for each word of the last text the number of the text since which it has stood there, and how many words
@@ -75,7 +75,7 @@ def shown(texts: Sequence[str], times: Sequence[float], reference: Tokens, ends:
     ends : when each of these ended, in seconds; None if that isn't known, and then nothing is measured
     """
     split = [text.split() for text in texts]
-    since, changed = standing(split)
+    since, changed = stable_words(split)
     latencies: list[float] = []
     if ends is not None:
         [way] = edits.align([reference], [split[-1]])

@@ -159,9 +159,9 @@ class ErrorRates:
         for row in zip(self.ids, self.references, self.hypotheses, *columns, strict=True):
             yield Scored(*row)
 
-    def worst(self, most: int = 20) -> list[Scored]:
+    def worst(self, limit: int = 20) -> list[Scored]:
         """The utterances with the highest rates, those with the most edits first if equal."""
-        return sorted(self, key=lambda scored: (-scored.rate, -scored.edits))[:most]
+        return sorted(self, key=lambda scored: (-scored.rate, -scored.edits))[:limit]
 
     def alignments(self) -> list[str]:
         """Each utterance's alignment as steps ``=``, ``S``, ``D``, ``I`` (see ``edits.align``)."""
@@ -173,14 +173,14 @@ class ErrorRates:
             ways[i] = way
         return ways
 
-    def confusions(self, most: int = 50) -> list[Confusion]:
+    def confusions(self, limit: int = 50) -> list[Confusion]:
         """Pairs of confused words, the most frequent first."""
         found: Counter[tuple[str, str]] = Counter()
         for reference, hypothesis, way in zip(self.references, self.hypotheses, self.alignments(), strict=True):
             if way.count(EQUAL) < len(way):
                 found.update((ref, hyp) for step, ref, hyp in aligned(reference, hypothesis, way) if step != EQUAL)
         ranked = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-        return [Confusion(*pair, times) for pair, times in ranked[:most]]
+        return [Confusion(*pair, times) for pair, times in ranked[:limit]]
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write wer_test.txt: the summary and every alignment in SpeechBrain's own format."""
@@ -216,9 +216,9 @@ def aligned(reference: Tokens, hypothesis: Tokens, way: str) -> Iterator[tuple[s
         yield step, ref, hyp
 
 
-def some(ids: Sequence[str], most: int = 5) -> str:
+def some(ids: Sequence[str], limit: int = 5) -> str:
     """Format the first few ids for a message."""
-    return ", ".join(map(str, ids[:most])) + (f" and {len(ids) - most} more" if len(ids) > most else "")
+    return ", ".join(map(str, ids[:limit])) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")
 
 
 def _refuse(ids: Sequence[str], what: str, hint: str) -> None:

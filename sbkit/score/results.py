@@ -26,7 +26,7 @@ class Table:
     remark: str = ""
 
 
-class Sound(NamedTuple):
+class SoundSample(NamedTuple):
     """A recording to listen to in a report, and what it is; ``wav`` may be a path below the results' folder."""
 
     label: str
@@ -46,7 +46,7 @@ class Player:
 
     title: str
     remark: str
-    sounds: list[Sound]
+    sounds: list[SoundSample]
 
 
 @dataclass

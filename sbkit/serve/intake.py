@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sbkit.infer.file_beginnings import Beginning
-from sbkit.infer.samples import LEAST_RATE, MOST_RATE, Resampler, as_floats, whole
+from sbkit.infer.samples import MAX_RATE, MIN_RATE, Resampler, as_floats, whole
 from sbkit.serve.errors import invalid
 
 _LONGEST_FRAME_SECONDS = 10.0
@@ -59,6 +59,6 @@ class Intake:
 def rate_of(value: object) -> int:
     """Check the rate that a client names."""
     rate = whole(value)
-    if rate is None or not LEAST_RATE <= rate <= MOST_RATE:
-        raise invalid(f"sample_rate must be a whole number from {LEAST_RATE} to {MOST_RATE}", "sample_rate")
+    if rate is None or not MIN_RATE <= rate <= MAX_RATE:
+        raise invalid(f"sample_rate must be a whole number from {MIN_RATE} to {MAX_RATE}", "sample_rate")
     return rate

@@ -14,7 +14,7 @@ from sbkit.serve.errors import ApiError
 from sbkit.serve.hearing import News
 
 #: Messages that may wait for a client who doesn't read.
-MOST_MESSAGES = 64
+MAX_MESSAGES = 64
 
 
 class Outbox:
@@ -60,8 +60,8 @@ class Outbox:
     def _add(self, message: dict[str, Any]) -> None:
         if self._waiting and self._waiting[-1]["type"] == "partial":
             self._waiting.pop()  # what follows says more
-        if len(self._waiting) >= MOST_MESSAGES:
-            raise ApiError(408, f"the client doesn't read: {MOST_MESSAGES} messages wait for it", code="slow_client")
+        if len(self._waiting) >= MAX_MESSAGES:
+            raise ApiError(408, f"the client doesn't read: {MAX_MESSAGES} messages wait for it", code="slow_client")
         self._waiting.append(message)
         self._changed.set()
 

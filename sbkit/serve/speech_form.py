@@ -17,8 +17,8 @@ from sbkit.serve.registry import Registry
 from sbkit.serve.served_voice import ServedVoice
 from sbkit.serve.text import decoded, json_object
 
-MOST_CHARACTERS = 4096
-_MOST_BYTES = 1 << 16  # so many characters as JSON, each of them two escapes
+MAX_CHARACTERS = 4096
+_MAX_BYTES = 1 << 16  # so many characters as JSON, each of them two escapes
 _TAKEN = ("input", "model", "voice", "response_format", "speed", "stream_format", "instructions", "skip_unknown")
 _DEFAULT, _AUDIO, _SSE = "mp3", "audio", "sse"
 _MISSING = object()
@@ -51,8 +51,8 @@ class MemoryLimit:
 
     def grow(self, size: int) -> None:
         """Grow to this many bytes; raises ``ApiError`` 413 if those are too many."""
-        if size > _MOST_BYTES:
-            raise too_large(_MOST_BYTES, param=None)
+        if size > _MAX_BYTES:
+            raise too_large(_MAX_BYTES, param=None)
 
 
 async def read(request: Request, registry: Callable[[], Registry], step: Callable[..., Awaitable[Any]]) -> SpeechForm:
@@ -73,8 +73,8 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     served = registry.voice(_text(fields, "model", needed=True))
     served.check()
     text = _text(fields, "input", needed=True)
-    if len(text) > MOST_CHARACTERS:
-        raise invalid(f"input has {len(text)} characters; a request may have {MOST_CHARACTERS}: send the text in parts",
+    if len(text) > MAX_CHARACTERS:
+        raise invalid(f"input has {len(text)} characters; a request may have {MAX_CHARACTERS}: send the text in parts",
                       "input", "string_above_max_length")
     speaker = _speaker(fields.get("voice"), served)
     kind = _kind(fields)

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 from sbkit.system import disk
 
 #: No text packs better than this: a language model's shrinks to a fifth. Small ones may.
-_MOST_PACKED, _PACKED_ANYHOW = 50, 16 << 20
-_MOST_ZEROS = 1 << 20
+_MAX_PACKED, _PACKED_ANYHOW = 50, 16 << 20
+_MAX_ZEROS = 1 << 20
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -74,9 +74,9 @@ def unpack(path: str | os.PathLike[str], most: int) -> bytes:
     data = read_bytes(path, most)
     if data[:2] != b"\x1f\x8b":
         return data
-    if data.find(bytes(_MOST_ZEROS)) >= 0:  # which gzip would step over one by one
+    if data.find(bytes(_MAX_ZEROS)) >= 0:  # which gzip would step over one by one
         raise OSError(errno.EINVAL, "its compressed data is damaged: it has a long row of zeros", os.fspath(path))
-    left = min(most, max(_MOST_PACKED * len(data), _PACKED_ANYHOW))
+    left = min(most, max(_MAX_PACKED * len(data), _PACKED_ANYHOW))
     text = io.BytesIO()  # whose value is no copy
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:

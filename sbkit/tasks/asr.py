@@ -157,12 +157,12 @@ class ASR(Task):
         if not self.test_only:
             self._log_notices(self.notices.end())
 
-    def close_step(self, facts: StepResult) -> None:
+    def close_step(self, result: StepResult) -> None:
         """Record a step's loss for the masks and the rate that follow it, and for the warnings."""
-        part = facts.extras.get(self.loss_of_tokens or "")
-        total, tokens = part or (facts.total, facts.count)
-        self.progress.count(facts.number, total, tokens, comparable=part is not None)
-        super().close_step(facts)
+        part = result.extras.get(self.loss_of_tokens or "")
+        total, tokens = part or (result.total, result.count)
+        self.progress.count(result.number, total, tokens, comparable=part is not None)
+        super().close_step(result)
 
     @property
     def tracks_learning(self) -> bool:
@@ -170,7 +170,7 @@ class ASR(Task):
 
     def open_step(self, number: int) -> None:
         """Set the learning rate and the strength of masks, which follow what the model has learnt."""
-        learnt = self.progress.at(number)
+        learnt = self.progress.score_at(number)
         followers: tuple[object, ...] = (self.keys.spec_augment, self.keys.schedule)
         for each in followers:
             if hasattr(each, "set_score"):
@@ -229,7 +229,7 @@ def kept(keys: RecogniserKeys, texts: Sequence[str], given: Mapping[str, Any]) -
             raise SbkitError("init_tokenizer: keep needs a model to take the tokenizer from",
                              hint="name one: init_from")
         if source.tokenizer is None:
-            raise SbkitError(f"init_tokenizer: keep: {source.told} has no tokenizer", hint=_NEW)
+            raise SbkitError(f"init_tokenizer: keep: {source.description} has no tokenizer", hint=_NEW)
         proto = source.tokenizer.read_bytes()
         Tokenizer(path.parent, model=source.tokenizer).load()  # an error before anything is written
         with atomic_write(path, "wb") as file:

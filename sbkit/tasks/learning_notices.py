@@ -21,7 +21,7 @@ NOTHING = 0.05
 LEARNS = 2 * NOTHING
 #: Steps at the peak of the learning rate until a run is taken to stay at chance: those of hparams/ctc.yaml that learn
 #: have left it after 100 to 230, the slowest after 330. A lower peak than usual gets up to three times as many.
-PATIENCE, MOST_TIMES = 400, 3.0
+PATIENCE, MAX_TIMES = 400, 3.0
 #: The usual peak of the learning rate from nothing, and that of hparams/ssl.yaml from trained weights.
 USUAL_RATE, TRAINED_RATE = 0.002, 3e-4
 #: Divergence: of what was clearly learnt (from ``CLEARLY`` below chance on) half of the way down from chance is lost,
@@ -29,7 +29,7 @@ USUAL_RATE, TRAINED_RATE = 0.002, 3e-4
 #: steps or 2 % of the run. A lowest loss counts as a tenth of chance at least: below, spikes multiply it.
 CLEARLY, FALLEN, GROWN, LASTING, LOWEST = 0.3, 0.5, 1.5, 100, 0.1
 #: Steps until the moving average of the loss has settled, and how often a notice is given in a run that swings.
-SETTLED, MOST_TOLD = 20, 2
+SETTLED, MAX_TOLD = 20, 2
 
 
 class Notice(NamedTuple):
@@ -169,7 +169,7 @@ class LearningNotices:
     def _patience(self) -> float:
         """Steps at the peak until a run is taken to stay at chance; one that is still above it gets no extra time."""
         rate = self.setup.usual_rate / self.setup.peak if self.setup.peak > 0 else 1.0
-        lower = min(MOST_TIMES, max(1.0, rate))
+        lower = min(MAX_TIMES, max(1.0, rate))
         return PATIENCE * (lower if self._state.came_down or self.setup.trained else 1.0)
 
     def _chance(self) -> list[Notice]:
@@ -209,13 +209,13 @@ class LearningNotices:
         state = self._state
         state.raised[what] = self._done
         state.told[what] = state.told.get(what, 0) + 1
-        return [self._notice(what)] if state.told[what] <= MOST_TOLD else []
+        return [self._notice(what)] if state.told[what] <= MAX_TOLD else []
 
     def _over(self, what: str) -> list[Notice]:
         state = self._state
         since = state.raised.pop(what)
         state.falls_since = None
-        if state.told.get(what, 0) > MOST_TOLD:
+        if state.told.get(what, 0) > MAX_TOLD:
             return []
         headline = {CHANCE: "The model learns now", DIVERGENCE: "Training has recovered"}[what]
         loss = f" ({self._against_chance()})" if state.chance is not None else ""
@@ -246,7 +246,7 @@ class LearningNotices:
         else:
             headline = "The model has learnt nothing: its loss has not even come down to chance"
         low = 0 < self._reached < 0.1 * setup.usual_rate
-        rate = [self._higher_rate()] if low else [] if self._rises else [*self._warmup(), self._lower_rate()]
+        rate = [self._higher_rate()] if low else [] if self._warming_up else [*self._warmup(), self._lower_rate()]
         wait = "masks that wait until something is learnt: --spec_augment.ramp '[0.6,1.0]', or --spec_augment null"
         masks, more = [wait] if setup.masks else [], [self._more_steps()]
         advice = [*rate, *masks, *more, _LABELS] if enough else [*more, *rate, *masks, _LABELS]
@@ -271,7 +271,7 @@ class LearningNotices:
         return min(self._state.highest, math.inf if schedule is None else schedule.warmup_end()[1])
 
     @property
-    def _held(self) -> bool:
+    def _limited_at_chance(self) -> bool:
         """Whether the learning rate stands at what it may be until something is learnt."""
         schedule = self.setup.schedule
         limit = None if schedule is None else schedule.max_lr_at_chance
@@ -280,10 +280,10 @@ class LearningNotices:
         return 0.9 * limit <= self._reached <= limit < schedule.peak
 
     @property
-    def _rises(self) -> bool:
+    def _warming_up(self) -> bool:
         """Whether the learning rate is still in its warm-up."""
         schedule = self.setup.schedule
-        return schedule is not None and self._done < 0.9 * schedule.warmup_end()[0] and not self._held
+        return schedule is not None and self._done < 0.9 * schedule.warmup_end()[0] and not self._limited_at_chance
 
     def _lower_rate(self) -> str:
         schedule, third = self.setup.schedule, "a third of the learning rate"
@@ -291,18 +291,18 @@ class LearningNotices:
             return third
         if schedule is None:
             return f"{third} (it is {self._reached:.2g})"
-        if self._held:
+        if self._limited_at_chance:
             return (f"{third}: --schedule.max_lr_at_chance {self._reached / 3:.2g} (it is held at {self._reached:.2g} "
                     f"until "
                     "something is learnt)")
-        return f"{third}: --lr {self._reached / 3:.2g} ({self._its_peak(schedule)})"
+        return f"{third}: --lr {self._reached / 3:.2g} ({self._peak_text(schedule)})"
 
     def _higher_rate(self) -> str:
         wider = "" if self.setup.trained else "; a model that is wider than that of hparams/ctc.yaml takes less"
-        now = f"it is {self._reached:.2g}" if self.setup.schedule is None else self._its_peak(self.setup.schedule)
+        now = f"it is {self._reached:.2g}" if self.setup.schedule is None else self._peak_text(self.setup.schedule)
         return f"a higher learning rate: --lr {self.setup.usual_rate:g} ({now}{wider})"
 
-    def _its_peak(self, schedule: Schedule) -> str:
+    def _peak_text(self, schedule: Schedule) -> str:
         below = self._reached < 0.9 * schedule.peak  # a warm-up of a fraction of a step more never ends exactly at it
         return (f"it has come to {self._reached:.2g} of {schedule.peak:.2g}" if below else
                 f"its peak is {self._reached:.2g}")
@@ -313,7 +313,7 @@ class LearningNotices:
         if schedule is None:
             return ["a longer warm-up of the learning rate"]
         steps = max(150, 2 * round(schedule.warmup_end()[0]))
-        if self._held or (planned is not None and steps > planned):
+        if self._limited_at_chance or (planned is not None and steps > planned):
             return []
         return [f"a longer warm-up: --schedule.warmup {steps}"]
 

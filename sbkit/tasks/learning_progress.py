@@ -58,7 +58,7 @@ class LearningProgress:
         """The average loss per token at the last call of ``at``; None if there was none yet."""
         return self._loss
 
-    def at(self, step: int) -> float:
+    def score_at(self, step: int) -> float:
         """How much is learnt when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
         while self._recent and self._recent[0][0] <= step - LAG:
             _, loss, comparable = self._recent.pop(0)

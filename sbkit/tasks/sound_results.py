@@ -11,7 +11,7 @@ import soundfile
 
 from sbkit.data.manifest import Manifest
 from sbkit.score.rates import ErrorRates
-from sbkit.score.results import Player, Results, Sound
+from sbkit.score.results import Player, Results, SoundSample
 from sbkit.score.significance import interval
 from sbkit.tasks.listening import Row
 
@@ -53,8 +53,8 @@ class SoundResults(Results):
             soundfile.write(folder / made, row.sound, self.sample_rate)
             self.players.append(Player(
                 row.reference or row.id, self.remark(row),
-                [Sound("recording", said.wav, said.start, said.duration),
-                 Sound(self.maker, str(made), 0.0, len(row.sound) / self.sample_rate)]))
+                [SoundSample("recording", said.wav, said.start, said.duration),
+                 SoundSample(self.maker, str(made), 0.0, len(row.sound) / self.sample_rate)]))
         super().write(folder, manifest, of)
 
     def heard_rows(self) -> list[list[str]]:

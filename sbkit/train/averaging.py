@@ -88,7 +88,7 @@ def load_mean(
     used: list[Checkpoint] = []
     for name, obj in sorted(weights.items(), key=lambda item: isinstance(item[1], EMA)):  # EMA overrides its module
         mean, used = average(checkpointer, name, n, min_key, max_key)
-        sharding.take(obj.module if isinstance(obj, EMA) else obj, mean)
+        sharding.load_full_state(obj.module if isinstance(obj, EMA) else obj, mean)
     return used
 
 
@@ -99,8 +99,8 @@ def weights_among(checkpointer: stock.Checkpointer) -> dict[str, torch.nn.Module
 
 
 def _is_plain(checkpointer: stock.Checkpointer, name: str) -> bool:
-    custom = checkpointer.custom_load_hooks.get(name, sharding.load_whole)
-    return custom is sharding.load_whole and \
+    custom = checkpointer.custom_load_hooks.get(name, sharding.load_full)
+    return custom is sharding.load_full and \
         get_default_hook(checkpointer.recoverables[name], DEFAULT_SAVE_HOOKS) in TENSORS
 
 
@@ -166,7 +166,7 @@ class EMA:
             torch._foreach_add_(averages, ways)
         self.updates += 1
 
-    def follow(self) -> None:
+    def track_trainable(self) -> None:
         """Also average parameters that were unfrozen since the last update."""
         if self._averages:
             for name, param in self._params().items():
@@ -179,13 +179,13 @@ class EMA:
             yield
             return
         own = {name: param.detach().clone() for name, param in self._params().items()}
-        self._put(self._averages)
+        self._copy_in(self._averages)
         self._swapped = True
         try:
             yield
         finally:
             self._swapped = False
-            self._put(own)
+            self._copy_in(own)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state with the averages under ``weights``, as a complete state dict of the module."""
@@ -211,7 +211,7 @@ class EMA:
         return {name: param.detach() for name, param in self.module.named_parameters() if param.requires_grad}
 
     @torch.no_grad()
-    def _put(self, values: Mapping[str, torch.Tensor]) -> None:
+    def _copy_in(self, values: Mapping[str, torch.Tensor]) -> None:
         params = self._params()
         torch._foreach_copy_(list(params.values()), [values[name] for name in params])
 

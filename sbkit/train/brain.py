@@ -44,6 +44,7 @@ from sbkit.train.plain_loop import PlainLoop
 from sbkit.train.state import Overrides, StateView, TrainState
 from sbkit.train.step import Loss, StepResult
 from sbkit.train.trainer import Trainer
+from sbkit.train.types import DataSource, MicroBatch
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class Brain(sb.core.Brain):
         self._wrap_distributed()
         self.init_optimizers()
         self._log_what_learns()
-        sharding.save_as_if_whole(self.checkpointer)
+        sharding.save_unsharded(self.checkpointer)
         if self.checkpointer is not None and self.checkpointer.recover_if_possible() is None:
             for written in self.checkpointer.recoverables.values():
                 if hasattr(written, "start_afresh"):

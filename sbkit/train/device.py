@@ -50,7 +50,7 @@ def resolve(device: Device | None = None) -> torch.device:
         raise SbkitError("device 'meta' holds no data, so nothing can be trained on it", hint="use cpu")
     backend = getattr(torch, asked.type, None)
     if backend is None or not _available(asked.type):
-        raise SbkitError(f"device '{asked}' can't be used: {_why_not(asked.type)}",
+        raise SbkitError(f"device '{asked}' can't be used: {_unavailable_reason(asked.type)}",
                          hint="run with --device cpu")
     if asked.type not in _NUMBERED:
         return asked
@@ -104,20 +104,20 @@ def _parse(device: object) -> torch.device:
                          hint="write cpu, cuda, cuda:0, mps or xpu:1") from error
 
 
-def _card(asked: torch.device, count: int) -> int:
+def _card(requested: torch.device, count: int) -> int:
     """Return the index of the card: LOCAL_RANK if several processes share this machine."""
     local = os.environ.get("LOCAL_RANK")
     if local is None:
-        return asked.index if asked.index is not None else 0
+        return requested.index if requested.index is not None else 0
     together = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    if count == 1 and asked.index in (None, 0):
+    if count == 1 and requested.index in (None, 0):
         return 0  # the launcher gives each process its own card
-    if asked.index is None or (together > 1 and asked.index != int(local)):
-        if asked.index is not None:
+    if requested.index is None or (together > 1 and requested.index != int(local)):
+        if requested.index is not None:
             logger.info("Process %s of this machine takes %s:%s, not %s, which %d processes would share.",
-                        local, asked.type, local, asked, together)
+                        local, requested.type, local, requested, together)
         return int(local)
-    return asked.index
+    return requested.index
 
 
 def _available(kind: str) -> bool:
@@ -127,7 +127,7 @@ def _available(kind: str) -> bool:
     return bool(getattr(backend, "is_available", lambda: False)())
 
 
-def _why_not(kind: str) -> str:
+def _unavailable_reason(kind: str) -> str:
     if kind == "cuda":
         if torch.version.cuda is None and torch.version.hip is None:
             return f"this torch ({torch.__version__}) is built without CUDA"

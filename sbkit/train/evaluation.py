@@ -21,6 +21,7 @@ from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.tally import DeviceMean, one_number
 from sbkit.train.step import Loss
 from sbkit.train.trainer import Trainer
+from sbkit.train.types import DataSource, Objectives
 
 
 class EvaluationLoop:
@@ -68,7 +69,7 @@ class EvaluationLoop:
             guard.poll(wait=True)  # raises now if a label was invalid
         over_ranks = share or brain.shares_validation
         if over_ranks:
-            ranks.meet(name)
+            ranks.barrier(name)
         return average if self.own_average else mean.value(over_ranks)
 
     def _evaluate(self, batch: object, stage: Stage) -> Objectives:
@@ -102,7 +103,7 @@ class EvaluationLoop:
             brain.open_stage(Stage.VALID, epoch)
             loss = self.run(loader, Stage.VALID, f"valid {epoch}", show)
             trainer.state.step = 0
-            ranks.meet("validated")
+            ranks.barrier("validated")
             if ranks.any_of(trainer.flags())["stop"]:
                 trainer.state.back_to_training()
                 trainer.leave()

@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.parts import ParameterGroups, opened, until
+from sbkit.recipe.parts import ParameterGroups, flattened, frozen_until
 
 #: Parameters that some ``Freezing`` has set. Others that need no gradient were frozen by the model itself.
 _FROZEN = WeakTensorKeyDictionary()
@@ -36,7 +36,8 @@ class Freezing:
         own = {path for path, parameter in parts.parameters.items()
                if not parameter.requires_grad and parameter not in _FROZEN}
         _refuse_pointless(wanted or {}, parts, own)
-        self._until = {path: until(value) for path, value in values.items() if until(value) > 0 and path not in own}
+        self._until = {path: frozen_until(value) for path,
+                       value in values.items() if frozen_until(value) > 0 and path not in own}
         self._own = own
         self._unfreeze_steps = sorted({step for step in self._until.values() if step < float("inf")})
         self._stage = -1
@@ -100,7 +101,7 @@ class Freezing:
 
 def _refuse_pointless(wanted: Mapping[str, bool | int], parts: ParameterGroups, own: set[str]) -> None:
     """Refuse a pattern with a number of steps that matches only what the model itself keeps frozen."""
-    for pattern, value in opened(wanted).items():
-        if 0 < until(value) < float("inf") and parts.matching(pattern) <= own:
+    for pattern, value in flattened(wanted).items():
+        if 0 < frozen_until(value) < float("inf") and parts.matching(pattern) <= own:
             raise SbkitError(f"freeze: {pattern} is to train after step {value}, but the model itself keeps it frozen",
                              hint="take it out of freeze; for a pretrained encoder's convolutions see freeze_front")

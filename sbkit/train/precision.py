@@ -28,7 +28,7 @@ class Scaler(GradScaler):
 
     sum_scale: torch.Tensor | None = None
 
-    def follow(self, count: torch.Tensor) -> None:
+    def follow_count(self, count: torch.Tensor) -> None:
         """Adapt ``sum_scale`` to sums over ``count``, a scalar on the device, unless that is 0 or not finite."""
         mean = 1 / count
         scale = mean / (2 * torch.frexp(mean).mantissa)  # the power of two below

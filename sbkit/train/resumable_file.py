@@ -15,7 +15,7 @@ from sbkit.system.console import atomic_write
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAITING = 100_000  # lines; some tens of megabytes
+_MAX_WAITING = 100_000  # lines; some tens of megabytes
 
 
 class ResumableFile:
@@ -40,7 +40,7 @@ class ResumableFile:
         self._trained = False
         self._clean = False
         self._told = False
-        self.waiting: deque[str] = deque(maxlen=_MOST_WAITING)
+        self.waiting: deque[str] = deque(maxlen=_MAX_WAITING)
 
     def append(self, line: str) -> None:
         """Append a line, after those that are waiting."""

@@ -62,8 +62,8 @@ class Stopped(SbkitError, SystemExit):
                    hint="run the same command to resume", exit_code=128 + signum)
 
 
-class _Caught(abc.ABC):
-    """A context that catches signals: calls ``_note`` in the main thread and ``_heard`` in a separate thread.
+class _SignalHandler(abc.ABC):
+    """A context that catches signals: calls ``_note`` in the main thread and ``_on_signal`` in a separate thread.
 
     The separate thread runs even while the main thread waits inside a collective or a kernel.
     """
@@ -72,7 +72,7 @@ class _Caught(abc.ABC):
         self.signals = signals
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> _Caught:
+    def __enter__(self) -> _SignalHandler:
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in self.signals:
@@ -91,13 +91,13 @@ class _Caught(abc.ABC):
         if not self._before:
             return
         signal.set_wakeup_fd(self._wakeup_before)
-        self._give_back()
+        self._restore_handlers()
         _wakeups.discard(self._writing)
         os.write(self._writing, b"\0")  # closing would not end the watcher: a forked process may hold the pipe
         self._watcher.join()
         os.close(self._writing)
 
-    def _give_back(self) -> None:
+    def _restore_handlers(self) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
@@ -107,17 +107,17 @@ class _Caught(abc.ABC):
         """Record a signal, in the main thread."""
 
     @abc.abstractmethod
-    def _heard(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         """Act on a signal at once, in a separate thread."""
 
     def _watch(self, reading: int) -> None:
         while signum := os.read(reading, 1)[0]:
             if signum in self.signals:
-                self._heard(signum)
+                self._on_signal(signum)
         os.close(reading)
 
 
-class StopSignals(_Caught):
+class StopSignals(_SignalHandler):
     """A context that catches stop signals; ``signum`` is the first one that arrived, or None.
 
         with StopSignals() as stop:
@@ -158,7 +158,7 @@ class StopSignals(_Caught):
         if self.signum is None:
             self.signum = signum
 
-    def _heard(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         now = time.monotonic()
         echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
         if self._first is None:
@@ -178,7 +178,7 @@ class _Ending(SystemExit):
     code: int
 
 
-class EndSignals(_Caught):
+class EndSignals(_SignalHandler):
     """A context that turns SIGTERM and SIGUSR1 into ``Stopped`` in the main thread, for all work besides training.
 
     Ctrl-C needs no such context. If the main thread stays inside C code for ``PATIENCE`` seconds, the process ends
@@ -215,7 +215,7 @@ class EndSignals(_Caught):
         self._raised = weakref.ref(error)
         return error
 
-    def _heard(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         until, main = time.monotonic() + self.PATIENCE, threading.main_thread().ident
         while not self._left.wait(self.AGAIN) and time.monotonic() < until:
             if self._raised() is None and main is not None:
@@ -242,7 +242,7 @@ def _forget_wakeup() -> None:
 def _forget_end() -> None:
     """Restore the default handlers in a forked process."""
     for caught in EndSignals._entered:
-        caught._give_back()
+        caught._restore_handlers()
     EndSignals._entered.clear()
 
 

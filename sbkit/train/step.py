@@ -28,6 +28,7 @@ from sbkit.nn.peek import Peek
 from sbkit.train.batches import Objectives
 from sbkit.train.optim import apply, gradients, total_norm
 from sbkit.train.precision import Scaler
+from sbkit.train.types import Objectives
 
 
 class Loss(NamedTuple):
@@ -190,7 +191,7 @@ class StepAccumulator:
             count = count.clone()
             if self.world > 1:
                 dist.all_reduce(count)
-            self.scaler.follow(count / self.world)
+            self.scaler.follow_count(count / self.world)
         return self.scaler.sum_scale
 
     def scaled(self, loss: Loss) -> torch.Tensor:
@@ -212,7 +213,7 @@ class StepAccumulator:
         factor = torch.where(count > 0, self.world / count, torch.zeros_like(count))
         if self._sum_scale is None or self.scaler is None:
             return factor
-        self.scaler.follow(count / self.world)
+        self.scaler.follow_count(count / self.world)
         return factor / self._sum_scale
 
     def normalise(self, optimizers: Iterable[Optimizer]) -> None:

@@ -47,6 +47,7 @@ from sbkit.train.rates import Rate, base_lr
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
 from sbkit.train.step import Loss, StepAccumulator, StepResult, as_loss
+from sbkit.train.types import DataSource, MicroBatch, Objectives, Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ class Trainer:
         if self.freezing.update(step):
             self.freezing.train()
             if self.ema is not None:
-                self.ema.follow()
+                self.ema.track_trainable()
             self.wrap.reset()
             self.state.first_step_checked = False
         if self.freezing.unfreezes_after(step):

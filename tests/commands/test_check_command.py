@@ -17,7 +17,7 @@ def test_a_good_recipe_is_told_on_stdout(capsys):
     assert cli.main(["check", str(SMALL)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert [line for line in out.splitlines() if line and line[0] != " "][:3] == ["Modules", "Shapes", "The bill"]
+    assert [line for line in out.splitlines() if line and line[0] != " "][:3] == ["Modules", "Shapes", "Cost"]
     assert out.splitlines()[-1].startswith(f"{SMALL}: nothing wrong (")
 
 

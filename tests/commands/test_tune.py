@@ -9,7 +9,7 @@ import torch
 
 from sbkit import cli
 from sbkit.recipe import batch_size
-from sbkit.recipe.bill import GIB
+from sbkit.recipe.cost import GIB
 from sbkit.train import device as devices
 from sbkit.train.memory import batch_size_search, host, trials
 from sbkit.train.memory.trials import BESIDE, READER

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from sbkit.data.symbols import MOST_SPEAKERS, MOST_SYMBOLS, PADDING, Speakers, Symbols
+from sbkit.data.symbols import MAX_SPEAKERS, MAX_SYMBOLS, PADDING, Speakers, Symbols
 from sbkit.errors import SbkitError
 
 
@@ -35,8 +35,8 @@ def test_the_same_corpus_is_prepared_again_and_another_is_refused(tmp_path):
 def test_a_corpus_without_text_or_not_in_letters_is_refused(tmp_path):
     with pytest.raises(SbkitError, match="no text to learn to speak"):
         Symbols(tmp_path / "s.json").prepare(["", ""])
-    with pytest.raises(SbkitError, match=f"10,001 different characters, but at most {MOST_SYMBOLS:,}"):
-        Symbols(tmp_path / "s.json").prepare(map(chr, range(0x4E00, 0x4E00 + MOST_SYMBOLS + 1)))
+    with pytest.raises(SbkitError, match=f"10,001 different characters, but at most {MAX_SYMBOLS:,}"):
+        Symbols(tmp_path / "s.json").prepare(map(chr, range(0x4E00, 0x4E00 + MAX_SYMBOLS + 1)))
     assert not (tmp_path / "s.json").exists()
 
 
@@ -76,7 +76,7 @@ def test_names_are_cut_and_too_many_speakers_refused(tmp_path):
     [name] = speakers.prepare(["x" * 5000])
     assert len(name) == 200 and speakers.number("x" * 5000) == 0
     with pytest.raises(SbkitError, match="1,001 speakers") as error:
-        Speakers(tmp_path / "t.json", several=True).prepare(map(str, range(MOST_SPEAKERS + 1)))
+        Speakers(tmp_path / "t.json", several=True).prepare(map(str, range(MAX_SPEAKERS + 1)))
     assert "several: false" in error.value.hint
 
 

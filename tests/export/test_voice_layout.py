@@ -70,7 +70,7 @@ def test_a_bundle_of_another_kind_is_told_from_it(tmp_path):
         VoiceConfig.read(bundles.make(tmp_path / "level"))
 
 
-@pytest.mark.parametrize("text", ['{"format":' + "[" * 100_000, "{" + " " * layout.MOST_BYTES + "}"])
+@pytest.mark.parametrize("text", ['{"format":' + "[" * 100_000, "{" + " " * layout.MAX_BYTES + "}"])
 def test_a_configuration_without_end_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SbkitError, match=r"config\.json cannot be read"):

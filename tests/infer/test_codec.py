@@ -90,7 +90,7 @@ def test_a_batch_has_no_more_than_its_seconds_with_padding():
 
 
 def test_a_codec_that_looks_at_everything_takes_no_more_than_it_can_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(codec_pieces, "MOST_SECONDS", 3.0)
+    monkeypatch.setattr(codec_pieces, "MAX_SECONDS", 3.0)
     monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 1.0)
     wanted = codecs.drawn(150)
     with sbkit.infer.load(codecs.make(tmp_path / "c", context=None), device="cpu") as whole:
@@ -164,7 +164,7 @@ def test_a_graph_whose_codes_are_in_no_codebook_is_told_by_its_file(tmp_path):
 
 
 def test_each_waveform_has_its_codes_or_its_own_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(codec_pieces, "MOST_SECONDS", 3.0)
+    monkeypatch.setattr(codec_pieces, "MAX_SECONDS", 3.0)
     wanted = codecs.drawn(40)
     with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(50, 30), context=None), device="cpu") as codec:
         good, loud, long = codecs.sound(np.minimum(wanted, 9)), np.ones(900, np.float32), np.zeros(60_000, np.float32)

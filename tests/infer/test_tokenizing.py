@@ -158,7 +158,7 @@ def test_bad_recordings_are_left_out_by_name_and_rows_add_up(bundle, tmp_path, c
 
 
 def test_what_no_codebook_or_no_shard_can_hold_is_left_out_by_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(shards, "MOST_FRAMES", 60)
+    monkeypatch.setattr(shards, "MAX_FRAMES", 60)
     folder = tmp_path / "corpus"
     wanted = [recording(folder / "first.wav", 50, 0), recording(folder / "last.wav", 9, 1)]
     recording(folder / "long.wav", 61, 2)

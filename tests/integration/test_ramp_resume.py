@@ -54,7 +54,7 @@ def heard(out):
     hearing._load(saved(out)[steps(out)] / "hearing.ckpt", end_of_epoch=False)
     keys = read_run(out).keys
     hearing.chance = keys.tokenizer.entropy(keys.corpus.load()["train"].texts)
-    return hearing.at(steps(out) + 1)
+    return hearing.score_at(steps(out) + 1)
 
 
 def test_killed_while_the_masks_grow(tmp_path):

@@ -33,7 +33,7 @@ def test_results_are_kept_by_memory(tmp_path):
 def test_they_are_kept_by_model_device_and_precision():
     def place(width=3, precision="fp32", **hparams):
         model = batch_size.model_of({"m": torch.nn.Linear(2, width)})
-        return batch_size.place(model, CTC.Keys.read(hparams), precision, torch.device("cpu"))
+        return batch_size.result_file(model, CTC.Keys.read(hparams), precision, torch.device("cpu"))
 
     assert place() == place()
     averaged = place(ema=SimpleNamespace(decay=0.9))

@@ -28,7 +28,7 @@ def hparams(path, folder):
 
 def test_two_encoders_are_refused_at_load_with_file_and_line(two, tmp_path):
     with pytest.raises(SbkitError) as error:
-        load.opened(hparams(two, tmp_path), two)
+        load.open_recipe(hparams(two, tmp_path), two)
     assert str(error.value) == (
         f"{two}:4: Transformer and encoder are both there, and a recogniser has one encoder; "
         "write Transformer: null, or leave encoder out")
@@ -43,7 +43,7 @@ def test_and_where_a_script_makes_the_brain(two, tmp_path):
 def test_one_encoder_under_both_names_is_one(two, tmp_path):
     two.write_text(TWO.format(SMALL).replace("encoder: !new:torch.nn.Identity", "encoder: !ref <Transformer>")
                    .replace("\n\nencoder", "\n    encoder"))
-    assert load.opened(hparams(two, tmp_path), two).keys.encoder_key == "Transformer"
+    assert load.open_recipe(hparams(two, tmp_path), two).keys.encoder_key == "Transformer"
 
 
 @pytest.mark.parametrize("given, key", [
@@ -59,7 +59,7 @@ def test_null_for_what_a_run_needs_is_refused_at_check_and_load(key, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(f"recipe: !include:{SMALL}\n    seed: 2\n    {key}: null\n")
     with pytest.raises(SbkitError, match=f"{path}:3: {key} is null, and a run can't do without it; hparams/"):
-        load.opened(hparams(path, tmp_path), path)
+        load.open_recipe(hparams(path, tmp_path), path)
     (told,) = [each for each in check(path, {"output_folder": str(tmp_path)}).errors if each.key == key]
     assert str(told).startswith(f"{path}:3: error: {key}: it is null, and a run can't do without it; ")
 
@@ -68,7 +68,7 @@ def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(f"recipe: !include:{SMALL}\n    ctc_weight: 0\n    n_mels: 40\nlabel_smoothing: 2\n")
     with pytest.raises(SbkitError) as error:
-        load.opened(hparams(path, tmp_path), path)
+        load.open_recipe(hparams(path, tmp_path), path)
     assert str(error.value) == (
         f"{path}:2: ctc_weight is 0, and must be a number above 0, up to 1; "
         f"{path}:4: label_smoothing is 2, and must be a number from 0 to 1; docs/keys.md says what each key may be")

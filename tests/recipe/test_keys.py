@@ -140,7 +140,7 @@ def test_a_run_is_refused_with_the_line_of_a_needed_key_that_is_null(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"recipe: !include:{SMALL_RECIPE}\n    batching: null\n    intermediate_layers: [one]\n")
     with pytest.raises(SbkitError) as error:
-        load.opened(load.load(path, {"output_folder": str(tmp_path)}), path)
+        load.open_recipe(load.load(path, {"output_folder": str(tmp_path)}), path)
     assert error.value.message == (
         f"{path}:3: intermediate_layers is ['one'], and must be a list of whole numbers; {path}:2: batching is null, "
         "and a run can't do without it")
@@ -499,7 +499,7 @@ def test_a_key_has_an_effect(name, flagship, tmp_path, monkeypatch):
             made = Made(Recipe(hparams, CTC.Keys.read(hparams)), folder, patch)
             for other, said in {"checkpointer": From(kept), **(more[0] if more else {}), name: value}.items():
                 hparams[other] = said.make(made) if isinstance(said, From) else copy.deepcopy(said)
-            made.recipe = load.opened(hparams, RECIPE)
+            made.recipe = load.open_recipe(hparams, RECIPE)
             seen.append(see(made))
     assert seen[0] != seen[1]
 

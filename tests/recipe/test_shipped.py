@@ -85,7 +85,7 @@ def test_a_shipped_recipe_passes_the_check(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not refers_below(name)])
 def test_plain_hyperpyyaml_loads_and_builds_a_shipped_recipe(name, tmp_path):
-    given = load.place(stand_ins(name, tmp_path), load.chain(ROOT / name))
+    given = load.place_overrides(stand_ins(name, tmp_path), load.chain(ROOT / name))
     with open(ROOT / name, encoding="utf-8") as stream, torch.device("meta"):  # weights without memory
         hparams = load.flatten(load_hyperpyyaml(stream, given))
     assert all(isinstance(module, torch.nn.Module) for module in hparams["modules"].values())

@@ -9,8 +9,8 @@ import torchaudio
 from torch import nn
 
 from sbkit.recipe import trace
-from sbkit.recipe.bill import USABLE, WORKSPACE, Bill, Cost, states_per_parameter
 from sbkit.recipe.check import check
+from sbkit.recipe.cost import USABLE, WORKSPACE, BatchCost, CostEstimate, states_per_parameter
 from sbkit.recipe.load import load
 from sbkit.recipe.trace import gpu_stand_ins
 from sbkit.tasks.ctc import CTC
@@ -185,7 +185,7 @@ def test_stand_ins_take_no_memory_and_end():
     assert type(torch.empty(1)) is torch.Tensor
 
 
-# ------------------------------------------------------------------------------------------------ the bill
+# ------------------------------------------------------------------------------------------------ the cost
 
 
 @pytest.mark.slow
@@ -208,7 +208,8 @@ def test_memory_and_operations_grow_with_the_batch():
 
 
 def test_the_largest_batch_fits_and_no_larger_one():
-    bill = Bill(1000, frozen=0, weights=10**9, cost=Cost(4, 10.0, 2 * 10**9, 1e12), hours_per_100=None, device="cpu")
+    bill = CostEstimate(1000, frozen=0, weights=10**9, cost=BatchCost(4, 10.0, 2 * 10**9, 1e12), hours_per_100=None,
+                        device="cpu")
     largest = bill.largest(20e9)
     assert bill.weights + largest * 2e9 / 40 == pytest.approx(USABLE * 20e9)
     assert bill.largest(1e9) == 0 and bill.largest_shown(20e9) == "320 s"

@@ -7,7 +7,7 @@ import torch
 from processes import outcomes
 
 from sbkit.errors import SbkitError
-from sbkit.recipe import arguments, bill
+from sbkit.recipe import arguments, cost
 from sbkit.runs import same_start, training
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.ranks import PeerFailed
@@ -37,11 +37,11 @@ def test_a_good_run_says_one_line(capsys):
 
 @pytest.mark.slow
 def test_a_bill_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monkeypatch, capsys):
-    made, make = [], bill.make
-    monkeypatch.setattr(bill, "make", lambda *args: made.append(make(*args)) or made[-1])
+    made, make = [], cost.make
+    monkeypatch.setattr(cost, "make", lambda *args: made.append(make(*args)) or made[-1])
     training.before_run(request(SMALL))
     assert made == []
-    monkeypatch.setattr(bill, "memory_of", lambda device: 1)
+    monkeypatch.setattr(cost, "memory_of", lambda device: 1)
     training.before_run(request(SMALL))
     assert len(made) == 1 and "max_batch_seconds" in capsys.readouterr().err
 

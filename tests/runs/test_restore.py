@@ -113,7 +113,7 @@ def test_a_moving_average_is_what_is_loaded_where_the_run_kept_one(run, tmp_path
     trained.checkpointer.wait()
     again = restore.read_run(moved).hparams
     again["ema"] = EMA(again["model"], 0.5)
-    brain = restore.build(load.opened(again, moved), "cpu")
+    brain = restore.build(load.open_recipe(again, moved), "cpu")
     restore.take_weights(brain)
     assert same(brain, averages)
 

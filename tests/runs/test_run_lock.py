@@ -20,7 +20,7 @@ from sbkit.system import processes
 def holds(pipe, folder, locks, runs, forks):
     """Hold a folder until the test says something."""
     if locks == "no locks":
-        Lock.take = lambda self, **how: None
+        Lock.acquire = lambda self, **how: None
     lock.BEAT = 0.1
     with RunLock(folder, runs):
         if forks and os.fork() == 0:
@@ -54,7 +54,7 @@ def _quick(monkeypatch):
 def locks(request, monkeypatch):
     """A file system with and one without locks of the kernel."""
     if request.param == "no locks":
-        monkeypatch.setattr(Lock, "take", lambda self, **how: None)
+        monkeypatch.setattr(Lock, "acquire", lambda self, **how: None)
     return request.param
 
 
@@ -244,7 +244,7 @@ def test_a_holder_whose_folder_was_removed_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_process_lives_that_holds_a_lock_which_cannot_be_seen_from_here(tmp_path, monkeypatch):
-    monkeypatch.setattr(Lock, "take", lambda self, **how: None)
+    monkeypatch.setattr(Lock, "acquire", lambda self, **how: None)
     written(tmp_path, locked=True)
     with pytest.raises(SbkitError, match="is held by another run"):
         RunLock(tmp_path).__enter__()

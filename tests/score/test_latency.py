@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sbkit.score.latency import LiveRates, Shown, follow, rates, shown, standing
+from sbkit.score.latency import LiveRates, Shown, follow, rates, shown, stable_words
 
 WORDS = st.sampled_from(["a", "at", "attic", "an", "odd", "room"])
 TEXTS = st.lists(WORDS, max_size=5)
@@ -14,18 +14,18 @@ TEXTS = st.lists(WORDS, max_size=5)
 
 def test_a_word_that_goes_on_has_not_changed_and_stands_once_it_is_whole():
     texts = [["the"], ["the", "at"], ["the", "attic"], ["the", "attic", "is"]]
-    assert standing(texts) == ([0, 2, 3], 0)
+    assert stable_words(texts) == ([0, 2, 3], 0)
 
 
 def test_a_word_that_is_replaced_or_taken_back_has_changed():
-    assert standing([["a", "cat"], ["a", "bat"]]) == ([0, 1], 1)
-    assert standing([["a", "cat"], ["a"]]) == ([0], 1)
-    assert standing([["a", "cat"], ["a"], ["a", "cat"]]) == ([0, 2], 1)
+    assert stable_words([["a", "cat"], ["a", "bat"]]) == ([0, 1], 1)
+    assert stable_words([["a", "cat"], ["a"]]) == ([0], 1)
+    assert stable_words([["a", "cat"], ["a"], ["a", "cat"]]) == ([0, 2], 1)
 
 
 def test_a_word_is_the_same_wherever_it_moves():
     assert follow(["of", "green", "river"], ["off", "a", "green", "river"]) == ([None, None, 1, 2], 0)
-    assert standing([["ab", "green"], ["x", "b", "green"]]) == ([1, 1, 0], 1)
+    assert stable_words([["ab", "green"], ["x", "b", "green"]]) == ([1, 1, 0], 1)
 
 
 def grown(text):
@@ -36,7 +36,7 @@ def grown(text):
 
 @given(TEXTS.flatmap(grown))
 def test_what_only_grows_never_changes_and_each_word_stands_since_it_appeared(texts):
-    since, changed = standing(texts)
+    since, changed = stable_words(texts)
     assert changed == 0
     assert since == [next(n for n, text in enumerate(texts) if len(text) > i) for i in range(len(texts[-1]))]
 
@@ -44,7 +44,7 @@ def test_what_only_grows_never_changes_and_each_word_stands_since_it_appeared(te
 @given(st.text("ab ", max_size=12).flatmap(grown))
 @example(["a a", "a aa a"])
 def test_letters_that_only_grow_never_change_a_word(texts):
-    since, changed = standing([text.split() for text in texts])
+    since, changed = stable_words([text.split() for text in texts])
     final = texts[-1].split()
     assert changed == 0
     for i, number in enumerate(since):
@@ -54,12 +54,12 @@ def test_letters_that_only_grow_never_change_a_word(texts):
 
 @given(st.lists(TEXTS, min_size=1, max_size=6))
 def test_a_word_stands_in_all_texts_since_the_one_it_is_said_to(texts):
-    since, changed = standing(texts)
+    since, changed = stable_words(texts)
     assert len(since) == len(texts[-1])
     for word, number in zip(texts[-1], since, strict=True):
         assert all(word in text for text in texts[number:])
     assert 0 <= changed <= sum(map(len, texts[:-1]))
-    assert standing([*texts, texts[-1]]) == (since, changed), "the same once more is no change"
+    assert stable_words([*texts, texts[-1]]) == (since, changed), "the same once more is no change"
 
 
 @given(TEXTS, TEXTS)

@@ -338,7 +338,7 @@ def flood(socket):
 
 @pytest.mark.slow
 def test_a_client_that_does_not_read_is_ended_by_name_and_slows_nobody(server, monkeypatch):
-    monkeypatch.setattr(outbox, "MOST_MESSAGES", 4)
+    monkeypatch.setattr(outbox, "MAX_MESSAGES", 4)
 
     def ended():
         return server.counted('sbkit_refused_total{reason="slow_client"}')

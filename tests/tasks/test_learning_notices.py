@@ -46,7 +46,7 @@ class Trial:
         self.notices.setup = self.setup
 
     def look(self, step: int) -> None:
-        heard = self.progress.at(step)
+        heard = self.progress.score_at(step)
         self.schedule.set_score(heard if self.progress.known else 1.0)
         self.told += self.notices.begin_step(step, self.progress, min(self.schedule(step), self.schedule.limit))
 
@@ -108,7 +108,7 @@ def test_what_is_frozen_at_first_is_given_its_time_from_when_it_trains():
 def test_where_the_rate_is_not_known_nothing_is_told_before_the_end():
     alarm, hearing, told = LearningNotices("ctc"), LearningProgress(CHANCE), []
     for step in range(1, 3000):
-        hearing.at(step)
+        hearing.score_at(step)
         told += alarm.begin_step(step, hearing, None)
         hearing.count(step, CHANCE, 1.0)
     assert not told and [each.what for each in alarm.end()] == ["chance"]
@@ -175,7 +175,7 @@ def test_the_rate_that_is_named_is_one_that_the_run_had():
     """Of an extended run the schedule says what rate a longer one would have had by then."""
     class Extended(Trial):
         def look(self, step):
-            self.progress.at(step)
+            self.progress.score_at(step)
             self.told += self.notices.begin_step(step, self.progress, 0.0012)
 
     assert "--lr 0.0004 (it has come to 0.0012 of 0.002)" in Extended(450, lambda step: CHANCE).told[-1].text()
@@ -194,7 +194,7 @@ def test_who_took_the_advice_is_not_given_it_again(tmp_path):
     alarm.setup = Setup(planned=3000, schedule=Schedule(0.00067, 400, "constant"))
     for step in range(1001, 1100):
         hearing.count(step, CHANCE, 1.0)
-        hearing.at(step)
+        hearing.score_at(step)
         assert not alarm.begin_step(step, hearing, 0.00067), "it was told already"
     (told,) = alarm.end()
     assert "--lr 0.00022 (its peak is 0.00067)" in told.text() and "--schedule.warmup 800" in told.text()
@@ -203,7 +203,7 @@ def test_who_took_the_advice_is_not_given_it_again(tmp_path):
 def test_without_a_schedule_no_key_of_one_is_advised():
     alarm, hearing, told = LearningNotices("ctc"), LearningProgress(CHANCE), []
     for step in range(1, 500):
-        hearing.at(step)
+        hearing.score_at(step)
         told += alarm.begin_step(step, hearing, 0.002)
         hearing.count(step, CHANCE, 1.0)
     assert [each.step for each in told] == [400 - 1]
@@ -319,5 +319,5 @@ def test_a_run_that_goes_on_from_a_checkpoint_without_an_alarm_waits_anew():
     alarm, hearing = LearningNotices("ctc"), LearningProgress(CHANCE)
     for step in range(5000, 5300):
         hearing.count(step, CHANCE, 1.0)
-        hearing.at(step)
+        hearing.score_at(step)
         assert not alarm.begin_step(step, hearing, 0.002)

@@ -17,7 +17,7 @@ from sbkit.tasks.learning_progress import LAG, LearningProgress
 def test_when_values_arrive_makes_no_difference(losses, lates):
     prompt, late, waiting = LearningProgress(3.0), LearningProgress(3.0), []
     for step, (loss, delay) in enumerate(zip(losses, lates, strict=False), start=1):
-        assert prompt.at(step) == late.at(step)
+        assert prompt.score_at(step) == late.score_at(step)
         prompt.count(step, loss, 1.0)
         waiting.append((step, loss))
         while waiting and waiting[0][0] <= step - delay:
@@ -33,7 +33,7 @@ def test_a_run_that_was_saved_anywhere_goes_on_as_if_it_never_had_been(losses, d
             first._save(path)
             second._load(path, False)
         each = first if step < cut else second
-        assert whole.at(step) == each.at(step)
+        assert whole.score_at(step) == each.score_at(step)
         whole.count(step, loss, 1.0)
         each.count(step, loss, 1.0)
 
@@ -43,7 +43,7 @@ def test_chance_is_nothing_and_no_loss_is_all():
         hearing = LearningProgress(3.0)
         for step in range(1, 10):
             hearing.count(step, loss, 1.0)
-        assert hearing.at(10) == heard
+        assert hearing.score_at(10) == heard
 
 
 def test_it_smooths_over_some_twenty_steps_and_passes_over_what_is_not_finite():
@@ -52,7 +52,7 @@ def test_it_smooths_over_some_twenty_steps_and_passes_over_what_is_not_finite():
         hearing.count(step, math.nan if step == 50 else 2.0, 1.0)
     for step in range(101, 121):
         hearing.count(step, 0.0, 1.0)
-    assert hearing.at(120 + LAG) == pytest.approx(1 - 0.95 ** 20)
+    assert hearing.score_at(120 + LAG) == pytest.approx(1 - 0.95 ** 20)
 
 
 def test_where_nobody_says_what_chance_is_nothing_is_known():
@@ -61,16 +61,16 @@ def test_where_nobody_says_what_chance_is_nothing_is_known():
 
 def test_a_loss_that_cannot_be_compared_is_followed_until_there_is_one_that_can(tmp_path):
     hearing = LearningProgress(3.0)
-    assert hearing.known and hearing.at(1) == 0.0
+    assert hearing.known and hearing.score_at(1) == 0.0
     for step, (loss, comparable) in enumerate([(9.0, False), (9.0, False), (1.5, True), (9.0, False)], start=1):
         hearing.count(step, loss, 1.0, comparable)
-    assert hearing.at(2 + LAG) == 0.0 and hearing.loss == 9.0 and not hearing.known
+    assert hearing.score_at(2 + LAG) == 0.0 and hearing.loss == 9.0 and not hearing.known
     hearing._save(tmp_path / "hearing")
     again = LearningProgress(3.0)
     again._load(tmp_path / "hearing", True)
     assert not again.known
     for one in (hearing, again):
-        assert one.at(4 + LAG) == 0.5 and one.known
+        assert one.score_at(4 + LAG) == 0.5 and one.known
 
 
 def test_masks_widen_with_what_is_heard():

@@ -95,7 +95,7 @@ def test_the_last_pattern_that_fits_counts():
     made = toy({"*": True, "model.2": False, "first.weight": 3})
     frozen = [name for name, p in made.modules.named_parameters() if not p.requires_grad]
     assert "model.2.weight" not in frozen and "model.0.bias" in frozen
-    assert "model.0.weight" not in frozen  # the bill is for the time after
+    assert "model.0.weight" not in frozen  # the cost is for the time after
     made.fit([1], ToyTrainLoader(2))
     assert not made.modules["model"][0].weight.requires_grad
     made.fit([2, 3], ToyTrainLoader(2))

@@ -158,11 +158,11 @@ def test_the_loss_scale_falls_after_an_overflow_and_does_not_enter_the_update():
 @pytest.mark.parametrize("count", [1, 2, 3, 480, 5000.5, 1e9])
 def test_sums_are_scaled_by_the_power_of_two_next_below_one_by_their_count(count):
     scaler = Scaler("cpu")
-    scaler.follow(torch.tensor(float(count)))
+    scaler.follow_count(torch.tensor(float(count)))
     found = scaler.sum_scale.item()
     assert math.frexp(found)[0] == 0.5 and 0.5 < found * count <= 1
     for nothing in (0.0, math.nan, math.inf):
-        scaler.follow(torch.tensor(nothing))
+        scaler.follow_count(torch.tensor(nothing))
         assert scaler.sum_scale == found
 
 

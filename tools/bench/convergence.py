@@ -43,7 +43,7 @@ SMALL = {"d_model": 96, "nhead": 2, "num_encoder_layers": 4, "d_ffn": 384, "cnn_
 PIECES = {RECORDINGS: 20, 0.1: 80, 0.3: 80, 1.0: 100}
 OWN = ("number_of_epochs", "seed", "lr", "token_type", "output_neurons", "data_folder", "output_folder")
 #: For estimates before any run: seconds of audio a second on one core, seconds of start and end, audio of all updates.
-GUESSED_SPEED, GUESSED_REST, LEAST_AUDIO = {"small": 200.0, "flagship": 90.0}, 20.0, 15_000.0
+GUESSED_SPEED, GUESSED_REST, MIN_AUDIO = {"small": 200.0, "flagship": 90.0}, 20.0, 15_000.0
 
 
 def possible(run: dict[str, Any]) -> bool:
@@ -127,7 +127,7 @@ def recipe_hash() -> str:
 
 def guess(run: dict[str, Any]) -> float:
     """Guess the seconds of a run on one core, of which its processes share the audio."""
-    audio = max(LEAST_AUDIO, 3600 * run["epochs"] * (run["corpus"] if run["corpus"] != RECORDINGS else 0.01))
+    audio = max(MIN_AUDIO, 3600 * run["epochs"] * (run["corpus"] if run["corpus"] != RECORDINGS else 0.01))
     return GUESSED_REST + audio / GUESSED_SPEED[run["model"]]
 
 

@@ -314,7 +314,7 @@ def _check(function: str, bench: Bench, log: str) -> None:
 
             torch.set_num_threads(1)
             torch._dynamo.config.disable = True
-            speed.LOOK_SECONDS = 0.0  # its runs look for the CPU's speed for longer than they train
+            speed.MEASURE_SECONDS = 0.0  # its runs look for the CPU's speed for longer than they train
         module, name = function.split(":")
         getattr(importlib.import_module(module, __package__), name)(bench)
     except BaseException as error:

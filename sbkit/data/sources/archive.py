@@ -25,9 +25,9 @@ SUFFIXES = (".tar.gz", ".tgz", ".tar")
 _STAMP = ".unpacked.json"  # names the archive that the folder has completely
 _BEGUN = ".begun.json"  # names the archive that the folder has at least a part of
 # MP3s hardly compress, so an archive that grows more than this is a zip bomb. Small archives may.
-_MOST_GROWTH, _ALWAYS_ALLOWED = 20, 256 << 20
+_MAX_GROWTH, _ALWAYS_ALLOWED = 20, 256 << 20
 # Long names and other headers between the files; real ones have a few hundred bytes.
-_MOST_HEADER_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 _BLOCK = 1 << 20
 _DISTRUST = "no Common Voice archive does that: download it anew, from a source you trust"
 
@@ -147,14 +147,14 @@ class _Counted:
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile, archive: Path, size: int):
         self.stream, self.archive, self.size = stream, archive, size
-        self.left = max(size * _MOST_GROWTH, _ALWAYS_ALLOWED)
+        self.left = max(size * _MAX_GROWTH, _ALWAYS_ALLOWED)
 
     def read(self, size: int) -> bytes:
         data = self.stream.read(size)
         self.left -= len(data)
         if self.left < 0:
             raise SbkitError(
-                f"{self.archive}: grows to more than {_MOST_GROWTH} times its size when unpacked",
+                f"{self.archive}: grows to more than {_MAX_GROWTH} times its size when unpacked",
                 hint=_DISTRUST)
         return data
 
@@ -170,7 +170,7 @@ class _Member(tarfile.TarInfo):
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} where an entry or the end should be") from None
-        if member.type not in tarfile.REGULAR_TYPES and member.size > _MOST_HEADER_BYTES:
+        if member.type not in tarfile.REGULAR_TYPES and member.size > _MAX_HEADER_BYTES:
             raise tarfile.ReadError("it has headers larger than those of any release")
         return member
 

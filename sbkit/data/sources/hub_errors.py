@@ -32,7 +32,7 @@ def explained(error: BaseException, dataset: str, revision: str | None = None) -
         return reason(error), f"ask for access on {page} and log in: {_LOG_IN}"
     if found(errors.RepositoryNotFoundError):
         return "the hub has no such dataset, or it is private", f"check the name; for a private one log in: {_LOG_IN}"
-    network = [cause for cause in causes if _of_network(cause)]
+    network = [cause for cause in causes if _is_network_error(cause)]
     if network and constants.HF_HUB_OFFLINE:
         return ("it is not in the cache, and HF_HUB_OFFLINE forbids to ask the hub",
                 "unset HF_HUB_OFFLINE to download it")
@@ -67,6 +67,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _of_network(error: BaseException) -> bool:
+def _is_network_error(error: BaseException) -> bool:
     return (isinstance(error, (ConnectionError, TimeoutError, socket.gaierror))
             or type(error).__module__.partition(".")[0] in _CLIENTS)

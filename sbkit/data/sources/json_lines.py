@@ -18,7 +18,7 @@ from sbkit.system.console import progress
 
 _WORTH_A_BAR = 50e6  # bytes
 #: Bytes of a line, and of a file that has to be read as a whole: ten million utterances.
-_MOST_LINE_BYTES, _MOST_BYTES = 1 << 24, 1 << 31
+_MAX_LINE_BYTES, _MAX_BYTES = 1 << 24, 1 << 31
 
 
 class JsonLines(FileSource):
@@ -123,7 +123,7 @@ def _whole(path: Path) -> list[Any] | None:
     if _is_row(first):
         return None
     try:
-        data = untrusted.parse_json(_stripped(untrusted.read_bytes(path, _MOST_BYTES)))
+        data = untrusted.parse_json(_stripped(untrusted.read_bytes(path, _MAX_BYTES)))
     except ValueError as error:
         if first != b"[" and any(map(_is_row, _lines(path))):  # "[" begins an array that was cut off
             return None
@@ -138,7 +138,7 @@ def _whole(path: Path) -> list[Any] | None:
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, as bytes, so that one that isn't UTF-8 affects no others; no utterance has a longer one."""
     with untrusted.open_regular(path) as file:
-        yield from map(_stripped, iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
+        yield from map(_stripped, iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
 
 
 def _is_row(line: bytes) -> bool:

@@ -20,9 +20,9 @@ from sbkit.errors import SbkitError
 
 METADATA, WAVS = "metadata.csv", "wavs"
 #: The share of the ids in each of dev and test; so many at least, if they are no larger a share than the second.
-SHARE, LEAST, MOST_SHARE = 0.02, 8, 0.1
+SHARE, LEAST, MAX_SHARE = 0.02, 8, 0.1
 _ROLES = ("id", "audio", "text", "speaker")
-_MOST_COLUMNS = 3  # that have a meaning without being named
+_MAX_COLUMNS = 3  # that have a meaning without being named
 _NAMED = "name fields by their numbers, e.g. --corpus.columns '{text: 2, speaker: 3}'"
 
 
@@ -62,12 +62,12 @@ class LJSpeech(Source):
         del show_progress
         rows, malformed = self._rows()
         self._check(rows)
-        split = drawn(row[self._at("id")] for row in rows)
-        rows = [row for row in rows if split[row[self._at("id")]] == name]
+        split = drawn(row[self._column("id")] for row in rows)
+        rows = [row for row in rows if split[row[self._column("id")]] == name]
         speakers = self.columns.get("speaker")
         return Rows(
-            origin=str(self.path), ids=Column([_id(row[self._at("id")]) for row in rows]),
-            wavs=Column([self._recording(row[self._at("audio")]) for row in rows]),
+            origin=str(self.path), ids=Column([_id(row[self._column("id")]) for row in rows]),
+            wavs=Column([self._recording(row[self._column("audio")]) for row in rows]),
             texts=Column([self._text(row) for row in rows]),
             speakers=blank(len(rows)) if speakers is None else Column([row[speakers] for row in rows]),
             durations=np.full(len(rows), np.nan), starts=np.zeros(len(rows)),
@@ -82,7 +82,7 @@ class LJSpeech(Source):
             raise SbkitError(f"corpus: columns: {role} is {given!r}, but {self.path} has no header", hint=_NAMED)
         return int(str(given)) - 1
 
-    def _at(self, role: str) -> int:
+    def _column(self, role: str) -> int:
         return self.columns.get(role, 1 if role == "text" else 0)
 
     def _rows(self) -> tuple[list[list[str]], list[tuple[str, str]]]:
@@ -93,14 +93,14 @@ class LJSpeech(Source):
             try:
                 rows.append((number, [field.strip() for field in line.decode("utf-8").split("|")]))
             except UnicodeDecodeError:
-                malformed.append((self._told(number), "not UTF-8"))
+                malformed.append((self._described(number), "not UTF-8"))
         wanted = max(2, Counter(len(row) for _, row in rows).most_common(1)[0][0]) if rows else 2
-        malformed += [(self._told(number), f"{len(row)} field{'s' if len(row) > 1 else ''} instead of {wanted}"
+        malformed += [(self._described(number), f"{len(row)} field{'s' if len(row) > 1 else ''} instead of {wanted}"
                        if len(row) != wanted else "no id")
                       for number, row in rows if len(row) != wanted or not row[0]]
         return [row for _, row in rows if len(row) == wanted and row[0]], malformed
 
-    def _told(self, number: int) -> str:
+    def _described(self, number: int) -> str:
         return f"{self.path.name} line {number}"
 
     def _check(self, rows: list[list[str]]) -> None:
@@ -109,18 +109,18 @@ class LJSpeech(Source):
         for role, place in self.columns.items():
             if rows and place >= width:
                 raise SbkitError(f"corpus: columns: {role} is {place + 1}, but {self.path} has {width} fields")
-        if "text" in self.columns or width < _MOST_COLUMNS:
+        if "text" in self.columns or width < _MAX_COLUMNS:
             return
-        if width > _MOST_COLUMNS:
-            raise SbkitError(f"{self.path} has {width} fields, and LJSpeech {_MOST_COLUMNS}", hint=_NAMED)
+        if width > _MAX_COLUMNS:
+            raise SbkitError(f"{self.path} has {width} fields, and LJSpeech {_MAX_COLUMNS}", hint=_NAMED)
         texts, thirds = ({row[place] for row in rows} - {""} for place in (1, 2))
         if 2 * len(thirds) < len(texts) and len(thirds) > 0:
             raise SbkitError(f"{self.path}: the third field has {len(thirds)} different values for {len(texts)} texts, "
                              f"such as {min(thirds)[:40]!r}: is it no text, but the speaker?", hint=_NAMED)
 
     def _text(self, row: list[str]) -> str:
-        normalised = row[2] if "text" not in self.columns and len(row) >= _MOST_COLUMNS else ""
-        return normalised or row[self._at("text")]
+        normalised = row[2] if "text" not in self.columns and len(row) >= _MAX_COLUMNS else ""
+        return normalised or row[self._column("text")]
 
     def _recording(self, name: str) -> str:
         """Return the path of a recording by its id, or by a path from the folder or from ``wavs/``."""
@@ -134,7 +134,7 @@ class LJSpeech(Source):
 def drawn(ids: Iterator[str]) -> dict[str, str]:
     """Draw a split for each id."""
     ordered = sorted(set(ids), key=lambda name: hashlib.sha256(name.encode()).digest())
-    count = max(1, round(SHARE * len(ordered)), min(LEAST, int(MOST_SHARE * len(ordered))))
+    count = max(1, round(SHARE * len(ordered)), min(LEAST, int(MAX_SHARE * len(ordered))))
     return dict.fromkeys(ordered, "train") | dict.fromkeys(ordered[:count], "dev") \
         | dict.fromkeys(ordered[-count:], "test")
 

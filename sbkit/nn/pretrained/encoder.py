@@ -72,7 +72,7 @@ class Encoder(nn.Module):
         self.drawn_anew: frozenset[str] = frozenset()
         """The names of tensors that the source lacks, once it was looked at."""
         if copy is None and here:  # on this machine, so a misfit is reported at once
-            self.look()
+            self.check_source()
 
     def extra_repr(self) -> str:
         """The options that its layers don't show, and on which it depends how much a step holds."""
@@ -118,7 +118,7 @@ class Encoder(nn.Module):
         inside = lengths_to_mask(samples, signals.shape[1])
         return self.network(signals.masked_fill(~inside, 0.0), samples)
 
-    def look(self) -> tuple[tensors.TensorFiles, list[str]]:
+    def check_source(self) -> tuple[tensors.TensorFiles, list[str]]:
         """Return the source's tensors, after checking that they fit, and lines to log about them."""
         paths, language = source.weights(self.source), self.adapter_language
         if language is not None:
@@ -141,7 +141,7 @@ class Encoder(nn.Module):
 
     def load(self) -> None:
         """Load the source's weights."""
-        files, lines = self.look()
+        files, lines = self.check_source()
         tensors.fill(self.network, files)
         if if_main_process():
             logger.info("%s: %s", self.source, "; ".join(lines))
@@ -199,7 +199,7 @@ class Weights:
         encoder = self.loadables["encoder"]
         encoder.compare()
         encoder.keep()
-        encoder.look()  # what doesn't fit is told before a corpus is prepared
+        encoder.check_source()  # what doesn't fit is told before a corpus is prepared
         return {"encoder": encoder.source}
 
 

@@ -18,7 +18,7 @@ CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
 #: Files of weights in the order in which they are looked for, and whether each is an index of several files.
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
-_MOST_JSON_BYTES = 1 << 26  # an index of weights names each of them
+_MAX_JSON_BYTES = 1 << 26  # an index of weights names each of them
 _KEPT = "encoder.json"  # the copy in a run's folder, and what it holds
 _FIELDS = {"source": str, "config": dict, "preprocessor": dict, "adapter_language": str | None}
 _LISTED = 30  # languages that a message names
@@ -169,7 +169,7 @@ def _shard(source: str, name: str, index: Path) -> Path:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        values = untrusted.read_json(path, _MOST_JSON_BYTES)
+        values = untrusted.read_json(path, _MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} can't be read: {error}",
                          hint="if the download is incomplete, download it again") from error

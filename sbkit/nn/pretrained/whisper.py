@@ -49,7 +49,7 @@ class Whisper(nn.Module):
         self.layers, self.layer_norm = nn.ModuleList(options.lowest(encoder.layers)), encoder.layer_norm
         self.dropout: float = config.dropout
         self.width: int = config.d_model
-        self.most: int = config.max_source_positions
+        self.max_frames: int = config.max_source_positions
         self.whole_window = options.whole_window
         masking = settings.config if config.apply_spec_augment else {}
         self.time, self.feature = options.spans(Settings(settings.source, masking, {}))
@@ -65,7 +65,7 @@ class Whisper(nn.Module):
     @property
     def longest_seconds(self) -> float:
         """The seconds of its window."""
-        return self.most * _STRIDE * HOP / _RATE
+        return self.max_frames * _STRIDE * HOP / _RATE
 
     @property
     def front(self) -> list[nn.Parameter]:
@@ -84,11 +84,11 @@ class Whisper(nn.Module):
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
-        if self.frames(signals.shape[1]) > self.most:
+        if self.frames(signals.shape[1]) > self.max_frames:
             signals = self._without_padding(signals, samples)
         longest = self.frames(signals.shape[1])
         if self.whole_window:
-            feats = self.features(at_least(signals, self.most * _STRIDE * HOP))
+            feats = self.features(at_least(signals, self.max_frames * _STRIDE * HOP))
         else:
             feats = self.features(at_least(signals, _LEAST), more=_SEEN_BEHIND)
         if self.training:
@@ -115,7 +115,7 @@ class Whisper(nn.Module):
 
         Only for such batches the host has to wait for the device.
         """
-        most = self.most * _STRIDE * HOP
+        most = self.max_frames * _STRIDE * HOP
         longest = int(samples.max())
         if longest > most:
             raise SbkitError(f"Whisper's encoder takes at most {self.longest_seconds:g} s, but an utterance has "

@@ -16,7 +16,7 @@ from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.load import Recipe
 from sbkit.runs import pretrained
 from sbkit.runs.initial import statistics, table
-from sbkit.runs.initial.matching import Fate, Match
+from sbkit.runs.initial.matching import Match, ParameterOutcome
 from sbkit.runs.initial.source import WeightSource, find
 from sbkit.runs.initial.vocabulary import TokenTables
 from sbkit.runs.keys import RunKeys
@@ -50,19 +50,19 @@ def source_of(keys: RunKeys) -> WeightSource | None:
 def open_source(keys: RunKeys) -> None:
     """Tell of a source that isn't there, or is none, before a corpus is prepared."""
     if keys.init_from is not None and fresh(keys):
-        _sought(keys)
+        _find_source(keys)
 
 
-def check(keys: RunKeys, brain: Begins) -> tuple[str, list[Fate]]:
+def check(keys: RunKeys, brain: Begins) -> tuple[str, list[ParameterOutcome]]:
     """Refuse, besides what ``open_source`` refuses, names and shapes that don't fit; token rows wait for the corpus.
 
     keys, brain : of the run that is to start, which may have no checkpoints; a Brain that need not be able to train
 
     Returns the source in words, and what will become of the tensors of both.
     """
-    source = _sought(keys)
+    source = _find_source(keys)
     match = _match(brain, source, shapes=True)
-    return f"{source.told}{_merged(match)}", match.check()
+    return f"{source.description}{_merged(match)}", match.check()
 
 
 def filled(recipe: Recipe) -> set[int]:
@@ -82,7 +82,7 @@ def filled(recipe: Recipe) -> set[int]:
 
 
 def _paths(keys: RunKeys, modules: torch.nn.Module, hparams: Mapping[str, object]) -> list[str]:
-    return Match(modules, hparams, _sought(keys), keys.init_leave or (), shapes=True).taken()
+    return Match(modules, hparams, _find_source(keys), keys.init_leave or (), shapes=True).taken()
 
 
 def load(brain: Begins) -> None:
@@ -90,7 +90,7 @@ def load(brain: Begins) -> None:
     if brain.keys.init_from is None:
         return
     counted = ranks.run_on_main(_fill, brain)
-    statistics.put(brain.modules, counted)
+    statistics.load_statistics(brain.modules, counted)
     if ranks.world_size() > 1:
         with torch.no_grad():
             for tensor in brain.modules.state_dict(keep_vars=True).values():
@@ -99,13 +99,13 @@ def load(brain: Begins) -> None:
 
 def _fill(brain: Begins) -> dict[str, dict[str, torch.Tensor]]:
     """Gives the running statistics, which are no part of a state dict."""
-    source = _sought(brain.keys)
+    source = _find_source(brain.keys)
     match = _match(brain, source)
     fates = match.fill()
     for module in brain.modules.modules():
         if isinstance(module, Encoder):
             module.keep()  # where its pretrainer, which would, has nothing to load
-    logger.info("%s", table.text(f"{source.told}{_merged(match)}", fates))
+    logger.info("%s", table.text(f"{source.description}{_merged(match)}", fates))
     return match.statistics()
 
 
@@ -119,7 +119,7 @@ def _match(brain: Begins, source: WeightSource, shapes: bool = False) -> Match:
     return match
 
 
-def _sought(keys: RunKeys) -> WeightSource:
+def _find_source(keys: RunKeys) -> WeightSource:
     """The source, which is not the run itself."""
     assert keys.init_from is not None
     if Path(keys.init_from).resolve() == keys.folder.resolve():

@@ -26,7 +26,7 @@ _LISTED, _SHORT = 20, 6  # tensors of another shape that an error names, modules
 _FIELDS = 4  # of the configs of two encoders that an error names
 
 
-class Fate(NamedTuple):
+class ParameterOutcome(NamedTuple):
     """What becomes of a tensor, of the model or of the source."""
 
     name: str
@@ -80,10 +80,11 @@ class Match:
                 found = {path: name for path in self.own if (name := naming(path)) in self.theirs and name is not None}
                 best = max(best, found, key=len)
         if not self.theirs:
-            raise SbkitError(f"init_from: {self.source.told} holds no weights", hint="name another one, or its run")
+            raise SbkitError(f"init_from: {self.source.description} holds no weights",
+                             hint="name another one, or its run")
         if not best:
-            raise SbkitError(f"init_from: nothing in {self.source.told} is called as a part of this model: it has "
-                             f"{_some(self.theirs)}, and here are {_some(map(self.parts.called, self.own))}",
+            raise SbkitError(f"init_from: nothing in {self.source.description} is called as a part of this model: it "
+                             f"has {_some(self.theirs)}, and here are {_some(map(self.parts.called, self.own))}",
                              hint="is it a model of the same kind? its recipe's keys and this one's should be the same")
         return best
 
@@ -106,7 +107,7 @@ class Match:
         for pattern in leave:
             paths, names = self.parts.matching(pattern), beyond.matching(pattern)
             if not paths and not names:
-                raise SbkitError(f"init_leave: nothing is called {pattern!r}", hint=self.parts.near(pattern))
+                raise SbkitError(f"init_leave: nothing is called {pattern!r}", hint=self.parts.suggestion(pattern))
             left |= paths
             there |= names
         return left, there
@@ -127,9 +128,9 @@ class Match:
                               ("", None))
             differing = [] if there is None else families.differences(module.settings, there)
             if there is not None and differing:
-                raise SbkitError(f"init_from: {key} of {self.source.told} is another pretrained encoder "
+                raise SbkitError(f"init_from: {key} of {self.source.description} is another pretrained encoder "
                                  f"({there.source}) than this recipe's ({module.source}): "
-                                 f"{listed(differing, most=_FIELDS)}",
+                                 f"{listed(differing, limit=_FIELDS)}",
                                  hint="give the recipe the encoder that it was trained from, or keep this one as it "
                                       f'is pretrained: --init_leave "[{key}]"')
             self._check_language(key, module, there, paths)
@@ -143,7 +144,8 @@ class Match:
             return
         whose = f"the adapters of {had}" if had else "adapters of its own"
         raise SbkitError(
-            f"init_from: {key or 'the encoder'} of {self.source.told} has {whose}, and adapter_language is {wanted}",
+            f"init_from: {key or 'the encoder'} of {self.source.description} has {whose}, and adapter_language is "
+            f"{wanted}",
             hint=f"take those of {wanted} from {encoder.source}: --init_leave \"['*.adapter_layer.*']\"; or keep "
                  "these: --adapter_language null")
 
@@ -157,7 +159,7 @@ class Match:
         try:
             encoder.compare()
         except SbkitError as error:
-            why = "init_leave" if self.left.issuperset(rest) else f"{self.source.told} lacks them"
+            why = "init_leave" if self.left.issuperset(rest) else f"{self.source.description} lacks them"
             raise SbkitError(f"init_from: {len(rest)} tensors of the pretrained encoder have to come from its source "
                              f"({why}), such as {self.parts.called(rest[0])}, and {error.message}",
                              hint=error.hint) from error
@@ -181,8 +183,9 @@ class Match:
     def _refuse_places(self, there: Iterable[str], above: str, paths: Sequence[str]) -> None:
         keys = {path.removeprefix(above).partition(".")[0]: self._key(path) for path in self.own
                 if path.startswith(above)}
-        raise SbkitError(f"init_from: {self.source.told} has numbers for its parts ({listed(sorted(there))}), and here "
-                         f"{listed(f'{place} is {key}' for place, key in keys.items())}: nobody knows which of them "
+        raise SbkitError(f"init_from: {self.source.description} has numbers for its parts ({listed(sorted(there))}), "
+                         f"and here "
+                         f"{listed(f'{place} is {key}' for place, key in keys.items())}: it is unknown which of them "
                          f"is {listed(dict.fromkeys(map(self._key, paths)))}",
                          hint="name the folder of its run, checkpoint or bundle, whose recipe tells it, or "
                               f"{self._leaving(paths)}")
@@ -210,28 +213,30 @@ class Match:
 
     # ------------------------------------------------------------ what is copied
 
-    def check(self) -> list[Fate]:
+    def check(self) -> list[ParameterOutcome]:
         """Refuse what doesn't fit, and say what will become of the rest; the rows of tokens wait for the vocabulary."""
         self._check_shapes(self.with_rows)
-        return self._fates(None)
+        return self._outcomes(None)
 
     @torch.no_grad()
-    def fill(self) -> list[Fate]:
+    def fill(self) -> list[ParameterOutcome]:
         """Copy into the model what fits; nothing is copied where something doesn't."""
         rows = self._rows(self.with_rows)
         self._check_shapes(rows)
         for path in self.taken():
             self._fill(path, rows)
-        return self._fates(rows)
+        return self._outcomes(rows)
 
-    def _fates(self, rows: Mapping[str, list[int]] | None) -> list[Fate]:
-        fates = [self._fate(path, rows) for path in self.own]
-        fates += [Fate(self.parts.called(path), sum(self.theirs[name].numel() for name in names.values()), TAKEN,
-                       "running statistics") for path, names in self.counted.items()]
+    def _outcomes(self, rows: Mapping[str, list[int]] | None) -> list[ParameterOutcome]:
+        fates = [self._outcome(path, rows) for path in self.own]
+        fates += [ParameterOutcome(self.parts.called(path), sum(self.theirs[name].numel() for name in names.values()),
+                                   TAKEN, "running statistics") for path, names in self.counted.items()]
         known = {*self.found.values(), *(name for names in self.counted.values() for name in names.values())}
-        surplus = [Fate(name, tensor.numel(), LEFT, "init_leave" if name in self.left_there else
-                        "nothing here is called so") for name, tensor in self.theirs.items() if name not in known]
-        return [*fates, *surplus, *(Fate(name, 0, LEFT, why) for name, why in self.source.no_tensors.items())]
+        surplus = [ParameterOutcome(name, tensor.numel(), LEFT, "init_leave" if name in self.left_there else
+                                    "nothing here is called so") for name,
+                   tensor in self.theirs.items() if name not in known]
+        return [*fates, *surplus,
+                *(ParameterOutcome(name, 0, LEFT, why) for name, why in self.source.no_tensors.items())]
 
     def statistics(self) -> dict[str, dict[str, torch.Tensor]]:
         """What goes to ``statistics.put``, on every rank."""
@@ -250,14 +255,14 @@ class Match:
         here, there = (torch.tensor([pair[i] for pair in kept]) for i in (0, 1))
         own[here.to(own.device)] = theirs[there].to(own.device, own.dtype)
 
-    def _fate(self, path: str, rows: Mapping[str, list[int]] | None) -> Fate:
+    def _outcome(self, path: str, rows: Mapping[str, list[int]] | None) -> ParameterOutcome:
         """rows : of tensors with a row for each token, as ``_rows`` gives them; None before the corpus is prepared"""
         own, name = self.own[path], self.parts.called(path)
         if path in self.left or path not in self.found:
             why = "init_leave" if path in self.left else "it isn't there"
             kept = id(own) in self.pretrained
-            return Fate(name, own.numel(), KEPT if kept else ANEW, f"as pretrained: {why}" if kept else why)
-        return Fate(name, own.numel(), TAKEN, self._which_rows(path, rows))
+            return ParameterOutcome(name, own.numel(), KEPT if kept else ANEW, f"as pretrained: {why}" if kept else why)
+        return ParameterOutcome(name, own.numel(), TAKEN, self._which_rows(path, rows))
 
     def _which_rows(self, path: str, rows: Mapping[str, list[int]] | None) -> str:
         if path not in self.with_rows:
@@ -277,7 +282,8 @@ class Match:
         if self.source.tokenizer is None and all(self._fits(path) for path in paths):
             if self.source.lost_tokenizer is not None:
                 logger.warning("init_from: %s names the tokenizer %s, which is not there: the rows of tokens are taken "
-                               "as they lie, as if both had the same", self.source.told, self.source.lost_tokenizer)
+                               "as they lie, as if both had the same", self.source.description,
+                               self.source.lost_tokenizer)
             return {}
         try:
             theirs = self.source.vocabulary()
@@ -288,7 +294,7 @@ class Match:
                              f"({'; '.join(sizes)})", hint=self._leaving(paths)) from error
         wrong = [path for path in paths if len(self.theirs[self.found[path]]) != len(theirs.pieces)]
         if wrong:
-            raise SbkitError(f"init_from: {self.parts.called(wrong[0])} of {self.source.told} has "
+            raise SbkitError(f"init_from: {self.parts.called(wrong[0])} of {self.source.description} has "
                              f"{len(self.theirs[self.found[wrong[0]]])} rows, and its tokenizer "
                              f"{len(theirs.pieces)} entries", hint=self._leaving(wrong))
         rows = self.tables.vocabulary().rows_in(theirs)
@@ -309,7 +315,7 @@ class Match:
         told = [f"{self.parts.called(path)}: {_shape(self.theirs[self.found[path]])} there, {_shape(self.own[path])} "
                 "here" for path in wrong[:_LISTED]]
         more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-        raise SbkitError(f"init_from: {len(wrong)} tensors of {self.source.told} are of another shape:\n  "
+        raise SbkitError(f"init_from: {len(wrong)} tensors of {self.source.description} are of another shape:\n  "
                          + "\n  ".join(told) + more,
                          hint=f"give the recipe the sizes that it was trained with, or {self._leaving(wrong)}")
 
@@ -362,7 +368,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    return listed(names, most=3)
+    return listed(names, limit=3)
 
 
 _DOWN, _UP = f".{LORA}.1.weight", f".{LORA}.2.weight"

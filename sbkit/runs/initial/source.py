@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, or a .safetensors file"
 #: What a bundle says that it is, and the file that says it; in that, transformers' models say theirs.
-_BUNDLE, _CONFIG, _MOST_BYTES = "sbkit bundle", "config.json", 1 << 24
+_BUNDLE, _CONFIG, _MAX_BYTES = "sbkit bundle", "config.json", 1 << 24
 _WEIGHTS = "model.safetensors"  # of bundles that have them by their names in the recipe
 _TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
 _OTHER = "it holds no tensors"
@@ -51,18 +51,18 @@ _SPECIAL = ("blank", "bos", "eos")
 class WeightSource:
     """Where weights come from; they are read by ``tensors``."""
 
-    told: str
+    description: str
     """Which that is, in words."""
     files: dict[str, Path] = field(default_factory=dict)
     """Of weights, by what they are called in the recipe that wrote them."""
     names: SavedNames | None = None
     """Of what they hold, where there is that recipe."""
-    shelf: Checkpointer | None = None
+    checkpointer: Checkpointer | None = None
     mean_of: int = 1
     order: Order = field(default_factory=Order)
-    """With a shelf: the mean of how many of its checkpoints, and which are the best."""
-    told_mean: Callable[[int], str] = str
-    """With a shelf: which that is, in words, by how many the mean is of after all."""
+    """With a checkpointer: the mean of how many of its checkpoints, and which are the best."""
+    describe_mean: Callable[[int], str] = str
+    """With a checkpointer: which that is, in words, by how many the mean is of after all."""
     tokenizer: Path | None = None
     lost_tokenizer: Path | None = None
     """The one that its recipe names, where that file is no more."""
@@ -95,7 +95,8 @@ class WeightSource:
 
     def _unnamed(self, states: Mapping[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
         if any(BASE in state for state in states.values()):
-            raise SbkitError(f"init_from: {self.told} holds adapters, and not the model that they were trained with: "
+            raise SbkitError(f"init_from: {self.description} holds adapters, and not the model that they were trained "
+                             f"with: "
                              "only the recipe of its run says how they belong together",
                              hint="name the run's folder, or the checkpoint in it")
         states = {name: by_parts(self.files[name], state) for name, state in states.items()}
@@ -103,7 +104,7 @@ class WeightSource:
             {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
 
     def _state(self, name: str, path: Path, shapes: bool) -> dict[str, Any]:
-        if self.shelf is None:
+        if self.checkpointer is None:
             try:
                 return tensors_in(path, lazily=shapes)
             except NoTensors:
@@ -113,8 +114,8 @@ class WeightSource:
                 return {}
         state = plain_state(path, lazily=shapes) or {}  # what isn't tensors is something else than weights
         if state and self.mean_of > 1 and not shapes and not statistics_in(state):
-            state, used = average(self.shelf, name, self.mean_of, **self.order)
-            self.told = self.told_mean(len(used))
+            state, used = average(self.checkpointer, name, self.mean_of, **self.order)
+            self.description = self.describe_mean(len(used))
             return state
         return state
 
@@ -132,7 +133,8 @@ class WeightSource:
         folders = [self.files[name].parent.parent, Path(self.names.base_folder(name))]
         path = next((found for folder in folders if (found := base_file(folder, hashed)).is_file()), None)
         if path is None:
-            raise SbkitError(f"init_from: {self.told} holds adapters, and the model that they were trained with is not "
+            raise SbkitError(f"init_from: {self.description} holds adapters, and the model that they were trained "
+                             f"with is not "
                              f"there: {base_file(folders[0], hashed)}", hint="copy it from where the run was")
         return tensors_in(path) if shapes else read_base(path, hashed)
 
@@ -146,7 +148,7 @@ class WeightSource:
         """What each row of its head stands for; an error says why nobody knows."""
         if self.tokenizer is None:
             lost = f": {self.lost_tokenizer} is not there" if self.lost_tokenizer is not None else ""
-            raise SbkitError(f"{self.told} has no tokenizer{lost}")
+            raise SbkitError(f"{self.description} has no tokenizer{lost}")
         tokenizer = Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()
         ids = {"blank": tokenizer.blank_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id} | self.roles
         return TokenRows(tokenizer.pieces(), {role: place for role, place in ids.items() if place >= 0})
@@ -173,7 +175,7 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Wei
         return _of_speechbrain(path)
     if (path / _WEIGHTS).is_file() and _config(path).get("format") == _BUNDLE:
         return WeightSource(f"the bundle {path}", {"": path / _WEIGHTS})
-    raise _none(path)
+    raise _no_source(path)
 
 
 def _run_of(path: Path) -> Path | None:
@@ -197,7 +199,7 @@ def _refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
                              hint=f"name the folder of the run, or leave {key} out")
 
 
-def _none(folder: Path) -> SbkitError:
+def _no_source(folder: Path) -> SbkitError:
     """The error for a folder that is nothing to start from."""
     said = _config(folder)
     if said.get("format") == _BUNDLE:
@@ -214,7 +216,7 @@ def _none(folder: Path) -> SbkitError:
 def _config(folder: Path) -> dict[str, Any]:
     """What a folder says of itself in JSON, as bundles and transformers' models do."""
     try:
-        said = untrusted.read_json(folder / _CONFIG, _MOST_BYTES)
+        said = untrusted.read_json(folder / _CONFIG, _MAX_BYTES)
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
@@ -228,18 +230,18 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightS
     folder = Path(str(tree["checkpointer"].get("checkpoints_dir", run / "save")))
     if not folder.is_dir():
         raise SbkitError(f"init_from: the run {run} holds no checkpoint", hint="has it saved one yet?")
-    shelf = Checkpointer(str(folder))
-    order = restore.order_of(shelf, metric, checkpoint, asked=f"init_checkpoint: {restore.LAST}")
+    checkpointer = Checkpointer(str(folder))
+    order = restore.order_of(checkpointer, metric, checkpoint, requested=f"init_checkpoint: {restore.LAST}")
     if mean_of == 1:
-        chosen = _chosen(shelf, checkpoint, order)
+        chosen = _chosen(checkpointer, checkpoint, order)
         said = "".join(f", {name} {value:.4g}" for name, value in chosen.meta.items() if name == metric.name)
-        return _saved(f"the run {run} ({Path(chosen.path).name}{said})", chosen, tree, shelf)
+        return _saved(f"the run {run} ({Path(chosen.path).name}{said})", chosen, tree, checkpointer)
     if checkpoint not in (restore.BEST, restore.LAST):
         raise SbkitError(f"init_average is of the best or the last checkpoints, not of {checkpoint}")
-    told = functools.partial(_mean, run, mean_of)
-    there = min(mean_of, len(shelf.find_checkpoints(**order)))
-    made = _saved(told(there), _chosen(shelf, checkpoint, order), tree, shelf)
-    made.mean_of, made.order, made.told_mean = mean_of, order, told
+    describe_mean = functools.partial(_mean, run, mean_of)
+    there = min(mean_of, len(checkpointer.find_checkpoints(**order)))
+    made = _saved(describe_mean(there), _chosen(checkpointer, checkpoint, order), tree, checkpointer)
+    made.mean_of, made.order, made.describe_mean = mean_of, order, describe_mean
     return made
 
 
@@ -264,16 +266,16 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
 
 def _of_file(path: Path, metric: Metric) -> WeightSource:
     """By the names of the recipe that it lies with, if that says what it holds; else by its own."""
-    told = f"the file {path}"
-    whole = _lying_with(path.absolute(), metric)
-    if whole is None:
-        return WeightSource(told, {"": path})
-    held = next((name for name, file in whole.files.items() if file.stem == path.stem or file.samefile(path)), None)
-    return WeightSource(told, {"": path}) if held is None else replace(whole, told=told, files={held: path},
-                                                                       no_tensors={})
+    description = f"the file {path}"
+    whole = _siblings(path.absolute(), metric)
+    held = None if whole is None else next(
+        (name for name, file in whole.files.items() if file.stem == path.stem or file.samefile(path)), None)
+    if whole is None or held is None:
+        return WeightSource(description, {"": path})
+    return replace(whole, description=description, files={held: path}, no_tensors={})
 
 
-def _lying_with(path: Path, metric: Metric) -> WeightSource | None:
+def _siblings(path: Path, metric: Metric) -> WeightSource | None:
     """The checkpoint, bundle or folder that a file is of; None where there is none whose recipe could be read."""
     folder = path.parent
     if (folder / METAFNAME).is_file():
@@ -284,19 +286,19 @@ def _lying_with(path: Path, metric: Metric) -> WeightSource | None:
         return None
 
 
-def _chosen(shelf: Checkpointer, checkpoint: str, order: Order) -> Checkpoint:
+def _chosen(checkpointer: Checkpointer, checkpoint: str, order: Order) -> Checkpoint:
     if checkpoint not in (restore.BEST, restore.LAST):
-        found = restore.named(shelf, checkpoint)
+        found = restore.named(checkpointer, checkpoint)
         _refuse_damaged(Path(found.path))
         return found
     reasons = []
-    for each in shelf.find_checkpoints(**order):
+    for each in checkpointer.find_checkpoints(**order):
         reason = damage(Path(each.path))
         if reason is None:
             return each
         reasons.append(f"{Path(each.path).name}: {reason}")
         logger.warning("init_from: passing over %s: %s", each.path, reason)
-    raise SbkitError(f"init_from: all checkpoints of {shelf.checkpoints_dir} are damaged: {'; '.join(reasons)}")
+    raise SbkitError(f"init_from: all checkpoints of {checkpointer.checkpoints_dir} are damaged: {'; '.join(reasons)}")
 
 
 def _refuse_damaged(path: Path) -> None:
@@ -306,7 +308,7 @@ def _refuse_damaged(path: Path) -> None:
                          hint="name another one, or copy it again")
 
 
-def _saved(told: str, chosen: Checkpoint, tree: Mapping[str, Any], shelf: Checkpointer) -> WeightSource:
+def _saved(description: str, chosen: Checkpoint, tree: Mapping[str, Any], checkpointer: Checkpointer) -> WeightSource:
     names = SavedNames(tree, tree["checkpointer"].get("recoverables") or {})
     files = {name: Path(path) for name, path in chosen.paramfiles.items() if names.is_module(name) or
              names.averaged(name)}
@@ -315,8 +317,8 @@ def _saved(told: str, chosen: Checkpoint, tree: Mapping[str, Any], shelf: Checkp
     roles = {role: tree[f"{role}_index"] for role in _SPECIAL if isinstance(tree.get(f"{role}_index"), int)}
     tokenizer = _tokenizer_of_run(tree)
     found = tokenizer if tokenizer is not None and tokenizer.is_file() else None
-    return WeightSource(told, files, names, shelf, tokenizer=found, lost_tokenizer=None if found else tokenizer,
-                        roles=roles, encoders=encoders(tree))
+    return WeightSource(description, files, names, checkpointer, tokenizer=found,
+                        lost_tokenizer=None if found else tokenizer, roles=roles, encoders=encoders(tree))
 
 
 def _moved(run: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def counted(modules: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def put(modules: nn.Module, found: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def load_statistics(modules: nn.Module, found: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Give the modules under these paths what another run had counted."""
     for path, module in counted(modules):
         if path in found:

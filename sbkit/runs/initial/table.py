@@ -5,23 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from sbkit.runs.initial.matching import Fate
+from sbkit.runs.initial.matching import ParameterOutcome
 from sbkit.system.console import table
 
 COLUMNS = ["part", "numbers", "what", "why"]
 
 
-def text(told: str, fates: Sequence[Fate]) -> str:
+def text(source: str, outcomes: Sequence[ParameterOutcome]) -> str:
     """The table, with a line above it that says where the weights come from."""
-    return f"Starting from {told}\n{table(COLUMNS, rows(fates), indent='  ')}"
+    return f"Starting from {source}\n{table(COLUMNS, rows(outcomes), indent='  ')}"
 
 
-def rows(fates: Sequence[Fate]) -> list[list[str]]:
+def rows(outcomes: Sequence[ParameterOutcome]) -> list[list[str]]:
     """The rows of the table, whose columns are ``COLUMNS``."""
-    return [[fate.name, f"{fate.numbers:,}", fate.what, fate.why] for fate in collapsed(fates)]
+    return [[fate.name, f"{fate.numbers:,}", fate.what, fate.why] for fate in collapsed(outcomes)]
 
 
-def collapsed(fates: Iterable[Fate]) -> list[Fate]:
+def collapsed(outcomes: Iterable[ParameterOutcome]) -> list[ParameterOutcome]:
     """One row for each module of which all shares its fate; layers in a row that do, in one.
 
     >>> rows = collapsed([Fate(name, 2, what) for name, what in
@@ -29,14 +29,14 @@ def collapsed(fates: Iterable[Fate]) -> list[Fate]:
     >>> [(fate.name, fate.numbers, fate.what) for fate in rows]
     [('a.0-1', 4, 'taken'), ('a.2', 2, 'left'), ('b', 2, 'taken')]
     """
-    return [fate for _, group in _by_head([(fate.name.split("."), fate) for fate in fates], 0)
+    return [fate for _, group in _by_head([(fate.name.split("."), fate) for fate in outcomes], 0)
             for fate in _rows(group, 1)]
 
 
-Entry = tuple[list[str], Fate]
+Entry = tuple[list[str], ParameterOutcome]
 
 
-def _rows(entries: list[Entry], depth: int) -> list[Fate]:
+def _rows(entries: list[Entry], depth: int) -> list[ParameterOutcome]:
     words, first = entries[0]
     if len({(fate.what, fate.why) for _, fate in entries}) == 1:
         return [first._replace(name=".".join(words[:depth]), numbers=sum(fate.numbers for _, fate in entries))]
@@ -53,9 +53,9 @@ def _by_head(entries: list[Entry], depth: int) -> list[tuple[str, list[Entry]]]:
     return list(groups.items())
 
 
-def _in_a_row(rows: list[Fate], depth: int) -> list[Fate]:
+def _in_a_row(rows: list[ParameterOutcome], depth: int) -> list[ParameterOutcome]:
     """Numbered neighbours of one fate as one row."""
-    def kind(fate: Fate) -> tuple[object, ...]:
+    def kind(fate: ParameterOutcome) -> tuple[object, ...]:
         words = fate.name.split(".")
         numbered = len(words) == depth + 1 and words[-1].isdigit()
         return (fate.what, fate.why, *words[:-1]) if numbered else (fate,)

@@ -58,9 +58,9 @@ def diff(reference: Tokens, heard: Tokens, way: str) -> Markup:
     return tag("p", [text(pair, " ") for pair in pairs], class_="diff", dir="auto")
 
 
-def short(name: str, most: int = 12) -> str:
+def short(name: str, limit: int = 12) -> str:
     """Shorten a long name, such as a hash."""
-    return name if len(name) <= most else name[:8] + "…"
+    return name if len(name) <= limit else name[:8] + "…"
 
 
 def most_wrong(results: ScoredRun, count: int, without: Sequence[int] = ()) -> list[int]:

@@ -16,8 +16,8 @@ from sbkit.score.report.groups import UtteranceGroup
 
 WIDTH, HEIGHT = 400, 210
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 12, 26  # margins around the plot
-MOST_POINTS = 300  # points of a curve; more are averaged
-MOST_BARS = 60
+MAX_POINTS = 300  # points of a curve; more are averaged
+MAX_BARS = 60
 
 
 @dataclass
@@ -129,7 +129,7 @@ def histogram(title: str, values: Sequence[float], x_label: str, note: str | Non
 def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, int], note: str | None = None,
            ) -> Markup:
     """Draw stacked columns of 100 % each; the legend gives the mean share of each part."""
-    rows = _every(rows, MOST_BARS)
+    rows = _every(rows, MAX_BARS)
     y = Scale(0, 100, HEIGHT - BOTTOM, TOP)
     step = (WIDTH - LEFT - RIGHT) / len(rows)
     gap = min(2.0, step * 0.15)
@@ -167,9 +167,9 @@ def describe(group: UtteranceGroup) -> str:
 
 
 def thinned(series: Series) -> Series:
-    """Reduce a curve to at most ``MOST_POINTS`` points, each a local mean; NaN and infinity are left out."""
+    """Reduce a curve to at most ``MAX_POINTS`` points, each a local mean; NaN and infinity are left out."""
     pairs = [(a, b) for a, b in zip(series.x, series.y, strict=True) if b is not None and math.isfinite(b)]
-    parts = np.array_split(np.array(pairs, dtype=float).reshape(-1, 2), min(MOST_POINTS, max(1, len(pairs))))
+    parts = np.array_split(np.array(pairs, dtype=float).reshape(-1, 2), min(MAX_POINTS, max(1, len(pairs))))
     means = [part.mean(axis=0) for part in parts if len(part)]
     return Series(series.name, [float(m[0]) for m in means], [float(m[1]) for m in means], series.colour, series.other,
                   series.dots)
@@ -245,9 +245,9 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     return [low + i * step for i in range(int((high - low) / step + 1e-6) + 1)]
 
 
-def _every(items: Sequence[Any], most: int) -> list[Any]:
+def _every(items: Sequence[Any], limit: int) -> list[Any]:
     """At most this many items, evenly spaced, starting with the first."""
-    stride = math.ceil(len(items) / most) if items else 1
+    stride = math.ceil(len(items) / limit) if items else 1
     return list(items[::stride])
 
 

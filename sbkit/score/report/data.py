@@ -18,7 +18,7 @@ from sbkit.data.manifest import replace_data_root
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.rates import ErrorRates
-from sbkit.score.results import Player, Sound
+from sbkit.score.results import Player, SoundSample
 from sbkit.score.run_files import (
     CORPORA,
     EVALUATED,
@@ -34,7 +34,7 @@ from sbkit.score.run_files import (
 from sbkit.score.utterances import ScoredUtterance
 from sbkit.system import untrusted
 
-_MOST_BYTES = 1 << 30  # of a file of a run
+_MAX_BYTES = 1 << 30  # of a file of a run
 
 
 @dataclass(eq=False)
@@ -174,7 +174,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
 def _players(numbers: Mapping[str, Any], folder: Path) -> list[Player]:
     """The players of results, with recordings that lie below their folder found there, wherever it is now."""
     return [Player(each["title"], each["remark"],
-                   [Sound(**{**sound, "wav": _below(folder, sound["wav"])}) for sound in each["sounds"]])
+                   [SoundSample(**{**sound, "wav": _below(folder, sound["wav"])}) for sound in each["sounds"]])
             for each in numbers.get("players", [])]
 
 
@@ -232,6 +232,6 @@ def _text(path: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return untrusted.read_bytes(path, _MOST_BYTES)
+        return untrusted.read_bytes(path, _MAX_BYTES)
     except OSError as error:
         raise SbkitError(f"{path} can't be read: {error.strerror}") from None

@@ -34,7 +34,7 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
     """List what stands out in a run, the most important first."""
     found = [*_warnings(run), *_training(run), *_data(run)]
     if run.results is not None and run.results.characters.rate >= _DEAF:
-        found += _deaf(run, run.results)
+        found += _recognises_nothing(run, run.results)
     elif run.results is not None and run.results.edits.sum():
         found += [*_labels(run.results, suspects), *_groups(run.results), *_kinds(run.results), *_words(run.results)]
     return sorted(found, key=lambda finding: -finding.weight)[:MOST]
@@ -49,7 +49,7 @@ def _warnings(run: RunData) -> Iterator[RunFinding]:
                          + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
 
 
-def _deaf(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
+def _recognises_nothing(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
     """Yield that next to nothing was heard, unless training was warned of it and said what to try."""
     if not run.warnings:
         yield RunFinding(

@@ -19,7 +19,7 @@ SHOWN = 12  # groups of one kind that are shown; the rest are merged
 SPEAKERS_SHOWN = 8
 LEAST = 5  # least utterances for an interval
 UNKNOWN = "not said"
-_MOST_VALUES = 50  # a column with more distinct values than this gives no groups
+_MAX_VALUES = 50  # a column with more distinct values than this gives no groups
 _AGES = ("child", "teens", "twenties", "thirties", "forties", "fourties", "fifties", "sixties", "seventies", "eighties",
          "nineties")
 
@@ -72,7 +72,7 @@ def columns(results: ScoredRun) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.heard for key in one.meta)]):
         values = [one.meta.get(name, "") for one in results.heard]
-        if 2 <= len(set(values)) <= _MOST_VALUES or (name == "accent" and len(set(values)) > 1):
+        if 2 <= len(set(values)) <= _MAX_VALUES or (name == "accent" and len(set(values)) > 1):
             found[name] = values
     return found
 

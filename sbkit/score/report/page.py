@@ -24,7 +24,7 @@ from sbkit.score.report.cards import Cards
 from sbkit.score.report.data import RunData, ScoredRun, rate, read
 from sbkit.score.report.findings import findings
 from sbkit.score.report.sections import KEY, section
-from sbkit.score.report.suspects import can_tell, suspects
+from sbkit.score.report.suspects import can_judge, suspects
 from sbkit.score.run_files import REPORT
 from sbkit.score.significance import RunComparison, compare
 from sbkit.system.console import atomic_write
@@ -38,7 +38,7 @@ _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "
 
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
                  title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0,
-                 remote: Remote = NOWHERE, tell: Callable[[str], object] = lambda verdict: None) -> Path:
+                 remote: Remote = NOWHERE, log: Callable[[str], object] = lambda verdict: None) -> Path:
     """Write the page of a run from the files in its folder; returns its path.
 
     Arguments
@@ -64,7 +64,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     except OSError as error:
         raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
     if words is not None:
-        tell(verdict(words).replace("−", "-"))  # a character that every console has
+        log(verdict(words).replace("−", "-"))  # a character that every console has
     return path
 
 
@@ -92,7 +92,7 @@ def _page(data: RunData, other: RunData | None, words: RunComparison | None, tit
         parts["where"] = sections.where(results, None if other is None else other.results)
         parts["words"] = sections.confused(results)
         parts["worst"] = sections.worst(results, cards, count, suspected)
-        parts["labels"] = sections.labels(cards, suspected, count, can_tell(results))
+        parts["labels"] = sections.labels(cards, suspected, count, can_judge(results))
     parts["data"] = sections.data(data)
     parts["making"] = sections.making(data)
     there = {place: part for place, part in parts.items() if part is not None}

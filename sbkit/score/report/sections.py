@@ -266,12 +266,12 @@ def confused(results: ScoredRun) -> Markup | None:
     return section("words", "Most confused words", tag("div", lists, class_="charts three"))
 
 
-def _words(title: str, pairs: Sequence[Confusion], most: int) -> Markup:
+def _words(title: str, pairs: Sequence[Confusion], limit: int) -> Markup:
     lines = []
     for said, heard, count in pairs[:WORDS_SHOWN]:
         both = [tag("bdi", said), tag("span", " → ", class_="dim"), tag("bdi", heard)] if said and heard else tag(
             "bdi", said or heard)
-        width = f"--share:{100 * count / most:.0f}%"
+        width = f"--share:{100 * count / limit:.0f}%"
         lines.append(tag("li", tag("span", both), tag("span", f"{count} ×", class_="dim"), style=width))
     return tag("figure", tag("figcaption", title), tag("ol", lines, class_="words"))
 
@@ -294,10 +294,10 @@ KEY = tag(
     tag("span", "missed", class_="k del"), " ", tag("span", "made up", class_="k ins"), class_="key")
 
 
-def labels(cards: Cards, suspects: Sequence[SuspectLabel], count: int, told: bool) -> Markup:
+def labels(cards: Cards, suspects: Sequence[SuspectLabel], count: int, judged: bool) -> Markup:
     """Show transcripts that may be wrong; ``told`` is whether there was enough data to tell."""
     if not suspects:
-        return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if told else NOT_TOLD)
+        return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if judged else NOT_TOLD)
     shown = [cards.card(suspect.index, _why(suspect)) for suspect in suspects[:count]]
     more = None if len(suspects) <= count else tag("p", f"{len(suspects) - count} more are not shown.", class_="note")
     return section("labels", "Suspected label errors", KEY, tag("div", shown, class_="cards"), more, lead=HONESTLY)

@@ -36,7 +36,7 @@ class SuspectLabel(NamedTuple):
 
 def suspects(results: ScoredRun) -> list[SuspectLabel]:
     """List utterances whose reference may be wrong, the most suspicious first."""
-    if not can_tell(results):
+    if not can_judge(results):
         return []
     errors = np.minimum(results.character_rates, 1.0)
     sure = np.array([np.nan if one.confidence is None else one.confidence for one in results.heard])
@@ -52,7 +52,7 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
     return sorted(found, key=lambda suspect: suspect.usual - suspect.error)
 
 
-def can_tell(results: ScoredRun) -> bool:
+def can_judge(results: ScoredRun) -> bool:
     """Whether there are enough utterances to tell what is usual."""
     return sum(one.confidence is not None for one in results.heard) >= _LEAST
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LEAST_CHUNK, _MOST_CHUNK = 10.0, 30.0  # seconds of audio to give a model at once
+_MIN_CHUNK, _MAX_CHUNK = 10.0, 30.0  # seconds of audio to give a model at once
 _SPACED = 0.1  # the share of texts with a space above which spaces separate words
 
 
@@ -90,7 +90,7 @@ class Recogniser(Exported):
             vocabulary=len(tokenizer.pieces()), blank_id=keys.blank_index,
             silent_ids=sorted({i for i in ends if i is not None and i > 0}), word_separator="▁" if spaced else None,
             min_samples=graph.least_samples(program),
-            chunk_seconds=round(min(max(clips.longest, _LEAST_CHUNK), most or _MOST_CHUNK, _MOST_CHUNK), 2),
+            chunk_seconds=round(min(max(clips.longest, _MIN_CHUNK), most or _MAX_CHUNK, _MAX_CHUNK), 2),
             longest_seconds=most)
 
     def write_beside(self, folder: Path, config: Config) -> None:

@@ -89,4 +89,4 @@ def check_labels(keys: CTCKeys, model: Recognizer, manifests: Mapping[str, Manif
 
 
 def _some(ids: Sequence[str]) -> str:
-    return listed(ids, most=5)
+    return listed(ids, limit=5)

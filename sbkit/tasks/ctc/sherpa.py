@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _FRAME_SECONDS = 0.02  # of a frame, in sherpa-onnx's word times
 _EXAMPLE = (2, 24_000)
 _STRETCH = 320  # samples in a stretch that has one mean and one variance
-_LEAST_VARIANCE = 1e-5  # that sherpa-onnx adds to a recording's
+_MIN_VARIANCE = 1e-5  # that sherpa-onnx adds to a recording's
 _NEVER = -1e4  # the log-probability of a token that can't occur
 _QUIET = 1e-6  # variance of a stretch, relative to the recording's, below which all count alike
 
@@ -166,7 +166,7 @@ class Whole(Target):
 def _as_changed(signal: np.ndarray) -> np.ndarray:
     """Change a waveform [S] as sherpa-onnx does, and the graph after it."""
     given = torch.from_numpy(signal)[None]
-    given = (given - given.mean()) / (given.var(correction=0) + _LEAST_VARIANCE).sqrt()
+    given = (given - given.mean()) / (given.var(correction=0) + _MIN_VARIANCE).sqrt()
     return (given - _level_of_silence(given))[0].numpy()
 
 

@@ -56,7 +56,7 @@ def _longer(keys: CTCKeys, manifests: Mapping[str, Manifest], most: float) -> It
         seconds = _planned(keys, manifest.durations) if split == "train" else manifest.durations
         places = np.flatnonzero(np.round(seconds * keys.sample_rate) > most * keys.sample_rate)
         if len(places):
-            ids = listed([f"{manifest.ids[int(i)]} ({seconds[i]:.1f} s)" for i in places], most=3)
+            ids = listed([f"{manifest.ids[int(i)]} ({seconds[i]:.1f} s)" for i in places], limit=3)
             yield (f"{split}: {len(places)} of {len(manifest)} utterances are longer than the {most:g} s that the "
                    f"encoder hears: {ids}")
 

@@ -54,7 +54,7 @@ def begin(folder: Path, name: str) -> tuple[Path, Lock]:
                 remove_unheld(path)
             os.mkdir(path)
             lock = Lock(path)
-            if lock.take() is not False and lock.is_at(path):
+            if lock.acquire() is not False and lock.is_at(path):
                 return path, lock
             lock.close()
         if time.monotonic() > until:
@@ -137,7 +137,7 @@ def sweep(folder: Path) -> list[str]:
 
 def _in_use(path: Path) -> bool:
     with Lock(path) as lock:
-        return lock.take(shared=True) is False
+        return lock.acquire(shared=True) is False
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -46,7 +46,7 @@ class DDPWrapper(ModuleWrapper):
         self._unreached: dict[str, torch.nn.Parameter] | None = None  # in the first step
         self._handles: list[Any] = []
         self.ddp: _QuietDDP | None = None
-        ranks.closed_first(self)
+        ranks.close_before_shutdown(self)
         self._wrap()
         with torch.no_grad():
             for buffer in loss_module.buffers():  # all ranks start with those of rank 0

@@ -11,7 +11,7 @@ from sbkit.train.distributed import ending
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 #: Seconds for a checkpoint that is being written, and for a run that is already stopping.
 _WRITING_SECONDS, _STOPPING_SECONDS = 5.0, 30.0
 _CODE = 1
@@ -60,7 +60,7 @@ def leave(reason: str) -> None:
 
 def _watch() -> None:
     while os.getppid() == _parent:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     if _stopping.is_set():
         time.sleep(_STOPPING_SECONDS)
     leave_if_gone()

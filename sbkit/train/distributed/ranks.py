@@ -137,7 +137,7 @@ def _unused(store: Store, place: int, world: int) -> Store:
     me = uuid.uuid4().hex
     store.set(f"sbkit/start/{place}", me)
     if place:
-        _wait_for_ranks(lambda: [] if store.check([f"sbkit/name/{me}"]) else [0], tells=place == 1)
+        _wait_for_ranks(lambda: [] if store.check([f"sbkit/name/{me}"]) else [0], describe=place == 1)
         name = store.get(f"sbkit/name/{me}").decode()
         store.set(f"{name}/named/{place}", b"1")
         return PrefixStore(name, store)
@@ -151,11 +151,11 @@ def _unused(store: Store, place: int, world: int) -> Store:
                 store.set(f"sbkit/name/{token.decode()}", me)
         return found
 
-    _wait_for_ranks(missing, tells=True)
+    _wait_for_ranks(missing, describe=True)
     return PrefixStore(me, store)
 
 
-def _wait_for_ranks(missing: Callable[[], list[int]], tells: bool) -> None:
+def _wait_for_ranks(missing: Callable[[], list[int]], describe: bool) -> None:
     """Wait until no rank is missing; who still is after a minute is told."""
     began = time.monotonic()
     while absent := missing():
@@ -164,14 +164,14 @@ def _wait_for_ranks(missing: Callable[[], list[int]], tells: bool) -> None:
         if waited > COLLECTIVE_TIMEOUT.total_seconds():
             raise SbkitError(f"{who} didn't join the others in {waited:.0f} s",
                              hint="their output may say why; is there a machine on which none was started?")
-        if tells and waited > SILENT_SECONDS:
+        if describe and waited > SILENT_SECONDS:
             logger.warning("Waiting for %s, which didn't join the others in %.0f s. Does it still start, and can it "
                            "reach this machine?", who, waited)
-            tells = False
+            describe = False
         time.sleep(_POLL_SECONDS)
 
 
-def closed_first(holder: _Holder) -> None:
+def close_before_shutdown(holder: _Holder) -> None:
     """Call ``holder.close()``, which releases the process group, before the group is left, if it still exists then."""
     _holders.add(holder)
 
@@ -262,11 +262,11 @@ def run_on_main(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     return result if is_main() else pickle.loads(answer[0])
 
 
-def meet(what: str = "meet") -> None:
+def barrier(name: str = "meet") -> None:
     """Wait without a time limit until every rank is here; end if one of them fails."""
     if is_alone():
         return
-    key = _key(what)
+    key = _key(name)
     if _store().add(f"{key}/here", 1) == world_size():
         _store().set(f"{key}/all", b"1")
     _wait_for(f"{key}/all")
@@ -276,7 +276,7 @@ def gather_objects(obj: T) -> list[T]:
     """Return the objects of all ranks, in the order of ranks, on every rank."""
     if is_alone():
         return [obj]
-    meet("gather")
+    barrier("gather")
     found: list[Any] = [None] * world_size()
     dist.all_gather_object(found, obj, group=cpu_group())
     return found
@@ -306,14 +306,14 @@ def failing_together() -> Iterator[None]:
         raise
     except BaseException as error:
         launcher.leave_if_gone()
-        if (code := _broke_by_a_peer(error)) is not None:
+        if (code := _caused_by_peer(error)) is not None:
             logger.debug("error after the failure of another rank", exc_info=error)
             _leave(code, grace=0.0)
         announce_failure(error)
         raise
 
 
-def _broke_by_a_peer(error: BaseException) -> int | None:
+def _caused_by_peer(error: BaseException) -> int | None:
     """Return the exit code of a failed rank if that caused this error: gloo's collectives fail then."""
     if isinstance(error, RuntimeError) and connected():
         with suppress(RuntimeError):  # the store has gone as well
@@ -341,7 +341,7 @@ def announce_failure(error: BaseException) -> None:
         _store().set(_FAILED_KEY, farewell)
         until = time.monotonic() + _FAREWELL_SECONDS
         if not is_main():
-            _say_unless_main_does(error, until)
+            _print_unless_main_does(error, until)
         while is_main() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and time.monotonic() < until \
                 and _store().add(_HEARD_KEY, 0) < world_size() - 1:
             time.sleep(_POLL_SECONDS)
@@ -349,7 +349,7 @@ def announce_failure(error: BaseException) -> None:
         logger.debug("could not tell the other ranks: %s", problem)
 
 
-def _say_unless_main_does(error: BaseException, until: float) -> None:
+def _print_unless_main_does(error: BaseException, until: float) -> None:
     """Log an error that only this rank has: commands print an ``SbkitError`` on rank 0 only."""
     while isinstance(error, SbkitError) and not _store().check([f"{_FAILED_KEY}/0"]):
         if time.monotonic() > until:
@@ -373,7 +373,7 @@ def end_together() -> NoReturn:
     """
     done = SystemExit(0)
     if not is_alone():
-        meet("end")
+        barrier("end")
         key = _key("ends")
         if is_main():
             _wait_for(key)

@@ -182,53 +182,53 @@ def is_sharded(obj: object) -> bool:
     return False
 
 
-def save_as_if_whole(checkpointer: Checkpointer | None) -> None:
+def save_unsharded(checkpointer: Checkpointer | None) -> None:
     """Make checkpoints of divided parameters the same as those of undivided ones."""
     if checkpointer is None:
         return
     for name, obj in checkpointer.recoverables.items():
         if is_sharded(obj):
-            checkpointer.custom_save_hooks[name] = save_whole
-            checkpointer.custom_load_hooks[name] = load_whole
+            checkpointer.custom_save_hooks[name] = save_full
+            checkpointer.custom_load_hooks[name] = load_full
 
 
-def save_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str]) -> None:
+def save_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str]) -> None:
     """Write the state dict of the undivided object; all ranks must call it."""
-    state = _whole(obj.state_dict())
+    state = _full_value(obj.state_dict())
     if ranks.is_main():
         write_state(state, path)
 
 
-def load_whole(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str], end_of_epoch: bool = True) -> None:
+def load_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str], end_of_epoch: bool = True) -> None:
     """Load the state dict of the undivided object; all ranks must call it."""
     del end_of_epoch
     state = load_file(path)
     if isinstance(obj, nn.Module):
-        take(obj, hook_on_loading_state_dict_checkpoint(state))
+        load_full_state(obj, hook_on_loading_state_dict_checkpoint(state))
         return
     params = [p for group in obj.param_groups for p in group["params"]]
     for i, entry in state["state"].items():
-        state["state"][i] = {key: _divided(value, params[i]) for key, value in entry.items()}
+        state["state"][i] = {key: _sharded_like(value, params[i]) for key, value in entry.items()}
     load_optimizer(obj, state, path)
 
 
-def take(module: nn.Module, state: Mapping[str, Any]) -> None:
+def load_full_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load the state dict of an undivided module; if this one is divided, all ranks must call it."""
     own = module.state_dict()
-    module.load_state_dict({key: _divided(value, own.get(key)) for key, value in state.items()}, strict=True)
+    module.load_state_dict({key: _sharded_like(value, own.get(key)) for key, value in state.items()}, strict=True)
 
 
-def _whole(value: object) -> object:
+def _full_value(value: object) -> object:
     if isinstance(value, DTensor):
         return value.full_tensor().cpu()
     if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
+        return {key: _full_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_whole(item) for item in value)
+        return type(value)(_full_value(item) for item in value)
     return value
 
 
-def _divided(value: object, like: object) -> object:
+def _sharded_like(value: object, like: object) -> object:
     """Divide a whole tensor as ``like`` is divided, if both have the same shape."""
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value

@@ -14,7 +14,7 @@ import torch
 from sbkit.errors import SbkitError
 from sbkit.recipe import batch_size
 from sbkit.recipe.batch_size import MARGIN, BatchSize
-from sbkit.recipe.bill import GIB
+from sbkit.recipe.cost import GIB
 from sbkit.system.console import progress, table
 from sbkit.train.memory import host
 from sbkit.train.memory.trials import BoundedTrial, Trial

@@ -25,8 +25,8 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 from sbkit.recipe import arguments, batch_size, load
-from sbkit.recipe.bill import Measured, longest_utterance
-from sbkit.recipe.parts import for_good
+from sbkit.recipe.cost import Measured, longest_utterance
+from sbkit.recipe.parts import frozen_for_good
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 from sbkit.system import helper_process
@@ -35,7 +35,7 @@ from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory
 
 #: Maximum number of buckets to try.
-MOST_BUCKETS = 6
+MAX_BUCKETS = 6
 #: Steps that ``sbkit check --measure`` times, after one for warm-up, and its time limit in seconds.
 STEPS, PATIENCE = 4, 60.0
 #: Memory of a run on a CPU besides its steps: for tables of the corpus and transcripts, and for each data worker.
@@ -50,7 +50,7 @@ class Trial:
         self.batching = batching = brain.keys.batching
         edges = Plan(durations, Batching(batching.max_batch_seconds, batching.step_seconds)).edges.tolist() \
             if float(durations.max()) <= batching.max_batch_seconds else [float(durations.max())]
-        chosen = np.unique(np.linspace(0, len(edges) - 1, MOST_BUCKETS).round().astype(int))
+        chosen = np.unique(np.linspace(0, len(edges) - 1, MAX_BUCKETS).round().astype(int))
         self.edges = [round(edges[i], 2) for i in chosen]
         self.most_seconds = max(batching.step_seconds, batching.max_batch_seconds)
 
@@ -72,16 +72,16 @@ class Trial:
 def trial(request: arguments.CommandLine, device: torch.device) -> Iterator[Trial]:
     """Build the recipe's Brain in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
-        recipe = load.opened(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
+        recipe = load.open_recipe(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
         model = batch_size.model_of(recipe.keys.modules)  # before a Brain replaces layers by faster equivalents
         brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None,
-                             freeze=for_good(recipe.keys.freeze))
+                             freeze=frozen_for_good(recipe.keys.freeze))
         brain.on_fit_start()
         brain.open_step(brain.optimizer_step + 1)
         brain.trainer.freezing.train()
         durations = _durations(request, recipe, Path(folder))
         with _quiet("sbkit.train.distributed.parallel"):  # the run itself will warn of unused layers
-            yield Trial(brain, durations, device, batch_size.place(model, recipe.keys, brain.precision, device))
+            yield Trial(brain, durations, device, batch_size.result_file(model, recipe.keys, brain.precision, device))
 
 
 @contextlib.contextmanager

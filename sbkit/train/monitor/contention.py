@@ -14,9 +14,9 @@ from sbkit.train.distributed import ranks
 logger = logging.getLogger(__name__)
 
 _THREADS = Path("/proc/self/task")
-_LOOK_AFTER = 20.0  # seconds of an epoch
+_MEASURE_AFTER = 20.0  # seconds of an epoch
 _LEAST = 2.0  # seconds, at the end of a shorter epoch
-_WORTH_TELLING = 0.15
+_WORTH_REPORTING = 0.15
 
 
 class Contention:
@@ -32,7 +32,7 @@ class Contention:
 
     def reset(self) -> None:
         """Start measuring, at the start of an epoch."""
-        self._looked = self._told
+        self._measured_at = self._told
         self._began = time.monotonic()
         self._before = _waited() if self._counts else {}
 
@@ -46,19 +46,19 @@ class Contention:
 
     def step(self) -> None:
         """Warn, after a step, if the epoch has run long enough to tell."""
-        self._look(_LOOK_AFTER)
+        self._measure(_MEASURE_AFTER)
 
     def close(self) -> float | None:
         """Warn, at the end of an epoch, if there was no warning yet, and return its share."""
-        self._look(_LEAST)
+        self._measure(_LEAST)
         return self.share()
 
-    def _look(self, after: float) -> None:
+    def _measure(self, after: float) -> None:
         """Warn once in a run, and check at most once in an epoch."""
-        if self._looked or not self._counts or time.monotonic() - self._began < after:
+        if self._measured_at or not self._counts or time.monotonic() - self._began < after:
             return
-        self._looked, share = True, self.share()
-        if share is not None and share > _WORTH_TELLING:
+        self._measured_at, share = True, self.share()
+        if share is not None and share > _WORTH_REPORTING:
             self._told = True
             if ranks.is_main():
                 threads = torch.get_num_threads()

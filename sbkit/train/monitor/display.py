@@ -180,8 +180,8 @@ class StageDisplay:
 
     def _redraw(self, wait: bool = False) -> None:
         now = time.monotonic()
-        self._look("loss", self._loss, wait)
-        self._look("lr", self._lr, wait)
+        self._read("loss", self._loss, wait)
+        self._read("lr", self._lr, wait)
         self._window.append((now, self.done, self._seconds))
         while len(self._window) > 2 and now - self._window[1][0] >= _WINDOW_SECONDS:
             self._window.popleft()
@@ -199,7 +199,7 @@ class StageDisplay:
         self._bar.n = min(self.done, self.total) if self.total else self.done
         self._bar.refresh()
 
-    def _look(self, name: str, value: Value, wait: bool) -> None:
+    def _read(self, name: str, value: Value, wait: bool) -> None:
         """Take a value that has arrived since the last call, then start copying the present one."""
         peek = self._peeks.pop(name, None)
         if peek is not None:

@@ -54,26 +54,26 @@ class Progress:
         self._whole_padded += padded
         self.display.update(steps, loss=loss, lr=lr, seconds=seconds, padded_seconds=padded)
 
-    def step(self, fact: StepResult, lr: Rate | None) -> None:
+    def step(self, result: StepResult, lr: Rate | None) -> None:
         """Record the values of an optimizer step, and write a line if one is due."""
         self._steps += 1
-        self.skipped += fact.skipped
-        self._loss.add(fact.total, fact.count)
-        for name, (total, count) in fact.extras.items():
+        self.skipped += result.skipped
+        self._loss.add(result.total, result.count)
+        for name, (total, count) in result.extras.items():
             self._extras.setdefault(name, Mean()).add(total, count)
-        self._norm = fact.norm
+        self._norm = result.norm
         now = time.monotonic()
         if self.metrics is not None and now - self._last >= self.interval:
-            self._write(self.metrics, fact, lr, now)
+            self._write(self.metrics, result, lr, now)
 
-    def _write(self, metrics: MetricsLog, fact: StepResult, lr: Rate | None, now: float) -> None:
+    def _write(self, metrics: MetricsLog, result: StepResult, lr: Rate | None, now: float) -> None:
         speed = self._seconds * ranks.world_size() / (now - self._last)
         metrics.write(
-            "step", epoch=self.epoch, step=fact.number, loss=self._loss.value() if self._loss.count else None,
+            "step", epoch=self.epoch, step=result.number, loss=self._loss.value() if self._loss.count else None,
             **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm,
             audio_s_per_s=speed or None, **self._used(speed), data_wait_share=self.budget.share("data"),
             padding_share=1 - self._seconds / self._padded if self._padded else None,
-            skipped_steps=self.skipped, **({"loss_scale": fact.scale} if fact.scale != 1 else {}),
+            skipped_steps=self.skipped, **({"loss_scale": result.scale} if result.scale != 1 else {}),
         )
         self._last, self._seconds, self._padded = now, 0.0, 0.0
         self._loss, self._extras = Mean(), {}

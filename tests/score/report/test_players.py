@@ -6,14 +6,14 @@ import run_folders
 
 from sbkit.data.manifest import Manifest
 from sbkit.score.report import write_report
-from sbkit.score.results import Player, Results, Sound
+from sbkit.score.results import Player, Results, SoundSample
 
 
 def run_with_players(folder, recording):
     run_folders.run_that_tells(folder, None)
     run_folders.manifest(folder, recording)
     run_folders.sound(folder / "test_sounds" / "01.wav", seed=1)
-    sounds = [Sound("recording", recording, 0.0, 0.8), Sound("codec", "test_sounds/01.wav", 0.0, 0.8)]
+    sounds = [SoundSample("recording", recording, 0.0, 0.8), SoundSample("codec", "test_sounds/01.wav", 0.0, 0.8)]
     results = Results({"loss": 1.0, "STOI": 0.9, "mel_distance": 2.5}, 1,
                       players=[Player("what is <said>", "a remark", sounds)])
     results.write(folder, Manifest(ids=[], durations=[], wavs=[], texts=[]), "test")

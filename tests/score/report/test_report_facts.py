@@ -231,7 +231,7 @@ def test_long_runs_are_thinned_by_means_and_lose_what_is_no_number():
     values = np.sin(np.arange(50_000) / 500)
     values[10] = np.nan
     thin = charts.thinned(Series("x", range(50_000), values))
-    assert len(thin.x) == charts.MOST_POINTS and thin.x == sorted(thin.x)
+    assert len(thin.x) == charts.MAX_POINTS and thin.x == sorted(thin.x)
     assert np.nanmean(values) == pytest.approx(np.mean(thin.y), abs=0.01)
     assert charts.curves("Loss", [Series("x", [1, 2], [None, float("nan")])], []) is None
 

@@ -20,7 +20,7 @@ from sbkit.decode.beam_stream import BeamStream
 from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Chunks
 from sbkit.score import utterances
-from sbkit.score.latency import standing
+from sbkit.score.latency import stable_words
 from sbkit.tasks.ctc.live import Live
 
 PIECES = ["<unk>", "▁", "a", "b", "c"]
@@ -137,7 +137,7 @@ def test_a_search_in_chunks_shows_what_a_stream_does_and_one_of_the_whole_what_i
             texts.append(settled + [word.text for word in heard[-1].partial])
         texts[-1] = settled + [word.text for word in stream.finish().settled]
         assert row.hypothesis == row.live[0].text == " ".join(texts[-1]) and 0 < row.confidence < 1
-        assert row.live[0].changed == standing(texts)[1]
+        assert row.live[0].changed == stable_words(texts)[1]
         assert row.live[1].text == best[0].text and row.nbest == ()
     assert rows[0].live[0].text != rows[0].live[1].text and rows[1].live[0].text == rows[1].live[1].text
 

@@ -80,7 +80,7 @@ def mistake(on):
         with ranks.failing_together():
             if ranks.rank() in on:
                 raise SbkitError("clip 7 is damaged")
-            ranks.meet()
+            ranks.barrier()
     except (SbkitError, PeerFailed) as error:
         return type(error).__name__, said
 

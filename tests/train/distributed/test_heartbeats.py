@@ -26,13 +26,13 @@ def stopped_for_a_while(stopped, seconds):
     ranks.init(torch.device("cpu"))
     pids = ranks.gather_objects(os.getpid())
     time.sleep(1.5)  # for the first heartbeats
-    ranks.meet()
+    ranks.barrier()
     if ranks.rank() != stopped:
         os.kill(pids[stopped], signal.SIGSTOP)
         threading.Timer(seconds, os.kill, (pids[stopped], signal.SIGCONT)).start()
-    ranks.meet()
+    ranks.barrier()
     time.sleep(1.5)
-    ranks.meet()
+    ranks.barrier()
     return pids, said
 
 
@@ -58,7 +58,7 @@ def leaves_early():
     heartbeats.logger.warning = lambda text, *values: said.append(text % values)
     ranks.init(torch.device("cpu"))
     time.sleep(1.0)
-    ranks.meet()
+    ranks.barrier()
     if ranks.rank():
         ranks.shutdown()
         time.sleep(4)

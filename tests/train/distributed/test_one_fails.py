@@ -25,7 +25,7 @@ from sbkit import cli
 from sbkit.commands import train as command
 from sbkit.errors import SbkitError
 from sbkit.train.distributed import ranks
-from sbkit.train.checkpoint.pending import Writer
+from sbkit.train.checkpoint.pending import BackgroundWriter
 
 def write():
     time.sleep(1.0)
@@ -39,8 +39,8 @@ def train(words):
             batches = iter(DataLoader(range(99), num_workers=1))
             next(batches)
             (folder / f"worker{{ranks.rank()}}").write_text(str(batches._workers[0].pid))
-            ranks.meet()
-            Writer().start(write)
+            ranks.barrier()
+            BackgroundWriter().start(write)
             if ranks.rank() == fails:
                 (folder / "failed").write_text(str(time.time()))
                 raise error

@@ -30,7 +30,7 @@ def test_a_trial_takes_real_steps_on_noise(trial):
     before = [p.clone() for p in trial.brain.modules.parameters()]
     assert trial.fits(2, 1.5)
     assert any(not torch.equal(a, b) for a, b in zip(before, trial.brain.modules.parameters(), strict=True))
-    assert trial.edges == sorted(trial.edges) and trial.edges[-1] == 20.0 and len(trial.edges) <= trials.MOST_BUCKETS
+    assert trial.edges == sorted(trial.edges) and trial.edges[-1] == 20.0 and len(trial.edges) <= trials.MAX_BUCKETS
     batch = trial.batch(3, 2.0)
     assert batch.padded_seconds == 6.0 and batch.tokens.min() >= 1 and batch.tokens.max() < 20
     assert not (Path.cwd() / "results" / "small").exists()

@@ -103,7 +103,7 @@ def _recognizer(folder: Path) -> Recognizer:
 
     torch.manual_seed(0)
     given = {"output_folder": str(folder), "output_neurons": len(LETTERS)}
-    made = load.opened(load.load(STREAMING, given), STREAMING)
+    made = load.open_recipe(load.load(STREAMING, given), STREAMING)
     model = recognizer(made.keys)
     made.hparams["normalize"].take(torch.full((80,), -5.0), torch.full((80,), 2.0))
     head = made.hparams["ctc_lin"].w

@@ -1,11 +1,11 @@
-"""The bill warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
+"""The cost estimate warns of a micro-batch that the GPU has no room for, where the recipe sets its size."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from sbkit.recipe import arguments, bill
+from sbkit.recipe import arguments, cost
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.check import check
 from sbkit.recipe.source import Findings, Node, Place
@@ -17,9 +17,9 @@ BATCHING = Node({"max_batch_seconds": Node(60, Place("recipe.yaml", 9), "batchin
 
 @pytest.fixture
 def needs_nine(monkeypatch):
-    """A bill for 9 GiB on a GPU with 8."""
-    monkeypatch.setattr(bill, "memory_of", lambda device: 8 * bill.GIB)
-    return bill.Bill(1, 0, bill.GIB, bill.Cost(3, 20.0, 8 * bill.GIB, 1e9), None, "cuda")
+    """An estimate for 9 GiB on a GPU with 8."""
+    monkeypatch.setattr(cost, "memory_of", lambda device: 8 * cost.GIB)
+    return cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), None, "cuda")
 
 
 def warnings(made, *given):
@@ -47,14 +47,14 @@ def test_one_that_was_tried_and_fits_is_not(needs_nine):
 
 @pytest.mark.parametrize("audio, shown", [
     (None, {"hours per 100 hours of audio, one cpu": "50.0"}),
-    (bill.TrainingAudio(2000.0, 1, 10), {"hours per epoch, 2,000.0 h of audio, one cpu": "1,000.0",
+    (cost.TrainingAudio(2000.0, 1, 10), {"hours per epoch, 2,000.0 h of audio, one cpu": "1,000.0",
                                          "hours of the run, 10 epochs, one cpu": "10,000.0"}),
-    (bill.TrainingAudio(0.03, 33, 4), {"hours per epoch, 0.99 h of audio, 33 times 0.03 h, one cpu": "0.49",
+    (cost.TrainingAudio(0.03, 33, 4), {"hours per epoch, 0.99 h of audio, 33 times 0.03 h, one cpu": "0.49",
                                        "hours of the run, 4 epochs, one cpu": "2.0"}),
 ])
 def test_hours_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_through_its_corpus(audio, shown):
-    made = bill.Bill(1, 0, bill.GIB, bill.Cost(3, 20.0, 8 * bill.GIB, 1e9), 50.0, "cpu")
-    section = bill.section(made, audio, 60.0)
+    made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), 50.0, "cpu")
+    section = cost.section(made, audio, 60.0)
     assert {what: much for what, much in section.rows if what.startswith("hours")} == shown
     assert section.values["audio_hours_per_epoch"] == (audio and audio.hours * audio.passes)
 

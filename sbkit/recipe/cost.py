@@ -1,4 +1,4 @@
-"""The bill: what training a recipe will need, as parameters, memory, the largest batch that fits and hours per epoch.
+"""What training a recipe will need, as parameters, memory, the largest batch that fits and hours per epoch.
 
 The memory of a step is counted while forward and backward run on stand-ins: it is that of all tensors that are alive at
 the same time. The hours are estimated from the number of operations, unless a measurement is given.
@@ -22,7 +22,7 @@ from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.partials import unwrapped
-from sbkit.recipe.parts import opened
+from sbkit.recipe.parts import flattened
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
@@ -45,7 +45,7 @@ _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafactor": 0}
 
 
 @dataclass(frozen=True)
-class Cost:
+class BatchCost:
     """The cost of forward and backward for one micro-batch."""
 
     utterances: int
@@ -119,7 +119,7 @@ class _Alive(Arithmetic):
         self.now -= size
 
 
-def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> Cost:
+def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> BatchCost:
     """Count the cost of one micro-batch of the longest utterances by running it on stand-ins."""
     hparams = traced.built.hparams
     longest = min(longest_utterance(hparams), batch_seconds)
@@ -129,7 +129,7 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> 
         counted = flops.run(brain, utterances, longest, _Alive, gpu=gpu_stand_ins())
     finally:
         restore(nn.ModuleDict(owned.roots))
-    return Cost(utterances, longest, counted.peak, float(counted.operations))
+    return BatchCost(utterances, longest, counted.peak, float(counted.operations))
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:
@@ -146,7 +146,7 @@ def states_per_parameter(opt_class: object) -> int:
 
 
 @dataclass(frozen=True)
-class Bill:
+class CostEstimate:
     """What a training run needs, in bytes and hours."""
 
     parameters: int
@@ -154,15 +154,15 @@ class Bill:
     """The number of parameters that are never trained."""
     weights: int
     """Bytes that don't depend on the batch: weights, gradients, optimizer states, cuBLAS's work space."""
-    cost: Cost
+    cost: BatchCost
     hours_per_100: float | None
     """Hours of computation for 100 hours of audio; None if the speed of the device is unknown."""
     device: str
     measured: Measured | None = None
     recomputes: bool = False
     """Whether activations are recomputed in backward, which the count doesn't take into account."""
-    thaws: int = 0
-    """Steps after which all temporarily frozen parts are trained; the bill is for the time after that."""
+    unfreezes: int = 0
+    """Steps after which all temporarily frozen parts are trained; the estimate is for the time after that."""
 
     @property
     def step_memory(self) -> int:
@@ -199,8 +199,8 @@ class Bill:
 
 
 def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
-         measured: Measured | None = None) -> Bill | None:
-    """The bill of a recipe whose forward was traced; None if it can't be made."""
+         measured: Measured | None = None) -> CostEstimate | None:
+    """The cost estimate of a recipe whose forward was traced; None if it can't be made."""
     hparams = traced.built.hparams
     batch_seconds = getattr(hparams.get("batching"), "max_batch_seconds", None)
     if not traced.complete or not isinstance(batch_seconds, (int, float)):
@@ -218,49 +218,54 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
         speed = speed_of(device, precision)
         hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
     freeze = hparams.get("freeze")
-    turns = [value for value in opened(freeze).values() if value is not True] if freeze else []
-    return Bill(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad), weights,
-                cost, hours, str(device), measured, bool(hparams.get("activation_checkpointing")),
-                int(max(turns, default=0)))
+    turns = [value for value in flattened(freeze).values() if value is not True] if freeze else []
+    return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
+                        weights, cost, hours, str(device), measured, bool(hparams.get("activation_checkpointing")),
+                        int(max(turns, default=0)))
 
 
-def section(bill: Bill, audio: TrainingAudio | None, planned: float, tried: Sequence[BatchSize] = ()) -> Section:
-    """The bill as a table of the report.
+def section(estimate: CostEstimate, audio: TrainingAudio | None, planned: float,
+            tried: Sequence[BatchSize] = ()) -> Section:
+    """The cost as a table of the report.
 
     audio : what is trained on, if it is known
     planned : seconds of the planned micro-batch
     tried : results of ``sbkit tune``
     """
-    cost = bill.cost
+    cost = estimate.cost
     rows = [
-        ["parameters", f"{bill.parameters:,}" + (f", {bill.frozen:,} of them frozen" if bill.frozen else "")],
-        ["weights, gradients, optimizer", _gib(bill.weights)],
+        ["parameters",
+         f"{estimate.parameters:,}" + (f", {estimate.frozen:,} of them frozen" if estimate.frozen else "")],
+        ["weights, gradients, optimizer", _gib(estimate.weights)],
         [f"a micro-batch of {planned:g} s ({cost.utterances} x {cost.seconds:g} s)", _gib(cost.memory)],
-        ["together", _gib(bill.step_memory)],
+        ["together", _gib(estimate.step_memory)],
     ]
-    total = memory_of(bill.device)
+    total = memory_of(estimate.device)
     if total is not None:
-        rows.append([f"largest max_batch_seconds on {bill.device}, {total / GIB:.0f} GiB", bill.largest_shown(total)])
+        rows.append([f"largest max_batch_seconds on {estimate.device}, {total / GIB:.0f} GiB",
+                     estimate.largest_shown(total)])
     else:
-        enough = [size for size in SIZES if bill.largest(size * 1e9) >= bill.cost.seconds]
-        by_size = ", ".join(f"{size} GB: {bill.largest_shown(size * 1e9)}" for size in enough)
+        enough = [size for size in SIZES if estimate.largest(size * 1e9) >= estimate.cost.seconds]
+        by_size = ", ".join(f"{size} GB: {estimate.largest_shown(size * 1e9)}" for size in enough)
         rows.append(["largest max_batch_seconds by GPU", by_size or "none"])
-    device = torch.device(bill.device).type
+    device = torch.device(estimate.device).type
     rows += [[f"the same, tried by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
-    if bill.hours_per_100 is not None:
+    if estimate.hours_per_100 is not None:
         amounts = {"hours per 100 hours of audio": 100.0} if audio is None else _amounts(audio)
-        rows += [[f"{what}, one {device}", _few(bill.hours_per_100 * amount / 100)] for what, amount in amounts.items()]
+        rows += [[f"{what}, one {device}", _few(estimate.hours_per_100 * amount / 100)] for what,
+                 amount in amounts.items()]
     values = {
-        "parameters": bill.parameters, "frozen": bill.frozen, "weights_bytes": bill.weights, "batch_bytes": cost.memory,
+        "parameters": estimate.parameters, "frozen": estimate.frozen, "weights_bytes": estimate.weights,
+        "batch_bytes": cost.memory,
         "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations / cost.batch_seconds,
-        "step_bytes": bill.step_memory, "largest_here": total and bill.largest(total),
-        "largest_max_batch_seconds": {f"{size} GB": int(bill.largest(size * 1e9)) for size in SIZES},
+        "step_bytes": estimate.step_memory, "largest_here": total and estimate.largest(total),
+        "largest_max_batch_seconds": {f"{size} GB": int(estimate.largest(size * 1e9)) for size in SIZES},
         "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
-        "hours_per_100_hours": bill.hours_per_100, "audio_hours_per_epoch": audio and audio.epoch_hours,
-        "epochs": audio and audio.epochs, "measured": bill.measured is not None, "device": bill.device,
-        "measured_bytes": bill.measured.peak_bytes if bill.measured is not None else None,
+        "hours_per_100_hours": estimate.hours_per_100, "audio_hours_per_epoch": audio and audio.epoch_hours,
+        "epochs": audio and audio.epochs, "measured": estimate.measured is not None, "device": estimate.device,
+        "measured_bytes": estimate.measured.peak_bytes if estimate.measured is not None else None,
     }
-    return Section("The bill", ["what", "how much"], rows, _remarks(bill), values)
+    return Section("Cost", ["what", "how much"], rows, _remarks(estimate), values)
 
 
 def _amounts(audio: TrainingAudio) -> dict[str, float]:
@@ -276,22 +281,23 @@ def _few(hours: float) -> str:
     return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2g}"
 
 
-def _remarks(bill: Bill) -> list[str]:
-    measured = bill.measured
+def _remarks(estimate: CostEstimate) -> list[str]:
+    measured = estimate.measured
     if measured is None:
-        amount = bill.cost.operations / bill.cost.batch_seconds / 1e9
-        less = ["with activation_checkpointing less memory is needed than is counted here"] if bill.recomputes else []
+        amount = estimate.cost.operations / estimate.cost.batch_seconds / 1e9
+        less = ["activation_checkpointing needs less memory than is counted here"] if estimate.recomputes else []
         return [f"memory is counted on stand-ins; the time is an estimate from {amount:.2g} GFLOP a second of audio "
-                "(--measure runs a few steps)", *less, *_thawing(bill)]
+                "(--measure runs a few steps)", *less, *_unfreezing(estimate)]
     remarks = [f"measured: a step of {measured.batch_seconds:g} s of audio takes {measured.step_seconds:.2f} s on "
                f"{measured.device}"]
     if measured.peak_bytes:
         remarks.append(f"measured: {_gib(measured.peak_bytes)} at once")
-    return remarks + _thawing(bill)
+    return remarks + _unfreezing(estimate)
 
 
-def _thawing(bill: Bill) -> list[str]:
-    return [f"freeze: this is for the time after its {bill.thaws} steps; before, less is needed"] if bill.thaws else []
+def _unfreezing(estimate: CostEstimate) -> list[str]:
+    steps = estimate.unfreezes
+    return [f"freeze: this is for the time after its {steps} steps; before, less is needed"] if steps else []
 
 
 def memory_of(device: str) -> int | None:
