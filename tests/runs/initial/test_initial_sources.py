@@ -181,7 +181,7 @@ def test_numbers_that_could_be_other_parts_are_refused(bundle, english, tmp_path
     save_file(load_file(bundle / "model.safetensors"), tmp_path / "weights.safetensors")  # as bundles once were
     error = refusal(english, tmp_path, tmp_path / "weights.safetensors")
     assert "has numbers for its parts (0, 1, 2), and here 0 is CNN, 1 is Transformer, 2 is seq_lin, 3 is ctc_lin: " \
-        "nobody knows which of them is seq_lin" in error.message
+        "it is unknown which of them is seq_lin" in error.message
     assert error.hint.startswith("name the folder of its run, checkpoint or bundle, whose recipe tells it, or ")
     assert "is seq_lin" in refusal(english, tmp_path, tmp_path / "weights.safetensors", init_leave=["ctc_lin"]).message
     shutil.rmtree(tmp_path / "new")
@@ -203,7 +203,7 @@ def test_a_list_in_another_order_is_refused_where_only_numbers_tell(run, english
     order = {"0": "1", "1": "0", "2": "2", "3": "3"}
     save_file({order[name[0]] + name[1:]: value.contiguous() for name, value in saved(run, "epoch2").items()},
               tmp_path / "weights.safetensors")
-    assert "nobody knows which of them is CNN, Transformer" in \
+    assert "it is unknown which of them is CNN, Transformer" in \
         refusal(english, tmp_path, tmp_path / "weights.safetensors").message
 
 
@@ -419,7 +419,7 @@ def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, cap
     state = {key: value.contiguous() for key, value in saved(run, "epoch2").items()}
     save_file(state, tmp_path / "weights.safetensors")
     error = refusal(data, tmp_path, tmp_path / "weights.safetensors")
-    assert "has no tokenizer, so nobody knows which token each row stands for" in error.message
+    assert "has no tokenizer, so it is unknown which token each row stands for" in error.message
     assert "ctc_lin.w.weight: " in error.message
     assert error.hint == "draw them anew: --init_leave \"[Transformer.custom_tgt_module, seq_lin, ctc_lin]\""
     shutil.rmtree(tmp_path / "new")
