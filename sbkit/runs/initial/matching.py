@@ -276,7 +276,7 @@ class Match:
             f"for all {count} tokens"
 
     def _rows(self, paths: Sequence[str]) -> dict[str, list[int]]:
-        """Of tensors with a row for each token, which row each comes from; empty where nobody knows."""
+        """Of tensors with a row for each token, which row each comes from; empty if that is unknown."""
         if not paths or self.tables is None:
             return {}
         if self.source.tokenizer is None and all(self._fits(path) for path in paths):
@@ -290,7 +290,7 @@ class Match:
         except SbkitError as error:
             sizes = dict.fromkeys(f"{self.parts.called(path)}: {len(self.theirs[self.found[path]])} there, "
                                   f"{len(self.own[path])} here" for path in paths)
-            raise SbkitError(f"init_from: {error.message}, so nobody knows which token each row stands for "
+            raise SbkitError(f"init_from: {error.message}, so it is unknown which token each row stands for "
                              f"({'; '.join(sizes)})", hint=self._leaving(paths)) from error
         wrong = [path for path in paths if len(self.theirs[self.found[path]]) != len(theirs.pieces)]
         if wrong:

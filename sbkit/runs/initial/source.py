@@ -145,7 +145,7 @@ class WeightSource:
         return weights_in(kept) if kept["updates"] else {}
 
     def vocabulary(self) -> TokenRows:
-        """What each row of its head stands for; an error says why nobody knows."""
+        """What each row of its head stands for; an error says why that is unknown."""
         if self.tokenizer is None:
             lost = f": {self.lost_tokenizer} is not there" if self.lost_tokenizer is not None else ""
             raise SbkitError(f"{self.description} has no tokenizer{lost}")
