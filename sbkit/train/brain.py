@@ -44,7 +44,6 @@ from sbkit.train.plain_loop import PlainLoop
 from sbkit.train.state import Overrides, StateView, TrainState
 from sbkit.train.step import Loss, StepResult
 from sbkit.train.trainer import Trainer
-from sbkit.train.types import DataSource, MicroBatch
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.tally import DeviceMean, one_number
 from sbkit.train.step import Loss
 from sbkit.train.trainer import Trainer
-from sbkit.train.types import DataSource, Objectives
 
 
 class EvaluationLoop:

@@ -11,7 +11,6 @@ from sbkit.train.monitor.tally import one_number
 from sbkit.train.state import Overrides
 from sbkit.train.step import StepResult
 from sbkit.train.trainer import Trainer
-from sbkit.train.types import MicroBatch
 
 logger = logging.getLogger(__name__)
 

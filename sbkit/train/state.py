@@ -8,7 +8,6 @@ from typing import Any, Protocol, overload
 
 from sbkit.train.batches import MicroBatch
 from sbkit.train.monitor.tally import Mean
-from sbkit.train.types import MicroBatch
 
 
 @dataclass

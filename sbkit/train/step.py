@@ -28,7 +28,6 @@ from sbkit.nn.peek import Peek
 from sbkit.train.batches import Objectives
 from sbkit.train.optim import apply, gradients, total_norm
 from sbkit.train.precision import Scaler
-from sbkit.train.types import Objectives
 
 
 class Loss(NamedTuple):

@@ -47,7 +47,6 @@ from sbkit.train.rates import Rate, base_lr
 from sbkit.train.signals import Stopped, StopSignals
 from sbkit.train.state import TrainState
 from sbkit.train.step import Loss, StepAccumulator, StepResult, as_loss
-from sbkit.train.types import DataSource, MicroBatch, Objectives, Outputs
 
 logger = logging.getLogger(__name__)
 
