@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":  # every rank makes the same error; one reports it
             console.write_error(f"error: {error}")
-        _tell_torchrun(error)
+        _report_to_torchrun(error)
         return error.exit_code
     except KeyboardInterrupt:  # outside training steps, which save a checkpoint first
         if "--debug" in argv:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _tell_torchrun(error: SbkitError) -> None:
+def _report_to_torchrun(error: SbkitError) -> None:
     """Put the reason into the last lines of torchrun's report about failed processes."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = f"error: {error}"

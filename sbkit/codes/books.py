@@ -104,10 +104,10 @@ class Books:
     def _invalid(self, codes: np.ndarray, index: tuple[int, ...], count: int, where: str) -> InvalidCode:
         *position, level = index
         id = int(codes[index])
-        told = f"frame {position[-1]}" if len(position) == 1 else f"utterance {position[0]}, frame {position[1]}"
+        place = f"frame {position[-1]}" if len(position) == 1 else f"utterance {position[0]}, frame {position[1]}"
         others = f" ({count - 1} more are out of range)" if count > 1 else ""
         return InvalidCode(
-            f"{where}: {told}, level {level}: id {id} is not in a codebook of {self.sizes[level]} entries{others}",
+            f"{where}: {place}, level {level}: id {id} is not in a codebook of {self.sizes[level]} entries{others}",
             tuple(position), level, id, hint="are they of this codec? special tokens are no codes")
 
     def require(self, found: Books, where: str) -> None:
@@ -134,8 +134,8 @@ class Books:
             raise SbkitError(f"{where}: {error.message}") from error
 
 
-def _whole(value: object, most: int) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 < int(value) <= most
+def _whole(value: object, maximum: int) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 < int(value) <= maximum
 
 
 def _exact(codes: ArrayLike) -> np.ndarray:

@@ -78,7 +78,7 @@ def evaluate(request: EvaluateRequest) -> int:
             if bundle := request.recogniser or brain.recogniser:
                 brain.take_recogniser(BundleLoader().recogniser(bundle, recipe.keys.sample_rate))
             results = list(_results(request, recipe, brain, name, path, remote))
-            return _tell(results, request) if ranks.is_main() else 0
+            return _print_results(results, request) if ranks.is_main() else 0
     finally:
         ranks.shutdown()
 
@@ -109,7 +109,7 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
         yield scored._replace(replaced=ranks.run_on_main(evaluation.write, scored, manifest))
 
 
-def _tell(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
+def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
     from sbkit.runs.layout import REPORT
 
     columns, max_wer = [name for name, _ in results[0].results.lines_of_table()[0]], request.max_wer

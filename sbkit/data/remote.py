@@ -96,13 +96,13 @@ class Remote:
 NOWHERE = Remote()
 
 
-def _from_store(url: str, first: int, most: int, seconds: float) -> bytes:
+def _from_store(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
     import fsspec  # slow, and only needed for object stores
 
     filesystem, inside = fsspec.core.url_to_fs(url)
     deadline = {"timeout": seconds} if filesystem.async_impl else {}
     try:
-        return filesystem.cat_file(inside, start=first, end=first + most, **deadline)
+        return filesystem.cat_file(inside, start=first, end=first + max_bytes, **deadline)
     except TimeoutError:
         raise OSError(_late(seconds)) from None
 
@@ -111,8 +111,8 @@ def _late(seconds: float) -> str:
     return f"not downloaded after {seconds:g} s (corpus.url_seconds)"
 
 
-def _over_http(url: str, first: int, most: int, seconds: float) -> bytes:
-    """Download at most ``most`` bytes from this server; redirects aren't followed, and no credentials are sent."""
+def _over_http(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
+    """Download at most ``max_bytes`` bytes from this server; redirects aren't followed, and no credentials are sent."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme.lower() == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=min(seconds, _SILENT_SECONDS))
@@ -124,8 +124,8 @@ def _over_http(url: str, first: int, most: int, seconds: float) -> bytes:
     try:
         target = quote(parts.path or "/", safe=_SAFE) + (f"?{quote(parts.query, safe=_SAFE)}" if parts.query else "")
         connection.request("GET", target, headers={
-            "Range": f"bytes={first}-{first + most - 1}", "Accept-Encoding": "identity"})
-        data = _body(connection.getresponse(), first, most)
+            "Range": f"bytes={first}-{first + max_bytes - 1}", "Accept-Encoding": "identity"})
+        data = _body(connection.getresponse(), first, max_bytes)
     except Exception:
         if not late.is_set():
             raise
@@ -143,7 +143,7 @@ def _hang_up(connected: socket.socket, late: threading.Event) -> None:
         connected.shutdown(socket.SHUT_RDWR)
 
 
-def _body(response: http.client.HTTPResponse, first: int, most: int) -> bytes:
+def _body(response: http.client.HTTPResponse, first: int, max_bytes: int) -> bytes:
     if response.status in (301, 302, 303, 307, 308):
         raise OSError(f"it redirects to {response.getheader('Location')}, and redirects are not followed")
     if response.status not in (200, 206):
@@ -152,7 +152,7 @@ def _body(response: http.client.HTTPResponse, first: int, most: int) -> bytes:
     if first and response.status == 200:
         raise OSError("the server gives no parts of files")
     length = response.length
-    data = response.read(most)
-    if length is not None and len(data) < min(length, most):
+    data = response.read(max_bytes)
+    if length is not None and len(data) < min(length, max_bytes):
         raise OSError(f"the connection ended after {len(data)} of {length} bytes")
     return data

@@ -151,10 +151,10 @@ class TextRules:
         return Counter(char for char in text if char not in self._allowed)
 
 
-def _replaced(text: str, pairs: Mapping[str, str], most: int) -> str:
+def _replaced(text: str, pairs: Mapping[str, str], max_length: int) -> str:
     for old, new in pairs.items():
         text = text.replace(old, new)
-        if len(text) > most:
+        if len(text) > max_length:
             raise SbkitError(f"text rules: they make a text more than {_GROWN} times as long",
                              hint="shorten their replacements")
     return text

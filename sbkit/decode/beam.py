@@ -17,12 +17,12 @@ import numpy as np
 
 from sbkit.decode import lm as language_models
 from sbkit.decode.fusion import Fusion, FusionWeights
-from sbkit.decode.heard import Spelling
 from sbkit.decode.hotwords import HotWords, boosted
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.posteriors import Events, events, spans_of
 from sbkit.decode.prefix_search import AT_ONCE, Search
 from sbkit.decode.spans import WORD_START, TokenSpans, Word, words
+from sbkit.decode.streaming import Spelling
 from sbkit.errors import SbkitError
 from sbkit.system import helper_process
 

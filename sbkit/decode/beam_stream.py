@@ -8,9 +8,9 @@ import numpy as np
 
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.event_stream import EventStream
-from sbkit.decode.heard import Spelling, StreamResult, settled
 from sbkit.decode.line_search import LineSearch
 from sbkit.decode.spans import TokenSpans, Word
+from sbkit.decode.streaming import Spelling, StreamResult, settled
 from sbkit.errors import SbkitError
 
 #: No line ends while a hypothesis that goes on is more than a hundredth as likely as one that is silent.
@@ -49,7 +49,7 @@ class BeamStream:
         self._in_line = False  # whether a word of this line was settled
 
     def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
-        """Hear log-probabilities [T, V]; see ``sbkit.decode.heard.StreamSearch``."""
+        """Hear log-probabilities [T, V]; see ``sbkit.decode.streaming.StreamSearch``."""
         self.spelling.check(log_probs)
         self._events.feed(log_probs)
         line, heard = self._line, []
@@ -59,19 +59,19 @@ class BeamStream:
             self._shorten(frame)
             line.step()
         heard += self._close_before(self._events.frames)
-        self._settle()
+        self._finalise()
         partial = self._write(line.spans_to(line.best()))
-        now = self._tell(partial, False, self._events.frames)
+        now = self._result(partial, False, self._events.frames)
         return [*heard, now] if now.settled or partial or not heard else heard
 
     def finish(self) -> StreamResult:
         """Settle what is left: the stream is over."""
         self._end(self._events.frames)
-        heard = self._tell([], self._in_line, self._events.frames)
+        heard = self._result([], self._in_line, self._events.frames)
         self._in_line = False
         return heard
 
-    def _tell(self, partial: list[Word], endpoint: bool, frame: int) -> StreamResult:
+    def _result(self, partial: list[Word], endpoint: bool, frame: int) -> StreamResult:
         words, self._settled = self._settled, []
         return StreamResult(words, partial, endpoint, frame * self.spelling.frame_seconds)
 
@@ -92,7 +92,7 @@ class BeamStream:
         self._end(self.spelling.after_pause(end))
         if not self._in_line:
             return []
-        heard, self._in_line = self._tell([], True, line.start), False
+        heard, self._in_line = self._result([], True, line.start), False
         return [heard]
 
     def _end(self, frame: int) -> None:
@@ -107,7 +107,7 @@ class BeamStream:
 
     # -------------------------------------------------------------- settling
 
-    def _settle(self) -> None:
+    def _finalise(self) -> None:
         """Settle the words that all hypotheses share."""
         line = self._line
         path = line.agreed()
@@ -123,7 +123,7 @@ class BeamStream:
     def _shorten(self, frame: int) -> None:
         """Settle words if none has been for long, first by the best hypothesis, then by ending the search."""
         line, longest = self._line, self.spelling.longest
-        for narrow in (self._settle, self._trust_best, self._settle, lambda: self._end(frame)):
+        for narrow in (self._finalise, self._trust_best, self._finalise, lambda: self._end(frame)):
             if not line.taken or frame - self._events.kept.frame[0] < longest:
                 return
             narrow()

@@ -18,8 +18,8 @@ class EventStream:
     labels : V, the number of labels
     """
 
-    def __init__(self, blank_id: int, threshold: float, most: int, labels: int):
-        self._how = (blank_id, threshold, most)
+    def __init__(self, blank_id: int, threshold: float, max_tokens: int, labels: int):
+        self._how = (blank_id, threshold, max_tokens)
         self._before = np.zeros((0, labels), np.float32)  # the last frame, which the next may continue
         none = np.zeros(0, np.int64)
         self.kept = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 
 from sbkit.decode.best_path import best_path
-from sbkit.decode.heard import Spelling, StreamResult, settled
 from sbkit.decode.spans import TokenSpans, sums
+from sbkit.decode.streaming import Spelling, StreamResult, settled
 
 _NOTHING = TokenSpans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
@@ -36,12 +36,12 @@ class GreedyStream:
         self._in_line = False  # whether a word of this line was settled
 
     def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
-        """Hear log-probabilities [T, V]; see ``sbkit.decode.heard.StreamSearch``."""
+        """Hear log-probabilities [T, V]; see ``sbkit.decode.streaming.StreamSearch``."""
         self.spelling.check(log_probs)
         labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), self.blank_id)
-        return self.hear(labels[0], confidence[0])
+        return self.decode(labels[0], confidence[0])
 
-    def hear(self, labels: np.ndarray, confidence: np.ndarray) -> list[StreamResult]:
+    def decode(self, labels: np.ndarray, confidence: np.ndarray) -> list[StreamResult]:
         """Hear the best labels [T] of frames and their probabilities [T], which ``best_path`` finds for many streams
         at once."""
         tokens, going_on = self._tokens(labels, confidence)

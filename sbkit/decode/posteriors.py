@@ -79,7 +79,7 @@ class Events:
 
 
 def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_id: int = 0, threshold: float = -7.0,
-           most: int = 20) -> Events:
+           max_tokens: int = 20) -> Events:
     """Keep the likely tokens of each frame.
 
     Arguments
@@ -107,7 +107,7 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     if top.size and top.max() > 1e-3:
         raise SbkitError(f"the search needs log-probabilities but got scores of up to {top.max():.3g}",
                          hint="apply log_softmax to the model's output")
-    row, token, value = _strongest(row, token, value, most)
+    row, token, value = _strongest(row, token, value, max_tokens)
     said = np.bincount(row, minlength=len(top))  # likely tokens per frame
     begin = np.concatenate([[0], np.cumsum(said)])
     blank = blank.astype(np.float64)
@@ -187,12 +187,12 @@ def _likely(log_probs: np.ndarray | Tensor, inside: np.ndarray, blank_id: int, t
     return top, blank, unsure[row[other]], token[other], value[other]
 
 
-def _strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
+def _strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, max_tokens: int) -> tuple[np.ndarray, ...]:
     """Keep at most this many tokens per frame, in the order of frames, the likeliest first."""
     order = np.lexsort((-value, row))
     counts = np.bincount(row)
     rank = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    order = order[rank < most]
+    order = order[rank < max_tokens]
     return row[order], token[order].astype(np.int32), value[order].astype(np.float64)
 
 

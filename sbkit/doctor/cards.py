@@ -24,9 +24,9 @@ _SLOWED = {"HW Slowdown": "the board", "HW Thermal Slowdown": "heat", "SW Therma
            "SW Power Capping": "its power limit"}
 
 
-def driver(asked: Scope) -> Iterator[MachineFinding]:
+def driver(scope: Scope) -> Iterator[MachineFinding]:
     """Check that there is a driver, new enough for this torch."""
-    torch = probe.asked("torch").get("torch", {})
+    torch = probe.inspect_library("torch").get("torch", {})
     text = _smi()
     version = re.search(r"Driver Version: *([\d.]+)", text) or re.search(r"Kernel Module[^\d]*([\d.]+)", _proc())
     newest = re.search(r"CUDA Version: *([\d.]+)", text)
@@ -61,9 +61,9 @@ def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
             "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
 
 
-def cards(asked: Scope) -> Iterator[MachineFinding]:
+def cards(scope: Scope) -> Iterator[MachineFinding]:
     """Describe each card that torch sees."""
-    facts = probe.asked("torch").get("cards", {})
+    facts = probe.inspect_library("torch").get("cards", {})
     if "error" in facts:
         yield MachineFinding("cards", f"torch can't use them: {facts['error']}", IN_THE_WAY,
                              "does nvidia-smi list them?")
@@ -84,14 +84,15 @@ def cards(asked: Scope) -> Iterator[MachineFinding]:
                              "nvidia-smi topo -m shows how they are connected")
 
 
-def attention(asked: Scope) -> Iterator[MachineFinding]:
+def attention(scope: Scope) -> Iterator[MachineFinding]:
     """Report which attention kernel torch uses for some head sizes."""
-    facts = probe.asked("torch").get("attention", {})
+    facts = probe.inspect_library("torch").get("attention", {})
     if "error" in facts:
         yield MachineFinding("attention", f"unknown: {facts['error']}", NOTE)
     for index, card in enumerate(facts.get("cards", [])):
-        told = [f"{name} for heads of {', '.join(map(str, heads))}" for name, heads in card["kernels"].items()]
-        yield MachineFinding("attention", f"cuda:{index} in {card['precision']}, masked: {'; '.join(told)} "
+        heads_by_kernel = [f"{name} for heads of {', '.join(map(str, heads))}" for name,
+                           heads in card["kernels"].items()]
+        yield MachineFinding("attention", f"cuda:{index} in {card['precision']}, masked: {'; '.join(heads_by_kernel)} "
                                    "(sbkit pads heads to what is fused)")
 
 
@@ -105,7 +106,7 @@ def _runs_on(architectures: list[str], major: int, minor: int) -> bool:
     return not architectures
 
 
-def health(asked: Scope) -> Iterator[MachineFinding]:
+def health(scope: Scope) -> Iterator[MachineFinding]:
     """Report nvidia-smi's facts about each card: memory errors, slices, persistence, power and heat."""
     for row in _smi(f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader,nounits").splitlines():
         values = [value.strip() for value in row.split(",")]
@@ -113,18 +114,18 @@ def health(asked: Scope) -> Iterator[MachineFinding]:
             continue
         card = dict(zip(_CARD, values, strict=True))
         what = f"card {card['index']}"
-        told = [f"{card['temperature.gpu']} °C", f"SM clock {card['clocks.sm']} of {card['clocks.max.sm']} MHz",
-                f"persistence {_word(card['persistence_mode'])}", f"MIG {_word(card['mig.mode.current'])}"]
-        mends = []
+        facts = [f"{card['temperature.gpu']} °C", f"SM clock {card['clocks.sm']} of {card['clocks.max.sm']} MHz",
+                 f"persistence {_word(card['persistence_mode'])}", f"MIG {_word(card['mig.mode.current'])}"]
+        fixes = []
         errors = card["ecc.errors.uncorrected.volatile.total"]
-        told.append(f"ECC errors {errors}" if errors.isdecimal() else "no ECC")
+        facts.append(f"ECC errors {errors}" if errors.isdecimal() else "no ECC")
         if errors.isdecimal() and int(errors):
-            mends.append("its memory has errors: restart the machine, and have the card checked if they return")
+            fixes.append("its memory has errors: restart the machine, and have the card checked if they return")
         if card["mig.mode.current"] == "Enabled":
-            mends.append("MIG slices can't talk to each other by NCCL: train on one slice, or turn MIG off")
+            fixes.append("MIG slices can't talk to each other by NCCL: train on one slice, or turn MIG off")
         if _lower(card["power.limit"], card["power.default_limit"]):
-            mends.append(f"its power limit is {card['power.limit']} W of {card['power.default_limit']}")
-        yield MachineFinding(what, ", ".join(told), NOTE if mends else "ok", "; ".join(mends))
+            fixes.append(f"its power limit is {card['power.limit']} W of {card['power.default_limit']}")
+        yield MachineFinding(what, ", ".join(facts), NOTE if fixes else "ok", "; ".join(fixes))
 
 
 def _word(value: str) -> str:
@@ -138,7 +139,7 @@ def _lower(limit: str, usual: str) -> bool:
         return False
 
 
-def clocks(asked: Scope) -> Iterator[MachineFinding]:
+def clocks(scope: Scope) -> Iterator[MachineFinding]:
     """Report whether a clock is throttled now, or was since the driver was loaded, which slowed earlier runs."""
     text = _smi("-q", "-d", "PERFORMANCE")
     for index, part in enumerate(re.split(r"^GPU \S+$", text, flags=re.MULTILINE)[1:]):
@@ -147,23 +148,23 @@ def clocks(asked: Scope) -> Iterator[MachineFinding]:
         past = {_SLOWED[name]: int(micros) / 1e6
                 for name, micros in re.findall(r"^ +([\w ]+?) +: (\d+) us$", part, re.MULTILINE)
                 if name in _SLOWED and int(micros) > 60e6}
-        told = [f"throttled now by {each}" for each in sorted(now)]
-        told += [f"was throttled by {each} for {seconds / 60:.0f} min" for each, seconds in sorted(past.items())]
-        mend = "cooling, power supply or power limit (nvidia-smi -q -d POWER) limit its speed"
-        yield MachineFinding(f"clock of card {index}", "; ".join(told) or "not throttled",
-                             NOTE if told else "ok", mend if told else "")
+        throttled = [f"throttled now by {each}" for each in sorted(now)]
+        throttled += [f"was throttled by {each} for {seconds / 60:.0f} min" for each, seconds in sorted(past.items())]
+        fix = "cooling, power supply or power limit (nvidia-smi -q -d POWER) limit its speed"
+        yield MachineFinding(f"clock of card {index}", "; ".join(throttled) or "not throttled",
+                             NOTE if throttled else "ok", fix if throttled else "")
 
 
-def libraries(asked: Scope) -> Iterator[MachineFinding]:
+def libraries(scope: Scope) -> Iterator[MachineFinding]:
     """Report the versions of cuDNN and NCCL that come with this torch."""
-    facts = probe.asked("torch").get("libraries", {})
+    facts = probe.inspect_library("torch").get("libraries", {})
     if "error" in facts:
         yield MachineFinding("cuDNN, NCCL", f"unknown: {facts['error']}", NOTE)
     elif facts.get("cudnn") or facts.get("nccl"):
         cudnn, nccl = facts["cudnn"], facts["nccl"]
-        told = [f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"] if cudnn else []
-        told += [f"NCCL {'.'.join(map(str, nccl))}"] if nccl else []
-        yield MachineFinding("CUDA libraries", ", ".join(told))
+        versions = [f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"] if cudnn else []
+        versions += [f"NCCL {'.'.join(map(str, nccl))}"] if nccl else []
+        yield MachineFinding("CUDA libraries", ", ".join(versions))
 
 
 def _smi(*words: str) -> str:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from sbkit.doctor import cards, folders, machine, packages, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, Scope, look
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, Scope, run_check
 
 #: The checks in the order of the table, with their names in case they fail.
 CHECKS: tuple[tuple[str, Check], ...] = (
@@ -24,11 +24,11 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 _WIDEST = 120
 
 
-def examine(asked: Scope) -> list[MachineFinding]:
+def examine(scope: Scope) -> list[MachineFinding]:
     """Run all checks; torch and onnxruntime are probed first, in parallel."""
     with ThreadPoolExecutor() as pool:
-        list(pool.map(probe.asked, probe.LIBRARIES))
-    return [finding for what, check in CHECKS for finding in look(what, check, asked)]
+        list(pool.map(probe.inspect_library, probe.LIBRARIES))
+    return [finding for what, check in CHECKS for finding in run_check(what, check, scope)]
 
 
 def in_the_way(found: Sequence[MachineFinding]) -> bool:
@@ -50,7 +50,7 @@ def as_table(found: Sequence[MachineFinding], width: int = 80) -> str:
     lines = []
     for each in found:
         texts = textwrap.wrap(each.found, room) or [""]
-        texts += textwrap.wrap(f"-> {each.mend}", room, subsequent_indent="   ") if each.mend else []
+        texts += textwrap.wrap(f"-> {each.fix}", room, subsequent_indent="   ") if each.fix else []
         lines.append(f"{each.verdict:{first}}  {each.what:{second}}  {texts[0]}")
         lines += [f"{'':{first + second + 4}}{text}" for text in texts[1:]]
     return "\n".join([*lines, "", _summary(found)])

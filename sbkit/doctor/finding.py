@@ -25,7 +25,7 @@ class MachineFinding:
     found: str
     verdict: str = OK
     """``ok``, ``note`` (sbkit runs, perhaps slower or without a part) or ``in the way``."""
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Scope:
 Check = Callable[[Scope], Iterable[MachineFinding]]
 
 
-def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECONDS) -> list[MachineFinding]:
+def run_check(what: str, check: Check, scope: Scope, patience: float = PATIENCE_SECONDS) -> list[MachineFinding]:
     """Run a check and return its findings; a failure or a timeout is a finding too."""
     found: list[MachineFinding] = []
 
     def run() -> None:
         try:
-            found.extend(check(asked))
+            found.extend(check(scope))
         except Exception as error:  # anything may be broken; that is what the doctor is for
             found.append(MachineFinding(what, f"unknown: {summary(error)}", NOTE))
 
@@ -56,7 +56,7 @@ def look(what: str, check: Check, asked: Scope, patience: float = PATIENCE_SECON
     if thread.is_alive():
         seen.append(MachineFinding(what, f"no answer within {patience:g} s", NOTE,
                                    "is a network folder or the driver stuck?"))
-    return [replace(each, found=without_names(each.found), mend=without_names(each.mend)) for each in seen]
+    return [replace(each, found=without_names(each.found), fix=without_names(each.fix)) for each in seen]
 
 
 def without_names(text: str) -> str:

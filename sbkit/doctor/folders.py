@@ -15,14 +15,14 @@ from sbkit.system.cache import cache_folder
 _LITTLE_DISK = 5 << 30
 _BLOCK = 1 << 20
 _SECONDS = 1.0  # spent on reading, and on writing
-_MOST = 256 << 20  # most bytes read, and written
+_TEST_BYTES = 256 << 20  # most bytes read, and written
 #: Below this speed, 8 data workers that read FLAC wait for the disk.
 _SLOW = 50e6
-_LOOKED_AT = 2000  # most files sampled from a data folder
+_SAMPLED_FILES = 2000  # most files sampled from a data folder
 _AHEAD = 60.0  # seconds: tolerated clock difference of machines that share a folder
 
 
-def caches(asked: Scope) -> Iterator[MachineFinding]:
+def caches(scope: Scope) -> Iterator[MachineFinding]:
     """Check the caches of sbkit, torch's compiler and Hugging Face, and the temporary folder."""
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
     hub = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
@@ -40,23 +40,23 @@ def caches(asked: Scope) -> Iterator[MachineFinding]:
             yield MachineFinding(what, f"{folder}, {_gib(free)} free")
 
 
-def data(asked: Scope) -> Iterator[MachineFinding]:
+def data(scope: Scope) -> Iterator[MachineFinding]:
     """Check that the named corpus exists, and measure how fast it is read."""
-    if asked.data is None:
+    if scope.data is None:
         return
-    if not asked.data.exists():
-        yield MachineFinding("data", f"{asked.data} does not exist", IN_THE_WAY,
+    if not scope.data.exists():
+        yield MachineFinding("data", f"{scope.data} does not exist", IN_THE_WAY,
                              "give --data an existing folder or file")
         return
-    read, seconds, files = _read(asked.data)
+    read, seconds, files = _read(scope.data)
     if not files:
-        yield MachineFinding("data", f"{asked.data}: no file in it can be read", IN_THE_WAY,
+        yield MachineFinding("data", f"{scope.data}: no file in it can be read", IN_THE_WAY,
                              "is it the right folder, and may this user read it?")
         return
     speed = read / max(seconds, 1e-6)
     slow = speed < _SLOW and seconds > 0.2
     yield MachineFinding("data",
-                         f"{asked.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader "
+                         f"{scope.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader "
                           "(cached files are faster)",
                          NOTE if slow else "ok",
                          "sbkit shard packs many small files into few large ones; or copy the data to a local disk"
@@ -65,18 +65,18 @@ def data(asked: Scope) -> Iterator[MachineFinding]:
 
 def _read(path: Path) -> tuple[int, float, int]:
     """Read files across the folder for a second; returns bytes, seconds and number of files."""
-    paths = [path] if path.is_file() else list(islice(_files(path), _LOOKED_AT))
+    paths = [path] if path.is_file() else list(islice(_files(path), _SAMPLED_FILES))
     step = max(1, len(paths) // 200)
     began, read, files = time.perf_counter(), 0, 0
     for each in paths[::step]:
         try:
             with open(each, "rb", buffering=0) as source:
-                while (block := source.read(_BLOCK)) and read < _MOST and time.perf_counter() - began < _SECONDS:
+                while (block := source.read(_BLOCK)) and read < _TEST_BYTES and time.perf_counter() - began < _SECONDS:
                     read += len(block)
             files += 1
         except OSError:
             continue
-        if read >= _MOST or time.perf_counter() - began >= _SECONDS:
+        if read >= _TEST_BYTES or time.perf_counter() - began >= _SECONDS:
             break
     return read, time.perf_counter() - began, files
 
@@ -86,14 +86,14 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent) / name for name in names)
 
 
-def output(asked: Scope) -> Iterator[MachineFinding]:
+def output(scope: Scope) -> Iterator[MachineFinding]:
     """Check the output folder: the named one, or ``results`` in the working directory."""
-    folder = asked.run or Path("results")
+    folder = scope.run or Path("results")
     if not _may_write(folder):
         yield MachineFinding("output", f"{folder} can't be written", IN_THE_WAY,
                              "give --output_folder a writable folder")
         return
-    speed, free = _write_speed(_there(folder)), _free(folder)
+    speed, free = _write_speed(_existing_parent(folder)), _free(folder)
     little, slow = free < _LITTLE_DISK, speed < _SLOW
     yield MachineFinding("output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
                          NOTE if little or slow else "ok",
@@ -105,32 +105,32 @@ def _write_speed(folder: Path) -> float:
     """Measure the bytes per second that reach the disk, with a temporary file."""
     block, written, began = os.urandom(_BLOCK), 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < _MOST / 4 and time.perf_counter() - began < _SECONDS / 2:
+        while written < _TEST_BYTES / 4 and time.perf_counter() - began < _SECONDS / 2:
             written += file.write(block)
         os.fsync(file.fileno())
     return written / (time.perf_counter() - began)
 
 
-def time_stamps(asked: Scope) -> Iterator[MachineFinding]:
+def time_stamps(scope: Scope) -> Iterator[MachineFinding]:
     """Check a run for files from the future: a clock was set back, or the machines' clocks differ."""
-    if asked.run is None:
+    if scope.run is None:
         return
-    if not asked.run.is_dir():
-        yield MachineFinding("run", f"{asked.run} does not exist", IN_THE_WAY, "give --run the output folder of a run")
+    if not scope.run.is_dir():
+        yield MachineFinding("run", f"{scope.run} does not exist", IN_THE_WAY, "give --run the output folder of a run")
         return
     now, newest = time.time(), 0.0
-    for path in islice(_files(asked.run), _LOOKED_AT):
+    for path in islice(_files(scope.run), _SAMPLED_FILES):
         newest = max(newest, path.lstat().st_mtime)
     ahead = newest - now
     wrong = ahead > _AHEAD
-    found = (f"the newest file of {asked.run} is {ahead / 60:.0f} min in the future" if wrong else
-             f"no file of {asked.run} is in the future" if newest else f"{asked.run} is empty")
+    found = (f"the newest file of {scope.run} is {ahead / 60:.0f} min in the future" if wrong else
+             f"no file of {scope.run} is in the future" if newest else f"{scope.run} is empty")
     yield MachineFinding("clock", found, NOTE if wrong else "ok",
                          "set this machine's clock (timedatectl): it decides which checkpoint is the newest" if wrong
                          else "")
 
 
-def _there(folder: Path) -> Path:
+def _existing_parent(folder: Path) -> Path:
     """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
@@ -139,11 +139,11 @@ def _there(folder: Path) -> Path:
 
 
 def _may_write(folder: Path) -> bool:
-    return os.access(_there(folder), os.W_OK | os.X_OK)
+    return os.access(_existing_parent(folder), os.W_OK | os.X_OK)
 
 
 def _free(folder: Path) -> int:
-    state = os.statvfs(_there(folder))
+    state = os.statvfs(_existing_parent(folder))
     return state.f_bavail * state.f_frsize
 
 

@@ -19,7 +19,7 @@ _LITTLE_MEMORY = 4 << 30
 _FILES = 4096
 
 
-def cores(asked: Scope) -> Iterator[MachineFinding]:
+def cores(scope: Scope) -> Iterator[MachineFinding]:
     """Check the usable cores, and how many threads libraries would start by default."""
     usable, seen = usable_cores(), os.cpu_count() or 1
     found = f"{usable} usable"
@@ -34,7 +34,7 @@ def cores(asked: Scope) -> Iterator[MachineFinding]:
         yield MachineFinding("cores", found)
 
 
-def main_memory(asked: Scope) -> Iterator[MachineFinding]:
+def main_memory(scope: Scope) -> Iterator[MachineFinding]:
     """Check free and total memory within the container's limit, and this process's own limit."""
     total, free = host.total(), host.available()
     found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
@@ -44,7 +44,7 @@ def main_memory(asked: Scope) -> Iterator[MachineFinding]:
                          "sbkit tune --memory finds batches that fit" if little else "")
 
 
-def shared_memory(asked: Scope) -> Iterator[MachineFinding]:
+def shared_memory(scope: Scope) -> Iterator[MachineFinding]:
     """Check the shared memory, through which data workers pass batches."""
     if not os.path.isdir(SHARED_MEMORY):
         yield MachineFinding("shared memory", f"no {SHARED_MEMORY} on this system")
@@ -57,12 +57,12 @@ def shared_memory(asked: Scope) -> Iterator[MachineFinding]:
                          "fewer batches are read ahead: docker run --shm-size=8g, or fewer workers" if little else "")
 
 
-def open_files(asked: Scope) -> Iterator[MachineFinding]:
+def open_files(scope: Scope) -> Iterator[MachineFinding]:
     """Check the limit of open files; each batch on its way from a worker uses some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = f"{_limit(soft)} (at most {_limit(hard)})"
+    limits = f"{_limit(soft)} (at most {_limit(hard)})"
     little = soft != resource.RLIM_INFINITY and soft < _FILES
-    yield MachineFinding("open files", told, NOTE if little else "ok",
+    yield MachineFinding("open files", limits, NOTE if little else "ok",
                          f"ulimit -n {min(65536, hard) if hard != resource.RLIM_INFINITY else 65536}, before a run "
                          "with many data workers" if little else "")
 
@@ -71,7 +71,7 @@ def _limit(value: int) -> str:
     return "no limit" if value == resource.RLIM_INFINITY else str(value)
 
 
-def language(asked: Scope) -> Iterator[MachineFinding]:
+def language(scope: Scope) -> Iterator[MachineFinding]:
     """Check that file names and texts use UTF-8."""
     names, text = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
     wrong = {names.lower(), text.lower()} - {"utf-8", "utf8"}

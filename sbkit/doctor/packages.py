@@ -19,7 +19,7 @@ from sbkit.system.environment import check_torch_pair, onnxruntimes, version_of
 _PAIR = ("torch", "torchaudio")
 
 
-def python(asked: Scope) -> Iterator[MachineFinding]:
+def python(scope: Scope) -> Iterator[MachineFinding]:
     """Check the Python version."""
     from packaging.specifiers import SpecifierSet
 
@@ -31,7 +31,7 @@ def python(asked: Scope) -> Iterator[MachineFinding]:
         yield MachineFinding("Python", found, IN_THE_WAY, f"sbkit needs {wanted}: make PYTHON=python3.12 install")
 
 
-def needed(asked: Scope) -> Iterator[MachineFinding]:
+def needed(scope: Scope) -> Iterator[MachineFinding]:
     """Check the packages that sbkit requires besides torch and torchaudio, by its metadata."""
     from packaging.requirements import Requirement
 
@@ -48,9 +48,9 @@ def needed(asked: Scope) -> Iterator[MachineFinding]:
                               + ", ".join(name for name in fits if name.split()[0] not in _PAIR))
 
 
-def torch_pair(asked: Scope) -> Iterator[MachineFinding]:
+def torch_pair(scope: Scope) -> Iterator[MachineFinding]:
     """Check that torch and torchaudio can be imported together."""
-    facts = probe.asked("torch")
+    facts = probe.inspect_library("torch")
     yield from _pair(facts)
     torch = facts.get("torch", {})
     if "error" in torch or not torch:
@@ -78,7 +78,7 @@ def _pair(facts: dict[str, Any]) -> Iterator[MachineFinding]:
         yield MachineFinding("torch pair", error.message, IN_THE_WAY, error.hint or "")
 
 
-def onnxruntime(asked: Scope) -> Iterator[MachineFinding]:
+def onnxruntime(scope: Scope) -> Iterator[MachineFinding]:
     """Check which build is installed, and for which devices."""
     builds = [f"{name} {version}" for name, version in onnxruntimes().items()]
     if not builds:
@@ -88,7 +88,7 @@ def onnxruntime(asked: Scope) -> Iterator[MachineFinding]:
         yield MachineFinding("onnxruntime", f"{' and '.join(builds)}: each overwrote files of the other", IN_THE_WAY,
                              f"pip uninstall -y {' '.join(onnxruntimes())}, then install the one you want")
     else:
-        facts = probe.asked("onnxruntime")
+        facts = probe.inspect_library("onnxruntime")
         found = facts.get("onnxruntime", {})
         if "error" in found or not found:
             yield MachineFinding("onnxruntime",
@@ -96,29 +96,29 @@ def onnxruntime(asked: Scope) -> Iterator[MachineFinding]:
                                  IN_THE_WAY, "reinstall it: pip install --force-reinstall onnxruntime")
             return
         names = ", ".join(name.removesuffix("ExecutionProvider") for name in found["providers"])
-        cards = probe.asked("torch").get("cards", {}).get("cards")
+        cards = probe.inspect_library("torch").get("cards", {}).get("cards")
         unused = cards and "CUDAExecutionProvider" not in found["providers"]
         yield MachineFinding("onnxruntime", f"{builds[0]}, built for {names}", NOTE if unused else "ok",
                              "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; "
                              "pip install onnxruntime-gpu" if unused else "")
 
 
-def compilers(asked: Scope) -> Iterator[MachineFinding]:
+def compilers(scope: Scope) -> Iterator[MachineFinding]:
     """Check the C compiler for CPU kernels, and what Triton needs for GPU kernels."""
     wanted = [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"]
     compiler = next(filter(None, map(shutil.which, wanted)), None)
-    why_not = probe.asked("torch").get("kernels", {})
+    why_not = probe.inspect_library("torch").get("kernels", {})
     why_not = why_not.get("error") or why_not.get("why_not")
-    mend = "apt install gcc" if compiler is None else "training on a CPU works without, but slower"
+    fix = "apt install gcc" if compiler is None else "training on a CPU works without, but slower"
     yield MachineFinding("C compiler", compiler or "none (gcc, cc or clang)", "ok" if compiler else NOTE,
-                         "" if compiler else mend)
+                         "" if compiler else fix)
     yield MachineFinding("CPU kernels", f"not used: {why_not}" if why_not else "compiled and loaded",
-                         NOTE if why_not else "ok", mend if why_not else "")
+                         NOTE if why_not else "ok", fix if why_not else "")
     triton, header = version_of("triton"), Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = [what for what, there in (("triton", triton), ("a C compiler", compiler), ("Python.h", header.is_file()))
                if not there]
-    mends = {"triton": "pip install triton", "a C compiler": "apt install gcc", "Python.h": "apt install python3-dev"}
+    fixes = {"triton": "pip install triton", "a C compiler": "apt install gcc", "Python.h": "apt install python3-dev"}
     yield MachineFinding("Triton", (triton or "not installed") + (f"; {', '.join(missing)} missing" if missing else ""),
                          NOTE if missing else "ok",
-                         "GPU kernels and --compile need it: " + "; ".join(mends[each] for each in missing)
+                         "GPU kernels and --compile need it: " + "; ".join(fixes[each] for each in missing)
                          if missing else "")

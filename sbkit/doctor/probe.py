@@ -23,7 +23,7 @@ _HEADS = (32, 36, 64, 80, 128)
 
 
 @cache
-def asked(library: str) -> dict[str, Any]:
+def inspect_library(library: str) -> dict[str, Any]:
     """Return each part's facts, or ``{"error": ...}``; a missing part was not reached, and ``ended`` says why."""
     command = [*helper_process.command(__name__), library]
     try:

@@ -42,7 +42,7 @@ class ComparisonClips:
         return [order[i] for i in dict.fromkeys((0, len(order) // 3, 2 * len(order) // 3, len(order) - 1))]
 
 
-def choose(corpus: Corpus | None, sample_rate: int, count: int, most: float | None = None) -> ComparisonClips:
+def choose(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: float | None = None) -> ComparisonClips:
     """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing.
 
     most : the seconds that the model hears at once, if that is limited: no clip is longer
@@ -55,13 +55,13 @@ def choose(corpus: Corpus | None, sample_rate: int, count: int, most: float | No
     clips: list[Clip] = []
     if corpus and manifests["test"].is_file():
         found = corpus.manifest("test")
-        clips = _utterances(found if most is None else found.select(np.flatnonzero(found.durations <= most)),
-                            sample_rate, count)
+        clips = _utterances(found if max_seconds is None
+                            else found.select(np.flatnonzero(found.durations <= max_seconds)), sample_rate, count)
     origin = f"{len(clips)} utterances of the run's test split" if clips else "noise, since the run's audio is missing"
     if not clips:
         clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
-    clips.append(_long(clips, longest * _BEYOND, sample_rate, most))
+    clips.append(_long(clips, longest * _BEYOND, sample_rate, max_seconds))
     clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
     return ComparisonClips(clips, origin, longest)
 
@@ -81,8 +81,8 @@ def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:
     return clips
 
 
-def _long(clips: list[Clip], seconds: float, sample_rate: int, most: float | None) -> Clip:
-    """Join clips until they are longer than ``seconds``, and cut what is over ``most`` seconds off.
+def _long(clips: list[Clip], seconds: float, sample_rate: int, max_seconds: float | None) -> Clip:
+    """Join clips until they are longer than ``seconds``, and cut what is over ``max_seconds`` off.
 
     Without a text, because error rates are of utterances.
     """
@@ -90,7 +90,8 @@ def _long(clips: list[Clip], seconds: float, sample_rate: int, most: float | Non
     while sum(map(len, parts)) <= seconds * sample_rate:
         parts.append(clips[-1 - len(parts) % len(clips)].signal)
     joined = np.concatenate(parts)
-    return Clip(joined if most is None else joined[:int(most * sample_rate)], None, f"{len(parts)} joined")
+    return Clip(joined if max_seconds is None else joined[:int(max_seconds * sample_rate)], None,
+                f"{len(parts)} joined")
 
 
 def _noise(seconds: float, sample_rate: int) -> np.ndarray:

@@ -145,7 +145,7 @@ class Bundle:
         _check_fields(str(path), self)
         _refuse(str(path), "min_samples", self.min_samples, Integer(maximum=MAX_SECONDS * self.sample_rate))
 
-    def told(self) -> dict[str, str]:
+    def onnx_metadata(self) -> dict[str, str]:
         """Return what an ONNX file of the bundle has to say of itself, where it says it."""
         return {}
 
@@ -306,7 +306,7 @@ class VoiceConfig(Bundle):
     text: dict[str, Any] | None = value(Nullable(Object()), default=None)
     """The options of the ``TextRules`` that its texts were written by; null: as they are, but for the case."""
 
-    def told(self) -> dict[str, str]:
+    def onnx_metadata(self) -> dict[str, str]:
         return {"sample_rate": str(self.sample_rate), "symbols": json.dumps(self.symbols, ensure_ascii=False),
                 "speakers": json.dumps(self.speakers, ensure_ascii=False)}
 
@@ -347,7 +347,7 @@ class CodecConfig(Bundle):
     decoders: dict[str, str] = value(Object(FILE), default_factory=dict)
     """The decoder's file of each format."""
 
-    def told(self) -> dict[str, str]:
+    def onnx_metadata(self) -> dict[str, str]:
         return {"sample_rate": str(self.sample_rate), "codec": self.codec, "books": ",".join(map(str, self.books)),
                 "stride": str(self.stride)}
 

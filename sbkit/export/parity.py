@@ -81,7 +81,7 @@ class Comparison:
         values are not finite."""
         return _difference(expected, found)
 
-    def most(self, tolerance: float) -> float:
+    def threshold(self, tolerance: float) -> float:
         """Return how far apart they may be, where ``tolerance`` was asked for."""
         return tolerance
 
@@ -129,7 +129,7 @@ class Comparison:
 
     def batchable(self, tolerance: float = TOLERANCE) -> bool:
         """Whether utterances have the same outputs in a batch as alone; some layers look at the padding."""
-        return all(each.batch_difference is None or each.batch_difference <= self.most(tolerance)
+        return all(each.batch_difference is None or each.batch_difference <= self.threshold(tolerance)
                    for each in self.results if each.format != layout.INT8)
 
     def failures(self, tolerance: float = TOLERANCE, batching: bool = True) -> list[str]:
@@ -153,7 +153,7 @@ class Comparison:
                     wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
                 continue
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
-            if not worst <= (most := self.most(tolerance)):  # also true for NaN
+            if not worst <= (most := self.threshold(tolerance)):  # also true for NaN
                 wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only {self.shown(most)} "
                              "is allowed")
             if result.words_changed > self.words_may_change:

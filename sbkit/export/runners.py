@@ -39,7 +39,7 @@ def _cut(by_name: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: 
     return value[: int(by_name[dimensions[1]][row])] if has_lengths else value
 
 
-def opened(name: str, path: Path) -> Call:
+def open_runner(name: str, path: Path) -> Call:
     """Open a graph that was written in one of the formats onnx, int8 and torch."""
     return (_program if name == layout.TORCH else _session)(path)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit.decode.heard import Spelling
 from sbkit.decode.spans import TokenSpans, Word, words
+from sbkit.decode.streaming import Spelling
 from sbkit.errors import SbkitError, shown
 from sbkit.export.layout import MAX_BYTES, TOKENS, Config
 from sbkit.system import untrusted

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
+from sbkit.decode.streaming import StreamResult
 from sbkit.infer.codec import CodecModel
 from sbkit.infer.graph_model import GraphModel, Output
 from sbkit.infer.model import Model, load

@@ -14,7 +14,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
-from sbkit.infer.device import Device, DeviceChoice, Placement, Unmet, for_eight_bits, settle
+from sbkit.infer.device import Device, DeviceChoice, Placement, Unmet, for_eight_bits, open_on
 from sbkit.infer.interface import Interface
 from sbkit.infer.onnx_session import open_session
 from sbkit.infer.worker import Worker
@@ -68,7 +68,7 @@ class Onnx:
                  spin: bool = True):
         threads = threads or threads_to_ask_for()
         where, eight_bits = for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
-        proven, why = settle(where, lambda device: open_session(path, device, threads, interface, spin))
+        proven, why = open_on(where, lambda device: open_session(path, device, threads, interface, spin))
         self._session, self._names = proven.session, list(interface.inputs)
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
         width = self._session.get_outputs()[0].shape[-1]
@@ -111,7 +111,7 @@ class Torch:
         else:
             keep_to_usable_cores()
         self._torch = torch
-        (module, self._device), why = settle(wanted, lambda device: self._proven(path, device, interface))
+        (module, self._device), why = open_on(wanted, lambda device: self._proven(path, device, interface))
         self._module: Program = compiled(module, compile_mode, worker) if compile_mode else module
         self.running = Placement(
             wanted.text, str(self._device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,

@@ -100,7 +100,7 @@ class BundleEngine(ABC):
 
     def _compare(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Refuse a file that says of itself something else than config.json says."""
-        for name, mine in self.config.told().items():
+        for name, mine in self.config.onnx_metadata().items():
             if (theirs := metadata.get(name, mine)) != mine:
                 raise SbkitError(f"{path} was made with {name} {_short(theirs)}, but {layout.CONFIG} says "
                                  f"{_short(mine)}", hint="do both come from the same export? export it again")

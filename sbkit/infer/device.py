@@ -75,19 +75,19 @@ class Unmet(SbkitError):
     """Why a device can't be used, as a clause: ``torch sees no CUDA device``."""
 
 
-def settle(wanted: DeviceChoice, attempt: Callable[[Device], T]) -> tuple[T, str]:
+def open_on(choice: DeviceChoice, attempt: Callable[[Device], T]) -> tuple[T, str]:
     """Open something on the requested device or raise; returns it, and why ``auto`` took the device that it took.
 
     attempt : opens it on a device, makes one inference there and reads back where that ran. It raises ``Unmet`` where
         any of this shows that the device can't be used, and any other error where no other device would help.
     """
-    if wanted.kind == "cpu":
+    if choice.kind == "cpu":
         return attempt(Device()), ""
     try:
-        return attempt(Device(wanted.index)), "" if wanted.explicit_gpu else "CUDA is there, and an inference ran on it"
+        return attempt(Device(choice.index)), "" if choice.explicit_gpu else "CUDA is there, and an inference ran on it"
     except Unmet as unmet:
-        if wanted.explicit_gpu:
-            raise SbkitError(f"{wanted.text} was requested, but {unmet.message}", hint=unmet.hint) from unmet
+        if choice.explicit_gpu:
+            raise SbkitError(f"{choice.text} was requested, but {unmet.message}", hint=unmet.hint) from unmet
         why = unmet.message
     return attempt(Device()), why
 

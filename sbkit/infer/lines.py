@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
+from sbkit.decode.streaming import StreamResult
 
 
 @dataclass(frozen=True)

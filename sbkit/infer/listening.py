@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.decode.heard import StreamResult
 from sbkit.decode.search_options import SearchRequest
+from sbkit.decode.streaming import StreamResult
 from sbkit.errors import SbkitError
 from sbkit.infer.captions import Captions, Json, Plain, TerminalCaptions
 from sbkit.infer.decoding import decoder

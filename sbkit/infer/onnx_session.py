@@ -59,7 +59,7 @@ def open_session(path: Path, device: Device, threads: int | None, interface: Int
         _check_has_cuda(runtime)
         if hasattr(runtime, "preload_dlls"):
             runtime.preload_dlls()  # CUDA and cuDNN as installed by pip, which the loader doesn't find
-    session = _made(runtime, path, device, _settings(runtime, threads, spin))
+    session = _new_session(runtime, path, device, _settings(runtime, threads, spin))
     _check_device(session, device)
     interface.check(path, [each.name for each in session.get_inputs()], [each.name for each in session.get_outputs()])
     try:
@@ -112,7 +112,8 @@ def _settings(runtime: ModuleType, threads: int | None, spin: bool) -> Any:  # o
     return settings
 
 
-def _made(runtime: ModuleType, path: Path, device: Device, settings: Any) -> Session:  # onnxruntime.SessionOptions
+def _new_session(runtime: ModuleType, path: Path, device: Device,
+                 settings: Any) -> Session:  # onnxruntime.SessionOptions
     providers: list[Any] = [CPU]  # names, or pairs of a name and options
     if device.gpu is not None:
         providers.insert(0, (CUDA, {"device_id": str(device.gpu), **_CUDA_OPTIONS}))

@@ -101,7 +101,7 @@ class Script:
         Raises ``UnspeakableText`` at its end, if there is something in it that can't be spoken, or nothing.
         """
         self.unknown = unknown = Unknown()
-        held, spoke, pauses = _Held(self._symbols.space, self._most), False, False
+        held, spoke, pauses = _PhraseBuffer(self._symbols.space, self._most), False, False
         empty = True
         blocks = map(self._symbols.look_up, [text] if isinstance(text, str) else text)
         for word in words(blocks, max(self._most, _LONGEST_WORD)):
@@ -180,7 +180,7 @@ def _ends_clause(word: str) -> bool:
     return word.rstrip(CLOSING).endswith(tuple(CLAUSE))
 
 
-class _Held:
+class _PhraseBuffer:
     """Words of a sentence that is not whole yet, never more than fit in a piece."""
 
     def __init__(self, space: int | None, most: int):

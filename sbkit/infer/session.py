@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sbkit.decode.heard import StreamResult, StreamSearch, within
+from sbkit.decode.streaming import StreamResult, StreamSearch, within
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.windows import Window, Windows
@@ -141,7 +141,7 @@ class Session:
         with self._changed:
             return self._waiting.popleft() if self._waiting else None
 
-    def hear(self, log_probs: np.ndarray | None) -> None:
+    def decode(self, log_probs: np.ndarray | None) -> None:
         """Search the log-probabilities [T, V] of a chunk, or the end (None), and get into the line again."""
         if self._error is not None:
             return self._turn_over([])
@@ -164,11 +164,11 @@ class Session:
             self._heard += heard
             enters = self._again()
             self._changed.notify_all()
-        self._tell()
+        self._notify()
         if enters:
             self._enter(self)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Call ``on_heard``. If that fails, nobody listens any more: the stream ends, and no other."""
         tell = self._on_heard
         if tell is None:

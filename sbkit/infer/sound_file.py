@@ -35,7 +35,7 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def there(self) -> bool:
+    def available(self) -> bool:
         """Whether this machine's libsndfile writes it."""
         return self.subtype in soundfile.available_subtypes(self.format)
 
@@ -66,14 +66,14 @@ _UNKNOWN_SIZE = 0xFFFFFFFF
 
 def kinds() -> list[str]:
     """The names of the formats that can be written here."""
-    return [name for name, kind in KINDS.items() if kind.there]
+    return [name for name, kind in KINDS.items() if kind.available]
 
 
 def kind_of(path: Path) -> str:
     """Return the format that a file's suffix stands for, or raise."""
     name = SUFFIXES.get(path.suffix.lower())
-    if name is None or not KINDS[name].there:
-        usable = [suffix for suffix, each in SUFFIXES.items() if KINDS[each].there]
+    if name is None or not KINDS[name].available:
+        usable = [suffix for suffix, each in SUFFIXES.items() if KINDS[each].available]
         what = f"{path.suffix} files can't be written" if path.suffix else f"{path} has no suffix that says what it is"
         raise SbkitError(what, hint=f"use {', '.join(usable)}")
     return name
@@ -93,7 +93,7 @@ class SoundWriter:
         own = which.rate(rate)
         self._resampler = soxr.ResampleStream(rate, own, 1, dtype="float32") if own != rate else None
         endian = "LITTLE" if which.format in ("RAW", "WAV") else None
-        self._out = _Told(file)
+        self._out = _DeferredErrors(file)
         self._file = soundfile.SoundFile(self._out, "w", own, 1, which.subtype, endian, which.format, **which.options)
 
     def add(self, samples: np.ndarray, last: bool = False) -> None:
@@ -150,7 +150,7 @@ class SoundStream:
         return self._sink.take()
 
 
-class _Told:
+class _DeferredErrors:
     """A file whose errors are raised at the end of a block, because libsndfile loses those of what it calls."""
 
     def __init__(self, file: IO[bytes] | io.RawIOBase):

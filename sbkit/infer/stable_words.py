@@ -36,7 +36,7 @@ class StableWords:
             self.end()
         elif self._frames > self._enough:
             found = self._found()
-            self._settle(words(found, self._vocabulary), self._first + int(max(
+            self._finalise(words(found, self._vocabulary), self._first + int(max(
                 (part.frame + part.spans.ends[-1] - self._first for part in found if len(part.spans)), default=0)))
 
     def end(self) -> None:
@@ -49,7 +49,7 @@ class StableWords:
         """Decode the open stretches."""
         return [DecodedTokens(self._first + part.frame, part.spans) for part in self._decoder.tokens([self._open])[0]]
 
-    def _settle(self, heard: list[Word], heard_until: int) -> None:
+    def _finalise(self, heard: list[Word], heard_until: int) -> None:
         frame, end = self._vocabulary.config.frame_seconds, self._first + self._frames
         if (end - heard_until) * frame >= PAUSE_SECONDS:
             self.words += heard

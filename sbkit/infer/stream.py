@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
+from sbkit.decode.streaming import StreamResult
 from sbkit.errors import SbkitError
 from sbkit.infer import samples as pieces
 from sbkit.infer.decoding import Decoder

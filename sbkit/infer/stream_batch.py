@@ -35,11 +35,12 @@ class StreamBatch:
     most : streams in one batch
     """
 
-    def __init__(self, config: Config, most: int):
+    def __init__(self, config: Config, max_streams: int):
         assert config.streaming is not None, "asked of models that take streams"
         self._vocabulary = config.vocabulary
         # Kept for all steps: fresh memory of this size would be zeroed by the system each time.
-        self._states = [np.zeros((most, *part["shape"]), part["type"]) for part in config.streaming.state.values()]
+        self._states = [np.zeros((max_streams, *part["shape"]), part["type"])
+                        for part in config.streaming.state.values()]
 
     def state(self) -> State:
         """Make the state of a stream that begins."""

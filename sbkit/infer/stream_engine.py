@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit.decode.heard import StreamSearch
+from sbkit.decode.streaming import StreamSearch
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
@@ -199,9 +199,9 @@ class StreamEngine(BundleEngine):
 
     def _search(self, session: Session, log_probs: np.ndarray | None) -> None:
         if session.search.quick:
-            session.hear(log_probs)
+            session.decode(log_probs)
         else:
-            self._searcher.submit(session.hear, log_probs)
+            self._searcher.submit(session.decode, log_probs)
 
 
 def _models(folder: Path, config: Config) -> dict[str, str]:

@@ -61,12 +61,12 @@ class Unknown:
     def __str__(self) -> str:
         """Name all of them, or the first where there are many."""
         lines = any(place.line > 1 for places in self.places.values() for place in places)
-        told = [self._told(character, lines) for character in list(self.places)[:_CHARACTERS]]
+        told = [self._described(character, lines) for character in list(self.places)[:_CHARACTERS]]
         if len(self.places) > _CHARACTERS:
             told.append(f"{len(self.places) - _CHARACTERS} others")
         return ", ".join(told)
 
-    def _told(self, character: str, lines: bool) -> str:
+    def _described(self, character: str, lines: bool) -> str:
         shown = f"{character!r}" if character.isprintable() else f"U+{ord(character):04X}"
         places = [f"line {place.line}, character {place.character}" if lines else f"character {place.character}"
                   for place in self.places[character]]

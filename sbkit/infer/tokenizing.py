@@ -166,7 +166,7 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
                 bar.update(len(window))
         left_out = pa.concat_tables([left_out, *done.left_out(name)])
         exclusions.write(out.folder, [left_out])
-        _tell_left_out(name, folder, left_out, done)
+        _report_left_out(name, folder, left_out, done)
     took = time.perf_counter() - began
     books, size = codec.books, sum(each.stat().st_size for each in folder.iterdir())
     print(f"{folder}: {done.utterances:,} utterances, {done.seconds / 3600:.2f} hours, {done.frames:,} frames at "
@@ -208,7 +208,7 @@ class _Done:
                 for reason, lost in self._lost.items() if lost]
 
 
-def _tell_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -> None:
+def _report_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -> None:
     """Say how many rows were left out and why; raise if it is all of them."""
     rows = done.utterances + left_out.num_rows
     reasons = Counter(left_out["reason"].to_pylist())

@@ -71,7 +71,8 @@ def transcribe(request: TranscribeRequest) -> int:
         waiting = recordings
         if request.output is not None:
             _claim(request, request.output, engine.running.model)
-            waiting = [each for each in recordings if request.overwrite or not _there(request.output, each, formats)]
+            waiting = [each for each in recordings if request.overwrite or not _existing_outputs(request.output, each,
+                                                                                                 formats)]
             if len(waiting) < len(recordings):
                 print(f"{len(recordings) - len(waiting)} are already done", file=sys.stderr)
         return _run(engine, waiting, request, formats)
@@ -199,7 +200,7 @@ def _refuse_meeting(output: Path, recordings: Sequence[Recording]) -> None:
                              hint="change one of the ids")
 
 
-def _there(output: Path, recording: Recording, formats: list[str]) -> bool:
+def _existing_outputs(output: Path, recording: Recording, formats: list[str]) -> bool:
     return all(_path(output, recording, name).exists() for name in formats)
 
 

@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
     name: str
     why: str
     fused: bool  # whether scores stay on the chip, so that no [T, T] is kept in memory
-    mend: str = ""
+    fix: str = ""
 
 
 def leave_cudnn() -> None:
@@ -98,4 +98,4 @@ def log_kernel(modules: Iterable[nn.Module], device: torch.device, precision: st
             logger.info("Attention on %s: torch's %s kernel (%s)", device, one.name, one.why)
         else:
             logger.warning("Attention on %s is not fused (%s): it is slow and keeps all scores [T, T] in memory; %s",
-                           device, one.why, one.mend)
+                           device, one.why, one.fix)

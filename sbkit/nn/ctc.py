@@ -111,12 +111,12 @@ def ctc_loss(
         return CTCLoss(torch.where(feasible, losses, torch.zeros_like(losses)), feasible)
 
 
-def _check_lengths(name: str, lengths: torch.Tensor, most: int) -> None:
+def _check_lengths(name: str, lengths: torch.Tensor, maximum: int) -> None:
     if lengths.is_floating_point():
         raise ValueError(f"{name} must be integers, counts of frames or labels, got {lengths.dtype}")
     values = lengths.numpy()
-    if len(values) and (values.min() < 0 or values.max() > most):
-        raise ValueError(f"{name} must lie in 0 .. {most}, got {values.min()} .. {values.max()}")
+    if len(values) and (values.min() < 0 or values.max() > maximum):
+        raise ValueError(f"{name} must lie in 0 .. {maximum}, got {values.min()} .. {values.max()}")
 
 
 def _by_torch(

@@ -49,10 +49,10 @@ class GlobalNorm(nn.Module):
         if not self.known:
             if self._pretends:
                 return x
-            self._look()
+            self._check_loaded()
         return (x - self.mean) / self.deviation
 
-    def _look(self) -> None:
+    def _check_loaded(self) -> None:
         """Look whether something has filled the buffers; only once, since a GPU must wait for it."""
         if self.deviation.isnan().any():
             raise SbkitError("GlobalNorm has no mean and deviation of the features yet",

@@ -87,9 +87,9 @@ class FilterBank(nn.Module):
             if lengths is None:
                 lengths = torch.full_like(signals[:, 0], samples, dtype=torch.int64)
             signals = mirrored(signals, lengths, -self.first, self.size - self.size // 2)
-        return self.of_frames(framed(signals, self.size, self.hop, count))
+        return self.from_frames(framed(signals, self.size, self.hop, count))
 
-    def of_frames(self, frames: Tensor) -> Tensor:
+    def from_frames(self, frames: Tensor) -> Tensor:
         """Compute the features [B, T, F] of frames of a waveform [B, T, size]."""
         with full_precision(frames):
             frames = frames.float()

@@ -161,7 +161,7 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
         if not kernel.fused:
             node = traced.built.nodes.get("nhead")
             findings.warning("slow-attention", node.place if node else Place(), node.key if node else "nhead",
-                             f"attention on {device} is not fused: {kernel.why}", kernel.mend)
+                             f"attention on {device} is not fused: {kernel.why}", kernel.fix)
     return remarks
 
 

@@ -64,7 +64,7 @@ def brought(pretrainer: Pretrainer | None, filled: Collection[int] = ()) -> set[
     """The ids of the tensors that ``load`` fills: those of its modules, but for adapters and what its files lack."""
     modules = [obj for obj in _wanted(pretrainer, filled).values() if isinstance(obj, nn.Module)]
     return {id(tensor) for module in modules for name, tensor in module.state_dict(keep_vars=True).items()
-            if not is_added(name) and name not in getattr(module, "drawn_anew", ())}
+            if not is_added(name) and name not in getattr(module, "reinitialised", ())}
 
 
 def saved(objects: Iterable[object]) -> set[int]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import PAUSE_SECONDS, Word
+from sbkit.decode.streaming import StreamResult
 from sbkit.infer.assembly import words
 from sbkit.infer.lines import Lines, TranscriptLine
 from sbkit.infer.stream_engine import StreamEngine

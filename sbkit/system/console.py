@@ -174,7 +174,7 @@ class ForPeople(logging.Filter):
 class LogFile(logging.FileHandler):
     """Handler of log.txt. A full or broken disk loses lines, which is reported once, not with a traceback for each."""
 
-    _told = False
+    _warned = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, and before it the lines that the terminal could not show."""
@@ -208,8 +208,8 @@ class LogFile(logging.FileHandler):
         refused = (disk.refusal(error) or error) if error else None
         if not isinstance(refused, OSError):
             super().handleError(record)
-        elif not self._told:
-            self._told = True
+        elif not self._warned:
+            self._warned = True
             # Not by sys.stderr, which may be what waits for this record.
             write_now(f"warning: {disk.explain(refused, self.baseFilename)}; some of its lines are lost\n")
 

@@ -38,24 +38,24 @@ def open_handle(path: str | os.PathLike[str]) -> int:
     return handle
 
 
-def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read a regular file; one of more than ``most`` bytes is an ``OSError`` before anything of it is read."""
+def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Read a regular file; one of more than ``max_bytes`` bytes is an ``OSError`` before anything of it is read."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EINVAL, f"it has {disk.size(size)}, and {disk.size(most)} are the most",
+        if size > max_bytes:
+            raise OSError(errno.EINVAL, f"it has {disk.size(size)}, and {disk.size(max_bytes)} are the most",
                           os.fspath(path))
         return file.read(size)
 
 
-def read_text(path: str | os.PathLike[str], most: int) -> str:
-    """Read a regular file of at most ``most`` bytes as UTF-8."""
-    return read_bytes(path, most).decode("utf-8")
+def read_text(path: str | os.PathLike[str], max_bytes: int) -> str:
+    """Read a regular file of at most ``max_bytes`` bytes as UTF-8."""
+    return read_bytes(path, max_bytes).decode("utf-8")
 
 
-def read_json(path: str | os.PathLike[str], most: int) -> Any:  # whatever JSON holds
-    """Read JSON from a regular file of at most ``most`` bytes; whatever is wrong is an OSError or a ValueError."""
-    return parse_json(read_text(path, most))
+def read_json(path: str | os.PathLike[str], max_bytes: int) -> Any:  # whatever JSON holds
+    """Read JSON from a regular file of at most ``max_bytes`` bytes; whatever is wrong is an OSError or a ValueError."""
+    return parse_json(read_text(path, max_bytes))
 
 
 def parse_json(text: str | bytes) -> Any:  # whatever JSON holds
@@ -66,17 +66,17 @@ def parse_json(text: str | bytes) -> Any:  # whatever JSON holds
         raise ValueError("it is nested too deeply") from None
 
 
-def unpack(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read a regular file and unpack it if it is gzip's; more than ``most`` bytes are an ``OSError``.
+def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Read a regular file and unpack it if it is gzip's; more than ``max_bytes`` bytes are an ``OSError``.
 
     So is what is larger than a text can have been, as soon as that is known: a small file may unpack to terabytes.
     """
-    data = read_bytes(path, most)
+    data = read_bytes(path, max_bytes)
     if data[:2] != b"\x1f\x8b":
         return data
     if data.find(bytes(_MAX_ZEROS)) >= 0:  # which gzip would step over one by one
         raise OSError(errno.EINVAL, "its compressed data is damaged: it has a long row of zeros", os.fspath(path))
-    left = min(most, max(_MAX_PACKED * len(data), _PACKED_ANYHOW))
+    left = min(max_bytes, max(_MAX_PACKED * len(data), _PACKED_ANYHOW))
     text = io.BytesIO()  # whose value is no copy
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:

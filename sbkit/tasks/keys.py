@@ -47,7 +47,7 @@ class TaskKeys(TrainKeys):
                                 "a folder for EncoderASR, or a .safetensors file", None)
     init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
     init_average: int = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1, SIZE)
-    init_leave: Sequence[str] | None = key("a list of parts that are not taken but drawn anew", None, NAMES)
+    init_leave: Sequence[str] | None = key("a list of parts that are not taken but reinitialised", None, NAMES)
     train_logger: TrainLog | None = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
     augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
     number_of_epochs: int | None = key("how often training goes through the corpus; the limit of epoch_counter has to "

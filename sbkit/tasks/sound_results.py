@@ -57,7 +57,7 @@ class SoundResults(Results):
                  SoundSample(self.maker, str(made), 0.0, len(row.sound) / self.sample_rate)]))
         super().write(folder, manifest, of)
 
-    def heard_rows(self) -> list[list[str]]:
+    def recognised_rows(self) -> list[list[str]]:
         """Return lines of a table about the error rates, as far as they were measured."""
         return [[name, f"{rates.rate:.2f} %", "{}; 95 % interval {:.2f} to {:.2f}".format(what, *interval(rates))]
                 for name, what, rates in (("WER", f"of what the {self.maker} made", self.after),

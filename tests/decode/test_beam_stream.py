@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.decode import arpa, kneser_ney
-from sbkit.decode import heard as heard_module
+from sbkit.decode import streaming as heard_module
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.beam_stream import BeamStream
-from sbkit.decode.heard import LONGEST_SECONDS, Spelling
+from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
 from sbkit.errors import SbkitError
 from tests.decode import exhaustive
 from tests.decode.streams import cuts, listen, log_probs_of, runs

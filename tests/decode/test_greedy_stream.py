@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import heard as heard_module
+from sbkit.decode import streaming as heard_module
 from sbkit.decode.best_path import best_path
 from sbkit.decode.greedy_stream import GreedyStream
-from sbkit.decode.heard import LONGEST_SECONDS, Spelling
 from sbkit.decode.spans import PAUSE_SECONDS, collapse, words
+from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
 from sbkit.errors import SbkitError
 from tests.decode.streams import cuts, listen, log_probs_of, runs
 
@@ -135,7 +135,7 @@ def test_an_hour_takes_constant_memory(kind):
     confidence = np.full(len(labels), 0.9, np.float32)
     heard, sizes, longest = stream(), [], 0
     for start in range(0, len(labels), 16):
-        for each in heard.hear(labels[start:start + 16], confidence[start:start + 16]):
+        for each in heard.decode(labels[start:start + 16], confidence[start:start + 16]):
             longest = max(longest, len(each.settled) + len(each.partial))
         sizes.append(len(pickle.dumps(heard)))
     bounded = int(2 * LONGEST_SECONDS / FRAME)

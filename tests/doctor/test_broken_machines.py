@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sbkit.doctor import cards, finding, folders, machine, packages, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, MachineFinding, Scope, look
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, MachineFinding, Scope, run_check
 
 SMI = """\
 | NVIDIA-SMI 550.54.14    Driver Version: 550.54.14    CUDA Version: 12.4     |
@@ -40,7 +40,7 @@ H100 = {"name": "NVIDIA H100", "capability": [9, 0], "total": 80 << 30, "free": 
 def says(monkeypatch):
     """Let torch and onnxruntime say what a test gives; what isn't given was never reached."""
     def answer(ended="", **parts):
-        monkeypatch.setattr(probe, "asked", lambda library: {"ended": ended, **parts})
+        monkeypatch.setattr(probe, "inspect_library", lambda library: {"ended": ended, **parts})
     return answer
 
 
@@ -57,7 +57,7 @@ def installed(monkeypatch):
 
 
 def only(check, asked=None):
-    (found,) = look("it", check, asked or Scope())
+    (found,) = run_check("it", check, asked or Scope())
     return found
 
 
@@ -67,8 +67,8 @@ def only(check, asked=None):
 def test_a_mixed_pair_is_in_the_way_with_what_to_install(says, installed):
     installed(torch="2.13.0", torchaudio="2.11.0")
     says(torch=TORCH | {"version": "2.13.0"}, torchaudio={"error": "OSError: undefined symbol: _ZN3c10"})
-    pair, torch, audio = look("torch", packages.torch_pair, Scope())
-    assert (pair.what, pair.verdict) == ("torch pair", IN_THE_WAY) and "torchaudio==2.13.*" in pair.mend
+    pair, torch, audio = run_check("torch", packages.torch_pair, Scope())
+    assert (pair.what, pair.verdict) == ("torch pair", IN_THE_WAY) and "torchaudio==2.13.*" in pair.fix
     assert torch.verdict == OK
     assert (audio.verdict, audio.found) == (IN_THE_WAY, "2.11.0 doesn't work: OSError: undefined symbol: _ZN3c10")
 
@@ -76,19 +76,19 @@ def test_a_mixed_pair_is_in_the_way_with_what_to_install(says, installed):
 @pytest.mark.parametrize("signum, name", [(11, "SIGSEGV"), (35, "signal 35")])
 def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, installed, signum, name):
     installed(torch="2.11.0", torchaudio="2.11.0")
-    probe.asked.cache_clear()
+    probe.inspect_library.cache_clear()
     monkeypatch.setattr(probe.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(
         command, -signum, "", ""))
     assert only(packages.torch_pair).found == (
         f"2.11.0 can't be imported: the process that imported it was ended by {name}")
-    probe.asked.cache_clear()
+    probe.inspect_library.cache_clear()
 
 
 def test_both_builds_of_onnxruntime_are_in_the_way(says, installed):
     installed(onnxruntime="1.23.0", onnxruntime_gpu="1.23.0")
     says()
     found = only(packages.onnxruntime)
-    assert found.verdict == IN_THE_WAY and found.mend.startswith("pip uninstall -y onnxruntime onnxruntime-gpu")
+    assert found.verdict == IN_THE_WAY and found.fix.startswith("pip uninstall -y onnxruntime onnxruntime-gpu")
 
 
 def test_an_onnxruntime_without_cuda_beside_a_card_is_noted(says, installed):
@@ -96,14 +96,14 @@ def test_an_onnxruntime_without_cuda_beside_a_card_is_noted(says, installed):
     says(onnxruntime={"version": "1.23.0", "providers": ["CPUExecutionProvider"]}, cards={"cards": [H100]})
     found = only(packages.onnxruntime)
     assert (found.verdict, found.found) == (NOTE, "onnxruntime 1.23.0, built for CPU")
-    assert "onnxruntime-gpu" in found.mend
+    assert "onnxruntime-gpu" in found.fix
 
 
 def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed, monkeypatch):
     installed(numpy="1.20", tqdm="4.70")
     wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.17; extra == "export"']
     monkeypatch.setattr(packages.metadata, "requires", lambda _: wanted)
-    numpy, soxr, rest = look("packages", packages.needed, Scope())
+    numpy, soxr, rest = run_check("packages", packages.needed, Scope())
     assert numpy == MachineFinding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
     assert soxr == MachineFinding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
     assert rest.found.endswith("1 of the 3 that it needs fit: tqdm 4.70")
@@ -112,9 +112,9 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed,
 def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(says, monkeypatch):
     says(kernels={"why_not": "there is no C compiler"})
     monkeypatch.setattr(packages.shutil, "which", lambda name: None)
-    compiler, kernels, triton = look("compilers", packages.compilers, Scope())
+    compiler, kernels, triton = run_check("compilers", packages.compilers, Scope())
     assert [each.verdict for each in (compiler, kernels, triton)] == [NOTE] * 3
-    assert compiler.mend == "apt install gcc" and "a C compiler" in triton.found
+    assert compiler.fix == "apt install gcc" and "a C compiler" in triton.found
 
 
 # ---------------------------------------------------------------- cards
@@ -135,15 +135,15 @@ def test_a_driver_and_whether_torch_can_use_it(says, monkeypatch, torch, visible
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = only(cards.driver)
-    assert found.verdict == verdict and told in found.found and mend in found.mend and bool(mend) == bool(found.mend)
+    assert found.verdict == verdict and told in found.found and mend in found.fix and bool(mend) == bool(found.fix)
 
 
 def test_cards_that_are_taken_or_too_new_or_far_from_each_other(says):
     taken, new = H100 | {"free": 9 << 30}, H100 | {"name": "NVIDIA B300", "capability": [11, 0]}
     says(cards={"cards": [H100, taken, new], "architectures": ["sm_80", "sm_90"], "without_peer_access": [[0, 2]]})
-    sound, busy, unknown, apart = look("cards", cards.cards, Scope())
+    sound, busy, unknown, apart = run_check("cards", cards.cards, Scope())
     assert sound == MachineFinding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
-    assert busy.verdict == NOTE and "another process" in busy.mend
+    assert busy.verdict == NOTE and "another process" in busy.fix
     assert unknown.verdict == IN_THE_WAY and "no code for it" in unknown.found
     assert apart.verdict == NOTE and "0 and 2" in apart.found
 
@@ -165,7 +165,7 @@ def test_attention_names_the_kernel_for_each_size_of_a_head(says):
 
 def test_clocks_that_are_held_down_say_by_what(monkeypatch):
     monkeypatch.setattr(cards, "_smi", lambda *words: PERFORMANCE)
-    hot, idle = look("clocks", cards.clocks, Scope())
+    hot, idle = run_check("clocks", cards.clocks, Scope())
     assert hot.verdict == NOTE
     assert hot.found == "throttled now by heat; throttled now by the board; was throttled by its power limit for 9 min"
     assert (idle.verdict, idle.found) == (OK, "not throttled")
@@ -176,7 +176,7 @@ def test_a_card_with_errors_and_slices_is_noted(monkeypatch):
     monkeypatch.setattr(cards, "_smi", lambda *words: row)
     found = only(cards.health)
     assert found.verdict == NOTE and "SM clock 210 of 1410 MHz" in found.found and "persistence off" in found.found
-    assert all(word in found.mend for word in ("memory has errors", "MIG slices", "300.00 W of 400.00"))
+    assert all(word in found.fix for word in ("memory has errors", "MIG slices", "300.00 W of 400.00"))
 
 
 # ---------------------------------------------------------------- machine and folders
@@ -187,7 +187,7 @@ def test_little_shared_memory_as_docker_gives(monkeypatch):
     monkeypatch.setattr(machine.os, "statvfs", lambda _: state)
     monkeypatch.setattr(machine.os.path, "isdir", lambda _: True)
     found = only(machine.shared_memory)
-    assert (found.verdict, found.found) == (NOTE, "/dev/shm: 0.06 of 0.06 GiB free") and "--shm-size" in found.mend
+    assert (found.verdict, found.found) == (NOTE, "/dev/shm: 0.06 of 0.06 GiB free") and "--shm-size" in found.fix
 
 
 @pytest.mark.parametrize("usable, threads, verdict, mend", [
@@ -198,13 +198,13 @@ def test_cores_and_threads_that_fight_for_them(monkeypatch, usable, threads, ver
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     found = only(machine.cores)
-    assert found.verdict == verdict and mend in found.mend
+    assert found.verdict == verdict and mend in found.fix
 
 
 def test_few_open_files_and_names_that_are_not_utf8(monkeypatch):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(machine.sys, "getfilesystemencoding", lambda: "ascii")
-    assert only(machine.open_files).mend.startswith("ulimit -n 1024")
+    assert only(machine.open_files).fix.startswith("ulimit -n 1024")
     assert only(machine.language).verdict == NOTE
 
 
@@ -213,7 +213,7 @@ def test_a_run_from_the_future_and_a_corpus_that_is_not_there(tmp_path):
     assert only(folders.time_stamps, Scope(run=tmp_path)).verdict == OK
     os.utime(tmp_path / "metrics.jsonl", (time.time() + 7200,) * 2)
     found = only(folders.time_stamps, Scope(run=tmp_path))
-    assert found.verdict == NOTE and "120 min in the future" in found.found and "timedatectl" in found.mend
+    assert found.verdict == NOTE and "120 min in the future" in found.found and "timedatectl" in found.fix
     assert only(folders.data, Scope(data=tmp_path / "absent")).verdict == IN_THE_WAY
     assert only(folders.data, Scope(data=tmp_path)).verdict == OK
 
@@ -221,7 +221,7 @@ def test_a_run_from_the_future_and_a_corpus_that_is_not_there(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.os, "access", lambda *_: False)
     assert only(folders.output, Scope(run=tmp_path)).verdict == IN_THE_WAY
-    assert {each.verdict for each in look("caches", folders.caches, Scope())} == {NOTE}
+    assert {each.verdict for each in run_check("caches", folders.caches, Scope())} == {NOTE}
 
 
 # ---------------------------------------------------------------- whatever else
@@ -232,10 +232,10 @@ def test_a_check_that_breaks_or_never_answers_is_a_line():
         yield MachineFinding("one", "well")
         raise ZeroDivisionError("of all things\nand more")
 
-    one, rest = look("disk", broken, Scope())
+    one, rest = run_check("disk", broken, Scope())
     assert one.verdict == OK
     assert rest == MachineFinding("disk", "unknown: ZeroDivisionError: of all things", NOTE)
-    (late,) = look("disk", lambda asked: time.sleep(60), Scope(), patience=0.05)
+    (late,) = run_check("disk", lambda asked: time.sleep(60), Scope(), patience=0.05)
     assert late.found == "no answer within 0.05 s"
 
 

@@ -61,4 +61,4 @@ def test_the_same_for_programs(capsys, monkeypatch):
     told = json.loads(capsys.readouterr().out)
     assert told["in_the_way"] == 1
     assert [each["verdict"] for each in told["findings"]] == ["ok", "in the way", "note"]
-    assert told["findings"][2]["mend"] == "docker run --shm-size=8g, or fewer workers"
+    assert told["findings"][2]["fix"] == "docker run --shm-size=8g, or fewer workers"

@@ -7,6 +7,6 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path, monkeypatch):
     for name in ("onnxruntime", "numpy", "json"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'w').close(); raise ImportError('not this one')")
     monkeypatch.chdir(tmp_path)
-    probe.asked.cache_clear()
-    assert "not this one" not in str(probe.asked("onnxruntime")) and not (tmp_path / "ran").exists()
-    probe.asked.cache_clear()
+    probe.inspect_library.cache_clear()
+    assert "not this one" not in str(probe.inspect_library("onnxruntime")) and not (tmp_path / "ran").exists()
+    probe.inspect_library.cache_clear()

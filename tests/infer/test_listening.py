@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from sbkit.cli import main
-from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
+from sbkit.decode.streaming import StreamResult
 from sbkit.errors import SbkitError
 from sbkit.infer.lines import Lines
 from sbkit.infer.listening import CtrlC

@@ -23,7 +23,7 @@ def made(tmp_path_factory):
         config = layout.read(bundle)
         for file in bundle.glob("*.onnx"):
             model = onnx.load(file)
-            onnx.helper.set_model_props(model, config.told() | {"comment": "made by sbkit"})
+            onnx.helper.set_model_props(model, config.onnx_metadata() | {"comment": "made by sbkit"})
             onnx.save(model, file)
     return folder
 

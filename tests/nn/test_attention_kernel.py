@@ -37,7 +37,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def test_a_head_size_gets_the_kernel_that_takes_it(capability, dtype, head, options, name, fused):
     found = kernel(capability, dtype, head, **options)
     assert (found.name, found.fused) == (name, fused)
-    assert bool(found.mend) is not fused
+    assert bool(found.fix) is not fused
 
 
 def test_head_sizes_are_those_of_all_attention_layers():

@@ -1,4 +1,4 @@
-"""Layers drawn anew: by what each one is, and the same for the same seed."""
+"""Layers reinitialised: by what each one is, and the same for the same seed."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import types
 import bundles
 import pytest
 
-from sbkit.decode.heard import StreamResult
 from sbkit.decode.spans import Word
+from sbkit.decode.streaming import StreamResult
 from sbkit.export.layout import Config
 from sbkit.infer.session import Session
 from sbkit.serve.hearing import ByChunks
@@ -31,7 +31,7 @@ class EndsBehindTheBack(Session):
     def take(self, timeout=None):
         found = super().take(timeout)
         if not found and self._ended and not self._over:
-            self.hear(None)
+            self.decode(None)
         return found
 
 

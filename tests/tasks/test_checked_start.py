@@ -37,7 +37,7 @@ def test_the_report_says_what_will_be_taken(run, tmp_path):
              "init_leave": ["Transformer.decoder"]}
     report = check(RECIPE, given)
     rows = {name: rest for name, *rest in report.sections["start"].rows}
-    assert rows["CNN"][1:] == ["taken", ""] and rows["Transformer.decoder"][1:] == ["drawn anew", "init_leave"]
+    assert rows["CNN"][1:] == ["taken", ""] and rows["Transformer.decoder"][1:] == ["reinitialised", "init_leave"]
     assert rows["ctc_lin"][1:] == ["taken", "rows of tokens that both have"]
     told = f"the run {run} (the mean of 1 checkpoint, and not of 5: there are no more)"
     assert f"Start: from {told}" in report.text()

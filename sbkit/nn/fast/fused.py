@@ -87,7 +87,7 @@ class _After(NamedTuple):
     slope: float = 1.0
     drop: _Drop = _NOTHING
 
-    def given(self) -> tuple[Any, ...]:
+    def options(self) -> tuple[Any, ...]:
         return self.smooth, self.slope, self.drop.pointer
 
 
@@ -115,7 +115,7 @@ class _Rows:
         """Normalise rows; returns them with the mean and reciprocal deviation that :meth:`unnormalise` needs."""
         columns, narrow = x.shape[-1], x.dtype != torch.float32
         out, mean, rstd = self.empty(columns), self.empty(1, torch.float32), self.empty(1, torch.float32)
-        self("norm_forward", columns, x, narrow, *norm, *after.given(), out, mean, rstd)
+        self("norm_forward", columns, x, narrow, *norm, *after.options(), out, mean, rstd)
         return out, mean, rstd
 
     def unnormalise(self, grad: Tensor, x: Tensor, gain: Tensor, shift: Tensor, mean: Tensor, rstd: Tensor,
@@ -123,7 +123,7 @@ class _Rows:
         """Return the gradients of x (plus ``add``), gain and shift."""
         columns, narrow = x.shape[-1], x.dtype != torch.float32
         out, sums = torch.empty_like(x), self.sums(2 * columns)
-        self("norm_backward", columns, grad, x, narrow, gain, shift, *after.given(), mean, rstd, add, out, sums)
+        self("norm_backward", columns, grad, x, narrow, gain, shift, *after.options(), mean, rstd, add, out, sums)
         return out, sums[0, :columns], sums[0, columns:]
 
 

@@ -69,7 +69,7 @@ class Encoder(nn.Module):
         if adapter_language is not None and not self._adapters():
             raise SbkitError(f"adapter_language is {adapter_language}, and {self.source} has no adapters for languages",
                              hint="it is for models of MMS, whose config.json says adapter_attn_dim; write null")
-        self.drawn_anew: frozenset[str] = frozenset()
+        self.reinitialised: frozenset[str] = frozenset()
         """The names of tensors that the source lacks, once it was looked at."""
         if copy is None and here:  # on this machine, so a misfit is reported at once
             self.check_source()
@@ -87,7 +87,7 @@ class Encoder(nn.Module):
     @property
     def dispensable(self) -> frozenset[str]:
         """The names of tensors that only training uses, and that start at random where there are none."""
-        return frozenset(f"network.{name}" for name in getattr(self.network, "drawn_anew", ()))
+        return frozenset(f"network.{name}" for name in getattr(self.network, "reinitialised", ()))
 
     @property
     def width(self) -> int:
@@ -132,7 +132,7 @@ class Encoder(nn.Module):
         if self._adapters():
             lines.append(f"adapters of {language}" if language else "adapters of the model's own file, of no language")
         missing = self.network.state_dict().keys() - files.shapes.keys()
-        self.drawn_anew = frozenset(f"network.{name}" for name in missing)
+        self.reinitialised = frozenset(f"network.{name}" for name in missing)
         return files, lines
 
     def _adapters(self) -> set[str]:

@@ -67,8 +67,8 @@ class EncoderOptions:
 
     def lowest(self, layers: nn.ModuleList) -> Iterator[nn.Module]:
         """Return the lowest layers, as many as ``layers`` says."""
-        most = self.layers
-        if most is not None and not 1 <= most <= len(layers):
-            raise SbkitError(f"layers is {most}, but the encoder has {len(layers)}",
+        count = self.layers
+        if count is not None and not 1 <= count <= len(layers):
+            raise SbkitError(f"layers is {count}, but the encoder has {len(layers)}",
                              hint=f"use 1 to {len(layers)}, or null for all")
-        return iter(layers[:most])
+        return iter(layers[:count])

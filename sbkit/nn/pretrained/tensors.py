@@ -89,12 +89,12 @@ def _renamed(name: str) -> str:
 def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
     """Refuse weights that do not fit the model; returns lines to log about them.
 
-    Tensors in the model's ``drawn_anew``, which only training uses, and those of adapters may be missing: they keep
+    Tensors in the model's ``reinitialised``, which only training uses, and those of adapters may be missing: they keep
     their random values.
     """
     own = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_added(name)}
     missing = own.keys() - files.shapes.keys()
-    drawn = missing & set(getattr(model, "drawn_anew", ()))
+    drawn = missing & set(getattr(model, "reinitialised", ()))
     if missing - drawn:
         raise SbkitError(f"{source} lacks {len(missing - drawn)} of the {len(own)} tensors that its {_kind(model)} "
                          f"needs: {_groups(missing - drawn)}",
@@ -110,7 +110,7 @@ def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
     if surplus:
         lines.append(f"left out, since this encoder does not use them: {_groups(surplus)}")
     if drawn:
-        lines.append(f"drawn anew, since the source lacks them: {', '.join(sorted(drawn))}")
+        lines.append(f"reinitialised, since the source lacks them: {', '.join(sorted(drawn))}")
     return lines
 
 

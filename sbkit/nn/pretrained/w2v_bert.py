@@ -70,7 +70,7 @@ class W2vBert(nn.Module):
     """
 
     prefixes: tuple[str, ...] = ("wav2vec2_bert.",)
-    drawn_anew: tuple[str, ...] = ("masked_spec_embed",)
+    reinitialised: tuple[str, ...] = ("masked_spec_embed",)
     normalizes = True  # subtracting the mean of log energies removes the loudness
 
     def __init__(self, settings: Settings, options: EncoderOptions):

@@ -35,7 +35,7 @@ class Wav2Vec2(nn.Module):
     """
 
     prefixes: tuple[str, ...] = ("wav2vec2.",)
-    drawn_anew: tuple[str, ...] = ("masked_spec_embed",)
+    reinitialised: tuple[str, ...] = ("masked_spec_embed",)
     Config: Any = Wav2Vec2Config  # subclasses have their own family's, which does not derive from it
     Model: Any = Wav2Vec2Model  # likewise
 

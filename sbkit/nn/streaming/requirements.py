@@ -36,7 +36,7 @@ class Lack(NamedTuple):
 
     part: str
     """``chunks``, ``encoder``, ``frontend`` or ``compute_features``."""
-    told: str
+    reason: str
     """Why that part doesn't run on a stream, as the end of a sentence."""
     instead: str
     """What does."""
@@ -86,4 +86,4 @@ def of_stream(recognizer: FromSamples) -> Iterator[Lack]:
 def refuse(lacks: Iterator[Lack]) -> None:
     """Raise for the first of what a recogniser lacks."""
     for lack in lacks:
-        raise SbkitError(f"this model can't run on a stream: {lack.told}", hint=f"train with {lack.instead}")
+        raise SbkitError(f"this model can't run on a stream: {lack.reason}", hint=f"train with {lack.instead}")

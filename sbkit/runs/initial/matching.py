@@ -21,7 +21,7 @@ from sbkit.runs.initial.vocabulary import TokenTables
 
 logger = logging.getLogger(__name__)
 
-TAKEN, ANEW, KEPT, LEFT = "taken", "drawn anew", "kept", "left there"
+TAKEN, REINITIALISED, KEPT, LEFT = "taken", "reinitialised", "kept", "left there"
 _LISTED, _SHORT = 20, 6  # tensors of another shape that an error names, modules that its hint does
 _FIELDS = 4  # of the configs of two encoders that an error names
 
@@ -260,8 +260,9 @@ class Match:
         own, name = self.own[path], self.parts.called(path)
         if path in self.left or path not in self.found:
             why = "init_leave" if path in self.left else "it isn't there"
-            kept = id(own) in self.pretrained
-            return ParameterOutcome(name, own.numel(), KEPT if kept else ANEW, f"as pretrained: {why}" if kept else why)
+            if id(own) in self.pretrained:
+                return ParameterOutcome(name, own.numel(), KEPT, f"as pretrained: {why}")
+            return ParameterOutcome(name, own.numel(), REINITIALISED, why)
         return ParameterOutcome(name, own.numel(), TAKEN, self._which_rows(path, rows))
 
     def _which_rows(self, path: str, rows: Mapping[str, list[int]] | None) -> str:
@@ -272,7 +273,7 @@ class Match:
         if not rows or path not in rows:
             return "rows as they lie: no tokenizer there"
         count, known = len(rows[path]), sum(there >= 0 for there in rows[path])
-        return f"for {known} of {count} tokens, {count - known} are drawn anew" if known < count else \
+        return f"for {known} of {count} tokens, {count - known} are reinitialised" if known < count else \
             f"for all {count} tokens"
 
     def _rows(self, paths: Sequence[str]) -> dict[str, list[int]]:

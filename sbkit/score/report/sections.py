@@ -295,7 +295,7 @@ KEY = tag(
 
 
 def labels(cards: Cards, suspects: Sequence[SuspectLabel], count: int, judged: bool) -> Markup:
-    """Show transcripts that may be wrong; ``told`` is whether there was enough data to tell."""
+    """Show transcripts that may be wrong; ``judged``: whether there was enough data."""
     if not suspects:
         return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if judged else NOT_TOLD)
     shown = [cards.card(suspect.index, _why(suspect)) for suspect in suspects[:count]]

@@ -20,7 +20,7 @@ from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.parity import Comparison
-from sbkit.export.runners import Runner, opened
+from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.coder import Coder, Decode, Encode
 
 OUTPUTS = {"codes": ("batch", "frames"), "frames": ("batch",)}
@@ -63,7 +63,7 @@ class CodesComparison(Comparison):
             return float("inf")
         return float(np.mean(np.concatenate(expected) != np.concatenate(found)))
 
-    def most(self, tolerance: float) -> float:
+    def threshold(self, tolerance: float) -> float:
         return OTHER_CODES
 
     def shown(self, apart: float) -> str:
@@ -103,7 +103,7 @@ class DecoderGraph(Companion):
         config.decoders, config.min_frames = dict(files), self.min_frames
 
     def metadata(self, config: layout.CodecConfig) -> dict[str, str]:
-        return super().metadata(config) | config.told()
+        return super().metadata(config) | config.onnx_metadata()
 
     def comparisons(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> Mapping[str, Samples]:
         coded = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
@@ -112,7 +112,7 @@ class DecoderGraph(Companion):
                                           frame_rate)}
 
     def runners(self, name: str, path: Path, config: layout.CodecConfig) -> Mapping[str, Runner]:
-        call = opened(name, path)
+        call = open_runner(name, path)
 
         def run(codes: Sequence[np.ndarray]) -> list[np.ndarray]:
             batch = np.zeros((len(codes), max(config.min_frames, *map(len, codes)), len(config.books)), np.int64)
@@ -164,7 +164,7 @@ class ExportedCodec(Exported):
                   {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
 
     def metadata(self, config: layout.CodecConfig) -> dict[str, str]:
-        return super().metadata(config) | config.told()
+        return super().metadata(config) | config.onnx_metadata()
 
     def comparison(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> CodesComparison:
         del folder

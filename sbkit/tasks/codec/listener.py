@@ -35,7 +35,7 @@ class Listener:
         """Forget the clips of an earlier test."""
         self.clock, self._drawn = Clock(), Drawn()
 
-    def hear(self, rows: Sequence[CodecRow], wanted: np.ndarray, made: np.ndarray) -> list[CodecRow]:
+    def measure(self, rows: Sequence[CodecRow], wanted: np.ndarray, made: np.ndarray) -> list[CodecRow]:
         """Return rows with all measures, for the recordings and what was made of them, [B, S] each."""
         whole = sum(row.samples for row in rows)
         pairs = [(wanted[i, :row.samples], made[i, :row.samples]) for i, row in enumerate(rows)]

@@ -119,7 +119,7 @@ class Resyntheses(SoundResults):
         if "PESQ" in stats:
             rows.append(["PESQ", f"{stats['PESQ']:.2f}", "quality, 1 to 4.6"])
         rows.append(["mel distance", f"{stats.get('mel_distance', math.nan):.2f} dB", "of spectra; 0 is the same"])
-        rows += [*self.heard_rows(),
+        rows += [*self.recognised_rows(),
                  ["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{self._entropy():.0f} if frequent codes were "
                   "written shorter"],
                  ["real-time factor", f"{stats['coding_real_time_factor']:.4f}", "of coding and decoding together"]]

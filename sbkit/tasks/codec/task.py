@@ -132,7 +132,7 @@ class Codec(Task):
                 for name, text, samples, mel, frames, codes in facts]
         if stage != Stage.TEST:
             return rows
-        return self.listener.hear(rows, batch.signals.cpu().numpy(), sound.cpu().numpy())
+        return self.listener.measure(rows, batch.signals.cpu().numpy(), sound.cpu().numpy())
 
     def stats(self, rows: Sequence[CodecRow]) -> dict[str, float]:
         """Compute the mel distance and the use of the codebooks."""

@@ -42,7 +42,7 @@ def sees_no_further(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     for lack in requirements.of_stream(model):
         if lack in stepless and fits[lack.part]:
             findings.error("chunks", *_named(built.nodes["chunks"], "ahead"), "frames ahead are heard step by step, as "
-                           f"a stream is, and that isn't possible here: {lack.told}",
+                           f"a stream is, and that isn't possible here: {lack.reason}",
                            f"use {lack.instead}, or write ahead: 0")
         elif fits[lack.part]:
             _warn(lack, keys, built, findings)
@@ -135,7 +135,7 @@ def _warn(lack: Lack, keys: CTCKeys, built: Built, findings: Findings) -> None:
     key = {"encoder": keys.encoder_key, "frontend": "CNN"}.get(lack.part, lack.part)
     node = built.nodes.get(key) or built.nodes["chunks"]
     findings.warning("chunks", *_named(node, lack.argument), "the model learns in chunks but can't be exported for "
-                     f"streams: {lack.told}", f"use {lack.instead}")
+                     f"streams: {lack.reason}", f"use {lack.instead}")
 
 
 def _named(node: Node, argument: str) -> tuple[Place, str]:

@@ -49,7 +49,7 @@ class StreamingGraph(nn.Module):
         frames : [B], feature frames of the windows that are real; 0: nothing for this stream
         keys, values, convolution, front, seen : as in ``sbkit.nn.streaming.encoder.EncoderState``
         """
-        features = self.bank.of_frames(framed(samples, self.bank.size, self.bank.hop))
+        features = self.bank.from_frames(framed(samples, self.bank.size, self.bank.hop))
         log_probs, counts, state = self.step(features, frames, EncoderState(keys, values, convolution, front, seen))
         return log_probs, counts, *state
 

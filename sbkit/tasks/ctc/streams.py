@@ -16,7 +16,7 @@ from sbkit.export import layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.layout import Config
-from sbkit.export.runners import Call, Runner, opened
+from sbkit.export.runners import Call, Runner, open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window, Windows
 from sbkit.nn.chunks import Seen
@@ -64,7 +64,7 @@ class Streams(Companion):
                                              self.decode, config.sample_rate) for size in self.graph.chunks}
 
     def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:
-        call = opened(name, path)
+        call = open_runner(name, path)
         return {_way(config, size): functools.partial(run, call, config, size) for size in self.graph.chunks}
 
 

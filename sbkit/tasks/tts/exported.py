@@ -16,7 +16,7 @@ from sbkit.export import graph, layout, readme
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.exported import Exported
 from sbkit.export.parity import Comparison
-from sbkit.export.runners import Runner, opened
+from sbkit.export.runners import Runner, open_runner
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
 from sbkit.nn.voice.voice import VoiceModel
 from sbkit.tasks.tts import labels
@@ -67,7 +67,7 @@ class SoundComparison(Comparison):
         pair = (torch.from_numpy(np.pad(each, (0, size - len(each))))[None] for each in (theirs, mine))
         return float(DECIBELS * self._ruler(*pair, torch.tensor([size])))
 
-    def most(self, tolerance: float) -> float:
+    def threshold(self, tolerance: float) -> float:
         return APART
 
     def shown(self, apart: float) -> str:
@@ -136,15 +136,16 @@ class ExportedVoice(Exported):
         return layout.VoiceConfig(
             sample_rate=self.sample_rate, symbols=keys.symbols.names, speakers=keys.speakers.names,
             max_symbols=keys.max_symbols, frame_seconds=voice.stride / self.sample_rate,
-            codec=(labels.pinned(keys) or labels.made(keys) or {}).get("codec"), books=list(keys.quantiser.sizes),
+            codec=(labels.pinned_facts(keys) or labels.label_facts(keys) or {}).get("codec"),
+            books=list(keys.quantiser.sizes),
             spelling=keys.symbols.spelling, characters=keys.symbols.characters, text=_rules(keys.corpus))
 
     def metadata(self, config: layout.VoiceConfig) -> dict[str, str]:
-        return super().metadata(config) | config.told() | {
+        return super().metadata(config) | config.onnx_metadata() | {
             "language": config.language or "", **({} if config.spelling is None else {"spelling": config.spelling})}
 
     def runner(self, name: str, folder: Path, config: layout.VoiceConfig) -> Runner:
-        call = opened(name, folder / layout.MODELS[name])
+        call = open_runner(name, folder / layout.MODELS[name])
 
         def run(texts: Sequence[np.ndarray]) -> list[np.ndarray]:
             batch = np.zeros((len(texts), max(map(len, texts))), np.int64)

@@ -78,5 +78,6 @@ class TTSKeys(TaskKeys):
             yield Problem("init_from", f"it is {self.init_from!r}, but the codec's own decoder has to be taken from "
                           f"{self.codec!r}", "write init_from: !ref <codec>")
         if left := [part for part in self.init_leave or () if part.split(".")[0] in CODEC_PARTS]:
-            yield Problem("init_leave", f"it has {', '.join(left)}, which are the codec's and don't train: drawn anew "
-                          "they would only make noise", "leave them out, and write them as in the codec's recipe")
+            yield Problem("init_leave", f"it has {', '.join(left)}, which are the codec's and don't train: "
+                          "reinitialised they would only make noise",
+                          "leave them out, and write them as in the codec's recipe")

@@ -108,19 +108,19 @@ def _frames(path: Path) -> list[np.ndarray]:
 
 def read(keys: TTSKeys) -> VoiceLabels:
     """Read the labels that a run has, as far as it has any."""
-    if (facts := made(keys)) is None:
+    if (facts := label_facts(keys)) is None:
         return VoiceLabels([], keys.symbols)
     keys.symbols.load()
     books = Books.from_dict(facts.get("books"), str(Path(keys.labels, FACTS)))
     return VoiceLabels([Path(keys.labels, split) for split in facts.get("splits", ())], keys.symbols, books)
 
 
-def made(keys: TTSKeys) -> dict[str, Any] | None:
+def label_facts(keys: TTSKeys) -> dict[str, Any] | None:
     """Return what the labels were made from, None where there are none."""
     return _read(Path(keys.labels, FACTS))
 
 
-def pinned(keys: TTSKeys) -> dict[str, Any] | None:
+def pinned_facts(keys: TTSKeys) -> dict[str, Any] | None:
     """Return what the labels were made from that the run's checkpoints learnt from, None where there are no such."""
     return _read(_pin(keys))
 
@@ -153,11 +153,11 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
     try:
         facts = _facts(keys, manifests, codec, aligner)
-        learnt = pinned(keys) or made(keys)
+        learnt = pinned_facts(keys) or label_facts(keys)
         if not initial.fresh(keys) and learnt is not None and not _same(learnt, facts):
             raise SbkitError(f"{keys.labels} is of another codec, recogniser or corpus, and checkpoints depend on it",
                              hint="start in a new output_folder, or set codec, recogniser and corpus back")
-        if (before := made(keys)) is not None and _same(before, facts):
+        if (before := label_facts(keys)) is not None and _same(before, facts):
             logger.info("labels: made already, in %s", keys.labels)
         else:
             with disk.disk_errors_as_user_error(keys.labels):

@@ -85,7 +85,7 @@ class Spoken(SoundResults):
 
     def _measured(self) -> Table:
         """Lists all measures with what they mean."""
-        stats, rows = self.stats, self.heard_rows()
+        stats, rows = self.stats, self.recognised_rows()
         if "right_choices" in stats:
             rows += [["right choices", f"{stats['right_choices']:.1f} %", "of what the recordings' codes are made of, "
                       "with the recordings' durations"],

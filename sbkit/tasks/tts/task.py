@@ -98,7 +98,7 @@ class TTS(Task):
 
     @classmethod
     def is_prepared(cls, keys: TTSKeys) -> bool:
-        return keys.symbols.file.exists() and keys.speakers.file.exists() and labels.made(keys) is not None
+        return keys.symbols.file.exists() and keys.speakers.file.exists() and labels.label_facts(keys) is not None
 
     @classmethod
     def label(cls, keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
@@ -150,7 +150,7 @@ class TTS(Task):
         """Compute from texts, with the recordings' durations, what their codes are chosen by; speak them in a test."""
         text, lengths = batch.tokens, batch.token_lengths
         found = [self._label(stage, *each) for each in zip(batch.ids, batch.texts, strict=True)]
-        self._tell_speakerless(batch, found)
+        self._warn_speakerless(batch, found)
         speaker = torch.tensor([self._speaker(label) for label in found]).to(batch.tokens.device, non_blocking=True)
         targets = self._targets(batch, found)
         taught = self.voice.teach(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
@@ -183,7 +183,7 @@ class TTS(Task):
         labels = (self.labels.get(split, name, text) for split in _SPLITS[stage])
         return next((label for label in labels if label is not None), None)
 
-    def _tell_speakerless(self, batch: Batch, found: Sequence[Label | None]) -> None:
+    def _warn_speakerless(self, batch: Batch, found: Sequence[Label | None]) -> None:
         """Warn once if it isn't known who speaks, where there are several voices."""
         speakers = self.keys.speakers
         if self._told or not speakers.several or len(speakers.names) < 2:

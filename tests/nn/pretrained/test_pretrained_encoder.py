@@ -234,9 +234,9 @@ def test_whether_loudness_is_made_equal_is_part_of_what_weights_mean(folders):
 
 def test_it_knows_what_its_source_lacks(tmp_path):
     folder = encoders.make(tmp_path, "wav2vec2-layer")
-    assert Encoder(str(folder), mask_time_prob=0.1).drawn_anew == set()
+    assert Encoder(str(folder), mask_time_prob=0.1).reinitialised == set()
     tensors = {name: value for name, value in encoders.start(folder, "wav2vec2-layer").items()
                if name != "masked_spec_embed"}
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    assert Encoder(str(folder), mask_time_prob=0.1).drawn_anew == {"network.masked_spec_embed"}
+    assert Encoder(str(folder), mask_time_prob=0.1).reinitialised == {"network.masked_spec_embed"}

@@ -142,7 +142,7 @@ def test_what_only_training_needs_may_be_missing(folder, caplog):
     put(folder, found)
     with caplog.at_level(logging.INFO):
         states(folder)
-    assert any("drawn anew, since the source lacks them: masked_spec_embed" in line for line in caplog.messages)
+    assert any("reinitialised, since the source lacks them: masked_spec_embed" in line for line in caplog.messages)
 
 
 def test_a_run_that_kept_the_config_needs_no_source(folder, tmp_path):

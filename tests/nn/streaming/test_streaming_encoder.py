@@ -211,7 +211,7 @@ def live(model, signal, sizes, config):
     state, found = step.state(1), []
     complete = [window for piece in samples_in_pieces(signal, sizes) for window in windows.feed(piece.numpy())]
     for window in complete + windows.finish():
-        features = bank.of_frames(framed(torch.from_numpy(window.samples)[None], bank.size, bank.hop))
+        features = bank.from_frames(framed(torch.from_numpy(window.samples)[None], bank.size, bank.hop))
         log_probs, counts, state = step(features, torch.tensor([window.frames]), state)
         found.append(log_probs[0, : int(counts)])
     return torch.cat(found)

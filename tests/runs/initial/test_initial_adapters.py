@@ -73,7 +73,7 @@ def same(one, other):
 def test_a_plain_recipe_takes_the_merged_weights(run, english, tmp_path, caplog):
     brain, told = started(tmp_path, english, caplog, init_from=str(run))
     assert same(state(brain), merged(run))
-    assert "its LoRA merged into 3 weights" in told and "drawn anew" not in told and "left there" not in told
+    assert "its LoRA merged into 3 weights" in told and "reinitialised" not in told and "left there" not in told
     rows = [line.split()[0] for line in told.splitlines() if " taken" in line]
     assert "Transformer.encoder" in rows and len(rows) == 9  # whole modules, of which some layers have a LoRA
 
@@ -81,7 +81,7 @@ def test_a_plain_recipe_takes_the_merged_weights(run, english, tmp_path, caplog)
 def test_a_recipe_with_the_same_lora_goes_on_with_base_and_adapters(run, english, tmp_path, caplog):
     brain, told = started(tmp_path, english, caplog, recipe=overlay(tmp_path), init_from=str(run))
     assert same(state(brain), state(load_run(run, "cpu")[1]))
-    assert "merged" not in told and "drawn anew" not in told
+    assert "merged" not in told and "reinitialised" not in told
     trained = brain.hparams.trained  # its checkpoints rest on the base that it has now
     trained.start_afresh()
     (named,) = (tmp_path / "new" / "save").glob("base-*")
@@ -90,7 +90,7 @@ def test_a_recipe_with_the_same_lora_goes_on_with_base_and_adapters(run, english
 
 def test_another_lora_begins_as_nothing_on_top_of_what_was_trained(run, english, tmp_path, caplog):
     brain, told = started(tmp_path, english, caplog, recipe=overlay(tmp_path, rank=3), init_from=str(run))
-    assert "its LoRA merged" in told and "drawn anew" in told
+    assert "its LoRA merged" in told and "reinitialised" in told
     adapters.merge(brain.modules)
     assert same(state(brain), merged(run))
 

@@ -75,7 +75,7 @@ def test_another_encoder_that_is_left_out_is_kept_as_pretrained(data, run, tmp_p
     assert kept and all(torch.equal(before[name], after[name]) for name in kept)
     assert not torch.equal(before["model.1.weight"], after["model.1.weight"])
     assert [row for row in rows if row.endswith(" kept as pretrained: init_leave")]
-    assert not [row for row in rows if "drawn anew" in row]
+    assert not [row for row in rows if "reinitialised" in row]
     assert not errors(tmp_path, run, init_leave=["encoder"])
 
 
@@ -86,10 +86,10 @@ def test_what_a_source_lacks_is_kept_as_pretrained(data, run, tmp_path, caplog):
                 if name.startswith("1.")}, lone)
     _, _, rows = begun(tmp_path, data, "whisper", lone, caplog, mask_time_prob=0)
     assert "kept as pretrained: it isn't there" in rows[3] and rows[3].startswith("encoder ")
-    assert not [row for row in rows if "drawn anew" in row]
+    assert not [row for row in rows if "reinitialised" in row]
 
 
-def test_what_pretraining_did_not_have_is_drawn_anew(data, run, tmp_path, caplog):
+def test_what_pretraining_did_not_have_is_reinitialised(data, run, tmp_path, caplog):
     lone = tmp_path / "head.ckpt"
     (path,) = run.glob("save/*epoch1*/model.ckpt")
     torch.save({f"ctc_lin{name[1:]}": value for name, value in torch.load(path, weights_only=True).items()
@@ -102,7 +102,7 @@ def test_what_pretraining_did_not_have_is_drawn_anew(data, run, tmp_path, caplog
     brain = target(tmp_path / "new", data, RECIPE, TINY, encoder_source=str(made), init_from=str(lone))
     _, fates = initial.check(brain.keys, brain)
     told = {fate.name: (fate.what, fate.why) for fate in fates}
-    assert told["encoder.network.masked_spec_embed"] == ("drawn anew", "it isn't there")
+    assert told["encoder.network.masked_spec_embed"] == ("reinitialised", "it isn't there")
     assert told["encoder.network.encoder.layer_norm.weight"] == ("kept", "as pretrained: it isn't there")
 
 

@@ -70,7 +70,7 @@ def test_a_run_gives_the_checkpoint_that_is_asked_for(run, english, tmp_path, ca
     _, after, table = started(tmp_path, english, caplog, init_from=str(run), **asked)
     theirs = saved(run, name)
     assert all(torch.equal(value, after[f"model.{key}"]) for key, value in theirs.items())
-    assert name in table and "drawn anew" not in table and "left there" not in table
+    assert name in table and "reinitialised" not in table and "left there" not in table
 
 
 def test_a_run_gives_the_mean_of_several(run, english, tmp_path, caplog):
@@ -256,7 +256,7 @@ def test_recipes_that_order_their_lists_otherwise_understand_each_other(run, eng
 
 
 @pytest.mark.slow
-def test_rows_of_equal_tokens_are_taken_and_others_drawn_anew(run, tmp_path, caplog):
+def test_rows_of_equal_tokens_are_taken_and_others_reinitialised(run, tmp_path, caplog):
     data = spanish(tmp_path / "es", train=5, dev=1, test=1)
     before, after, table = started(tmp_path, data, caplog, init_from=str(run))
     from sbkit.runs.restore import read_run
@@ -271,12 +271,12 @@ def test_rows_of_equal_tokens_are_taken_and_others_drawn_anew(run, tmp_path, cap
             expected = before[f"model.{tensor}"] if there is None else theirs[tensor]
             assert torch.equal(after[f"model.{tensor}"][place], expected[place if there is None else there]), piece
     common = len(set(own) & set(pieces))
-    assert f"for {common} of {len(own)} tokens, {len(own) - common} are drawn anew" in table
+    assert f"for {common} of {len(own)} tokens, {len(own) - common} are reinitialised" in table
     assert torch.equal(after["model.0.convblock_0.convs.conv_0.conv.weight"],
                        theirs["0.convblock_0.convs.conv_0.conv.weight"])
 
 
-def test_what_is_named_is_drawn_anew(run, english, tmp_path, caplog):
+def test_what_is_named_is_reinitialised(run, english, tmp_path, caplog):
     before, after, table = started(tmp_path, english, caplog, init_from=str(run),
                                    init_leave=["ctc_lin", "Transformer.*.norm1"])
     kept = [name for name in after if "norm1" in name or "model.3" in name]

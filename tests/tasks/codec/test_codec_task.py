@@ -217,7 +217,7 @@ def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_pa
         for part in parts:
             listener = Listener(16_000)
             for i in part:
-                heard += listener.hear([rows[i]], noise[i:i + 1], noise[i:i + 1])
+                heard += listener.measure([rows[i]], noise[i:i + 1], noise[i:i + 1])
         return {row.id for row in first_drawn(sorted(heard, key=lambda row: row.id)) if row.sound is not None}
 
     alone = kept([range(40)])

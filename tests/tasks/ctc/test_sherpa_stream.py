@@ -15,7 +15,7 @@ from test_streaming_graph import BANDS, CHUNKS, LABELS, described, eager, recogn
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.runners import opened
+from sbkit.export.runners import open_runner
 from sbkit.export.windows import Windows
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.kaldi import FilterBank, framed
@@ -73,7 +73,7 @@ def test_a_state_is_packed_into_caches_and_back(shape, around, drawn):
 def test_each_step_gives_what_the_graph_for_streams_gives(stream, written):
     """In a batch of streams that are over at different times, from features of the same windows."""
     config, made = described(stream.graph), stream.graph
-    ours, theirs = eager(made), opened(layout.ONNX, written)
+    ours, theirs = eager(made), open_runner(layout.ONNX, written)
     rows = []
     for signal in signals()[1:]:
         windows = Windows(config, CHUNK)
@@ -85,7 +85,7 @@ def test_each_step_gives_what_the_graph_for_streams_gives(stream, written):
         samples = np.stack([np.zeros(config.window(CHUNK), np.float32) if each is None else each.samples
                             for each in now])
         frames = np.array([0 if each is None else each.frames for each in now])
-        features = made.bank.of_frames(framed(torch.from_numpy(samples), made.bank.size, made.bank.hop))
+        features = made.bank.from_frames(framed(torch.from_numpy(samples), made.bank.size, made.bank.hop))
         expected, counts, *state = ours(samples, frames, *state)
         found, lengths, *caches = theirs(features.transpose(1, 2).numpy(), frames, *caches)
         assert lengths.tolist() == counts.tolist() and found.shape == (len(rows), CHUNK, LABELS)

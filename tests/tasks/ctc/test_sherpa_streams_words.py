@@ -17,7 +17,7 @@ from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.spans import collapse
 from sbkit.export import clips, layout, source
 from sbkit.export.layout import Config
-from sbkit.export.runners import opened
+from sbkit.export.runners import open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.streaming.encoder import EncoderState
 from sbkit.tasks.ctc import sherpa_stream, streams
@@ -63,7 +63,7 @@ def signals():
 def scores(made, signal, chunk=16):
     """The log-probabilities of the windows that sherpa-onnx hears, by the bundle's own graph for streams."""
     config, tail = Config.read(made), 640 * chunk
-    found, = streams.run(opened(layout.ONNX, made / "stream.onnx"), config, chunk,
+    found, = streams.run(open_runner(layout.ONNX, made / "stream.onnx"), config, chunk,
                          [np.concatenate([signal, np.zeros(tail, np.float32)])])
     behind = (len(signal) + tail + 80) // 160 - 1 - 4 * chunk
     moves = chunk - config.streaming.ahead

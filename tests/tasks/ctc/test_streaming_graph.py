@@ -11,7 +11,7 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
 from sbkit.export.layout import Config
-from sbkit.export.runners import opened
+from sbkit.export.runners import open_runner
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.chunks import Chunks
@@ -107,13 +107,13 @@ def test_features_of_any_filter_bank_are_computed_in_it(changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["onnx", "torch"])
 def test_what_is_written_gives_the_same_for_any_batch_and_chunk(name, written, model):
-    agrees(opened(name, written[name]), model, described(StreamingGraph(model)), 1e-4)
+    agrees(open_runner(name, written[name]), model, described(StreamingGraph(model)), 1e-4)
 
 
 def test_eight_bits_hold_its_matrices_and_give_nearly_the_same(written, model):
     config = described(StreamingGraph(model))
-    whole, = run(opened("onnx", written["onnx"]), config, 4, signals()[-1:])
-    found, = run(opened("int8", written["int8"]), config, 4, signals()[-1:])
+    whole, = run(open_runner("onnx", written["onnx"]), config, 4, signals()[-1:])
+    found, = run(open_runner("int8", written["int8"]), config, 4, signals()[-1:])
     assert written["int8"].read_bytes().count(b"MatMulInteger") and np.abs(found - whole).max() < 0.5
 
 

@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
-from sbkit.export.runners import opened
+from sbkit.export.runners import open_runner
 from sbkit.export.windows import Windows
 from sbkit.tasks.ctc import exported as recogniser
 from sbkit.tasks.ctc import streams
@@ -111,7 +111,7 @@ def test_whole_recordings_are_heard_as_ever(made):
 def test_a_format_of_it_that_does_something_else_keeps_all_from_being_published(
         shared, traced_before, tmp_path, monkeypatch):
     def spoiled(name, path):
-        call = opened(name, path)
+        call = open_runner(name, path)
 
         def other(*inputs):
             log_probs, counts, *state = call(*inputs)
@@ -119,7 +119,7 @@ def test_a_format_of_it_that_does_something_else_keeps_all_from_being_published(
 
         return other
 
-    monkeypatch.setattr(streams, "opened", spoiled)
+    monkeypatch.setattr(streams, "open_runner", spoiled)
     with pytest.raises(SbkitError, match=r"nothing was published:\n  stream, 320 ms, onnx: log-probabilities differ"):
         export(ExportRequest(shared.run, tmp_path / "b", formats=["onnx"], clips=2))
     assert list(tmp_path.iterdir()) == []

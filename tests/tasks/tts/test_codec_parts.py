@@ -50,7 +50,7 @@ def test_weights_that_cannot_be_read_are_told(keys, content):
     assert problem.key == "codec" and "cannot be read" in problem.message
 
 
-def test_parts_of_the_codec_cannot_be_drawn_anew(keys):
+def test_parts_of_the_codec_cannot_be_reinitialised(keys):
     keys.init_leave = ["decoder.slow", "head"]
     [problem] = [each for each in keys.clashes() if each.key == "init_leave"]
     assert "decoder.slow, head" in problem.message

@@ -45,11 +45,11 @@ def test_phones_have_the_time_of_their_words_and_are_spoken(tmp_path, corpus, so
 
 def test_a_run_that_began_does_not_go_on_where_a_word_is_pronounced_otherwise(tmp_path, corpus, sounds, monkeypatch):
     made, _ = trained(tmp_path / "run", corpus, **PHONES)
-    before = labels.made(made.keys)
+    before = labels.label_facts(made.keys)
     sounds["two"] = "tˈuːw"
     pronunciation.cache_clear()
     made, _ = trained(tmp_path / "run", corpus, **PHONES)
-    assert labels.made(made.keys) != before, "with no checkpoint yet, the corpus is labelled again"
+    assert labels.label_facts(made.keys) != before, "with no checkpoint yet, the corpus is labelled again"
     assert len(made.labels.get("dev", "dev0", TEXT).frames) == len("wˈʌn tˈuːw") + 2
     monkeypatch.setattr(labels.initial, "fresh", lambda keys: False)
     sounds["two"] = "tˈuːn"

@@ -93,7 +93,7 @@ def test_labelling_that_was_interrupted_begins_again(made, monkeypatch):
     monkeypatch.setattr(toy_voice.Codec, "encode_each", lambda self, signals: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made.label()
-    assert labels.made(made.keys) is None and not TTS.is_prepared(made.keys) and made.bundles.made.closed == 1
+    assert labels.label_facts(made.keys) is None and not TTS.is_prepared(made.keys) and made.bundles.made.closed == 1
     monkeypatch.undo()
     assert len(labels.read(made.label().keys)) == 16
 
@@ -123,7 +123,7 @@ def test_damaged_facts_are_made_anew(made):
     made.label()
     for content in ("{", "[" * 10_000, "7", ""):
         Path(made.keys.labels, "labels.json").write_text(content)
-        assert labels.made(made.keys) is None
+        assert labels.label_facts(made.keys) is None
     made.label()
     assert made.facts["splits"]["train"]["kept"] == 12
 
@@ -163,7 +163,7 @@ def test_a_split_of_which_much_cannot_be_labelled_is_refused_and_nothing_is_left
     with pytest.raises(SbkitError, match=f"{bad} of 12 rows of train can't be labelled: t") as error:
         made.label()
     assert "language and alphabet" in error.value.hint and "nobody said that" in error.value.message
-    assert labels.made(made.keys) is None and not Path(made.keys.labels, "train", "codes").exists()
+    assert labels.label_facts(made.keys) is None and not Path(made.keys.labels, "train", "codes").exists()
 
 
 def test_a_split_with_a_single_row_that_cannot_be_labelled_is_refused(tmp_path):
@@ -274,7 +274,7 @@ def test_a_run_with_checkpoints_keeps_to_its_codec_though_its_labels_were_remove
     with pytest.raises(SbkitError, match="is of another codec, recogniser or corpus"):
         made.label(toy_voice.Bundles(codec=toy_voice.Codec("b")))
     made.label()
-    assert labels.pinned(made.keys)["codec"] == made.facts["codec"]
+    assert labels.pinned_facts(made.keys)["codec"] == made.facts["codec"]
 
 
 def test_codes_of_another_codec_among_the_labels_are_refused(labelled):

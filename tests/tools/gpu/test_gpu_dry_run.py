@@ -51,7 +51,7 @@ def test_a_signal_ends_the_check_that_runs_too(tmp_path):
 
 
 def test_without_a_card_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(probe, "asked", lambda library: {"cards": {"cards": []}})
+    monkeypatch.setattr(probe, "inspect_library", lambda library: {"cards": {"cards": []}})
     assert gpu.main([]) == 1
     assert "torch finds no CUDA card" in capsys.readouterr().err
 
