@@ -108,7 +108,7 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
         raise SbkitError(f"{path}, line 1: {len(names):,} columns, and no corpus has more than {_MAX_COLUMNS:,}",
                          hint="is it a table at all?")
     if repeated := sorted(name for name, count in Counter(names).items() if name and count > 1):
-        raise SbkitError(f"{path}, line 1: the column {shown(repeated[0])} is there twice")
+        raise SbkitError(f"{path}, line 1: the column {shown(repeated[0])} appears twice")
     return [name or f"column {i}" for i, name in enumerate(names, 1)]
 
 

@@ -53,7 +53,7 @@ def repaired(folder: Path, missing: str, damaged: str) -> str | None:
     ---------
     missing, damaged : the reasons for which such recordings were left out
 
-    Other recordings are not looked at: to ask for all files of a large corpus takes minutes on a network file system.
+    Other recordings are not checked: to ask for all files of a large corpus takes minutes on a network file system.
     """
     table = read(folder)
     reason, wavs = table["reason"], table["wav"]

@@ -194,7 +194,7 @@ class Tokenizer:
         """Refuse to replace a model that wasn't trained here, or that checkpoints in its folder depend on."""
         if known is None and not self.path.with_suffix(".json").exists():
             raise SbkitError(
-                f"{self.path} is there already, and nothing says what it was made from",
+                f"{self.path} exists already, and nothing records what it was made from",
                 hint="remove it to train a new one, or give it as the tokenizer's `model` to use it as it is")
         checkpoints = next(self.folder.glob("CKPT+*"), None)
         if checkpoints is not None:

@@ -72,7 +72,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None) -> int:
         publish.publish(aside, to, request.force)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():
-        print(f"{layout.INT8} has weights of 8 bits, so that other words are heard now and then: its WER may be "
+        print(f"{layout.INT8} has weights of 8 bits, so it recognises other words now and then: its WER may be "
               f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above the checkpoint's, whichever is more")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0

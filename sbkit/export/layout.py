@@ -250,7 +250,7 @@ class Config(Bundle):
     def chunk(self, asked: float | None) -> float:
         """Return the seconds of audio to give the model at once, as asked for if it can hear that much."""
         if asked is not None and self.longest_seconds is not None and asked > self.longest_seconds:
-            raise SbkitError(f"chunks of {asked:g} s are asked for, and the model hears at most "
+            raise SbkitError(f"chunks of {asked:g} s were requested, but the model takes at most "
                              f"{self.longest_seconds:g} s at once",
                              hint="leave out --chunk-seconds: longer audio is cut at pauses")
         return asked or self.chunk_seconds

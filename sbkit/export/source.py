@@ -69,7 +69,7 @@ def _take_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
     try:
         brain.take_recogniser(bundles.recogniser(folder, brain.keys.sample_rate))
     except SbkitError as error:
-        logger.warning("What is heard is not compared: %s", error)
+        logger.warning("Recognised words are not compared: %s", error)
 
 
 def _facts(keys: RunKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool) -> dict[str, Any]:

@@ -95,11 +95,11 @@ def listen(request: ListenRequest) -> int:
 def _check(request: ListenRequest) -> None:
     """Refuse what can't be listened to before a model is loaded for it."""
     if request.source not in (STDIN, None):
-        raise SbkitError(f"listen hears a microphone, or - for standard input, but not {request.source}",
+        raise SbkitError(f"listen takes a microphone, or - for standard input, but not {request.source}",
                          hint=f"files are for: sbkit transcribe {request.bundle} {request.source}; or, if it has "
                               f"16-bit samples alone: sbkit listen {request.bundle} - < {request.source}")
     if request.source == STDIN and request.microphone is not None:
-        raise SbkitError(f"- reads standard input, so nothing is heard of the microphone {request.microphone}",
+        raise SbkitError(f"- reads standard input, so it can't also use the microphone {request.microphone}",
                          hint="leave out one of them")
 
 

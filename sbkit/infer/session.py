@@ -116,8 +116,8 @@ class Session:
         if self._error is not None:
             raise self._error
         if self._ended:
-            raise SbkitError("the stream is over: nothing can follow its end",
-                             hint="begin a fresh one, as reset() of a Stream does")
+            raise SbkitError("the stream has ended: it takes no more samples",
+                             hint="start a new one, as Stream.reset() does")
 
     def _queue(self, windows: list[Window], ended: bool = False) -> None:
         with self._changed:

@@ -100,7 +100,7 @@ def update(tree: Tree, given: Mapping[str, Any], path: Path, whole: frozenset[in
             tree[key] = value
         else:
             raise SbkitError(f"{path}: {own_name(within + str(key))} has no parts that could be set one by one",
-                             hint="sbkit check says more")
+                             hint="run sbkit check for details")
 
 
 class _File:

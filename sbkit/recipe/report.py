@@ -103,7 +103,7 @@ class Report:
     def facts(self) -> str:
         """The tables, and notes on what wasn't looked at."""
         tables = [section.text() for section in self.sections.values()]
-        notes = "\n".join(f"not looked at: {note}" for note in self.notes)
+        notes = "\n".join(f"not checked: {note}" for note in self.notes)
         return "\n\n".join(filter(None, [*tables, notes]))
 
     def verdict(self) -> str:

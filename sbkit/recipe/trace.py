@@ -278,7 +278,7 @@ def _refuse_misfit(call: Callable[..., Any], key: str, module: nn.Module, task: 
         raise SbkitError(
             f"it is called with {given}, but {type(module).__name__}.{call.__name__} takes "
             f"{listed(taken.parameters) or 'nothing'}",
-            hint="wrap it in a module that takes what is given" + (f"; this key is {declared.what}" if declared else "")
+            hint="wrap it in a module that takes them" + (f"; this key is {declared.what}" if declared else "")
         ) from None
 
 

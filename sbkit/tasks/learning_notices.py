@@ -293,8 +293,7 @@ class LearningNotices:
             return f"{third} (it is {self._reached:.2g})"
         if self._limited_at_chance:
             return (f"{third}: --schedule.max_lr_at_chance {self._reached / 3:.2g} (it is held at {self._reached:.2g} "
-                    f"until "
-                    "something is learnt)")
+                    "until something is learnt)")
         return f"{third}: --lr {self._reached / 3:.2g} ({self._peak_text(schedule)})"
 
     def _higher_rate(self) -> str:

@@ -318,7 +318,8 @@ class Task(Brain):
 
         chunk : milliseconds; None is the whole utterance. The first gives the transcripts that are written
         """
-        raise SbkitError(f"{type(self).__name__} doesn't hear in chunks, so it can't use --chunk", hint="leave it out")
+        raise SbkitError(f"{type(self).__name__} doesn't recognise in chunks, so it can't use --chunk", hint="leave "
+                                                                                                             "it out")
 
     @property
     def recogniser(self) -> str | None:

@@ -159,7 +159,7 @@ class RngState:
         else:
             if ranks.is_main():
                 logger.info("The checkpoint was written by %d processes and now there are %d, so random numbers are "
-                            "seeded anew from seed %d, the rank and step %d",
+                            "reseeded from seed %d, the rank and step %d",
                             len(saved["ranks"]), world, self.seed, saved["step"])
             apply = partial(self._reseed, rank, saved["step"])
         apply()

@@ -104,7 +104,7 @@ def test_columns_behave_like_lists():
     ("ID,duration,wav,wrd\na,-1,b,c\n", "row 1: duration is '-1'"),
     ("ID,duration,wav,wrd\na,nan,b,c\n", "row 1: duration is 'nan'"),
     ("ID,duration,wav,wrd,start\na,1,b,c,x\n", "row 1: start is 'x'"),
-    ("ID,ID,wav,wrd\na,1,b,c\n", "line 1: the column 'ID' is there twice"),
+    ("ID,ID,wav,wrd\na,1,b,c\n", "line 1: the column 'ID' appears twice"),
     ("", "is empty"),
     ("\n\n", "is empty"),
 ])
@@ -192,7 +192,7 @@ def test_two_million_rows_take_seconds(tmp_path):
 @pytest.mark.parametrize("header, told", [
     (",".join(f"c{i}" for i in range(100_000)), "100,000 columns, and no corpus has more than 10,000"),
     ("x" * (2 << 20), "no header is so long"), ("ID\rwav," + "x" * 10, "not a header"),
-    ("ID,wav," + ",".join("x" * 5000 for _ in range(2)), "is there twice"),
+    ("ID,wav," + ",".join("x" * 5000 for _ in range(2)), "appears twice"),
 ])
 def test_a_header_of_no_table_is_refused_at_once_and_in_a_short_line(tmp_path, header, told):
     path = tmp_path / "m.csv"

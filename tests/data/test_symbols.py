@@ -49,7 +49,7 @@ def test_a_damaged_file_is_a_plain_error(tmp_path, content):
 
 
 def test_before_they_are_prepared_it_says_what_to_do(tmp_path):
-    with pytest.raises(SbkitError, match="is not there yet") as error:
+    with pytest.raises(SbkitError, match="doesn't exist yet") as error:
         Symbols(tmp_path / "s.json").load()
     assert "sbkit prepare" in error.value.hint
 

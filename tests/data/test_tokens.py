@@ -93,7 +93,7 @@ def test_somebody_elses_model_is_neither_reused_nor_replaced_unasked(tmp_path):
     ours = Tokenizer(tmp_path / "mine", 30)
     ours.folder.mkdir()
     ours.path.write_bytes(theirs.read_bytes())
-    with pytest.raises(SbkitError, match="nothing says what it was made from"):
+    with pytest.raises(SbkitError, match="nothing records what it was made from"):
         ours.prepare(TEXTS)
     given_by_hand = Tokenizer(tmp_path / "mine", model=theirs).prepare(["anything"])
     assert given_by_hand.size == 30 and (given_by_hand.bos_id, given_by_hand.eos_id) == (1, 2)

@@ -86,7 +86,7 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
 @pytest.mark.parametrize(("data", "options", "told"), [
     (b"RIFF\0\0\0\0WAVEfmt ", [], r"begins like a file \(WAV\).*ffmpeg"),
     (b"ID3\x04\0\0", [], r"begins like a file \(MP3\)"), (b"OggS", [], r"begins like a file \(Ogg \(Vorbis, Opus\)\)"),
-    (b"", ["--microphone", "3"], "nothing is heard of the microphone 3; leave out one"),
+    (b"", ["--microphone", "3"], "so it can't also use the microphone 3; leave out one"),
     (b"", ["--lm-weight", "0.6"], "there is no language model to weight; name one"),
     (b"", ["--chunk", "200"], "wasn't trained for chunks of 200 ms; it was for 160, 320, 640"),
     (b"", ["--rate", "100"], "a stream's rate is 100 Hz"),
@@ -102,7 +102,7 @@ def test_what_is_wrong_is_one_line(bundle, monkeypatch, tmp_path, capsys, data, 
 def test_a_file_is_for_transcribe(tmp_path, capsys):
     assert main(["listen", str(tmp_path / "none"), "talk.wav"]) == 2  # and no bundle is looked at
     assert capsys.readouterr().err == (
-        "error: listen hears a microphone, or - for standard input, but not talk.wav; files are for: sbkit transcribe "
+        "error: listen takes a microphone, or - for standard input, but not talk.wav; files are for: sbkit transcribe "
         f"{tmp_path}/none talk.wav; or, if it has 16-bit samples alone: sbkit listen {tmp_path}/none - < talk.wav\n")
 
 

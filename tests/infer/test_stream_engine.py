@@ -263,7 +263,7 @@ def test_nothing_follows_the_end(engine):
     session.finish()
     assert words(session) == "" and session.over
     for call in (lambda: session.feed(np.zeros(1, np.float32)), session.finish):
-        with pytest.raises(SbkitError, match="the stream is over: nothing can follow its end"):
+        with pytest.raises(SbkitError, match="the stream has ended: it takes no more samples"):
             call()
 
 

@@ -115,4 +115,4 @@ def test_once_it_has_a_checkpoint_a_run_does_without_its_source(source, data, tm
         ended = program(command, name, str(folder), *more, timeout=300)
         assert ended.returncode == 0, ended.stderr[-2000:]
     again = program(command, "train", *words(tmp_path / "other", data["en"], **keys), timeout=300)
-    assert again.returncode == 2 and "lent is not there" in again.stderr
+    assert again.returncode == 2 and "lent doesn't exist" in again.stderr

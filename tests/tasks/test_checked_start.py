@@ -48,7 +48,7 @@ def test_the_report_says_what_will_be_taken(run, tmp_path):
 
 def test_a_source_that_is_not_there(tmp_path):
     (error,) = errors(tmp_path, init_from=str(tmp_path / "nowhere"))
-    assert (error.code, error.key) == ("start", "init_from") and error.message.endswith("nowhere is not there")
+    assert (error.code, error.key) == ("start", "init_from") and error.message.endswith("nowhere doesn't exist")
 
 
 @pytest.mark.slow

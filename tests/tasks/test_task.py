@@ -154,5 +154,5 @@ def test_ranks_share_an_ordinary_dataset_so_that_no_row_is_counted_twice(monkeyp
 
 def test_a_task_that_hears_no_chunks_says_so():
     brain = Sums({"head": torch.nn.Linear(2, 1)}, run_opts={"device": "cpu"})
-    with pytest.raises(SbkitError, match="Sums doesn't hear in chunks, so it can't use --chunk; leave it out"):
+    with pytest.raises(SbkitError, match="Sums doesn't recognise in chunks, so it can't use --chunk; leave it out"):
         brain.take_chunks((320, None))

@@ -112,5 +112,5 @@ def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: s
             return kind({path.stem: path}, columns, data_root)
     if path.suffix == ".parquet":
         return Parquet({path.stem: [path]}, path, cache, columns)
-    raise SbkitError(f"{path}: cannot tell what it is by its name",
+    raise SbkitError(f"{path}: its name doesn't show its format",
                      hint="expected .csv, .json, .jsonl or .parquet")

@@ -83,7 +83,7 @@ class Match:
             raise SbkitError(f"init_from: {self.source.description} holds no weights",
                              hint="name another one, or its run")
         if not best:
-            raise SbkitError(f"init_from: nothing in {self.source.description} is called as a part of this model: it "
+            raise SbkitError(f"init_from: nothing in {self.source.description} is named like a part of this model: it "
                              f"has {_some(self.theirs)}, and here are {_some(map(self.parts.called, self.own))}",
                              hint="is it a model of the same kind? its recipe's keys and this one's should be the same")
         return best
@@ -184,8 +184,7 @@ class Match:
         keys = {path.removeprefix(above).partition(".")[0]: self._key(path) for path in self.own
                 if path.startswith(above)}
         raise SbkitError(f"init_from: {self.source.description} has numbers for its parts ({listed(sorted(there))}), "
-                         f"and here "
-                         f"{listed(f'{place} is {key}' for place, key in keys.items())}: it is unknown which of them "
+                         f"and here {listed(f'{place} is {key}' for place, key in keys.items())}: it is unknown which of them "
                          f"is {listed(dict.fromkeys(map(self._key, paths)))}",
                          hint="name the folder of its run, checkpoint or bundle, whose recipe tells it, or "
                               f"{self._leaving(paths)}")
@@ -282,8 +281,8 @@ class Match:
             return {}
         if self.source.tokenizer is None and all(self._fits(path) for path in paths):
             if self.source.lost_tokenizer is not None:
-                logger.warning("init_from: %s names the tokenizer %s, which is not there: the rows of tokens are taken "
-                               "as they lie, as if both had the same", self.source.description,
+                logger.warning("init_from: %s names the tokenizer %s, which doesn't exist: token rows are copied in "
+                               "order, as if both had the same", self.source.description,
                                self.source.lost_tokenizer)
             return {}
         try:

@@ -95,8 +95,7 @@ class WeightSource:
 
     def _unnamed(self, states: Mapping[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
         if any(BASE in state for state in states.values()):
-            raise SbkitError(f"init_from: {self.description} holds adapters, and not the model that they were trained "
-                             f"with: "
+            raise SbkitError(f"init_from: {self.description} holds adapters without the model that they were trained with: "
                              "only the recipe of its run says how they belong together",
                              hint="name the run's folder, or the checkpoint in it")
         states = {name: by_parts(self.files[name], state) for name, state in states.items()}
@@ -133,9 +132,8 @@ class WeightSource:
         folders = [self.files[name].parent.parent, Path(self.names.base_folder(name))]
         path = next((found for folder in folders if (found := base_file(folder, hashed)).is_file()), None)
         if path is None:
-            raise SbkitError(f"init_from: {self.description} holds adapters, and the model that they were trained "
-                             f"with is not "
-                             f"there: {base_file(folders[0], hashed)}", hint="copy it from where the run was")
+            raise SbkitError(f"init_from: {self.description} holds adapters, but the model that they were trained with "
+                             f"doesn't exist: {base_file(folders[0], hashed)}", hint="copy it from where the run was")
         return tensors_in(path) if shapes else read_base(path, hashed)
 
     def _average(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,7 +145,7 @@ class WeightSource:
     def vocabulary(self) -> TokenRows:
         """What each row of its head stands for; an error says why that is unknown."""
         if self.tokenizer is None:
-            lost = f": {self.lost_tokenizer} is not there" if self.lost_tokenizer is not None else ""
+            lost = f": {self.lost_tokenizer} doesn't exist" if self.lost_tokenizer is not None else ""
             raise SbkitError(f"{self.description} has no tokenizer{lost}")
         tokenizer = Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()
         ids = {"blank": tokenizer.blank_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id} | self.roles
@@ -162,7 +160,7 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Wei
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise SbkitError(f"init_from: {path} is not there", hint=f"name {KINDS}")
+        raise SbkitError(f"init_from: {path} doesn't exist", hint=f"name {KINDS}")
     run = _run_of(path)
     if run is not None:
         return _of_run(run, checkpoint, mean_of, metric)

@@ -64,7 +64,7 @@ class TTSKeys(TaskKeys):
             with contextlib.suppress(SbkitError):
                 found = layout.read(folder or "")
                 if not isinstance(found, kind):
-                    yield Problem(name, f"the bundle {folder} has {found.what}, and {kind.what} is needed here",
+                    yield Problem(name, f"the bundle {folder} has {found.what}, but {kind.what} is needed here",
                                   f"name another one: --{name} BUNDLE")
                 elif name == "codec" and found.sample_rate != self.sample_rate:
                     yield Problem("sample_rate", f"it is {self.sample_rate}, and the codec's {found.sample_rate}",

@@ -265,6 +265,6 @@ def parts_fit(keys: TTSKeys, built: Built, findings: Findings) -> bool:
     if not same:
         node = built.nodes["code_head"]
         findings.error("shape-mismatch", node.place_of("quantiser"), node.key_of("quantiser"),
-                       "it is another one than the recipe's quantiser, with other codes",
+                       "it is not the recipe's quantiser, so its codes differ",
                        "write quantiser: !ref <quantiser> under code_head")
     return all_fit(fits, built, findings) and same

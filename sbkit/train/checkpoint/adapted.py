@@ -82,7 +82,7 @@ class Adapted(nn.Module):
     def _take_base(self, named: str) -> None:
         path = self.base_file(named)
         if not path.is_file():
-            raise SbkitError(f"the checkpoint belongs to another base than this one, and {path} is not there",
+            raise SbkitError(f"the checkpoint was trained on another base model, and {path} doesn't exist",
                              hint="copy it from the run's save folder, or start from the same encoder as the run")
         found = read_base(path, named)
         unlike = differences(self._base, found)

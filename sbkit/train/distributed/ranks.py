@@ -346,7 +346,7 @@ def announce_failure(error: BaseException) -> None:
                 and _store().add(_HEARD_KEY, 0) < world_size() - 1:
             time.sleep(_POLL_SECONDS)
     except (RuntimeError, OSError) as problem:  # the store is gone: the launcher ends the others
-        logger.debug("could not tell the other ranks: %s", problem)
+        logger.debug("could not notify the other ranks: %s", problem)
 
 
 def _print_unless_main_does(error: BaseException, until: float) -> None:

@@ -127,7 +127,8 @@ def test_what_only_the_recipe_knows_is_asked_for(run, english, tmp_path):
             initial.load(brain)
 
 
-@pytest.mark.parametrize("harm, words", [(lambda path: path.unlink(), "is not there: .*base-.*copy it"),
+@pytest.mark.parametrize("harm, words", [(lambda path: path.unlink(), "doesn't exist: .*base-.*copy "
+                                                                      "it"),
                                          (lambda path: path.write_bytes(path.read_bytes()[:-4] + b"abcd"),
                                           "its values don't match")])
 def test_a_base_that_is_gone_or_damaged_is_told(run, english, tmp_path, harm, words):

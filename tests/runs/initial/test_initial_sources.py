@@ -298,7 +298,7 @@ def refusal(data, tmp_path, source, **keys):
 
 def test_what_is_not_there_is_told_before_the_corpus_is_prepared(english, tmp_path):
     brain = target(tmp_path / "new", english, init_from=str(tmp_path / "nowhere"))
-    with pytest.raises(SbkitError, match=r"init_from: .*nowhere is not there") as error:
+    with pytest.raises(SbkitError, match=r"init_from: .*nowhere doesn't exist") as error:
         initial.open_source(brain.keys)
     assert "a run, a checkpoint, a bundle" in error.value.hint
 
@@ -437,13 +437,13 @@ def test_rows_that_nobody_knows_are_taken_as_they_lie_and_that_is_said(run, engl
     told = [line.split(maxsplit=3)[3] for line in table.splitlines() if line.split()[:1] == ["ctc_lin"]]
     assert told == ["rows as they lie: no tokenizer there"]
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert f"names the tokenizer {tokenizer}, which is not there" in warning
+    assert f"names the tokenizer {tokenizer}, which doesn't exist" in warning
 
 
 def test_a_model_of_which_nothing_fits(english, tmp_path):
     save_file({"bert.layer.weight": torch.ones(3)}, tmp_path / "bert.safetensors")
     error = refusal(english, tmp_path, tmp_path / "bert.safetensors")
-    assert "is called as a part of this model: it has bert.layer.weight, and here are CNN." in error.message
+    assert "is named like a part of this model: it has bert.layer.weight, and here are CNN." in error.message
 
 
 def test_a_pattern_that_fits_nothing(run, english, tmp_path):

@@ -102,5 +102,5 @@ def test_no_clip_of_a_comparison_is_longer_than_the_model_hears(tmp_path):
 def test_longer_chunks_than_the_model_hears_are_refused():
     made = Config(sample_rate=16_000, hop_samples=1, subsampling=320, vocabulary=4, longest_seconds=30.0)
     assert (made.chunk(None), made.chunk(25.0), made.chunk(30.0)) == (20.0, 25.0, 30.0)
-    with pytest.raises(SbkitError, match="chunks of 31 s are asked for, and the model hears at most 30 s at once"):
+    with pytest.raises(SbkitError, match="chunks of 31 s were requested, but the model takes at most 30 s at once"):
         made.chunk(31.0)
