@@ -50,7 +50,7 @@ class NameTable:
         try:
             found = untrusted.read_json(self.file, _MAX_BYTES)
         except FileNotFoundError:
-            raise SbkitError(f"{self.file} doesn't exist yet", hint="prepare the corpus first (sbkit prepare)") from None
+            raise SbkitError(f"{self.file} doesn't exist yet", hint="prepare the corpus: sbkit prepare") from None
         except (OSError, ValueError) as error:
             raise SbkitError(f"{self.file} cannot be read: {error}") from None
         if not isinstance(found, list) or not found or not all(isinstance(name, str) and name for name in found) \

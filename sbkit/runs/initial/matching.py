@@ -184,8 +184,8 @@ class Match:
         keys = {path.removeprefix(above).partition(".")[0]: self._key(path) for path in self.own
                 if path.startswith(above)}
         raise SbkitError(f"init_from: {self.source.description} has numbers for its parts ({listed(sorted(there))}), "
-                         f"and here {listed(f'{place} is {key}' for place, key in keys.items())}: it is unknown which of them "
-                         f"is {listed(dict.fromkeys(map(self._key, paths)))}",
+                         f"and here {listed(f'{place} is {key}' for place, key in keys.items())}: it is unknown "
+                         f"which of them is {listed(dict.fromkeys(map(self._key, paths)))}",
                          hint="name the folder of its run, checkpoint or bundle, whose recipe tells it, or "
                               f"{self._leaving(paths)}")
 

@@ -95,7 +95,7 @@ class WeightSource:
 
     def _unnamed(self, states: Mapping[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
         if any(BASE in state for state in states.values()):
-            raise SbkitError(f"init_from: {self.description} holds adapters without the model that they were trained with: "
+            raise SbkitError(f"init_from: {self.description} holds adapters without the model that they adapt: "
                              "only the recipe of its run says how they belong together",
                              hint="name the run's folder, or the checkpoint in it")
         states = {name: by_parts(self.files[name], state) for name, state in states.items()}
