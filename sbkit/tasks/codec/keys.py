@@ -31,7 +31,7 @@ class CodecKeys(TaskKeys):
     adversarial_weight: float = key("weight of passing for a recording, beside the spectral loss", 1.0, Range(0))
     feature_weight: float = key("weight of how far the discriminators' states are from a recording's", 2.0, Range(0))
     quantiser_weight: float = key("weight of the penalty of ResidualVectors; FiniteScalars has none", 1.0, Range(0))
-    recogniser: str | None = key("a bundle of a recogniser: tests say what it hears in what the codec makes", None)
+    recogniser: str | None = key("a bundle of a recogniser: tests give its words for what the codec makes", None)
 
     def clashes(self) -> Iterator[Problem]:
         there = self.discriminators is not None and len(self.discriminators) > 0

@@ -30,7 +30,7 @@ class TTSKeys(TaskKeys):
 
     codec: str | None = key("a bundle of the codec whose codes the voice speaks; init_from has to refer to it", None)
     recogniser: str | None = key("a bundle of a recogniser: when it hears which character tells how long each lasts, "
-                                 "and tests say what it hears in what the voice says", None)
+                                 "and tests give its words for what the voice says", None)
     labels: str = key("the folder where the corpus's codes and durations are written, once")
     symbols: Symbols = key("the characters of the corpus, or phones, a sbkit.data.symbols.Symbols")
     speakers: Speakers = key("whose voices are learnt, a sbkit.data.symbols.Speakers")
