@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from sbkit.export import graph, layout, readme
 from sbkit.export.clips import ComparisonClips, choose
 from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.parity import Comparison
-from sbkit.export.runners import RUNNERS, Runner, each
+from sbkit.export.runners import RUNNERS, Output, Runner, each, shown
 from sbkit.export.target import Target
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ class Exported:
     """Names for the entries of the first output's last dimension; the one with the largest value is the result."""
     examples: tuple[Tensor, ...] | None = None
     """A batch to trace with, for models that can't be traced with the default (1.5 s of noise)."""
+    from_forward: Callable[[Any], Any] | None = None
+    """What the task's ``compute_forward`` returns to the graph's outputs, in their order; None: they are the same."""
+    forward: Callable[[Tensor, int], Any] | None = field(default=None, init=False)
+    """The checkpoint's ``compute_forward`` of one padded waveform [S] and its length, which the export sets."""
 
     #: Values that ``--target`` takes for this task.
     targets: ClassVar[tuple[str, ...]] = ()
@@ -84,11 +88,10 @@ class Exported:
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
         """Make the contents of config.json, except for files, training and versions, which the export adds."""
         del clips
-        shown = [name for name in self.outputs if name not in {part for dims in self.outputs.values() for part in dims}]
         return layout.GraphConfig(
             sample_rate=self.sample_rate, language=self.language, min_samples=graph.least_samples(program),
             outputs=list(self.outputs), labels=list(self.labels),
-            lengths={name: self.outputs[name][1] for name in shown if len(self.outputs[name]) > 1
+            lengths={name: self.outputs[name][1] for name in shown(self.outputs) if len(self.outputs[name]) > 1
                      and self.outputs[name][1] in self.outputs})
 
     def write_beside(self, folder: Path, config: OwnBundle) -> None:
@@ -106,23 +109,37 @@ class Exported:
         """Return a function that runs a written format."""
         return RUNNERS[name](folder / layout.MODELS[name], self.outputs, config.min_samples)
 
-    def reference(self, config: OwnBundle) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function that runs the original model on one waveform [S]."""
+    def reference(self, config: OwnBundle) -> Callable[[np.ndarray], Output]:
+        """Return a function that runs the task's ``compute_forward`` on one waveform [S]."""
+        names, forward = shown(self.outputs), self.forward
+        assert forward is not None, "the export sets it"
+
         @torch.no_grad()
-        def run(signal: np.ndarray) -> np.ndarray:
-            batch = torch.from_numpy(signal)[None]
-            batch = nn.functional.pad(batch, (0, max(0, config.min_samples - len(signal))))
-            values = self.graph(batch, torch.tensor([len(signal)]))
-            values = values if isinstance(values, tuple) else (values,)
-            return each(self.outputs, [value.numpy() for value in values])[0]
+        def run(signal: np.ndarray) -> Output:
+            padded = np.pad(signal, (0, max(0, config.min_samples - len(signal))))
+            made = forward(torch.from_numpy(padded), len(signal))
+            made = made if self.from_forward is None else self.from_forward(made)
+            values = made if isinstance(made, (tuple, list)) else (made,)
+            if not all(isinstance(value, Tensor) for value in values) or \
+                    len(values) not in (len(names), len(self.outputs)):
+                raise SbkitError(f"compute_forward gives {_described(made)}, and the graph "
+                                 f"{', '.join(self.outputs)}, so they can't be compared",
+                                 hint="say how the one follows from the other: Exported(..., from_forward=function)")
+            kept = self.outputs if len(values) == len(self.outputs) else dict.fromkeys(names, ())
+            return each(kept, [value.numpy() for value in values])[0]
 
         return run
 
     def comparison(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Comparison:
         """Run the original model on the clips, for the formats to be compared with."""
         del folder
-        text = (lambda output: str(self.labels[int(output.argmax())])) if self.labels else None
-        return Comparison(clips, self.reference(config), config.sample_rate, text)
+        names = shown(self.outputs)
+
+        def text(output: Output) -> str:
+            return str(self.labels[int((output[0] if len(names) > 1 else output).argmax())])
+
+        return Comparison(clips, self.reference(config), config.sample_rate, text if self.labels else None,
+                          outputs=names if len(names) > 1 else ())
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """Return the models for the programs that one of ``targets`` stands for; those that can't be made are refused.
@@ -134,3 +151,10 @@ class Exported:
     def readme(self, name: str, config: OwnBundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
         """Make the text of the bundle's README.md; ``of_targets`` are sections of it."""
         return readme.text(name, config, comparison, of_targets)
+
+
+def _described(made: object) -> str:
+    if isinstance(made, Tensor):
+        return "a tensor"
+    parts = made if isinstance(made, (tuple, list)) else ()
+    return f"{type(made).__name__}({', '.join(type(part).__name__ for part in parts)})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._logging import structured
 
 from sbkit.errors import SbkitError, summary
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPSET = 18
+_OF_TORCH = f"{Path(torch.__file__).parent}/"
 _SPLIT_OFF = 1 << 30  # larger models get a separate file of weights, since a protobuf is limited to 2 GiB
 
 
@@ -32,10 +35,43 @@ def trace_module(module: nn.Module, example: tuple[Tensor, ...],
         with torch.no_grad(), _quiet():
             program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise SbkitError(f"the model can't be traced: {_cause(error)}",
-                         hint="look for branches on values, sizes turned into numbers, and loops over frames") \
-            from error
+        place = _place(error) or _place_of_a_fixed_size(module, example, shapes)
+        raise SbkitError(f"the model can't be traced{place}: {_cause(error)}",
+                         hint="look for a branch on values, a size that becomes a number (len(tensor), int(...)) or "
+                         "a loop over frames") from error
     return program
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of the model's own code in which an error was raised, if it was raised in one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [each for each in frames[1:] if _OF_TORCH not in each.filename and each.filename != __file__]
+    return _shown(inside[-1].filename, inside[-1].lineno, inside[-1].line) if inside else ""
+
+
+def _place_of_a_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: Any) -> str:
+    """Return the line that turned a size of a batch into a constant, of which torch.export's error says nothing.
+
+    torch's draft of an export goes on after such a line, and reports where it was.
+    """
+    try:
+        with torch.no_grad(), _quiet():
+            draft: Any = torch.export.draft_export(module, example, dynamic_shapes=shapes, strict=False)
+        names = {number: path for path, number in structured.INTERN_TABLE.items()}
+        for failure in draft._report.failures:
+            stack = [(names[each["filename"]], each) for each in failure.data.get("user_stack", ())]
+            if inside := [(path, each) for path, each in stack if _OF_TORCH not in path]:
+                path, each = inside[-1]
+                return _shown(path, each["line"], each["loc"])
+    except Exception as error:  # the report has no public form yet; without it the message has no place
+        logger.debug("no draft of the export: %s", error)
+    return ""
+
+
+def _shown(path: str, line: int | None, code: str | None) -> str:
+    return f" ({path}, line {line}: {code})"
 
 
 def least_samples(program: torch.export.ExportedProgram, signals: str = "signals") -> int:
@@ -70,7 +106,7 @@ def to_onnx(program: torch.export.ExportedProgram, inputs: Sequence[str], output
     For each node that doesn't know where it was traced, torch takes down where it converts it: a fifth of the time.
     """
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), _small_numbers_kept():
             made = torch.onnx.export(program, dynamo=True, opset_version=OPSET, input_names=list(inputs),
                                      output_names=list(outputs), verbose=False)
             assert made is not None, "torch returns None only where it is given a file name"
@@ -124,6 +160,21 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return summary(error)
+
+
+@contextlib.contextmanager
+def _small_numbers_kept() -> Iterator[None]:
+    """Switch off onnxscript's rules that take a number near to 0 or 1 for it: they drop ``x + 1e-8``, and so make
+    log(0) of a silent frame. A runtime drops exact ones by itself."""
+    from onnxscript import rewriter
+    from onnxscript.rewriter.rules.common import _no_op
+
+    rules = rewriter._DEFAULT_REWRITE_RULES
+    rewriter._DEFAULT_REWRITE_RULES = tuple(each for each in rules if each not in list(_no_op.rules))
+    try:
+        yield
+    finally:
+        rewriter._DEFAULT_REWRITE_RULES = rules
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.clips import Clip, ComparisonClips
-from sbkit.export.runners import Runner
+from sbkit.export.runners import Output, Runner
 from sbkit.score.rates import ErrorRates
 from sbkit.system.console import table
 
@@ -44,6 +44,8 @@ class ParityResult:
     """WER against the checkpoint's words, per cent."""
     rtf: float
     """Real-time factor: seconds of computing per second of audio."""
+    where: str = ""
+    """The clip, output and frame in which it differs most."""
 
 
 class Comparison:
@@ -54,13 +56,14 @@ class Comparison:
     reference : runs the checkpoint on one waveform [S]
     text : turns an output into text; None for outputs that can't be read
     own_text : turns the checkpoint's output into text, if not by ``text``
+    outputs : the outputs' names, where there are several; each clip then has a tuple of arrays
     """
 
-    def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: float,
-                 text: Callable[[np.ndarray], str] | None = None,
-                 own_text: Callable[[np.ndarray], str] | None = None):
+    def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], Output], sample_rate: float,
+                 text: Callable[[Any], str] | None = None, own_text: Callable[[Any], str] | None = None,
+                 outputs: Sequence[str] = ()):
         self.clips, self.sample_rate, self.text = clips, sample_rate, text or (lambda output: "")
-        self.has_words = text is not None
+        self.has_words, self.outputs = text is not None, outputs
         self.expected, seconds = _timed(lambda clip: reference(clip.signal), clips.alone)
         self.texts = [(own_text or self.text)(each) for each in self.expected]
         self.results = [ParityResult(CHECKPOINT, None, 0.0, None, 0, self._wer(self.texts), 0.0, self._rtf(seconds))]
@@ -101,13 +104,37 @@ class Comparison:
         if batches:
             uneven = self.clips.uneven
             expected = [self.expected[self.clips.alone.index(clip)] for clip in uneven]
-            together = self.apart(expected, run([clip.signal for clip in uneven]))
+            beside = run([clip.signal for clip in uneven])
+            together = self.apart(expected, beside)
         changed = sum(mine != theirs and not self.tied(*scores) for mine, theirs, *scores
                       in zip(self.texts, texts, self.expected, found, strict=True))
-        self.results.append(ParityResult(
-            name, size, self.apart(self.expected, found), together, changed, self._wer(texts), self._wer_of(texts),
-            self._rtf(seconds)))
+        apart, where = self.apart(self.expected, found), self._where(self.clips.alone, self.expected, found)
+        if together is not None and not together <= apart:
+            where = f"{self._where(uneven, expected, beside)}, in a batch"
+        self.results.append(ParityResult(name, size, apart, together, changed, self._wer(texts), self._wer_of(texts),
+                                         self._rtf(seconds), where))
         return self.results[-1]
+
+    def _where(self, clips: Sequence[Clip], expected: Sequence[Output], found: Sequence[Output]) -> str:
+        """Say in which clip, output and frame outputs differ most, or the first that can't be compared."""
+        worst, where = 0.0, ""
+        for clip, *pair in zip(clips, expected, found, strict=True):
+            for i, (mine, theirs) in enumerate(zip(*map(_parts, pair), strict=True)):
+                what = f"{clip.name}{f', {self.outputs[i]}' if self.outputs else ''}"
+                if mine.shape != theirs.shape:
+                    return f"{what}: {list(theirs.shape)} where the checkpoint has {list(mine.shape)}"
+                for whose, values in (("", theirs), ("the checkpoint's is ", mine)):
+                    if len(bad := np.argwhere(~np.isfinite(np.atleast_1d(values)))):
+                        value = np.atleast_1d(values)[tuple(bad[0])]
+                        kind = "not a number (NaN)" if np.isnan(value) else "infinite"
+                        return f"{what}: {whose}{kind} from frame {bad[0][0]} of {len(np.atleast_1d(values))} on"
+                apart = np.abs(np.subtract(mine, theirs, dtype=np.float64))
+                if apart.size and apart.max() > worst:
+                    at = np.unravel_index(apart.argmax(), apart.shape)
+                    frame = f", frame {at[0]} of {len(mine)}" if at else ""
+                    worst, where = float(apart.max()), f"{what}{frame}: {theirs[at]:.4g} where the checkpoint has " \
+                                                       f"{mine[at]:.4g}"
+        return where
 
     def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
         """Run a program that gives only words on the clips and record how they differ."""
@@ -155,7 +182,7 @@ class Comparison:
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
             if not worst <= (most := self.threshold(tolerance)):  # also true for NaN
                 wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only {self.shown(most)} "
-                             "is allowed")
+                             f"is allowed ({result.where})")
             if result.words_changed > self.words_may_change:
                 wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
         return wrong
@@ -180,7 +207,7 @@ class Comparison:
 
     def formats(self) -> dict[str, dict[str, Any]]:
         """Return the results by format."""
-        return {result.format: {key: value for key, value in asdict(result).items() if key != "format"}
+        return {result.format: {key: value for key, value in asdict(result).items() if key not in ("format", "where")}
                 for result in self.results}
 
     def table(self) -> str:
@@ -225,13 +252,18 @@ def _timed(run: Callable[[Clip], Any], clips: list[Clip]) -> tuple[list[Any], fl
     return [run(clip) for clip in clips], time.perf_counter() - start
 
 
-def _difference(expected: list[np.ndarray], found: list[np.ndarray]) -> float:
+def _parts(output: Output) -> tuple[np.ndarray, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def _difference(expected: Sequence[Output], found: Sequence[Output]) -> float:
     worst = 0.0
-    for mine, theirs in zip(expected, found, strict=True):
-        if mine.shape != theirs.shape or not np.isfinite(theirs).all():
-            return float("inf")
-        if mine.size:
-            worst = max(worst, float(np.abs(mine - theirs).max()))
+    for pair in zip(expected, found, strict=True):
+        for mine, theirs in zip(*map(_parts, pair), strict=True):
+            if mine.shape != theirs.shape or not (np.isfinite(mine).all() and np.isfinite(theirs).all()):
+                return float("inf")
+            if mine.size:
+                worst = max(worst, float(np.abs(mine - theirs).max()))
     return worst
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from sbkit.export import layout
 
-#: Maps a batch of waveforms [S] to one array for each: all of its outputs, without padding.
-Runner = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+#: What a graph gives for an utterance, without padding: an array, or a tuple of several.
+Output = Any
+#: Maps a batch of waveforms [S] to the output of each.
+Runner = Callable[[Sequence[np.ndarray]], list[Output]]
 #: Maps a graph's inputs, in their order, to its outputs.
 Call = Callable[..., list[np.ndarray]]
 
@@ -26,12 +29,17 @@ def padded(signals: Sequence[np.ndarray], at_least: int = 1) -> tuple[np.ndarray
     return batch, lengths
 
 
-def each(outputs: Mapping[str, tuple[str, ...]], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+def shown(outputs: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return the names of the outputs that aren't lengths of others."""
+    return [name for name in outputs if name not in {part for dims in outputs.values() for part in dims}]
+
+
+def each(outputs: Mapping[str, tuple[str, ...]], values: Sequence[np.ndarray]) -> list[Output]:
     """Split a graph's outputs by utterance and cut off the padding; ``outputs`` is as in ``Exported``."""
     by_name = dict(zip(outputs, values, strict=True))
-    shown = [name for name in outputs if name not in {part for dims in outputs.values() for part in dims}]
-    parts = [[_cut(by_name, outputs[name], by_name[name][i], i) for name in shown] for i in range(len(values[0]))]
-    return [one[0] if len(one) == 1 else np.concatenate([part.ravel() for part in one]) for one in parts]
+    parts = [tuple(_cut(by_name, outputs[name], by_name[name][i], i) for name in shown(outputs))
+             for i in range(len(values[0]))]
+    return [one[0] if len(one) == 1 else one for one in parts]
 
 
 def _cut(by_name: Mapping[str, np.ndarray], dimensions: tuple[str, ...], value: np.ndarray, row: int) -> np.ndarray:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import Checkpoint
-from torch import nn
+from torch import Tensor, nn
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, summary
 from sbkit.export.exported import Exported
 from sbkit.nn import adapters
 from sbkit.runs import restore
@@ -60,8 +62,18 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} does not say what to export",
                          hint="define its method exported(run), as docs/extend.md shows")
+    exported.forward = functools.partial(_forward, brain)
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
     return Trained(exported, recipe.keys, _facts(recipe.keys, brain, used, averaged))
+
+
+def _forward(brain: Task, signal: Tensor, samples: int) -> Any:
+    """Return what the task's own forward makes of one padded waveform [S]."""
+    try:
+        return brain.compute_forward(brain.clip_batch(signal, samples), Stage.TEST)
+    except Exception as error:
+        raise SbkitError(f"compute_forward fails on a recording alone, so the export can't be compared with it: "
+                         f"{summary(error)}", hint="give it what it needs in your task's method clip_batch") from error
 
 
 def _take_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:

@@ -8,6 +8,7 @@ returns. ``docs/extend.md`` writes a complete task.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -346,6 +347,15 @@ class Task(Brain):
         return {}
 
     # ------------------------------------------------------------ export
+
+    def clip_batch(self, signal: torch.Tensor, samples: int) -> Batch:
+        """Make a batch of one waveform [S], on which an export is compared with ``compute_forward``.
+
+        samples : its length, after which it is padded
+        """
+        batch = self.stand_in(1, samples / self.keys.sample_rate, noise=True)
+        return dataclasses.replace(batch, ids=["clip"], signals=signal[None], samples=samples,
+                                   signal_lengths=torch.tensor([samples]))
 
     def exported(self, run: Path) -> Exported | None:
         """Return what ``sbkit export`` writes; None if the task can't be exported.

@@ -159,6 +159,20 @@ def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_graph_that_computes_something_else_than_the_task_is_not_published(home, trained):
+    file, right = home / "spotter.py", files()["spotter.py"]
+    wrong = right.replace("self.encoder(signals, lengths)", "self.encoder(0.5 * signals, lengths)")
+    assert wrong != right
+    file.write_text(wrong)
+    try:
+        said = processes.sbkit("export", trained[0], "--to", "wrong", cwd=home, code=2, **ENVIRONMENT).stderr
+    finally:
+        file.write_text(right)
+    assert re.search(r"onnx: outputs differ by [\d.]+, but only 0.001 is allowed \(.+: .+ where the checkpoint", said)
+    assert not (home / "wrong").exists()
+
+
+@pytest.mark.slow
 def test_parts_of_ones_own_are_checked_trained_and_shipped(parts):
     report = json.loads(sbkit(parts, "check", "mine.yaml", *TINY[:-6], "--json"))
     assert report["errors"] == [] and report["sections"]["shapes"]["values"]["Transformer"][-1] == 16

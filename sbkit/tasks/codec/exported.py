@@ -141,7 +141,8 @@ class ExportedCodec(Exported):
     @classmethod
     def of(cls, coder: Coder) -> ExportedCodec:
         """Export a codec that is in evaluation mode and stays as it is."""
-        return cls(Encoded(coder), OUTPUTS, coder.features.sample_rate, coder=coder)
+        return cls(Encoded(coder), OUTPUTS, coder.features.sample_rate, coder=coder,
+                   from_forward=lambda made: (made.quantised.codes, made.frames))
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from sbkit.errors import SbkitError
@@ -22,7 +21,7 @@ from sbkit.export.runners import Runner
 from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary, write_tokens
 from sbkit.tasks.ctc import readme, sherpa, sherpa_stream, speechbrain_folder
-from sbkit.tasks.ctc.compared import Heard, compared, reference
+from sbkit.tasks.ctc.compared import Heard, compared
 from sbkit.tasks.ctc.graph import OUTPUTS, Graph, trace
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.recognizer import Recognizer
@@ -53,7 +52,8 @@ class Recogniser(Exported):
     @classmethod
     def of(cls, recognizer: Recognizer, keys: CTCKeys, run: Path) -> Recogniser:
         """Export the recogniser of a run, which is in evaluation mode and stays as it is."""
-        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run)
+        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys, run=run,
+                   from_forward=lambda scores: (scores.ctc.float().log_softmax(-1), scores.frames))
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -110,9 +110,6 @@ class Recogniser(Exported):
         if name == layout.SPEECHBRAIN:
             return speechbrain_folder.runner(folder, config.min_samples)
         return super().runner(name, folder, config)
-
-    def reference(self, config: Config) -> Callable[[np.ndarray], np.ndarray]:
-        return reference(self.recognizer, config.min_samples)
 
     def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> Heard:
         vocabulary, decode = Vocabulary.read(folder, config), self.keys.tokenizer.decode

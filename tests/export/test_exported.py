@@ -1,0 +1,109 @@
+"""What a task exports is compared with its own forward, and traced or told why not; all in small models."""
+
+import inspect
+import re
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.export import graph
+from sbkit.export.clips import Clip, ComparisonClips
+from sbkit.export.exported import Exported
+from sbkit.export.layout import GraphConfig
+
+CONFIG = GraphConfig(sample_rate=16_000, min_samples=4, outputs=["scores"])
+EXAMPLE = torch.randn(2, 2400), torch.tensor([2400, 1600])
+SHORT = GraphConfig(sample_rate=16_000, min_samples=1, outputs=["scores"])
+OPEN = {"signals": (0, 1), "lengths": (0,)}
+
+
+class FixedBatch(torch.nn.Module):
+    def forward(self, signals, lengths):
+        inside = torch.arange(signals.shape[1]).expand(len(lengths), -1) < lengths[:, None]
+        return (signals * inside).sum(1)
+
+
+class Branch(torch.nn.Module):
+    def forward(self, signals, lengths):
+        return signals.sum(1) if signals.sum() > 0 else signals.mean(1)
+
+
+class LogOfSilence(torch.nn.Module):
+    def forward(self, signals, lengths):
+        return (signals.abs().mean(1) + 1e-10).log() * 1.000001
+
+
+@pytest.mark.parametrize("model, code", [(FixedBatch, "len(lengths)"), (Branch, "if signals.sum() > 0")])
+def test_a_graph_that_cannot_be_traced_is_told_with_its_line(model, code):
+    lines, first = inspect.getsourcelines(model)
+    line = first + next(i for i, text in enumerate(lines) if code in text)
+    with pytest.raises(SbkitError, match=rf"can't be traced \({__file__}, line {line}: .*"):
+        graph.trace_module(model(), EXAMPLE, OPEN)
+
+
+def test_numbers_near_to_nothing_stay_in_onnx(tmp_path):
+    program = graph.trace_module(LogOfSilence(), EXAMPLE, OPEN)
+    graph.write_onnx(program, tmp_path / "model.onnx", {"signals": ("batch", "samples"), "lengths": ("batch",)},
+                     {"scores": ("batch",)}, {})
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {"signals": np.zeros((3, 100), np.float32), "lengths": np.array([100, 50, 1])})
+    assert found == pytest.approx(np.log(1e-10) * 1.000001, rel=1e-7)
+
+
+def made(outputs=None, **more):
+    exported = Exported(torch.nn.Identity(), outputs or {"scores": ("batch",)}, 16_000, **more)
+    exported.forward = lambda signal, samples: (signal[None, :samples].repeat(2, 1).T[None], torch.tensor([samples]))
+    return exported
+
+
+def test_the_checkpoint_is_the_tasks_own_forward():
+    outputs = {"scores": ("batch", "frames"), "frames": ("batch",)}
+    signal = np.array([1.0, 2.0], np.float32)
+    assert made(outputs).reference(CONFIG)(signal).tolist() == [[1.0, 1.0], [2.0, 2.0]], "its length, not the padding's"
+    doubled = made(outputs, from_forward=lambda given: (2 * given[0], given[1]))
+    assert doubled.reference(CONFIG)(signal).tolist() == [[2.0, 2.0], [4.0, 4.0]]
+
+
+@pytest.mark.parametrize("given, told", [(None, r"tuple\(Tensor, Tensor\)"), (lambda values: {"a": 1}, r"dict\(\)")])
+def test_a_forward_that_gives_something_else_needs_a_function(given, told):
+    with pytest.raises(SbkitError, match=rf"compute_forward gives {told}, and the graph scores") as error:
+        made(from_forward=given).reference(CONFIG)(np.zeros(5, np.float32))
+    assert "from_forward" in error.value.hint
+
+
+SIGNALS = [np.arange(3, dtype=np.float32), np.arange(5, dtype=np.float32)]
+WRONG = {
+    "a frame too few": (lambda signal: signal[:-1],
+                       r"differ by inf.*\(short, scores: \[2\] where the checkpoint has \[3\]\)"),
+    "not finite": (lambda signal: np.where(signal > 3, np.nan, signal),
+                   r"differ by inf.*\(long, scores: not a number \(NaN\) from frame 4 of 5 on\)"),
+    "infinite": (lambda signal: np.where(signal > 1, -np.inf, signal),
+                 r"\(short, scores: infinite from frame 2 of 3 on"),
+    "another value": (lambda signal: signal + 0.5 * (signal == 3),
+                      r"differ by 0\.5, .*\(long, scores, frame 3 of 5: 3\.5 where the checkpoint has 3\)"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_difference_is_told_with_clip_output_and_frame(how):
+    change, told = WRONG[how]
+    exported = made({"scores": ("batch", "frames"), "other": ("batch", "frames"), "frames": ("batch",)})
+    exported.forward = lambda signal, samples: (signal[None], -signal[None], torch.tensor([samples]))
+    clips = ComparisonClips([Clip(signal, None, name) for signal, name in zip(SIGNALS, ("short", "long"), strict=True)],
+                            "x", 1.0)
+    comparison = exported.comparison(clips, SHORT, None)
+    comparison.add("onnx", lambda signals: [(change(signal), -signal) for signal in signals], 1)
+    (failure,) = comparison.failures()
+    assert re.search(told, failure), failure
+
+
+def test_a_checkpoint_that_gives_nan_is_no_reference():
+    exported = made({"scores": ("batch", "frames"), "frames": ("batch",)})
+    exported.forward = lambda signal, samples: (signal[None] * torch.nan, torch.tensor([samples]))
+    clips = ComparisonClips([Clip(SIGNALS[0], None, "short")], "x", 1.0)
+    comparison = exported.comparison(clips, SHORT, None)
+    comparison.add("onnx", lambda signals: list(signals), 1)
+    assert "the checkpoint's is not a number" in comparison.failures()[0]
