@@ -207,6 +207,8 @@ def reach(coder: Coder) -> int | None:
     vectors = vectors.detach().requires_grad_()
     sound = coder.sound(vectors, frames)[0].unflatten(0, (_FRAMES, -1))
     touched = torch.cat([torch.nonzero(each) for each in (coded, _moved_by(sound[middle], vectors, draw))])
+    if not len(touched):  # weights of zero, which nothing passes
+        return None
     first, last = int(touched.min()), int(touched.max())
     return None if first == 0 or last == _FRAMES - 1 else max(middle - first, last - middle)
 
