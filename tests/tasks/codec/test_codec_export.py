@@ -128,7 +128,7 @@ def test_a_decoder_is_compared_on_the_checkpoints_own_codes(tmp_path, monkeypatc
         signals = made.decode(torch.from_numpy(codes), torch.from_numpy(frames)).detach().numpy()
         return [signals + 0.01 * (len(asked) > 12), frames * 320]
 
-    monkeypatch.setattr("sbkit.tasks.codec.exported.opened", lambda *_: call)
+    monkeypatch.setattr("sbkit.tasks.codec.exported.open_runner", lambda *_: call)
     [(way, compared)] = decoder.comparisons(clips(), CONFIG, tmp_path).items()
     run = decoder.runners("onnx", tmp_path, CONFIG)[way]
     compared.add("onnx", run, 1)
