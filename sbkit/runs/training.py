@@ -23,7 +23,7 @@ from sbkit.recipe import flops
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings
-from sbkit.recipe.speed import peak_of
+from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.start_guard import StartGuard
@@ -32,7 +32,6 @@ from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
 from sbkit.train.distributed import ranks
-from sbkit.train.monitor.utilisation import Utilisation
 from sbkit.train.state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe import learning
 from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import ParameterGroups
+from sbkit.recipe.speed import Utilisation
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
@@ -38,7 +39,6 @@ from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import oom_as_user_error
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.timing import profiler
-from sbkit.train.monitor.utilisation import Utilisation
 from sbkit.train.optim import fused, skips_itself
 from sbkit.train.plain_loop import PlainLoop
 from sbkit.train.state import Overrides, StateView, TrainState

@@ -9,7 +9,7 @@ from run_folders import TINY
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbkit.recipe import flops, load, speed, trace
-from sbkit.train.monitor.utilisation import Utilisation
+from sbkit.recipe.speed import Utilisation
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 SECONDS = 4.0

@@ -7,15 +7,15 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import IO, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import IO
 
 import torch
 from tqdm import tqdm
 
 from sbkit.nn.peek import Peek
+from sbkit.recipe.speed import Utilisation
 from sbkit.train.monitor.timing import StepBudget
-from sbkit.train.monitor.utilisation import Utilisation
 
 Value = torch.Tensor | float | None | Callable[[], "torch.Tensor | float | None"]
 
@@ -24,6 +24,7 @@ LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
 _WINDOW_SECONDS = 60.0  # period that speeds are averaged over
 _BAR_CELLS = ((100, 8), (50, 4))  # (columns of the terminal, least cells of the bar)
 _SLOW_DATA = 0.1  # share of waiting for data that is coloured
+_RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
 
 class StageDisplay:
@@ -59,18 +60,16 @@ class StageDisplay:
         self.stage, self.total, self.done, self.show = stage, total_steps, initial, show
         self._initial = initial
         self._out = sys.stderr if out is None else out
-        self._terminal = show and self._out.isatty()
         self._budget, self._scale, self._utilisation = budget, scale, utilisation
-        self._loss: Value = None
-        self._lr: Value = None
+        self._values: dict[str, Value] = {}
         self._peeks: dict[str, Peek] = {}
         self._shown: dict[str, float] = {}
         self._seconds = self._padded = 0.0
-        self._start = self._due = time.monotonic()
-        self._due += REDRAW_SECONDS if self._terminal else LINE_SECONDS
+        self._start = time.monotonic()
         self._window: deque[tuple[float, int, float]] = deque([(self._start, initial, 0.0)])
         self._bar = None
-        if self._terminal:
+        self._due = self._start + LINE_SECONDS
+        if show and self._out.isatty():
             self._colours = not os.environ.get("NO_COLOR")
             self._bar = tqdm(
                 total=total_steps, initial=initial, file=self._out, dynamic_ncols=True, mininterval=0,
@@ -93,111 +92,78 @@ class StageDisplay:
         self.done += steps
         self._seconds += seconds
         self._padded += padded_seconds
-        if loss is not None:
-            self._loss = loss
-        if lr is not None:
-            self._lr = lr
+        self._values = {"loss": loss, "lr": lr}
         if time.monotonic() >= self._due:
             self._redraw()
-
-    def note(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._out)
-        elif self.show:
-            print(text, file=self._out, flush=True)
-
-    def close(self, wait: bool = True) -> None:
-        """Draw the final state, and leave it on the screen; ``wait``: for values on the device."""
-        if not self.show:
-            return
-        self.show = False
-        self._redraw(wait)
-        if self._bar is not None:
-            self._bar.close()
 
     def __enter__(self) -> StageDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close(wait=error[0] is None)  # a device may wait for ranks that have failed
+        """Draw the final state, and leave it on the screen."""
+        if self.show:
+            self.show = False
+            self._redraw(wait=error[0] is None)  # a device may wait for ranks that have failed
+            if self._bar is not None:
+                self._bar.close()
 
-    def line(self) -> str:
-        """Return the state as a plain line."""
-        steps = f"{self.done}" if self.total is None else f"{self.done}/{self.total} ({self._percent()} %)"
-        return f"{self.stage}: " + ", ".join([steps, *(piece.words for piece in self._pieces())])
-
-    def tail(self, columns: int) -> str:
-        """Return the text right of the bar, in at most ``columns`` cells, leaving out the least important parts."""
+    def _redraw(self, wait: bool = False) -> None:
+        now = time.monotonic()
+        for name, value in self._values.items():
+            self._read(name, value, wait)
+        self._window.append((now, self.done, self._seconds))
+        while len(self._window) > 2 and now - self._window[1][0] >= _WINDOW_SECONDS:
+            self._window.popleft()
+        percent = math.floor(100 * self.done / self.total) if self.total else 0
         steps = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-        pieces = self._pieces()
-        while pieces and len(steps) + sum(len(piece.short) + 1 for piece in pieces) > columns:
-            pieces.remove(max(pieces, key=lambda piece: piece.rank))
-        words = len(", ".join([steps, *(piece.words for piece in pieces)])) <= columns
-        colours = self._terminal and self._colours
-        shown = [piece.paint(piece.words if words else piece.short, colours) for piece in pieces]
-        return (", " if words else " ").join([steps, *shown])
+        if self._bar is None:
+            self._due = now + LINE_SECONDS
+            steps += "" if self.total is None else f" ({percent} %)"
+            print(f"{self.stage}: " + ", ".join([steps, *(text for text, _ in self._parts())]), file=self._out,
+                  flush=True)
+            return
+        self._due = now + REDRAW_SECONDS
+        columns = self._bar.format_dict["ncols"] or 80
+        left = f"{self.stage} {percent:3d}%|" if self.total else f"{self.stage}: "
+        cells = next((cells for least, cells in _BAR_CELLS if columns >= least and self.total), 0)
+        middle, taken = ("{bar}| ", cells + 2) if cells else (" ", 1) if self.total else ("", 0)
+        room = columns - len(left) - taken - len(steps)
+        for text, colour in self._parts():  # those for which there is room, the most important first
+            room -= len(text) + 2
+            if room < 0:
+                break
+            steps += f", {colour}{text}{_PLAIN}" if colour and self._colours else f", {text}"
+        self._bar.bar_format = _literal(left) + middle + _literal(steps)
+        self._bar.n = min(self.done, self.total) if self.total else self.done
+        self._bar.refresh()
 
-    def _pieces(self) -> list[_StatusPart]:
-        """Return all parts of the text, in the order in which they are shown."""
+    def _parts(self) -> Iterator[tuple[str, str]]:
+        """Yield the parts of the text and their colours, the most important first."""
         now, steps, seconds = self._window[-1]
         then, steps_then, seconds_then = self._window[0]
         if not self.show:  # closed: speeds are of the whole stage
             then, steps_then, seconds_then = self._start, self._initial, 0.0
         span = max(now - then, 1e-9)
-        pieces = []
         if not self.show:
-            took = _clock(now - self._start)
-            pieces.append(_StatusPart(1, f"took {took}", took))
+            yield f"took {_clock(now - self._start)}", ""
         elif self.total is not None and steps > steps_then:
-            left = _clock((self.total - steps) * span / (steps - steps_then))
-            pieces.append(_StatusPart(1, f"{left} left", f"{left} left"))
+            yield f"{_clock((self.total - steps) * span / (steps - steps_then))} left", ""
         if "loss" in self._shown:
             loss = self._shown["loss"]
-            text = f"loss {_number(loss)}"
-            pieces.append(_StatusPart(0, text, text, None if math.isfinite(loss) else _RED))
-        if "lr" in self._shown:
-            text = f"lr {self._shown['lr']:.1e}"
-            pieces.append(_StatusPart(4, text, text))
-        if seconds > seconds_then:
-            speed = (seconds - seconds_then) / span
-            shown = _count(speed * self._scale)
-            pieces.append(_StatusPart(2, f"audio {shown} s/s", f"{shown} s/s"))
-            if self._utilisation is not None:
-                used = self._utilisation.words(speed)
-                pieces.append(_StatusPart(6, used, used))
+            yield f"loss {_number(loss)}", "" if math.isfinite(loss) else _RED
+        speed = (seconds - seconds_then) / span
+        if speed > 0:
+            shown = speed * self._scale
+            yield f"audio {shown:.{0 if shown >= 10 else 1}f} s/s", ""
         waits = self._budget.share("data") if self._budget is not None else None
         if waits is not None:
-            colour = _YELLOW if waits > _SLOW_DATA else None
-            pieces.append(_StatusPart(3, f"data wait {100 * waits:.0f} %", f"wait {100 * waits:.0f}%", colour))
+            yield f"data wait {100 * waits:.0f} %", _YELLOW if waits > _SLOW_DATA else ""
+        if "lr" in self._shown:
+            yield f"lr {self._shown['lr']:.1e}", ""
         if self._padded > 0:
-            share = f"{100 * (1 - self._seconds / self._padded):.0f}"
-            pieces.append(_StatusPart(5, f"padding {share} %", f"pad {share}%"))
-        return pieces
-
-    def _percent(self) -> int:
-        return math.floor(100 * self.done / self.total) if self.total else 0
-
-    def _redraw(self, wait: bool = False) -> None:
-        now = time.monotonic()
-        self._read("loss", self._loss, wait)
-        self._read("lr", self._lr, wait)
-        self._window.append((now, self.done, self._seconds))
-        while len(self._window) > 2 and now - self._window[1][0] >= _WINDOW_SECONDS:
-            self._window.popleft()
-        if self._bar is None:
-            self._due = now + LINE_SECONDS
-            print(self.line(), file=self._out, flush=True)
-            return
-        self._due = now + REDRAW_SECONDS
-        columns = self._bar.format_dict["ncols"] or 80
-        left = f"{self.stage} {self._percent():3d}%|" if self.total else f"{self.stage}: "
-        cells = next((cells for least, cells in _BAR_CELLS if columns >= least and self.total), 0)
-        middle, taken = ("{bar}| ", cells + 2) if cells else (" ", 1) if self.total else ("", 0)
-        tail = self.tail(columns - len(left) - taken)
-        self._bar.bar_format = _literal(left) + middle + _literal(tail)
-        self._bar.n = min(self.done, self.total) if self.total else self.done
-        self._bar.refresh()
+            yield f"padding {100 * (1 - self._seconds / self._padded):.0f} %", ""
+        if speed > 0 and self._utilisation is not None:
+            yield self._utilisation.words(speed), ""
 
     def _read(self, name: str, value: Value, wait: bool) -> None:
         """Take a value that has arrived since the last call, then start copying the present one."""
@@ -218,31 +184,12 @@ class StageDisplay:
             self._shown[name] = float(value)
 
 
-_RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
-
-
-class _StatusPart(NamedTuple):
-    """A part of the text: its rank (0 is most important), long and short form, and colour."""
-
-    rank: int
-    words: str
-    short: str
-    colour: str | None = None
-
-    def paint(self, text: str, colours: bool) -> str:
-        return f"{self.colour}{text}{_PLAIN}" if self.colour and colours else text
-
-
 def _literal(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def _number(value: float) -> str:
     return f"{value:.3f}" if value == 0 or 0.001 <= abs(value) < 1000 else f"{value:.2e}"
-
-
-def _count(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def _clock(seconds: float) -> str:

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 
+from sbkit.recipe.speed import Utilisation
 from sbkit.train import compiling
 from sbkit.train.distributed import ranks
 from sbkit.train.monitor.display import StageDisplay
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.monitor.tally import Mean
 from sbkit.train.monitor.timing import StepBudget
-from sbkit.train.monitor.utilisation import Utilisation
 from sbkit.train.rates import Rate
 from sbkit.train.step import StepResult
 

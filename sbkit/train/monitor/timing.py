@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from sbkit.train.monitor.contention import Contention
-from sbkit.train.monitor.waits import HostWaits
+from sbkit.train.monitor.waits import Contention, HostWaits
 
 SECTIONS = ("data", "copy", "features", "forward", "loss", "backward", "all-reduce", "optimizer")
 

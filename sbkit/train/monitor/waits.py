@@ -1,10 +1,13 @@
-"""Counting of host syncs: how often a step makes the host wait for the GPU, in some steps of each epoch."""
+"""What a step waits for: how often the host waits for the GPU, and how long a CPU's threads wait for a core."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import re
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +16,10 @@ from typing import Literal, TextIO
 
 import torch
 
+from sbkit.train.distributed import ranks
+
+logger = logging.getLogger(__name__)
+
 FIRST, LOOKED_AT = 5, 100  # steps of an epoch to skip, and steps to count in then
 
 _WAIT = r"called a synchronizing \w+ operation"
@@ -20,6 +27,11 @@ _NOTICE = "Synchronization debug mode is a prototype feature"  # by torch, when 
 # Without them each place is reported only once. They stay, and affect no other warning.
 _FILTERS: tuple[tuple[Literal["always", "ignore"], str], ...] = (("always", _WAIT), ("ignore", _NOTICE))
 _WARN = 1  # the value of ``torch.cuda.get_sync_debug_mode()``
+
+THREADS = Path("/proc/self/task")
+_MEASURE_AFTER = 20.0  # seconds of an epoch
+_LEAST = 2.0  # seconds, at the end of a shorter epoch
+_WORTH_REPORTING = 0.15
 
 
 class HostWaits:
@@ -110,3 +122,69 @@ class HostWaits:
 def _in_backward() -> bool:
     """Return whether this thread is one of autograd's, which run the backward for each device."""
     return torch._C._current_graph_task_id() != -1
+
+
+class Contention:
+    """Measures how long the slowest thread of this process waited for a core, since each step waits for it.
+
+    Does nothing on other devices, with only one thread, or if the system does not count this.
+    """
+
+    def __init__(self, device: torch.device):
+        self._counts = device.type == "cpu" and torch.get_num_threads() > 1 and bool(_waited())
+        self._told = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Start measuring, at the start of an epoch."""
+        self._done = self._told
+        self._began = time.monotonic()
+        self._before = _waited() if self._counts else {}
+
+    def share(self) -> float | None:
+        """Return the share of the time since ``reset`` that the slowest thread waited; None if not measured."""
+        passed = time.monotonic() - self._began
+        if not self._counts or passed <= 0:
+            return None
+        waited = (seconds - self._before.get(thread, 0.0) for thread, seconds in _waited().items())
+        return min(1.0, max(waited, default=0.0) / passed)
+
+    def step(self) -> None:
+        """Warn, after a step, if the epoch has run long enough to tell."""
+        self._measure(_MEASURE_AFTER)
+
+    def close(self) -> float | None:
+        """Warn, at the end of an epoch, if there was no warning yet, and return its share."""
+        self._measure(_LEAST)
+        return self.share()
+
+    def _measure(self, after: float) -> None:
+        """Warn once in a run, and check at most once in an epoch."""
+        if self._done or not self._counts or time.monotonic() - self._began < after:
+            return
+        self._done, share = True, self.share()
+        if share is not None and share > _WORTH_REPORTING:
+            self._told = True
+            if ranks.is_main():
+                threads = torch.get_num_threads()
+                logger.warning(
+                    "Training waited for a core %.0f %% of the time, and its %d threads all wait for the slowest. "
+                    "Other processes, data workers or ranks use the cores: set OMP_NUM_THREADS=%d, or to the number "
+                    "of free cores", 100 * share, threads, max(1, threads // 2))
+
+
+def _waited() -> dict[str, float]:
+    """Return the seconds that each thread has waited for a core."""
+    found: dict[str, float] = {}
+    try:
+        threads = os.listdir(THREADS)
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            ran, waited = map(int, (THREADS / thread / "schedstat").read_text().split()[:2])
+        except (OSError, ValueError):  # the thread has just ended
+            continue
+        if ran:  # otherwise this kernel does not count
+            found[thread] = waited / 1e9
+    return found
