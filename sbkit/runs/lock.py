@@ -28,7 +28,7 @@ from sbkit.errors import SbkitError
 from sbkit.runs.layout import HELD
 from sbkit.system import disk, processes
 from sbkit.system.environment import command
-from sbkit.train.distributed import ending, launcher, ranks
+from sbkit.train.distributed import ending, ranks
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class RunLock:
         while not self._over.wait(BEAT):
             with contextlib.suppress(OSError):  # the disk may be unreachable for a moment
                 if self._followed():
-                    launcher.leave(f"{self.folder} was taken over by another run, because this one gave no sign of "
+                    ending.leave(f"{self.folder} was taken over by another run, because this one gave no sign of "
                                    "life for too long; this run ends here")
                 os.utime(self._held.descriptor)
 

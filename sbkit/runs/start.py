@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sbkit.system import console, disk
 from sbkit.system.environment import check_torch_pair
-from sbkit.train.distributed import launcher
+from sbkit.train.distributed import ending
 from sbkit.train.memory import host
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def run(words: list[str], open_bundles: Callable[[], Bundles]) -> int:
     open_bundles : makes what opens bundles of other models, a room above this one
     """
     console.outlast_terminal()
-    launcher.watch()
+    ending.watch_launcher()
     check_torch_pair()
     host.reserve_little()
     from sbkit.recipe import arguments, load

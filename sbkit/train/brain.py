@@ -28,12 +28,13 @@ from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.speed import Utilisation
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import keep_to_usable_cores
-from sbkit.train import compiling, loaders, options, precision, rates, rng, sandbox
+from sbkit.train import compiling, loaders, options, precision, rates, rng
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.checkpoint.adapted import Adapted
 from sbkit.train.distributed import ranks, sharding
 from sbkit.train.evaluation import EvaluationLoop
+from sbkit.train.forward_state import restoring
 from sbkit.train.freezing import Freezing
 from sbkit.train.keys import ScriptKeys, TrainKeys
 from sbkit.train.memory.oom import oom_as_user_error
@@ -291,7 +292,7 @@ class Brain(sb.core.Brain):
         own = self.__dict__.copy()
         beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
         try:
-            with sandbox.restoring([self.modules, *beside], self.device):
+            with restoring([self.modules, *beside], self.device):
                 yield
         finally:
             self.__dict__.clear()

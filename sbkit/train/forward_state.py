@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from speechbrain.utils.checkpoints import DEFAULT_SAVE_HOOKS, get_default_hook
 from torch import nn
 
+from sbkit.train import rng
 from sbkit.train.checkpoint.state import TENSORS
 
 # A larger tensor is copied at each step only after it was seen to change: most of them are constant tables.
@@ -170,3 +172,18 @@ def _can_be_written(value: object) -> bool:
     """Return False for an expanded view and for a tensor without storage, which can't be copied to."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type != "meta" and \
         torch._debug_has_internal_overlap(value) != 1
+
+
+@contextlib.contextmanager
+def restoring(holders: Iterable[nn.Module], device: torch.device | str) -> Iterator[None]:
+    """Restore the attributes of modules and the random generators on exit; clearing gradients is up to the caller."""
+    generators = rng.capture(device)
+    before = {module: {name: dict(value) if name in ("_parameters", "_buffers") else value
+                       for name, value in vars(module).items()} for root in holders for module in root.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+        rng.restore(generators, device)

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 
 from sbkit.errors import SbkitError
 from sbkit.system.console import write_now
-from sbkit.train.distributed import launcher
+from sbkit.train.distributed import ending
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class StopSignals(_SignalHandler):
         echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
         if self._first is None:
             self._first = now
-            launcher.stopping()
+            ending.stopping()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
                 write_now(f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "

@@ -1,7 +1,8 @@
-"""The end of a process of a failed run: at once, after its output and a checkpoint in progress are written.
+"""The end of a process of a failed run, or of a launcher that is gone: at once, after what is being written.
 
 A collective that a failed rank never joins can't be cancelled, and leaving its process group waits for it: with NCCL,
-half an hour. So such a process skips Python's normal shutdown.
+half an hour. So such a process skips Python's normal shutdown. Workers of a killed torchrun, which would train on
+unnoticed, end themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import threading
 import time
 import weakref
+
+logger = logging.getLogger(__name__)
 
 # Time limit for a checkpoint that is being written.
 _WRITING_SECONDS = 120.0
@@ -75,3 +78,68 @@ def _at_exit() -> None:
 
 # Registered at import, it runs after all functions that scripts and loggers register later.
 atexit.register(_at_exit)
+
+
+# ------------------------------------------------------------ a launcher that is gone
+
+#: Seconds between looks at whether torchrun is there.
+POLL_SECONDS = 1.0
+#: Seconds for a checkpoint that is being written, and for a run that is already stopping.
+_LEAVING_SECONDS, _STOPPING_SECONDS = 5.0, 30.0
+
+#: Read at import, before slow imports, while the launcher is still the parent.
+_parent = os.getppid()
+_watching = False
+_stopping = threading.Event()
+_leaving = threading.Lock()
+
+
+def watch_launcher() -> None:
+    """End this process soon after torchrun ends, if torchrun started it.
+
+    A thread polls the parent process. The kernel's signal of a parent's death is sent when the *thread* that started a
+    process ends, and does not help a main thread that waits in a collective.
+    """
+    global _watching
+    if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
+        _watching = True
+        threading.Thread(target=_watch, name="launcher", daemon=True).start()
+
+
+def stopping() -> None:
+    """Allow this process time to save after a stop signal, which may have ended torchrun, too."""
+    _stopping.set()
+
+
+def leave_if_orphaned() -> None:
+    """End this process if torchrun is gone; any other error is then a consequence."""
+    if _watching and os.getppid() != _parent:
+        leave(f"torchrun (process {_parent}), which started this process, is gone, so this process ends; run the same "
+              "command to resume from the last checkpoint")
+
+
+def leave(reason: str) -> None:
+    """Log the reason and end this process within seconds, leaving time for a checkpoint that is being written."""
+    if not _leaving.acquire(blocking=False):
+        threading.Event().wait()  # until the thread that came first ends the process
+    late = threading.Timer(_LEAVING_SECONDS + 1, os._exit, (1,))  # in case the log's disk or terminal blocks
+    late.daemon = True
+    late.start()
+    logger.error(reason)
+    now(1, _LEAVING_SECONDS)
+
+
+def _watch() -> None:
+    while os.getppid() == _parent:
+        time.sleep(POLL_SECONDS)
+    if _stopping.is_set():
+        time.sleep(_STOPPING_SECONDS)
+    leave_if_orphaned()
+
+
+def _start_afresh() -> None:
+    global _parent, _watching
+    _parent, _watching = os.getppid(), False
+
+
+os.register_at_fork(after_in_child=_start_afresh)

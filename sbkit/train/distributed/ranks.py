@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from sbkit.errors import SbkitError
-from sbkit.train.distributed import ending, launcher
+from sbkit.train.distributed import ending
 from sbkit.train.distributed.heartbeats import SILENT_SECONDS, Heartbeats
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def init(device: torch.device, backend: str | None = None) -> None:
     global _started_here
     if not launched():
         return
-    launcher.watch()
+    ending.watch_launcher()
     atexit.unregister(_at_exit)
     atexit.register(_at_exit, os.getpid(), joined=True)
     if connected():
@@ -305,7 +305,7 @@ def failing_together() -> Iterator[None]:
     except PeerFailed:
         raise
     except BaseException as error:
-        launcher.leave_if_gone()
+        ending.leave_if_orphaned()
         if (code := _caused_by_peer(error)) is not None:
             logger.debug("error after the failure of another rank", exc_info=error)
             _leave(code, grace=0.0)
