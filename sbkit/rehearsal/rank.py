@@ -73,7 +73,8 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
         pass
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        if (lacking := nullcard.lacks()) and "not supported" in str(error).lower().replace("_", " "):
+        lacking, said = nullcard.lacks(), str(error)
+        if lacking and (lacking[-1] in said or "not supported" in said.lower().replace("_", " ")):
             diary.write("skip", f"the null card has no {lacking[-1]}")
         else:
             diary.failed(error)

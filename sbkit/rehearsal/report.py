@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.cost import EFFICIENCY
-from sbkit.recipe.report import ERROR, Finding, Report, Section
+from sbkit.recipe.report import ERROR, WARNING, Finding, Report, Section
 from sbkit.rehearsal.cards import Card
 from sbkit.rehearsal.run import RANKS, Line
 from sbkit.score.markup import Markup, tag, text
@@ -23,7 +23,7 @@ STAGES = ("corpus", "check", "start", "count of FLOPs", "steps", "a step of the 
           "kill and resume", "test", "export", "model.pt2 on the card", "a rank that fails")
 #: Milliseconds of a card for a step below which the model is a toy, and no larger batch makes it busy.
 LITTLE = 0.05
-UNREACHED = "not reached"
+UNREACHED, LACKS = "not reached", "the null card has no"
 UNPROVEN = ("what kernels compute: their values are never looked at here",
             "how fast they are, and how much of an exchange between ranks hides behind backward",
             "`make gpu` proves these first, once there is a card")
@@ -45,10 +45,14 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
     report.add(Finding(**{name: value for name, value in each.items() if name not in ("stage", "ends")} |
                        {"file": each["file"] or recipe}) for each in wrong)
     report.sections["rehearsal"] = _stages(found, wrong, report, count, card, figures)
-    unreached = [row[0] for row in report.sections["rehearsal"].rows if row[1] == UNREACHED]
-    if unreached and not report.errors and not lacks:
-        report.add([Finding(ERROR, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, and no process "
-                            "said why", "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`")])
+    unreached = [row[0] for row in report.sections["rehearsal"].rows if row[1] == UNREACHED or LACKS in row[1]]
+    if unreached and not report.errors:
+        severity, why, what_to_do = (
+            WARNING, f"since the null card has no {', '.join(lacks)}", "only a real card shows these: make gpu") \
+            if lacks else (ERROR, "and no process said why",
+                           "run it with `python -m sbkit.rehearsal.nullcard -- sbkit train`")
+        report.add([Finding(severity, "not-reached", recipe, 0, "", f"{', '.join(unreached)}: not reached, {why}",
+                            what_to_do)])
     if "host_ms" in figures:
         report.sections["figures"] = _figures(figures, card)
         report.sections["memory"] = _memory(figures["timeline"], figures)

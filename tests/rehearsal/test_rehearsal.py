@@ -67,10 +67,10 @@ class Alone(Spotter):
 
 
 class Left(Spotter):
-    """Leaves a tensor on the CPU where only a validation of the second rank needs it."""
+    """Leaves a tensor on the CPU where only a test of the second rank needs it."""
 
     def compute_objectives(self, scores, batch, stage):
-        if stage == VALID and torch.distributed.get_rank() == 1:
+        if stage == sbkit.Stage.TEST and torch.distributed.get_rank() == 1:
             scores = scores + torch.zeros(3)  # left
         return super().compute_objectives(scores, batch, stage)
 
@@ -81,6 +81,36 @@ class Crashing(Spotter):
     def compute_objectives(self, scores, batch, stage):
         if stage == VALID:
             os.abort()  # crashes
+        return super().compute_objectives(scores, batch, stage)
+
+
+class Early(Spotter):
+    """Mixes devices before the first step."""
+
+    def begin_run(self, texts, steps):
+        torch.ones(3, device=self.device) + torch.ones(3)  # starts
+
+
+class Late(Spotter):
+    """Mixes devices in a run that is resumed, and in the parts of a batch that didn't fit."""
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        if self.optimizer_step:
+            torch.ones(3, device=self.device) + torch.ones(3)  # resumes
+
+    def compute_objectives(self, scores, batch, stage):
+        if stage == TRAIN and scores.is_cuda and torch.cuda.memory_stats().get("num_ooms"):
+            scores = scores + torch.ones(3)  # parts
+        return super().compute_objectives(scores, batch, stage)
+
+
+class Eigen(Spotter):
+    """Asks for something that the null card hasn't."""
+
+    def compute_objectives(self, scores, batch, stage):
+        if stage == VALID:
+            torch.linalg.eigh(scores.new_ones(4, 4))
         return super().compute_objectives(scores, batch, stage)
 '''
 
@@ -145,7 +175,25 @@ def test_a_collective_on_one_rank_alone_is_named(home):
 def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothing_else(home):
     report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Left", code=1)
     assert places(report) == {("device-mismatch", "left")} and len(report["errors"]) == 1
-    assert stages(report)["validation"] == "wrong" and stages(report)["test"] == "not reached"
+    assert stages(report)["test"] == "wrong" and stages(report)["export"] == "not reached"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task, faults", [
+    ("Early", {"starts": "start"}),
+    ("Late", {"resumes": "kill and resume", "parts": "a batch that doesn't fit"})])
+def test_tensors_left_on_the_cpu_in_other_stages_are_named_with_them(home, task, faults):
+    report = rehearse(home, "spotter.yaml", "--brain", f"!name:faults.{task}", code=1, cards="H100")
+    assert places(report) == {("device-mismatch", fault) for fault in faults}
+    assert {name for name, result in stages(report).items() if result == "wrong"} == set(faults.values())
+
+
+@pytest.mark.slow
+def test_what_the_null_card_lacks_is_no_error_and_says_what_was_not_reached(home):
+    report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Eigen", code=0, cards="H100")
+    [warning] = report["warnings"]
+    assert warning["code"] == "not-reached" and "no cusolver" in warning["message"]
+    assert "validation, checkpoint, kill and resume, test, export, " in warning["message"]
 
 
 @pytest.mark.slow
