@@ -11,6 +11,7 @@ from sbkit.recipe.names import RUN_OPTIONS
 from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
+from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.train.keys import ScriptKeys, TrainKeys
 
@@ -32,6 +33,7 @@ CHAPTERS = (
     Chapter("Every task", TaskKeys, "A recipe that names a task under `brain`, for `sbkit train` and all that follows, "
                                     "has those above and these."),
     Chapter("Recognisers", RecogniserKeys, "Tasks that hear words have those above and these."),
+    Chapter("Encoders", EncoderKeys, "Recognisers whose encoder sbkit puts together have those above and these."),
     Chapter("CTC", CTCKeys, "`brain: !name:sbkit.tasks.ctc.CTC` has those above and these."),
     Chapter("Codec", CodecKeys, "`brain: !name:sbkit.tasks.codec.Codec` has those of every task and these."),
     Chapter("Voice", TTSKeys, "`brain: !name:sbkit.tasks.tts.TTS` has those of every task and these."),

@@ -30,7 +30,7 @@ from sbkit.runs import restore
 from sbkit.tasks.ctc import CTC, sherpa
 from sbkit.tasks.ctc import exported as recogniser
 from sbkit.tasks.ctc.compared import reference
-from sbkit.tasks.ctc.graph import OUTPUTS
+from sbkit.tasks.recognise.graph import OUTPUTS
 from sbkit.tasks.task import Task
 
 pytestmark = pytest.mark.slow  # each export takes some seconds

@@ -113,7 +113,7 @@ def test_the_bundle_makes_the_frames_that_the_run_makes(home, model):
     with torch.no_grad():
         feats, frames = recognizer.features(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
         encoded, frames = recognizer.encode(feats, frames)
-        scores = recognizer.ctc_lin(encoded).log_softmax(-1)[0]
+        scores = recognizer.head(encoded).log_softmax(-1)[0]
     assert feats.shape[1] == 100 * len(signal) // RATE + 1
     assert len(found) == frames.item() == len(scores)
     np.testing.assert_allclose(found, scores.numpy(), atol=1e-3)

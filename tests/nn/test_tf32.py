@@ -7,7 +7,7 @@ from toys import brain
 
 from sbkit.infer.engine import Engine
 from sbkit.nn.tf32 import allow_tf32
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 
 def allowed():

@@ -39,7 +39,6 @@ from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings, Place
 from sbkit.runs import initial, preparation, pretrained, training
 from sbkit.tasks.ctc import CTC
-from sbkit.tasks.ctc.parts import parts_fit
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
@@ -358,7 +357,7 @@ def counted(made):
 def fits(made):
     findings, node = Findings(), SimpleNamespace(place=Place("recipe.yaml"), key="compute_features", value={})
     built = SimpleNamespace(nodes={"compute_features": node, "Transformer": node}, hparams=made.recipe.hparams)
-    parts_fit(made.recipe.keys, built, findings)
+    CTC.check_parts(made.recipe.keys, built, findings)
     return [finding.message for finding in findings]
 
 

@@ -14,7 +14,7 @@ from sbkit.recipe.cost import USABLE, WORKSPACE, BatchCost, CostEstimate, states
 from sbkit.recipe.load import load
 from sbkit.recipe.trace import gpu_stand_ins
 from sbkit.tasks.ctc import CTC
-from sbkit.tasks.ctc.model import recognizer
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 SMALL = Path(__file__).with_name("small.yaml")
 
@@ -111,7 +111,8 @@ def head(tmp_path, name):
 def test_shapes_are_those_of_a_real_batch(tmp_path):
     found = check(SMALL, {"output_folder": str(tmp_path)}).sections["shapes"].values
     hparams = load(SMALL, {"output_folder": str(tmp_path)})
-    model = recognizer(CTC.Keys.read(hparams))
+    keys = CTC.Keys.read(hparams)
+    model = Recognizer.of(keys, keys.ctc_lin)
     feats, frames = model.features(torch.zeros(2, 48000), torch.tensor([48000, 48000]))
     tokens = torch.ones(2, 19, dtype=torch.long)
     encoded, frames, decoded = model.encode_and_decode(feats, frames, tokens)

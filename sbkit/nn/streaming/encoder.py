@@ -48,7 +48,7 @@ class StreamingEncoder(nn.Module):
         self.ahead: int = chunks.ahead
         """The last encoder frames of a chunk, which the next one begins with."""
         self.normalize, self.frontend = recognizer.normalize, recognizer.frontend
-        self.encoder, self.ctc_lin = recognizer.encoder, recognizer.ctc_lin
+        self.encoder, self.head = recognizer.encoder, recognizer.head
         self.subsampling: int = recognizer.frontend.subsampling
         """Feature frames per encoder frame."""
         self._front = [part.shape[1:] for part in self.frontend.state(1)]
@@ -77,7 +77,7 @@ class StreamingEncoder(nn.Module):
         counts = torch.div(frames + self.subsampling - 1, self.subsampling, rounding_mode="floor")
         x, kept = layers.step(self.encoder, x, counts, Kept(state.keys, state.values, state.convolution, state.seen),
                               self.ahead)
-        log_probs = self.ctc_lin(x).float().log_softmax(-1)
+        log_probs = self.head(x).float().log_softmax(-1)
         after = EncoderState(kept.keys, kept.values, kept.convolution, front, kept.seen)
         said = counts - self.ahead * (frames == features.shape[1])
         return log_probs, said, _moved(frames > 0, after, state)

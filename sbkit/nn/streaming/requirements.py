@@ -21,7 +21,7 @@ class StreamingParts(Protocol):
     normalize: Layer | None
     frontend: Layer
     encoder: Layer
-    ctc_lin: Layer
+    head: Layer
     chunks: Chunks | None
 
 

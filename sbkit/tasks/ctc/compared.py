@@ -13,7 +13,7 @@ from sbkit.decode.spans import TokenSpans, collapse
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.parity import Comparison
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 
 class Heard(Comparison):

@@ -22,11 +22,11 @@ from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary, write_tokens
 from sbkit.tasks.ctc import readme, sherpa, sherpa_stream, speechbrain_folder
 from sbkit.tasks.ctc.compared import Heard, compared
-from sbkit.tasks.ctc.graph import OUTPUTS, Graph, trace
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.recognizer import Recognizer
 from sbkit.tasks.ctc.streams import Streams
-from sbkit.tasks.ctc.window import longest_seconds
+from sbkit.tasks.recognise.graph import OUTPUTS, Graph, trace
+from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.window import longest_seconds
 
 if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus

@@ -7,51 +7,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import COUNT, POSITIVE, SHARE, SIZE, Range
+from sbkit.recipe.choices import SHARE, Range
 from sbkit.recipe.keys import Problem, key
-from sbkit.tasks.keys import RecogniserKeys
+from sbkit.tasks.recognise.keys import EncoderKeys
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from sbkit.nn.chunks import Chunks
-
-#: Keys that the encoder may stand under.
-ENCODERS = ("Transformer", "encoder")
-#: Keys of parts that take features.
-_ON_FEATURES = ("normalize", "spec_augment", "CNN")
-
 
 @dataclass(kw_only=True)
-class CTCKeys(RecogniserKeys):
-    """Keys of the model's parts, the loss and the search."""
+class CTCKeys(EncoderKeys):
+    """Keys of the heads and of the loss."""
 
-    compute_features: nn.Module | None = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; "
-                                             "null: the encoder takes waveforms", None)
-    normalize: nn.Module | None = key("what normalises features [B, T, F], given the length of each utterance [B] as a "
-                                      "share of T, such as SpeechBrain's InputNormalization", None)
-    CNN: nn.Module | None = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd",
-                                None)
-    Transformer: nn.Module | None = key("the encoder (and decoder): a SpeechBrain transformer", None)
-    encoder: nn.Module | None = key("the encoder under another name: any module [B, T, F] to [B, T', D], "
-                                    "given the lengths [B] if it takes them", None)
     ctc_lin: nn.Module = key("the CTC head, encoder states to scores [B, T, V]")
     seq_lin: Any = key("the attention decoder's head, for joint training", None)  # a module; null is never called
-    decoder: Any = key(  # or an object with their methods
-        "what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch or JointSearch; "
-        "null: each frame's best", None)
-    n_mels: int = key("features a frame that compute_features makes", 80, SIZE)
-    hop_length: float = key("milliseconds between two frames that compute_features makes", 10, POSITIVE)
-    blank_index: int = key("the id of CTC's blank", 0, COUNT)
-    bos_index: int | None = key("the id that begins a sentence", None, COUNT)
-    eos_index: int | None = key("the id that ends a sentence", None, COUNT)
     ctc_weight: float = key("CTC's share of the loss; below 1 the attention decoder trains too", 1.0,
                             Range(0, 1, above=True))
     label_smoothing: float = key("label smoothing of the attention decoder's cross-entropy", 0.0, SHARE)
     intermediate_ctc: float = key("the share of the CTC loss that goes to inner layers of the encoder", 0.0, SHARE)
     intermediate_layers: list[int] | None = key("which layers, counted from 1; null: the middle one", None)
-    chunks: Chunks | None = key("a sbkit.nn.chunks.Chunks: how far frames see in each step, for a model that is to run "
-                                "live; null: the whole utterance", None)
     consistency: float = key("CR-CTC: the weight of the divergence between two augmented views of an utterance", 0.0,
                              Range(0))
     consistency_warmup: float = key("the share of the run over which that weight rises", 0.1, SHARE)
@@ -64,25 +38,8 @@ class CTCKeys(RecogniserKeys):
                              hint="set both to ids of the tokenizer that are no text, such as 1 and 2")
         return self.bos_index, self.eos_index
 
-    @property
-    def encoder_key(self) -> str:
-        """The key that the encoder is under, or should be."""
-        return next((name for name in ENCODERS if getattr(self, name) is not None), ENCODERS[0])
-
     def clashes(self) -> Iterator[Problem]:
-        first, second = (getattr(self, name) for name in ENCODERS)
-        if first is None and second is None:
-            yield Problem(ENCODERS[0], "the recipe has no encoder", f"write it under {' or '.join(ENCODERS)}")
-        elif first is not None and second is not None and first is not second:
-            yield Problem(ENCODERS[1], f"{' and '.join(ENCODERS)} are both there, and a recogniser has one encoder",
-                          f"write {ENCODERS[0]}: null, or leave {ENCODERS[1]} out")
-        for name in _ON_FEATURES if self.compute_features is None else ():
-            if getattr(self, name) is not None:
-                yield Problem(name, f"the encoder takes waveforms (compute_features: null), and {name} takes features",
-                              f"write {name}: null")
-        if self.chunks is not None and not hasattr(self.chunks, "at"):
-            yield Problem("chunks", f"chunks is {self.chunks!r}, which can't draw what a step sees",
-                          "write chunks: !new:sbkit.nn.chunks.Chunks, with its sizes below it")
+        yield from super().clashes()
         if self.chunks is not None and self.ctc_weight < 1:
             yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, so an attention decoder trains, which sees whole "
                           "utterances, and chunks are for a model that runs live",

@@ -21,7 +21,7 @@ from sbkit.score.chunk_size import WHOLE
 from sbkit.score.latency import Shown, shown
 from sbkit.tasks.asr import Choice, TranscribedUtterance, choices
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 
 class Text(NamedTuple):
@@ -78,7 +78,7 @@ class Live:
         found: dict[int | None, Tensor] = {self.chunk[0]: first}
         for chunk in self._sizes:
             if chunk not in found:
-                found[chunk] = self.model.ctc_lin(self.model.encode(feats, frames, self.config(chunk))[0])
+                found[chunk] = self.model.head(self.model.encode(feats, frames, self.config(chunk))[0])
         return [found[chunk] for chunk in (*self.chunk, None)]
 
     def rows(self, scores: Sequence[Tensor], frames: Tensor, batch: Batch,

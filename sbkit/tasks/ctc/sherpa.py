@@ -33,8 +33,8 @@ from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme
 from sbkit.tasks.ctc.compared import compared, reference
-from sbkit.tasks.ctc.graph import Graph
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.graph import Graph
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 if TYPE_CHECKING:
     from sherpa_onnx import OfflineRecognizer

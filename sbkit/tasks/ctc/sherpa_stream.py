@@ -32,9 +32,9 @@ from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.system.environment import version_of
 from sbkit.tasks.ctc import readme
 from sbkit.tasks.ctc.compared import compared, reference
-from sbkit.tasks.ctc.recognizer import Recognizer
 from sbkit.tasks.ctc.sherpa import Written, imported
-from sbkit.tasks.ctc.streaming_graph import StreamingGraph
+from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 if TYPE_CHECKING:
     from sherpa_onnx import OnlineRecognizer

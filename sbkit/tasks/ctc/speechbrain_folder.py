@@ -35,7 +35,7 @@ from sbkit.export.runners import Runner, padded
 from sbkit.recipe import load
 from sbkit.recipe.includes import Tree
 from sbkit.runs.initial.files import PARTS
-from sbkit.tasks.ctc.recognizer import GUARD_FRAMES, Recognizer
+from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
 _HEAD = """# For stock SpeechBrain; the weights are in model.ckpt, which is a safetensors file (never a pickle).
 #
@@ -107,7 +107,7 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer,
 def _parts(recognizer: Recognizer, nodes: dict[str, Tree]) -> list[Part]:
     encoder = "Transformer" if "Transformer" in nodes else "encoder"
     wanted = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
-              ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.ctc_lin)]
+              ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.head)]
     parts = [Part(key, module, nodes[key]) for key, module in wanted if module is not None]
     for part in parts:
         _drop_comments(part.node)

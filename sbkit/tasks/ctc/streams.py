@@ -21,9 +21,9 @@ from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window, Windows
 from sbkit.nn.chunks import Seen
 from sbkit.nn.streaming.layers import in_turn
-from sbkit.tasks.ctc import streaming_graph
 from sbkit.tasks.ctc.compared import Heard, compared, reference
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise import streaming_graph
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 _NOTHING = Window(np.zeros(0, np.float32), 0)
 
@@ -81,7 +81,7 @@ def _check_steps(recognizer: Recognizer, signal: Tensor) -> None:
     feats, frames = recognizer.features(signal[None], torch.tensor([len(signal)]))
     learnt, counts = recognizer.encode(feats, frames, seen)
     stepped = in_turn(recognizer.encoder, recognizer.embed(feats, frames)[0], frames, recognizer.subsampling, seen)
-    apart, other = (recognizer.ctc_lin(states[:, : int(counts)]).float().log_softmax(-1)
+    apart, other = (recognizer.head(states[:, : int(counts)]).float().log_softmax(-1)
                     for states in (learnt, stepped))
     if not torch.allclose(apart, other, atol=1e-3, rtol=1e-3):
         raise SbkitError("the encoder gives something else step by step, as a stream is heard, than in the chunks that "

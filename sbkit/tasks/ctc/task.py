@@ -39,15 +39,15 @@ from sbkit.tasks import feature_statistics
 from sbkit.tasks.asr import ASR, TranscribedUtterance, choices
 from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.labels import check_labels
 from sbkit.tasks.ctc.live import Live, frame_seconds
-from sbkit.tasks.ctc.model import hop_samples, recognizer
-from sbkit.tasks.ctc.parts import parts_fit
-from sbkit.tasks.ctc.recognizer import GUARD_FRAMES
+from sbkit.tasks.ctc.parts import has_its_decoder, has_layers_between
 from sbkit.tasks.ctc.taps import stack, tapped
-from sbkit.tasks.ctc.vocabulary import check_sizes, token_tables
-from sbkit.tasks.ctc.window import refuse_longer
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
+from sbkit.tasks.recognise.labels import check_labels
+from sbkit.tasks.recognise.parts import parts_fit
+from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
+from sbkit.tasks.recognise.vocabulary import check_sizes, token_tables
+from sbkit.tasks.recognise.window import refuse_longer
 from sbkit.tasks.transcripts import Transcripts
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
@@ -85,6 +85,8 @@ class CTC(ASR):
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
+    heads: ClassVar[tuple[str, ...]] = ("ctc_lin", "seq_lin")
+    """The keys of what gives scores of tokens."""
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: CTCKeys
 
@@ -93,7 +95,7 @@ class CTC(ASR):
         if isinstance(self.keys.normalize, GlobalNorm):
             feature_statistics.load(self.keys.normalize)
         # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
-        self.recognizer = recognizer(self.keys)
+        self.recognizer = Recognizer.of(self.keys, self.keys.ctc_lin)
         if self.keys.chunks is not None and self.keys.chunks.ahead:
             requirements.refuse(requirements.of_step(self.recognizer))
         self.decoder = self.keys.decoder
@@ -115,7 +117,7 @@ class CTC(ASR):
         follows = super().prepare(keys, manifests, given)
         norm, features = keys.normalize, keys.compute_features
         if isinstance(norm, GlobalNorm) and features is not None and initial.fresh(keys):
-            front = feature_statistics.Front(features, hop_samples(keys), keys.sample_rate)
+            front = feature_statistics.Front(features, keys.hop_samples, keys.sample_rate)
             feature_statistics.prepare(norm, front, manifests["train"])
         return follows
 
@@ -141,17 +143,17 @@ class CTC(ASR):
 
     @classmethod
     def check_parts(cls, keys: CTCKeys, built: Built, findings: Findings) -> bool:
-        return parts_fit(keys, built, findings)
+        return parts_fit(keys, built, findings, has_its_decoder, has_layers_between)
 
     @classmethod
     def check_outputs(cls, trace: Trace, findings: Findings) -> None:
-        check_sizes(trace, findings)
+        check_sizes(trace, findings, cls.heads)
 
     @classmethod
     def check_labels(cls, keys: CTCKeys, manifests: Mapping[str, Manifest], findings: Findings,
                      nodes: Mapping[str, Node]) -> Section:
         keys.tokenizer.load()
-        return check_labels(keys, recognizer(keys), manifests, findings, nodes)
+        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
         """Say how long a frame of features, one of the encoder and a chunk are."""
@@ -172,7 +174,7 @@ class CTC(ASR):
         return lines, {"subsampling": model.subsampling, "frames_per_second": 1000 / frame}
 
     def token_tables(self) -> TokenTables | None:
-        return token_tables(self.keys)
+        return token_tables(self.keys, [getattr(self.keys, head) for head in self.heads])
 
     # ------------------------------------------------------------ training
 
@@ -195,9 +197,9 @@ class CTC(ASR):
             else:
                 (encoded, frames), attention = model.encode(feats, heard, self._seen(stage)), None
         searched = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
-        ctc = model.ctc_lin(encoded)
+        ctc = model.head(encoded)
         live = self.live.scores(feats, heard, ctc) if self.live is not None and stage == Stage.TEST else ()
-        return Scores(ctc, frames, attention, [model.ctc_lin(state) for state in states],
+        return Scores(ctc, frames, attention, [model.head(state) for state in states],
                       encoded if searched else None, live)
 
     def compute_objectives(self, scores: Scores, batch: Batch, stage: Stage) -> Loss:

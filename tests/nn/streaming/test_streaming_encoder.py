@@ -23,8 +23,8 @@ from sbkit.nn.chunks import Chunks
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
-from sbkit.tasks.ctc.recognizer import Recognizer
-from sbkit.tasks.ctc.streaming_graph import StreamingGraph
+from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 BANDS, LABELS, EACH = 12, 7, 4
 CHUNKS = Chunks(sizes=[1, 2, 4, 8], left=[8, 16], validate=4)
@@ -60,7 +60,7 @@ def whole(model, features, frames, config):
     """Log-probabilities of whole utterances, masked, and how many are of each."""
     feats = model.normalize(features).masked_fill((torch.arange(features.shape[1]) >= frames[:, None])[..., None], 0.0)
     encoded, counts = model.encode(feats, frames, config)
-    return model.ctc_lin(encoded).log_softmax(-1), counts
+    return model.head(encoded).log_softmax(-1), counts
 
 
 def pieces(features, frames, steps, size, ahead):
@@ -131,7 +131,7 @@ def by_speechbrain(model, features, config):
             context.dcconv_left_context = context.dcconv_left_context[:, -layer.convolution_module.padding:]
         said.append(model.encoder.encoder.norm(x)[:, :moves])
         start += config.chunk_size if not full else moves
-    return model.ctc_lin(torch.cat(said, 1)).log_softmax(-1)
+    return model.head(torch.cat(said, 1)).log_softmax(-1)
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_samples_in_pieces_of_any_size_give_what_the_whole_waveform_does(sizes, 
     norm = GlobalNorm(BANDS, "statistics")
     norm.take(torch.full((BANDS,), -4.0), torch.full((BANDS,), 3.0))
     bank = FilterBank(n_mels=BANDS, snip_edges=False)
-    whole = Recognizer(bank, model.encoder, model.ctc_lin, model.frontend, norm, n_features=BANDS, chunks=chunks)
+    whole = Recognizer(bank, model.encoder, model.head, model.frontend, norm, n_features=BANDS, chunks=chunks)
     signal = 0.1 * torch.randn(9_317, generator=torch.Generator().manual_seed(3))
     [expected], [count] = whole.log_probs(signal[None], torch.tensor([len(signal)]), config)
     found = live(whole, signal, sizes, config)
@@ -310,5 +310,5 @@ def test_a_left_context_that_it_was_not_trained_for_is_refused():
 
 def test_it_takes_any_object_with_the_parts():
     made = recogniser()
-    parts = {name: getattr(made, name) for name in ("normalize", "frontend", "encoder", "ctc_lin", "chunks")}
+    parts = {name: getattr(made, name) for name in ("normalize", "frontend", "encoder", "head", "chunks")}
     assert StreamingEncoder(SimpleNamespace(**parts)).subsampling == EACH

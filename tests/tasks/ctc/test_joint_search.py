@@ -14,7 +14,7 @@ from torch.nn import functional
 from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
 from sbkit.tasks.ctc import CTC, Scores
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 BOS, EOS, LABELS, SIZE = 1, 2, 6, 16
 WEIGHT = 0.35
@@ -52,7 +52,7 @@ def test_the_best_of_all_sequences_by_the_scores_of_training(task):
     feats, frames = torch.randn(3, 5, SIZE), torch.tensor([5, 3, 4])
     model = task.recognizer
     encoded, _ = model.encode(feats, frames)
-    scores = Scores(3 * model.ctc_lin(encoded), frames, encoded=encoded)
+    scores = Scores(3 * model.head(encoded), frames, encoded=encoded)
     log_probs = scores.ctc.log_softmax(-1)
     search = JointSearch(Tokens(), beam=130, ctc_weight=WEIGHT, nbest=3)
     found = search.decode(log_probs, frames, task._next_token(scores))

@@ -44,7 +44,7 @@ CHUNKS = Chunks(sizes=[2, 4], left=[4], validate=None)
 
 def listener(chunk, chunks=CHUNKS, encode=None):
     """Its frames are 40 ms long."""
-    model = SimpleNamespace(subsampling=4, hop_samples=160, encode=encode, ctc_lin=lambda states: states)
+    model = SimpleNamespace(subsampling=4, hop_samples=160, encode=encode, head=lambda states: states)
     keys = SimpleNamespace(chunks=chunks, sample_rate=16_000, blank_index=0, tokenizer=Letters())
     return Live(model, keys, chunk)
 
@@ -171,7 +171,7 @@ def run(tmp_path_factory):
     def hears_something(brain):
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in brain.recognizer.ctc_lin.parameters():
+            for parameter in brain.recognizer.head.parameters():
                 parameter.copy_(torch.randn(parameter.shape))
 
     home = tmp_path_factory.mktemp("live")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_streaming_graph import BANDS, CHUNKS, LABELS, described, eager, recogniser, signals
+from streaming_recognisers import BANDS, CHUNKS, LABELS, described, eager, recogniser, signals
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout

@@ -15,9 +15,9 @@ from sbkit.recipe.check import check
 from sbkit.recipe.source import Findings, from_python
 from sbkit.runs import initial, restore
 from sbkit.tasks import feature_statistics as statistics
-from sbkit.tasks.ctc import chunk_check
 from sbkit.tasks.ctc.exported import Recogniser
-from sbkit.tasks.ctc.streaming_graph import StreamingGraph
+from sbkit.tasks.recognise import chunk_check
+from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from sbkit.export.runners import open_runner
 from sbkit.export.windows import Windows
 from sbkit.tasks.ctc import exported as recogniser
 from sbkit.tasks.ctc import streams
-from sbkit.tasks.ctc.streaming_graph import StreamingGraph
+from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 pytestmark = pytest.mark.slow  # each export takes some seconds
 

@@ -22,7 +22,7 @@ from sbkit.nn.accelerate import accelerate
 from sbkit.nn.chunks import Chunks, Seen
 from sbkit.recipe.check import check
 from sbkit.tasks.ctc import CTC
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 

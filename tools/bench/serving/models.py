@@ -14,7 +14,7 @@ from sbkit.export.layout import Config
 from sbkit.export.vocabulary import write_tokens
 
 if TYPE_CHECKING:
-    from sbkit.tasks.ctc.recognizer import Recognizer
+    from sbkit.tasks.recognise.recognizer import Recognizer
 
 RATE, FRAME = 16_000, 640
 LETTERS = ["<blk>", "▁", *"abcdefghijklmnopqrstuvwxyz"]
@@ -77,7 +77,7 @@ def streaming(folder: Path) -> Path:
     """Make a recogniser of hparams/streaming.yaml, at its size, with graphs for recordings and for streams."""
     from sbkit.export import graph
     from sbkit.tasks.ctc import streams
-    from sbkit.tasks.ctc.graph import INPUTS, OUTPUTS, Graph, trace
+    from sbkit.tasks.recognise.graph import INPUTS, OUTPUTS, Graph, trace
 
     with tempfile.TemporaryDirectory() as aside:
         model = _recognizer(Path(aside))
@@ -99,12 +99,12 @@ def _recognizer(folder: Path) -> Recognizer:
     import torch
 
     from sbkit.recipe import load
-    from sbkit.tasks.ctc.model import recognizer
+    from sbkit.tasks.recognise.recognizer import Recognizer
 
     torch.manual_seed(0)
     given = {"output_folder": str(folder), "output_neurons": len(LETTERS)}
     made = load.open_recipe(load.load(STREAMING, given), STREAMING)
-    model = recognizer(made.keys)
+    model = Recognizer.of(made.keys, made.hparams["ctc_lin"])
     made.hparams["normalize"].take(torch.full((80,), -5.0), torch.full((80,), 2.0))
     head = made.hparams["ctc_lin"].w
     head.weight.data.normal_(std=1.0)

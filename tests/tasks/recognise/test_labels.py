@@ -14,7 +14,8 @@ from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.recipe.check import check
 from sbkit.recipe.load import load
 from sbkit.recipe.source import Findings
-from sbkit.tasks.ctc import CTC, labels
+from sbkit.tasks.ctc import CTC
+from sbkit.tasks.recognise import labels
 
 SMALL = Path(__file__).parents[2] / "recipe" / "small.yaml"
 TEXTS = ["aa b", "abc abc", "cab", "bac", "ab"] * 4
@@ -45,6 +46,7 @@ def test_utterances_are_named_by_what_is_wrong_with_them():
     assert found.short == ["u2"]  # three letters and a repeat need four frames, there are three
     assert found.empty == ["u1"]
     assert found.outside == ["u3", "u4"]  # a blank, and an id beyond 7
+    assert labels.look(manifest(["aab"], 0.03), Spelling(), Even(), 8, 16_000, repeats=False).short == []
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,4 +1,4 @@
-"""Checks the labels of a prepared corpus: they are in the vocabulary, and the audio is long enough for CTC."""
+"""Checks the labels of a prepared corpus: they are in the vocabulary, and the audio is long enough for the loss."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.keys import EncoderKeys
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 #: Utterances whose labels are checked in a split; of more than that, those with the most text per second.
 MOST = 200_000
-#: If CTC can't align a larger share of a split's utterances than this, the recipe is wrong and not the data.
+#: If the loss can't align a larger share of a split's utterances than this, the recipe is wrong and not the data.
 TOO_MANY = 0.5
 
 
@@ -29,14 +29,17 @@ class Labels(NamedTuple):
     outside: list[str]
     """Ids of utterances with a label outside the vocabulary, or a blank."""
     short: list[str]
-    """Ids of utterances with fewer frames than CTC needs."""
+    """Ids of utterances with fewer frames than the loss needs."""
     empty: list[str]
     """Ids of utterances without a token."""
 
 
 def look(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
-         blank: int = 0) -> Labels:
-    """Compare the labels of a split with the vocabulary and with the frames of its audio."""
+         blank: int = 0, repeats: bool = True) -> Labels:
+    """Compare the labels of a split with the vocabulary and with the frames of its audio.
+
+    repeats : whether a label that is the same as the one before needs a frame more, as with CTC
+    """
     if len(manifest) > MOST:  # the fastest speech runs out of frames first
         density = pc.binary_length(manifest.texts.arrow).to_numpy(zero_copy_only=False) / manifest.durations
         manifest = manifest.select(np.sort(np.argpartition(-density, MOST)[:MOST]))
@@ -52,7 +55,7 @@ def look(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, 
         owner = np.repeat(np.arange(len(encoded)), counts)
         same = np.zeros(len(flat), bool)
         same[1:] = (flat[1:] == flat[:-1]) & (owner[1:] == owner[:-1])
-        needed = counts + np.bincount(owner[same], minlength=len(encoded))
+        needed = counts + repeats * np.bincount(owner[same], minlength=len(encoded))
         frames = recognizer.frames(torch.from_numpy(samples)).numpy()
         wrong = np.unique(owner[(flat < 0) | (flat >= size) | (flat == blank)])
         outside += [ids[int(i)] for i in wrong]
@@ -61,14 +64,19 @@ def look(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, 
     return Labels(len(manifest), outside, short, empty)
 
 
-def check_labels(keys: CTCKeys, model: Recognizer, manifests: Mapping[str, Manifest], findings: Findings,
-                 nodes: Mapping[str, Node]) -> Section:
-    """Check the labels of each split with the loaded tokenizer; returns a table for the report."""
+def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, Manifest], findings: Findings,
+                 nodes: Mapping[str, Node], loss: str = "CTC", repeats: bool = True) -> Section:
+    """Check the labels of each split with the loaded tokenizer; returns a table for the report.
+
+    loss : its name, for messages
+    repeats : as for :func:`look`
+    """
     node = nodes.get("corpus") or nodes.get("tokenizer")
     place = node.place if node is not None else Place()
     rows = []
     for split, manifest in manifests.items():
-        found = look(manifest, keys.tokenizer, model, keys.output_neurons, keys.sample_rate, keys.blank_index)
+        found = look(manifest, keys.tokenizer, model, keys.output_neurons, keys.sample_rate, keys.blank_index,
+                     repeats)
         rows.append([split, len(manifest), found.looked_at, len(found.short), len(found.empty)])
         of = f"of {found.looked_at} utterances"
         if found.outside:
@@ -78,14 +86,14 @@ def check_labels(keys: CTCKeys, model: Recognizer, manifests: Mapping[str, Manif
         if found.short:
             tell = findings.error if len(found.short) > TOO_MANY * found.looked_at else findings.warning
             tell("too-short", place, "corpus",
-                 f"{split}: {len(found.short)} {of} have fewer encoder frames than CTC needs for their tokens and "
-                 f"repeats: {_some(found.short)}",
+                 f"{split}: {len(found.short)} {of} have fewer encoder frames than {loss} needs for their tokens"
+                 f"{' and repeats' * repeats}: {_some(found.short)}",
                  "nothing is learned from them: subsample less, take a larger vocabulary, or look at their texts")
         if found.empty:
             findings.warning("no-labels", place, "corpus",
                              f"{split}: the tokenizer finds no token in {len(found.empty)} {of}: {_some(found.empty)}",
                              "look at their texts and at the tokenizer's characters")
-    return Section("Labels", ["split", "utterances", "looked at", "too short for CTC", "without a token"], rows)
+    return Section("Labels", ["split", "utterances", "looked at", f"too short for {loss}", "without a token"], rows)
 
 
 def _some(ids: Sequence[str]) -> str:

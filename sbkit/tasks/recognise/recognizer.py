@@ -14,6 +14,7 @@ from sbkit.nn.chunks import Chunks, Seen, seen_in_chunks
 from sbkit.nn.lengths import LengthRule, N, feature_frames, lengths_to_mask, takes_lengths
 from sbkit.nn.streaming.layers import in_turn
 from sbkit.nn.tf32 import without_tf32
+from sbkit.tasks.recognise.keys import EncoderKeys
 
 # Zero frames appended to every utterance before the convolutions, more than their kernels reach, so that the last
 # frames of an utterance are the same alone and in a batch.
@@ -24,7 +25,7 @@ FRAMES_AT_ONCE = 4000
 
 
 class Recognizer:
-    """Features, front end, encoder and CTC head of a recipe in one object.
+    """Features, front end, encoder and head of a recipe in one object.
 
     It is not a module and owns no parameters; the recipe's modules are registered elsewhere.
 
@@ -38,8 +39,8 @@ class Recognizer:
         A SpeechBrain transformer (its ``encode``), or any module [B, T, F] (or [B, S]) -> [B, T', D]. One whose forward
         takes a second argument gets the lengths [B]. One that changes the length has a method ``frames``, which maps
         input lengths (an int or a tensor) to output lengths.
-    ctc_lin : module
-        [B, T, D] -> [B, T, V] scores.
+    head : module, optional
+        [B, T, D] -> [B, T, V] scores, for those that score tokens frame by frame.
     frontend : module, optional
         [B, T, F] -> [B, T', ...], such as SpeechBrain's ``ConvolutionFrontEnd``.
     normalize : module, optional
@@ -56,7 +57,7 @@ class Recognizer:
         self,
         features: nn.Module | None,
         encoder: nn.Module,
-        ctc_lin: nn.Module,
+        head: nn.Module | None = None,
         frontend: nn.Module | None = None,
         normalize: nn.Module | None = None,
         augment: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -65,7 +66,8 @@ class Recognizer:
         chunks: Chunks | None = None,
     ):
         self.encoder: Any = encoder  # with whatever methods its class has
-        self.compute_features, self.ctc_lin = features, ctc_lin
+        self.compute_features = features
+        self.head: Any = head  # None, or what scores states
         self.frontend, self.normalize, self.augment = frontend, normalize, augment
         self.hop_samples, self.chunks = hop_samples, chunks
         self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
@@ -73,6 +75,13 @@ class Recognizer:
         self.takes_lengths = not encodes and takes_lengths(encoder)
         self.features_take_lengths = features is not None and takes_lengths(features)
         self._encoder_rule: Callable[..., Any] | None = None if encodes else getattr(encoder, "frames", None)
+
+    @classmethod
+    def of(cls, keys: EncoderKeys, head: nn.Module | None = None) -> Recognizer:
+        """Put a recipe's features, front end, encoder and head together."""
+        return cls(features=keys.compute_features, encoder=getattr(keys, keys.encoder_key), head=head,
+                   frontend=keys.CNN, normalize=keys.normalize, augment=keys.spec_augment, n_features=keys.n_mels,
+                   hop_samples=keys.hop_samples, chunks=keys.chunks)
 
     @property
     def subsampling(self) -> int:
@@ -169,7 +178,7 @@ class Recognizer:
                   chunks: DynChunkTrainConfig | None = None) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities [B, T', V] in fp32 and frame counts [B] from waveforms [B, S]."""
         encoded, frames = self.encode(*self.features(signals, samples), chunks)
-        return self.ctc_lin(encoded).float().log_softmax(-1), frames
+        return self.head(encoded).float().log_softmax(-1), frames
 
 
 def _by_rows(layer: Callable[..., Tensor], at_once: int, x: Tensor, *more: Tensor) -> Tensor:

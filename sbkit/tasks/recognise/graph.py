@@ -14,13 +14,13 @@ from sbkit.export import features
 from sbkit.export.graph import trace_module
 from sbkit.export.lobes import exportable
 from sbkit.nn.lengths import LengthRule, N
-from sbkit.tasks.ctc.recognizer import GUARD_FRAMES, Recognizer
+from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
 EXAMPLE = (2, 24_000)  # the batch that is traced; sizes of 0 and 1 would become constants
 #: Names of inputs and outputs, and their open dimensions.
 INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
 OUTPUTS = {"log_probs": ("batch", "frames"), "frames": ("batch",)}
-_UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of a transformer; CTC needs none
+_UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of a transformer; an encoder needs none
 
 
 class Graph(nn.Module):
@@ -40,9 +40,9 @@ class Graph(nn.Module):
         self.features = None if recognizer.compute_features is None else \
             features.express(recognizer.compute_features, recognizer.hop_samples)
         self.normalize = features.normalization(recognizer.normalize)
-        parts: list[Any] = [recognizer.frontend, recognizer.encoder, recognizer.ctc_lin]  # the first may be None
-        self.frontend, self.encoder, self.ctc_lin = copy.deepcopy(nn.ModuleList(parts)).eval()
-        for part in (self.frontend, self.encoder, self.ctc_lin):
+        parts: list[Any] = [recognizer.frontend, recognizer.encoder, recognizer.head]  # the first or last may be None
+        self.frontend, self.encoder, self.head = copy.deepcopy(nn.ModuleList(parts)).eval()
+        for part in (self.frontend, self.encoder, self.head):
             if part is not None:
                 exportable(part)
         self.factor, self.shift = _closed_form(recognizer.frontend_rule)
@@ -57,7 +57,8 @@ class Graph(nn.Module):
         return (frames + self.shift) // self.factor
 
     def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities [B, T, V] and frame counts [B] of waveforms [B, S] and sample counts [B]."""
+        """Compute log-probabilities [B, T, V], or encoder states without a head, and frame counts [B] of waveforms
+        [B, S] and sample counts [B]."""
         lengths = lengths.clamp(max=signals.shape[1])
         feats, frames = (signals, lengths) if self.features is None else self.features(signals, lengths)
         if self.normalize is not None:
@@ -74,7 +75,7 @@ class Graph(nn.Module):
             encoded = self.encoder(feats, frames) if self.takes_lengths else self.encoder(feats)
             frames = self.encoder.frames(frames) if hasattr(self.encoder, "frames") else frames
         encoded = encoded[0] if isinstance(encoded, tuple) else encoded
-        return self.ctc_lin(encoded).float().log_softmax(-1), frames
+        return (encoded if self.head is None else self.head(encoded).float().log_softmax(-1)), frames
 
 
 def _closed_form(rule: LengthRule) -> tuple[int, int]:

@@ -21,10 +21,10 @@ from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import LengthRule
-from sbkit.tasks.ctc import graph as recogniser
 from sbkit.tasks.ctc.compared import reference
-from sbkit.tasks.ctc.graph import OUTPUTS
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise import graph as recogniser
+from sbkit.tasks.recognise.graph import OUTPUTS
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 MELS, LABELS = 16, 9
 #: Samples: the first is shorter than a window, the last far longer than what is traced.
@@ -125,6 +125,21 @@ def made(tmp_path_factory):
         return found[name]
 
     return make
+
+
+def test_without_a_head_the_graph_gives_encoder_states():
+    whole = recognizer()
+    model = Recognizer(whole.compute_features, whole.encoder, None, whole.frontend, whole.normalize, n_features=MELS)
+    signals, lengths = torch.randn(2, 9000) * 0.1, torch.tensor([9000, 5000])
+    signals[1, 5000:] = 0.0
+    with torch.no_grad():
+        states, frames = recogniser.Graph(model)(signals, lengths)
+        expected, counts = model.encode(*model.features(signals, lengths))
+        scores = recogniser.Graph(whole)(signals, lengths)[0]
+    assert frames.tolist() == counts.tolist()
+    for row, other, count in zip(states, expected, counts, strict=True):
+        torch.testing.assert_close(row[:count], other[:count], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(whole.head(states).log_softmax(-1), scores)
 
 
 def running(program, least):

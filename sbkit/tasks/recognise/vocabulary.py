@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -11,17 +12,16 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.runs.initial.vocabulary import TokenRows, TokenTables
-from sbkit.tasks.ctc.keys import ENCODERS, CTCKeys
+from sbkit.tasks.recognise.keys import ENCODERS, EncoderKeys
 
 _INDICES = ("blank_index", "bos_index", "eos_index")
-_HEADS = ("ctc_lin", "seq_lin")
 
 
-def token_tables(keys: CTCKeys) -> TokenTables:
-    """Return the tensors of both heads' last layers and of the decoder's embedding, and what their rows stand for."""
+def token_tables(keys: EncoderKeys, heads: Iterable[object]) -> TokenTables:
+    """Return the tensors of all heads' last layers and of the decoder's embedding, and what their rows stand for."""
     encoder = getattr(keys, keys.encoder_key)
     layers: list[nn.Module] = []
-    for head in (keys.ctc_lin, keys.seq_lin):
+    for head in heads:
         if isinstance(head, nn.Module):
             layers += [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1:]
     target = getattr(encoder, "custom_tgt_module", None)
@@ -33,15 +33,18 @@ def token_tables(keys: CTCKeys) -> TokenTables:
         role: index for role, index in roles.items() if index is not None}))
 
 
-def check_sizes(traced: Trace, findings: Findings) -> None:
-    """Check that ``output_neurons``, the special ids, the tokenizer and the model agree."""
+def check_sizes(traced: Trace, findings: Findings, heads: Iterable[str]) -> None:
+    """Check that ``output_neurons``, the special ids, the tokenizer and the model agree.
+
+    heads : the keys of what gives scores of tokens
+    """
     built = traced.built
     size = built.hparams.get("output_neurons")
     if not isinstance(size, int) or isinstance(size, bool):
         return
     _check_special(built, size, findings)
     node = built.nodes["output_neurons"]
-    for key in _HEADS:
+    for key in heads:
         shape = traced.shape(key)
         if shape is not None and shape[-1] != size:
             where = built.nodes.get(key, node)

@@ -11,7 +11,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import listed
 from sbkit.recipe.source import Findings, Node
-from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.recognise.keys import EncoderKeys
 
 
 def longest_seconds(encoder: object) -> float | None:
@@ -20,7 +20,7 @@ def longest_seconds(encoder: object) -> float | None:
     return seconds
 
 
-def hears_all(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+def hears_all(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     """Check that the corpus lets in no utterances of training that are longer than the encoder takes."""
     most, corpus = longest_seconds(getattr(keys, keys.encoder_key)), keys.corpus
     if most is None or not hasattr(corpus, "max_duration"):
@@ -43,7 +43,7 @@ def hears_all(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     return False
 
 
-def refuse_longer(keys: CTCKeys, manifests: Mapping[str, Manifest]) -> None:
+def refuse_longer(keys: EncoderKeys, manifests: Mapping[str, Manifest]) -> None:
     """Refuse a prepared corpus with utterances that are longer than the encoder takes."""
     most = longest_seconds(getattr(keys, keys.encoder_key))
     if most is not None and (problems := list(_longer(keys, manifests, most))):
@@ -51,7 +51,7 @@ def refuse_longer(keys: CTCKeys, manifests: Mapping[str, Manifest]) -> None:
                          f"limit_splits: [{', '.join(manifests)}] under corpus, or cut them")
 
 
-def _longer(keys: CTCKeys, manifests: Mapping[str, Manifest], most: float) -> Iterator[str]:
+def _longer(keys: EncoderKeys, manifests: Mapping[str, Manifest], most: float) -> Iterator[str]:
     for split, manifest in manifests.items():
         seconds = _planned(keys, manifest.durations) if split == "train" else manifest.durations
         places = np.flatnonzero(np.round(seconds * keys.sample_rate) > most * keys.sample_rate)
@@ -61,10 +61,10 @@ def _longer(keys: CTCKeys, manifests: Mapping[str, Manifest], most: float) -> It
                    f"encoder hears: {ids}")
 
 
-def _planned(keys: CTCKeys, durations: np.ndarray | float) -> np.ndarray:
+def _planned(keys: EncoderKeys, durations: np.ndarray | float) -> np.ndarray:
     """Return how long utterances of training can get, as some are slowed down."""
     return np.asarray(durations, dtype=np.float64) if keys.augment is None else keys.augment.planned(durations)
 
 
-def _limit(keys: CTCKeys, most: float) -> float:
+def _limit(keys: EncoderKeys, most: float) -> float:
     return most if keys.augment is None else int(10 * most / keys.augment.stretch) / 10

@@ -11,8 +11,8 @@ from sbkit.nn.accelerate import accelerate
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
-from sbkit.tasks.ctc import recognizer
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise import recognizer
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 
 @pytest.fixture(scope="module", params=["SpeechBrain's", "causal"])

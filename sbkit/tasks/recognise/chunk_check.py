@@ -14,8 +14,8 @@ from sbkit.nn.streaming import requirements
 from sbkit.nn.streaming.requirements import Lack
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.model import recognizer
+from sbkit.tasks.recognise.keys import EncoderKeys
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 #: What frames are computed of and what follows them, in seconds; the first is compared but for its last tenth, which a
 #: window around each frame may reach.
@@ -27,7 +27,7 @@ _POSITIONS = "RoPEMHA", "RelPosMHAXL"
 
 
 @torch.no_grad()
-def sees_no_further(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+def sees_no_further(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     """Report which parts of a recipe with ``chunks`` look further ahead than a chunk; returns whether none does.
 
     Parts that don't, but for which a stream has no step, get a warning: such a model learns, transcribes and is
@@ -37,7 +37,7 @@ def sees_no_further(keys: CTCKeys, built: Built, findings: Findings) -> bool:
         return True
     fits = {"encoder": _encoder(keys, built, findings), "compute_features": _features(keys, built, findings),
             "normalize": _normalization(keys, built, findings), "frontend": _front_end(keys, built, findings)}
-    model = recognizer(keys)
+    model = Recognizer.of(keys)
     stepless = set(requirements.of_step(model)) if keys.chunks.ahead else set()
     for lack in requirements.of_stream(model):
         if lack in stepless and fits[lack.part]:
@@ -49,7 +49,7 @@ def sees_no_further(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     return all(fits.values()) and not stepless
 
 
-def _encoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+def _encoder(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     node, encoder = built.nodes[keys.encoder_key], getattr(keys, keys.encoder_key)
     layers = getattr(encoder, "encoder", None)
     if not isinstance(layers, ConformerEncoder):
@@ -66,8 +66,8 @@ def _encoder(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     return False
 
 
-def _features(keys: CTCKeys, built: Built, findings: Findings) -> bool:
-    model = recognizer(keys)
+def _features(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+    model = Recognizer.of(keys)
     model.normalize = None
     if keys.compute_features is None or _same_before(lambda signals: _computed(model.features, signals), keys):
         return True
@@ -76,10 +76,10 @@ def _features(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     return False
 
 
-def _normalization(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+def _normalization(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     if keys.normalize is None or keys.compute_features is None:
         return True
-    model = recognizer(keys)
+    model = Recognizer.of(keys)
     model.normalize = copy.deepcopy(keys.normalize)
     try:
         _computed(model.features, torch.randn(1, round(_BEFORE * keys.sample_rate)))  # for running statistics
@@ -97,7 +97,7 @@ def _computed(features: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], signa
     return features(signals, torch.full((len(signals),), signals.shape[1]))[0]
 
 
-def _same_before(compute: Callable[[Tensor], Tensor], keys: CTCKeys) -> bool:
+def _same_before(compute: Callable[[Tensor], Tensor], keys: EncoderKeys) -> bool:
     """Whether frames [1, T, F] of a quiet second are the same before a second that is quiet and one that is loud."""
     before, after = (1e-3 * torch.randn(1, round(seconds * keys.sample_rate)) for seconds in (_BEFORE, _AFTER))
     frames = round((_BEFORE - _WINDOW) * 1000 / keys.hop_length)
@@ -105,7 +105,7 @@ def _same_before(compute: Callable[[Tensor], Tensor], keys: CTCKeys) -> bool:
     return torch.allclose(quiet, loud, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
-def _front_end(keys: CTCKeys, built: Built, findings: Findings) -> bool:
+def _front_end(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     """Check that the front end's frames see no features of later ones."""
     if keys.CNN is None or not _sees_later_frames(keys.CNN, keys):
         return True
@@ -114,8 +114,8 @@ def _front_end(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     return False
 
 
-def _sees_later_frames(module: nn.Module, keys: CTCKeys) -> bool:
-    each, frames = recognizer(keys).frontend_rule.factor, 8
+def _sees_later_frames(module: nn.Module, keys: EncoderKeys) -> bool:
+    each, frames = Recognizer.of(keys).frontend_rule.factor, 8
     front = copy.deepcopy(module).eval()
     for weights in front.parameters():
         weights.normal_(std=0.1)  # a check leaves them uninitialised
@@ -130,7 +130,7 @@ def _refuse(findings: Findings, node: Node, argument: str, message: str, suggest
     findings.error("chunks", *_named(node, argument), message, f"{suggestion}, or leave chunks out")
 
 
-def _warn(lack: Lack, keys: CTCKeys, built: Built, findings: Findings) -> None:
+def _warn(lack: Lack, keys: EncoderKeys, built: Built, findings: Findings) -> None:
     """Add a finding about a model that learns in chunks, and that can't be exported for streams all the same."""
     key = {"encoder": keys.encoder_key, "frontend": "CNN"}.get(lack.part, lack.part)
     node = built.nodes.get(key) or built.nodes["chunks"]

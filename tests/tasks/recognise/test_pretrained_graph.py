@@ -7,8 +7,8 @@ import torch
 
 from sbkit.export import graph, runners
 from sbkit.nn.pretrained import Encoder, Head
-from sbkit.tasks.ctc.graph import INPUTS, OUTPUTS, Graph, trace
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.graph import INPUTS, OUTPUTS, Graph, trace
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 LENGTHS = (16_000, 12_345, 800, 37_000)
 #: One layer is as another, but for WavLM's, of which all take the positions of the first.

@@ -19,7 +19,7 @@ from sbkit.export.layout import Config
 from sbkit.recipe import load
 from sbkit.recipe.check import check
 from sbkit.recipe.source import Findings, Place
-from sbkit.tasks.ctc import window
+from sbkit.tasks.recognise import window
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "ssl.yaml"
 

@@ -12,7 +12,7 @@ from sbkit.export.layout import Streaming
 from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming import requirements
 from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
-from sbkit.tasks.ctc.recognizer import Recognizer
+from sbkit.tasks.recognise.recognizer import Recognizer
 
 #: Names of inputs and outputs, and their open dimensions.
 INPUTS = {"samples": ("batch", "samples"), "frames": ("batch",), **dict.fromkeys(EncoderState._fields, ("batch",))}

@@ -1,0 +1,71 @@
+"""Keys of recognisers whose encoder sbkit puts together: features, front end, encoder, special tokens, search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sbkit.recipe.choices import COUNT, POSITIVE, SIZE
+from sbkit.recipe.keys import Problem, key
+from sbkit.tasks.keys import RecogniserKeys
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sbkit.nn.chunks import Chunks
+
+#: Keys that the encoder may stand under.
+ENCODERS = ("Transformer", "encoder")
+#: Keys of parts that take features.
+_ON_FEATURES = ("normalize", "spec_augment", "CNN")
+
+
+@dataclass(kw_only=True)
+class EncoderKeys(RecogniserKeys):
+    """Keys of a recogniser's parts up to its encoder, of its special tokens and of its search."""
+
+    compute_features: nn.Module | None = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; "
+                                             "null: the encoder takes waveforms", None)
+    normalize: nn.Module | None = key("what normalises features [B, T, F], given the length of each utterance [B] as a "
+                                      "share of T, such as SpeechBrain's InputNormalization", None)
+    CNN: nn.Module | None = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd",
+                                None)
+    Transformer: nn.Module | None = key("the encoder (and decoder): a SpeechBrain transformer", None)
+    encoder: nn.Module | None = key("the encoder under another name: any module [B, T, F] to [B, T', D], "
+                                    "given the lengths [B] if it takes them", None)
+    decoder: Any = key(  # or an object with their methods
+        "what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch or JointSearch; "
+        "null: each frame's best", None)
+    n_mels: int = key("features a frame that compute_features makes", 80, SIZE)
+    hop_length: float = key("milliseconds between two frames that compute_features makes", 10, POSITIVE)
+    blank_index: int = key("the id of the blank", 0, COUNT)
+    bos_index: int | None = key("the id that begins a sentence", None, COUNT)
+    eos_index: int | None = key("the id that ends a sentence", None, COUNT)
+    chunks: Chunks | None = key("a sbkit.nn.chunks.Chunks: how far frames see in each step, for a model that is to run "
+                                "live; null: the whole utterance", None)
+
+    @property
+    def encoder_key(self) -> str:
+        """The key that the encoder is under, or should be."""
+        return next((name for name in ENCODERS if getattr(self, name) is not None), ENCODERS[0])
+
+    @property
+    def hop_samples(self) -> int:
+        """Samples between two frames of features; 1 if the encoder takes waveforms."""
+        return 1 if self.compute_features is None else round(self.sample_rate * self.hop_length / 1000)
+
+    def clashes(self) -> Iterator[Problem]:
+        first, second = (getattr(self, name) for name in ENCODERS)
+        if first is None and second is None:
+            yield Problem(ENCODERS[0], "the recipe has no encoder", f"write it under {' or '.join(ENCODERS)}")
+        elif first is not None and second is not None and first is not second:
+            yield Problem(ENCODERS[1], f"{' and '.join(ENCODERS)} are both there, and a recogniser has one encoder",
+                          f"write {ENCODERS[0]}: null, or leave {ENCODERS[1]} out")
+        for name in _ON_FEATURES if self.compute_features is None else ():
+            if getattr(self, name) is not None:
+                yield Problem(name, f"the encoder takes waveforms (compute_features: null), and {name} takes features",
+                              f"write {name}: null")
+        if self.chunks is not None and not hasattr(self.chunks, "at"):
+            yield Problem("chunks", f"chunks is {self.chunks!r}, which can't draw what a step sees",
+                          "write chunks: !new:sbkit.nn.chunks.Chunks, with its sizes below it")

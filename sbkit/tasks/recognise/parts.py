@@ -1,0 +1,109 @@
+"""Checks that the parts of a recipe's encoder fit together, before a batch is sent through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from inspect import signature
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from sbkit.nn.lengths import feature_frames, takes_lengths
+from sbkit.recipe.build import Built
+from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.trace import SECONDS, on_stand_ins
+from sbkit.recipe.values import static
+from sbkit.tasks.recognise.chunk_check import sees_no_further
+from sbkit.tasks.recognise.keys import EncoderKeys
+from sbkit.tasks.recognise.window import hears_all
+
+K = TypeVar("K", bound=EncoderKeys)
+
+
+def parts_fit(keys: K, built: Built, findings: Findings, *own: Callable[[K, Built, Findings], bool]) -> bool:
+    """Report what does not fit; returns whether a batch can be sent through.
+
+    own : what a task checks of the encoder for itself
+    """
+    # each check relies on those before it
+    checks = (_rates_fit, hears_all, _features_fit, _front_end_fits, *own, sees_no_further)
+    return all(check(keys, built, findings) for check in checks)
+
+
+def _rates_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+    """Check that features and encoder, if they have a sample rate, have the one at which recordings are read."""
+    for key in ("compute_features", keys.encoder_key):
+        part = getattr(keys, key)
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            rate = getattr(module, "sample_rate", keys.sample_rate)
+            if rate != keys.sample_rate:
+                _tell_rate(built.nodes[key], signature(type(part)).parameters, rate, keys.sample_rate, findings)
+                return False
+    return True
+
+
+def _tell_rate(node: Node, takes: Collection[str], rate: int, read: int, findings: Findings) -> None:
+    if "sample_rate" in takes:
+        findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
+                       f"it is {rate}, but recordings are read at {read} (sample_rate)",
+                       "write `sample_rate: !ref <sample_rate>`")
+    else:
+        findings.error("sample-rate", node.place, node.key,
+                       f"it takes {rate} samples a second, but recordings are read at {read} (sample_rate)",
+                       f"write sample_rate: {rate} at the top of the recipe")
+
+
+def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+    """Check that features are as many, and as wide, as the recipe's keys say, since frames are counted by those."""
+    features = keys.compute_features
+    if features is None:  # an encoder on waveforms
+        return True
+    node = built.nodes["compute_features"]
+    samples = round(SECONDS * keys.sample_rate)
+    with torch.no_grad():
+        shape = on_stand_ins(features, lambda _: _of_silence(features, samples).shape)
+    if len(shape) != 3:  # a user's encoder may take something else
+        return True
+    frames, width = shape[1:]
+    expected = _frames_said(features, samples, round(keys.sample_rate * keys.hop_length / 1000))
+    wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, with a hop_length of "
+              f"{keys.hop_length:g} ms there would be {expected}"),
+             ("n_mels", width, keys.n_mels, f"makes {width} features a frame, and n_mels is {keys.n_mels}")]
+    for key, found, said, message in wrong:
+        if found != said:
+            place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
+            findings.error("shape-mismatch", place, name, f"compute_features {message}",
+                           f"write {key} at the top of the recipe, and `{key}: !ref <{key}>` under compute_features")
+    return all(found == said for _, found, said, _ in wrong)
+
+
+def _frames_said(features: nn.Module, samples: int, hop: int) -> int:
+    """Return how many frames there should be: by the layer's own rule, unless that isn't one for every ``hop``."""
+    few, more = (feature_frames(features, samples + hop * each, hop) for each in (0, 100))
+    return few if more - few == 100 else samples // hop + 1
+
+
+def _of_silence(features: nn.Module, samples: int) -> Tensor:
+    """Compute the features [1, T, F] of an utterance of zeros."""
+    given = [torch.zeros(1, samples), torch.full((1,), samples)]
+    return features(*given[:1 + takes_lengths(features)])
+
+
+def _front_end_fits(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+    """Check that the front end takes the features; the recogniser then finds its subsampling by trying it."""
+    node, features, front_end = built.nodes.get("CNN"), keys.compute_features, keys.CNN
+    if front_end is None or features is None or node is None:
+        return True
+    samples = round(SECONDS * keys.sample_rate)
+    width = on_stand_ins(features, lambda _: _of_silence(features, samples).shape[-1])
+    shape = node.value.get("input_shape") if isinstance(node.value, dict) else None
+    said = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
+    if isinstance(said, int) and said != width:
+        findings.error("shape-mismatch", node.place_of("input_shape"), node.key_of("input_shape"),
+                       f"it expects {said} features, compute_features makes {width}",
+                       "write `input_shape: [8, 10, !ref <n_mels>]`")
+        return False
+    both = nn.Sequential(features, front_end)
+    on_stand_ins(both, lambda _: front_end(_of_silence(features, samples)).shape)
+    return True

@@ -1,0 +1,56 @@
+"""A small recogniser that runs live, and signals for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from torch import nn
+
+from sbkit.export.layout import Config
+from sbkit.nn.accelerate import accelerate
+from sbkit.nn.causal import CausalFrontEnd
+from sbkit.nn.chunks import Chunks
+from sbkit.nn.global_norm import GlobalNorm
+from sbkit.nn.kaldi import FilterBank
+from sbkit.tasks.recognise.recognizer import Recognizer
+
+BANDS, LABELS = 12, 7
+CHUNKS = Chunks(sizes=[2, 4, 8], left=[8, 16], validate=4)
+#: Samples: less than a frame of the encoder, two windows of the smallest chunk to the sample, and no round numbers.
+LENGTHS = (100, 2_680, 5_003, 20_011)
+
+
+def recogniser(features=None, **changes):
+    torch.manual_seed(0)
+    frontend, head = CausalFrontEnd(BANDS, [4, 4]), nn.Linear(16, LABELS)
+    encoder = TransformerASR(**{
+        "input_size": 12, "tgt_vocab": LABELS, "d_model": 16, "nhead": 2, "num_encoder_layers": 2,
+        "num_decoder_layers": 0, "d_ffn": 24, "dropout": 0.1, "encoder_module": "conformer", "kernel_size": 7,
+        "normalize_before": True, "causal": False, "attention_type": "RoPEMHA", **changes})
+    for part in (frontend, encoder, head):
+        part.eval()
+        for parameter in part.parameters():
+            parameter.data.add_(0.1 * torch.randn(parameter.shape))
+        accelerate(part)
+    norm = GlobalNorm(BANDS, "nowhere")
+    norm.take(torch.linspace(-9, -7, BANDS), torch.linspace(2, 3, BANDS))
+    return Recognizer(features or FilterBank(n_mels=BANDS, snip_edges=False), encoder, head, frontend, norm,
+                      n_features=BANDS, chunks=CHUNKS)
+
+
+def signals():
+    drawn = np.random.default_rng(0)
+    return [(0.1 * drawn.standard_normal(size)).astype(np.float32) for size in LENGTHS]
+
+
+def described(made):
+    return Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=LABELS, streaming=made.described())
+
+
+def eager(made):
+    def call(*inputs):
+        with torch.no_grad():
+            return [each.numpy() for each in made(*map(torch.from_numpy, inputs))]
+
+    return call
