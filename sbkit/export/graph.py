@@ -51,14 +51,15 @@ def _place(error: BaseException) -> str:
     return _shown(inside[-1].filename, inside[-1].lineno, inside[-1].line) if inside else ""
 
 
-def _place_of_a_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: Any) -> str:
+def _place_of_a_fixed_size(module: nn.Module, example: tuple[Tensor, ...], shapes: Any) -> str:  # torch.export's
     """Return the line that turned a size of a batch into a constant, of which torch.export's error says nothing.
 
     torch's draft of an export goes on after such a line, and reports where it was.
     """
     try:
         with torch.no_grad(), _quiet():
-            draft: Any = torch.export.draft_export(module, example, dynamic_shapes=shapes, strict=False)
+            draft: Any = torch.export.draft_export(  # torch's, with a report that no type declares
+                module, example, dynamic_shapes=shapes, strict=False)
         names = {number: path for path, number in structured.INTERN_TABLE.items()}
         for failure in draft._report.failures:
             stack = [(names[each["filename"]], each) for each in failure.data.get("user_stack", ())]

@@ -13,7 +13,7 @@ import torch
 from sbkit.export import layout
 
 #: What a graph gives for an utterance, without padding: an array, or a tuple of several.
-Output = Any
+Output = Any  # what a task's graph gives, which its comparison reads
 #: Maps a batch of waveforms [S] to the output of each.
 Runner = Callable[[Sequence[np.ndarray]], list[Output]]
 #: Maps a graph's inputs, in their order, to its outputs.

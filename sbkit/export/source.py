@@ -67,7 +67,7 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     return Trained(exported, recipe.keys, _facts(recipe.keys, brain, used, averaged))
 
 
-def _forward(brain: Task, signal: Tensor, samples: int) -> Any:
+def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # whatever the task's forward gives
     """Return what the task's own forward makes of one padded waveform [S]."""
     try:
         return brain.compute_forward(brain.clip_batch(signal, samples), Stage.TEST)

@@ -12,7 +12,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 #: The default of an argument under its former name.
-FORMER: Any = type("Former", (), {"__repr__": lambda self: "(a former name)"})()
+FORMER: Any = type("Former", (), {"__repr__": lambda self: "(a former name)"})()  # stands for any type
 
 
 def renamed(module: str, **names: str) -> Callable[[str], Any]:
@@ -29,7 +29,7 @@ def renamed(module: str, **names: str) -> Callable[[str], Any]:
     return find
 
 
-def argument(owner: str, **values: Any) -> Any:
+def argument(owner: str, **values: Any) -> Any:  # of the argument's type
     """Return the value of an argument that may have been given by its former name, which then counts.
 
     values : that of the former name, and that of the present one

@@ -273,7 +273,8 @@ class Checkpointer(stock.Checkpointer):
         refusal = None
         for name, obj in self.recoverables.items():
             path = folder / f"{name}{PARAMFILE_EXT}"
-            hook: Any = hook_for(obj, self.custom_save_hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
+            hook: Any = hook_for(  # SpeechBrain's, called with what it saves
+                obj, self.custom_save_hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
             if pending is not None:
                 pending.names[name] = path.name
             try:
