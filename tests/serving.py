@@ -12,10 +12,10 @@ import numpy as np
 import soundfile
 import uvicorn
 
-from sbkit.serve import connection, doors, registry
+from sbkit.serve import connection, connection_limit, registry
+from sbkit.serve.access import ApiKeys
 from sbkit.serve.app import State, make
 from sbkit.serve.decoders import Decoders
-from sbkit.serve.gate import ApiKeys
 from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
 from sbkit.serve.server import _bound as bound
@@ -64,7 +64,8 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
             device="cpu", **options):
     """A server around the bundle that lies in ``folder``, or around those of a dictionary by name."""
     state = State(limits or Limits(decoders=1))
-    state.doors = doors.Doors(state.limits.max_connections, state.limits.client_share, state.metrics)
+    state.connection_limit = connection_limit.ConnectionLimit(state.limits.max_connections, state.limits.client_share,
+                                                   state.metrics)
     if loaded:
         state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.add, disk=state.disk)
         state.decoders.check()
@@ -76,7 +77,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
     listening = bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
         make(state, ApiKeys(keys), tuple(origins), hosts), log_level="error", lifespan="on",
-        **connection.protocol_options(state.doors), timeout_graceful_shutdown=5, proxy_headers=bool(proxies),
+        **connection.protocol_options(state.connection_limit), timeout_graceful_shutdown=5, proxy_headers=bool(proxies),
         forwarded_allow_ips=",".join(proxies)))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()

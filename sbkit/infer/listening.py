@@ -86,7 +86,7 @@ def listen(request: ListenRequest) -> int:
     search = request.search  # before a model is loaded for it
     with CtrlC() as ctrl_c:
         try:
-            with StreamEngine(request.bundle, request.model, request.device, request.threads, most=1) as engine:
+            with StreamEngine(request.bundle, request.model, request.device, request.threads, max_streams=1) as engine:
                 return _listen(engine, request, search, ctrl_c)
         except KeyboardInterrupt:  # before there was anything to hear, or while the rest was heard
             return _STOPPED

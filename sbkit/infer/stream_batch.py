@@ -32,7 +32,7 @@ class StreamBatch:
     Arguments
     ---------
     config : the bundle's
-    most : streams in one batch
+    max_streams : streams in one batch
     """
 
     def __init__(self, config: Config, max_streams: int):

@@ -44,16 +44,16 @@ class StreamEngine(BundleEngine):
     model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
     threads : CPU threads of one step; None for all that this process may use
-    most : streams in one step: more take a CPU as long each, and all wait for the last of them
+    max_streams : streams in one step: more take a CPU as long each, and all wait for the last of them
     stepped : is called with the number of streams after each step, in the worker thread
     """
 
     config: Config
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
-                 threads: int | None = None, most: int = 16, stepped: Callable[[int], None] | None = None):
+                 threads: int | None = None, max_streams: int = 16, stepped: Callable[[int], None] | None = None):
         super().__init__(folder)
-        self.most = most
+        self.max_streams = max_streams
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
         models = _models(self.folder, self.config)
@@ -64,7 +64,7 @@ class StreamEngine(BundleEngine):
         self._line: deque[Session] = deque()  # streams whose turn comes, the first of them next
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
-        self._batch = StreamBatch(self.config, most)
+        self._batch = StreamBatch(self.config, max_streams)
         self._start(self.folder / models[model], model, DeviceChoice.parse(device), threads, spin=False,
                     thread="sbkit-streams")
 
@@ -167,7 +167,7 @@ class StreamEngine(BundleEngine):
             line, self._line = self._line, deque()
             taken: list[Session] = []
             for session in line:
-                fits = session.chunk == line[0].chunk and len(taken) < self.most
+                fits = session.chunk == line[0].chunk and len(taken) < self.max_streams
                 (taken if fits else self._line).append(session)
             more = bool(self._line)
         if more:

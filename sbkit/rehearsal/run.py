@@ -184,7 +184,7 @@ class Launch:
         # One that leaves with a code after another has failed does as it should.
         found += [self._crash(rank, code) for rank, code in silent.items() if code < 0 or not failed]
         found += self._compared(found) if self.name != "fail" else []
-        found += self._standing(found) if self.hangs else []
+        found += self._where_it_stood(found) if self.hangs else []
         return [*found, {"launch": self.name, "rank": 0, "ended": ended}]
 
     def went_well(self, lines: Sequence[Line]) -> bool:
@@ -232,7 +232,7 @@ class Launch:
         frames = re.findall(r'File "(.*)", line (\d+)', file.read_text()) if file.exists() else []
         return own_place([(name, int(line)) for name, line in frames]) if frames else None
 
-    def _standing(self, found: Sequence[Line]) -> list[Line]:
+    def _where_it_stood(self, found: Sequence[Line]) -> list[Line]:
         """The finding that nothing got further, with the line at which each rank stands."""
         places = [self._place(rank) for rank in range(self.world)]
         said = [f"rank {rank} " + (f"stands at {place[0]}:{place[1]}" if place else "has ended")

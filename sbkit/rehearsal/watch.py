@@ -153,13 +153,13 @@ class Watch:
         if self.diary.launch == "train" and self.epoch == 1:
             if self.steps == SETTLED:
                 find_stand_ins(self.diary)
-                self._look()
+                self._find_changes()
             elif self.steps > SETTLED:
                 self._counted += 1
                 self._starts.append(time.time_ns() // 1000)
         self.on_step(self.epoch, self.steps)
 
-    def _look(self) -> None:
+    def _find_changes(self) -> None:
         """Begin to note waits, and allocations with their lines."""
         warnings.filterwarnings("always", "called a synchronizing")
         warnings.filterwarnings("ignore", "Synchronization debug mode")

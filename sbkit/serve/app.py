@@ -17,15 +17,15 @@ from starlette.requests import ClientDisconnect
 import sbkit
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, page, replies, speech_form
+from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, App
+from sbkit.serve.connection_limit import ConnectionLimit
 from sbkit.serve.decoders import Decoders
-from sbkit.serve.disk import Disk, Held
-from sbkit.serve.doors import Doors
+from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
 from sbkit.serve.form import Form
-from sbkit.serve.gate import REQUEST_ID, ApiKeys, App, Gate
 from sbkit.serve.hosts import Hosts
 from sbkit.serve.limits import Limits
-from sbkit.serve.live import Floor
+from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.recognise import recognise
 from sbkit.serve.registry import Registry
@@ -33,7 +33,7 @@ from sbkit.serve.served import Served
 from sbkit.serve.speech import resumed, sound
 from sbkit.serve.streamed import Streamed
 from sbkit.serve.upload import Upload
-from sbkit.serve.work import Left, Rooms, Visit
+from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499  # never sent, only counted
@@ -49,21 +49,21 @@ class State:
     registry: Registry | None = None
     decoders: Decoders | None = None
     stopping: bool = False
-    floor: Floor = field(init=False)
+    live_sessions: LiveSessions = field(init=False)
     disk: Disk = field(init=False)
-    doors: Doors | None = None
+    connection_limit: ConnectionLimit | None = None
     loop: asyncio.AbstractEventLoop | None = None
     """The event loop of the application, once it runs."""
 
     def __post_init__(self) -> None:
-        self.floor, self.disk = Floor(self.limits, self.metrics), Disk(
+        self.live_sessions, self.disk = LiveSessions(self.limits, self.metrics), Disk(
             self.limits.disk_bytes, self.limits.client_share)
 
     def stop(self) -> None:
         """Stop accepting requests, and end live sessions with what was said so far; from any thread."""
         self.stopping = True
         if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.floor.end)
+            self.loop.call_soon_threadsafe(self.live_sessions.end)
 
     def loaded(self) -> Registry:
         """The models; raises ``ApiError`` 503 until they are loaded."""
@@ -79,14 +79,14 @@ class State:
 def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
          ) -> App:
     """Make the ASGI application around a state."""
-    rooms = Rooms(state.limits, state.metrics)
-    floor = state.floor
+    rooms = RequestSlots(state.limits, state.metrics)
+    floor = state.live_sessions
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         state.loop = asyncio.get_running_loop()
-        if state.doors is not None:
-            state.loop.set_exception_handler(state.doors.failed)
+        if state.connection_limit is not None:
+            state.loop.set_exception_handler(state.connection_limit.failed)
         yield
         state.loop = None
         rooms.close()
@@ -138,7 +138,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
             stay.enter_context(rooms.place(clients.address(request.scope)))
             held = stay.enter_context(contextlib.closing(state.disk.hold(clients.address(request.scope))))
             upload = Upload(request, state.limits, held)
-            visit = rooms.visit(upload.request)
+            visit = rooms.context(upload.request)
             stay.callback(visit.close)
             try:
                 ask = await visit.read(form.read(upload.request, state.loaded))
@@ -148,7 +148,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
                 if ask.stream:
                     return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
                 return await anext(found)
-            except (Left, ClientDisconnect):
+            except (ClientDisconnected, ClientDisconnect):
                 return _left(state)
 
     @app.post("/v1/audio/speech", response_model=None)
@@ -156,13 +156,13 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         with contextlib.ExitStack() as stay:
             stay.enter_context(rooms.place(clients.address(request.scope)))
             upload = Upload(request, state.limits, speech_form.MemoryLimit())
-            visit = rooms.visit(upload.request)
+            visit = rooms.context(upload.request)
             stay.callback(visit.close)
             try:
                 ask = await visit.read(speech_form.read(upload.request, state.loaded, visit.step))
                 spoken = sound(visit, ask, state.metrics)
                 first = await anext(spoken)  # from here on nothing is wrong with the request
-            except (Left, ClientDisconnect):
+            except (ClientDisconnected, ClientDisconnect):
                 return _left(state)
             answer = resumed(first, spoken, ask.sse, request.scope[REQUEST_ID], state.metrics)
             return Streamed(replies.STREAM if ask.sse else ask.media_type, answer, stay.pop_all())
@@ -187,8 +187,8 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         state.metrics.refused.add(reason=error.code or "")
         await websocket.send_denial_response(_said(error))
 
-    return Gate(app, keys or ApiKeys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
-                lambda: state.stopping)
+    return AccessControl(app, keys or ApiKeys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
+                         lambda: state.stopping)
 
 
 def _left(state: State) -> Response:
@@ -201,7 +201,7 @@ def _left(state: State) -> Response:
 # ---------------------------------------------------------------------- a transcription
 
 
-def _transcribe(state: State, ask: Form, held: Held, visit: Visit,
+def _transcribe(state: State, ask: Form, held: DiskReservation, visit: RequestContext,
                 told: Callable[[Any], None]) -> Transcript | Response:
     """Transcribe and make the answer in a thread: reports first that the upload is audio, then, for a stream, pieces of
     the text, and its transcript is the last."""
@@ -228,7 +228,7 @@ async def _events(found: AsyncIterator[str | Transcript], request: str) -> Async
         async for each in found:
             yield replies.delta(each) if isinstance(each, str) else replies.done(each)
         yield replies.END_OF_STREAM
-    except Left:
+    except ClientDisconnected:
         pass
     except ApiError as error:
         yield replies.event(error.body)
@@ -263,7 +263,7 @@ def _errors(app: FastAPI, state: State) -> None:
     app.exception_handler(Exception)(broke)
 
 
-def _count(state: State, rooms: Rooms, floor: Floor) -> None:
+def _count(state: State, rooms: RequestSlots, floor: LiveSessions) -> None:
     def by_model(read: Callable[[Any], float]) -> Callable[[], dict[metrics.Labels, float]]:
         return lambda: {(("model", each.name),): read(each) for each in state.registry or ()}
 

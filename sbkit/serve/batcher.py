@@ -41,12 +41,12 @@ class Batcher:
     """
 
     def __init__(self, engine: Engine | VoiceEngine, seconds: float | None = None, batching: bool = True,
-                 told: Callable[[int], None] | None = None, budget: float | None = None, unit: str = "s of audio",
+                 log: Callable[[int], None] | None = None, budget: float | None = None, unit: str = "s of audio",
                  cost: Callable[[Any], float] | None = None):
         self.engine = engine
         self._rows = _ROWS if batching and engine.config.batching else 1
         self._budget = budget or (seconds or batch_seconds(engine)) * engine.config.sample_rate
-        self._told = told or (lambda rows: None)
+        self._told = log or (lambda rows: None)
         self._lock = threading.Lock()
         self._waiting: deque[_Query] = deque()
         self._again: deque[_Query] = deque()

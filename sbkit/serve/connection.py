@@ -16,9 +16,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 from sbkit.serve.clients import address
-from sbkit.serve.doors import Doors
+from sbkit.serve.connection_limit import ConnectionLimit
 
-_LOOK_SECONDS = 5.0
+_CHECK_SECONDS = 5.0
 _SLOW_READER_SECONDS = 60.0  # for a client to read any of what waits for it
 _LAST_SECONDS = 10.0  # to read what was sent to a WebSocket before its end
 _UNREAD_BYTES = 1 << 14  # sent and not read, in the system's buffer and in this process
@@ -30,11 +30,11 @@ _LIVE_FRAME_BYTES = 8 << 20
 _NO_HANDSHAKE = b"this is no request for a WebSocket: a header is invalid, or too long, or there are too many"
 
 
-def protocol_options(doors: Doors) -> dict[str, Any]:
+def protocol_options(doors: ConnectionLimit) -> dict[str, Any]:
     """uvicorn's options for such connections."""
     # No limit for a ping's answer: it comes after audio that a busy server may not have read for long.
-    return {"loop": "asyncio", "http": functools.partial(Impatient, doors), "ws": LiveSocket, "ws_ping_timeout": None,
-            "ws_max_size": _LIVE_FRAME_BYTES, "ws_per_message_deflate": False,
+    return {"loop": "asyncio", "http": functools.partial(TimedConnection, doors), "ws": LiveSocket,
+            "ws_ping_timeout": None, "ws_max_size": _LIVE_FRAME_BYTES, "ws_per_message_deflate": False,
             "h11_max_incomplete_event_size": _HEADERS_BYTES}
 
 
@@ -52,7 +52,7 @@ def _is_proxy(host: str, trusted: str) -> bool:
     return host in ProxyHeadersMiddleware(app, trusted).trusted_hosts
 
 
-class Impatient(H11Protocol):
+class TimedConnection(H11Protocol):
     """HTTP connection with a time limit for a request's headers, which uvicorn lacks.
 
     Arguments
@@ -61,7 +61,7 @@ class Impatient(H11Protocol):
     options : options of uvicorn's protocol
     """
 
-    def __init__(self, doors: Doors, **options: Any):
+    def __init__(self, doors: ConnectionLimit, **options: Any):
         super().__init__(**options)
         self._doors, self._whole, self._answered_early = doors, True, False
         self._idle_from = time.monotonic()
@@ -77,7 +77,7 @@ class Impatient(H11Protocol):
         transport.max_size = _READ_HTTP_BYTES  # type: ignore[attr-defined]  # of asyncio's own
         self.address = _owner(self.client, self.config)
         self._seen: object = self
-        self._watch = self.loop.call_later(_LOOK_SECONDS, self._look)
+        self._watch = self.loop.call_later(_CHECK_SECONDS, self._check_idle)
         self._whole = self._doors.enter(self, self.connections)
         if not self._whole:
             self.app = self._doors.only_probes(self.app)
@@ -120,18 +120,18 @@ class Impatient(H11Protocol):
     def _should_upgrade(self) -> bool:
         return self._whole and super()._should_upgrade()
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
         """Close the connection if no request ran for a whole period; after a response uvicorn only waits for bytes."""
         if self.transport.is_closing() or self.transport.get_protocol() is not self:  # it became a WebSocket
             return
         idle = self.idle_since is not None
         if idle and self._seen is self.cycle:
             if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-                self.send_400_response(f"The request's headers took more than {_LOOK_SECONDS:g} s.")
+                self.send_400_response(f"The request's headers took more than {_CHECK_SECONDS:g} s.")
             self.transport.close()
             return
         self._seen = self.cycle if idle else self
-        self._watch = self.loop.call_later(_LOOK_SECONDS, self._look)
+        self._watch = self.loop.call_later(_CHECK_SECONDS, self._check_idle)
 
 
 class LiveSocket(WebSocketsSansIOProtocol):

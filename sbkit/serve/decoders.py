@@ -23,7 +23,7 @@ from sbkit.errors import SbkitError
 from sbkit.serve.backlog import Work
 from sbkit.serve.clients import Turns
 from sbkit.serve.decoder_process import NO, READY, YES
-from sbkit.serve.disk import Disk, Held, said_of, with_room
+from sbkit.serve.disk import Disk, DiskReservation, described, with_room
 from sbkit.serve.errors import ApiError, invalid, no_room, not_ready
 from sbkit.serve.job import Job
 from sbkit.serve.limits import Limits
@@ -34,14 +34,14 @@ _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT
 _OWN_MEMORY = 1 << 30  # Python, numpy, libsndfile and blocks of samples; address space, not memory in use
 _HIGHEST_RATE = 192_000
 _START_SECONDS = 60.0
-_LOOK_SECONDS = 0.1  # interval of checks for a cancelled job
+_POLL_SECONDS = 0.1  # interval of checks for a cancelled job
 _BLOCK = 1 << 18  # samples
 
 
 class Wave:
     """Decoded samples at the model's rate, in a file without a name."""
 
-    def __init__(self, file: IO[bytes], samples: int, held: Held, warning: str | None = None):
+    def __init__(self, file: IO[bytes], samples: int, held: DiskReservation, warning: str | None = None):
         self._file, self.samples, self._held = file, samples, held
         self.warning = warning
         """What of the recording is missing in them."""
@@ -124,7 +124,7 @@ class _Decoder:
             job.check()
             if time.monotonic() > until:
                 raise TookTooLong("took too long")
-            if select.select([self._socket], [], [], _LOOK_SECONDS)[0]:
+            if select.select([self._socket], [], [], _POLL_SECONDS)[0]:
                 try:
                     part = self._socket.recv(1 << 16)
                 except OSError:
@@ -208,7 +208,7 @@ class Decoders:
             raise no_room("there was no room on the server's disk")
         if "full" in answer:
             full = OSError(answer["full"], "")
-            raise said_of(full) or full
+            raise described(full) or full
         if "failed" in answer:
             raise RuntimeError(f"a recording could not be decoded: {answer['failed']}")
         return answer["samples"]
@@ -247,7 +247,7 @@ class Decoders:
         while True:
             job.check()
             with contextlib.suppress(queue.Empty):
-                found = self._free.get(timeout=_LOOK_SECONDS)
+                found = self._free.get(timeout=_POLL_SECONDS)
                 break
         try:
             with with_room():

@@ -27,17 +27,17 @@ class Disk:
     share : of them, for one client
     """
 
-    def __init__(self, most: int, share: float = 1.0):
-        self._most, self._share = most, share
+    def __init__(self, max_bytes: int, share: float = 1.0):
+        self._most, self._share = max_bytes, share
         self._clients: Counter[str | None] = Counter()
         self._folder = tempfile.gettempdir()  # fixed now: if it is full later, Python would choose another one
         self._lock = threading.Lock()
         self.held = 0
         """Bytes that are reserved."""
 
-    def hold(self, client: str | None = None) -> Held:
+    def hold(self, client: str | None = None) -> DiskReservation:
         """Make an empty reservation."""
-        return Held(self, client)
+        return DiskReservation(self, client)
 
     def _change(self, more: int, client: str | None) -> None:
         with self._lock:
@@ -57,7 +57,7 @@ class Disk:
             self._clients += Counter()  # drops clients without any
 
 
-class Held:
+class DiskReservation:
     """A reservation of disk space."""
 
     def __init__(self, disk: Disk, client: str | None):
@@ -78,7 +78,7 @@ class Held:
         self.keep(0)
 
 
-def said_of(error: OSError) -> ApiError | None:
+def described(error: OSError) -> ApiError | None:
     """The answer to an error for lack of space or files; None for any other error."""
     return no_room(_FULL[error.errno]) if error.errno in _FULL else None
 
@@ -89,6 +89,6 @@ def with_room() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if (answer := said_of(error)) is not None:
+        if (answer := described(error)) is not None:
             raise answer from None
         raise

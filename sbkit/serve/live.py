@@ -27,9 +27,9 @@ from typing import NamedTuple
 from fastapi import WebSocket, WebSocketDisconnect
 
 from sbkit.infer.samples import whole
+from sbkit.serve.access import REQUEST_ID
 from sbkit.serve.clients import Shares
 from sbkit.serve.errors import ApiError, busy, failed, invalid, missing_model, shown, unsupported
-from sbkit.serve.gate import REQUEST_ID
 from sbkit.serve.intake import rate_of
 from sbkit.serve.limits import Limits
 from sbkit.serve.live_session import LiveSession
@@ -53,7 +53,7 @@ class Start(NamedTuple):
     chunk_ms: int | None
 
 
-class Floor:
+class LiveSessions:
     """All live sessions of the server."""
 
     def __init__(self, limits: Limits, metrics: Metrics):

@@ -10,11 +10,11 @@ from fastapi import WebSocket
 
 from sbkit.serve.clients import address
 from sbkit.serve.errors import ApiError, invalid, too_late
-from sbkit.serve.hearing import hearing
 from sbkit.serve.intake import Intake
 from sbkit.serve.limits import Limits
-from sbkit.serve.outbox import Outbox
+from sbkit.serve.live_recogniser import live_recogniser
 from sbkit.serve.registry import ServedModel
+from sbkit.serve.send_queue import SendQueue
 from sbkit.serve.wire import Wire
 
 _BEHIND_SECONDS = 5.0  # of audio that was not heard yet; beyond that the client has to wait
@@ -35,8 +35,8 @@ class LiveSession:
         self.served = served
         self._websocket, self._wire, self._limits = websocket, wire, limits
         self._intake = Intake(rate, served.config.sample_rate)
-        self._hearing = hearing(served, chunk_ms, limits.request_seconds, address(websocket.scope))
-        self._outbox = Outbox(served.vocabulary, websocket.send_json)
+        self._hearing = live_recogniser(served, chunk_ms, limits.request_seconds, address(websocket.scope))
+        self._outbox = SendQueue(served.vocabulary, websocket.send_json)
         self._ready = {"type": "ready", "model": served.name, "sample_rate": rate,
                        "chunk_seconds": self._hearing.chunk_seconds, "ahead_seconds": self._hearing.ahead_seconds}
         self._stop = asyncio.Event()
@@ -54,13 +54,13 @@ class LiveSession:
     async def run(self) -> None:
         """Run until the client says "stop" or :meth:`end` is called, and tell all that was heard."""
         await self._websocket.send_json(self._ready)
-        telling, sending = self._start(self._tell()), self._start(self._outbox.run())
+        telling, sending = self._start(self._send_news()), self._start(self._outbox.run())
         receiving, watching = self._start(self._receive()), self._start(self._wire.watch(self._limits.idle_seconds))
         stopping = self._start(self._stopped())
         await _first(receiving, stopping, watching, telling, sending)
         for each in (receiving, stopping, watching):
             each.cancel()
-        self._hearing.hear(self._intake.take(last=True))
+        self._hearing.feed(self._intake.take(last=True))
         self._hearing.finish()
         if not await _first(telling, sending, seconds=self._limits.request_seconds):
             raise too_late(self._limits.request_seconds)
@@ -93,7 +93,7 @@ class LiveSession:
             if isinstance(message, bytes):
                 intake.add(message)
                 if intake.held >= ears.wanted:
-                    ears.hear(intake.take())
+                    ears.feed(intake.take())
                     await ears.catch_up(_BEHIND_SECONDS)
             elif message.get("type") == "stop":
                 return
@@ -103,7 +103,7 @@ class LiveSession:
             else:
                 raise invalid('after "start", send binary frames of audio and {"type": "stop"}')
 
-    async def _tell(self) -> None:
+    async def _send_news(self) -> None:
         """Put what is heard into the outbox, to the end."""
         while (news := await self._hearing.news()) is not None:
             self._outbox.put(news)

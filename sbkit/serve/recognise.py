@@ -22,7 +22,7 @@ _AHEAD = 4  # chunks of one recording in flight: a long recording must not fill 
 
 
 def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio: Work,
-              told: Callable[[str], None] | None = None) -> Transcript:
+              progress: Callable[[str], None] | None = None) -> Transcript:
     """Transcribe a recording given as blocks [S].
 
     Arguments
@@ -32,7 +32,7 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
     told : called with each new piece of text; all pieces joined are the transcript's text
     """
     heard, settling = Assembly(), StableWords(served.decoder, served.vocabulary)
-    tell = None if told is None else _Telling(served, told)
+    tell = None if progress is None else _ProgressReporter(served, progress)
     waiting: deque[tuple[int, Chunk, Future[Any]]] = deque()
 
     def take() -> None:
@@ -58,11 +58,11 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
     return transcript("", heard, settling.words, served.vocabulary)
 
 
-class _Telling:
+class _ProgressReporter:
     """Reports the text of settled words as it grows."""
 
-    def __init__(self, served: ServedModel, told: Callable[[str], None]):
-        self._vocabulary, self._told = served.vocabulary, told
+    def __init__(self, served: ServedModel, progress: Callable[[str], None]):
+        self._vocabulary, self._told = served.vocabulary, progress
         self._count = 0
 
     def more(self, words: Sequence[Word]) -> None:

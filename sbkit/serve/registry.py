@@ -19,7 +19,7 @@ from sbkit.infer.engine import Engine
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import unknown_model, wrong_model
-from sbkit.serve.served import STUCK_SECONDS, BundleOptions, Served, Told
+from sbkit.serve.served import STUCK_SECONDS, BundleOptions, Log, Served
 from sbkit.serve.served_voice import ServedVoice
 from sbkit.system.cores import usable_cores
 
@@ -48,26 +48,26 @@ class ServedModel(Served):
 
     endpoints = ("/v1/audio/transcriptions", "/v1/audio/live")
 
-    def __init__(self, name: str, folder: Path, options: BundleOptions, told: Told | None = None,
-                 stepped: Told | None = None):
-        super().__init__(name, folder, options, told, stepped)
+    def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
+                 stepped: Log | None = None):
+        super().__init__(name, folder, options, log, stepped)
         self.engine = Engine(folder, options.model, options.device, options.threads)
         config = self.config = self.engine.config
         self.vocabulary = self.engine.vocabulary
         self.chunk_seconds = config.chunk(options.chunk_seconds)
         self.frame_samples = config.hop_samples * config.subsampling
         self.decoder = decoder(self.vocabulary, options.search)
-        self.batcher = Batcher(self.engine, options.batch_seconds, told=told, batching=options.batching)
+        self.batcher = Batcher(self.engine, options.batch_seconds, log=log, batching=options.batching)
         self._measure(np.zeros(int(min(_MEASURED_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
         self.streams = self._streams(folder, options, stepped)
         """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
         self.chunks_ms = list(self.streams.chunks) if self.streams is not None else []
 
-    def _streams(self, folder: Path, options: BundleOptions, stepped: Told | None) -> StreamEngine | None:
+    def _streams(self, folder: Path, options: BundleOptions, stepped: Log | None) -> StreamEngine | None:
         model, streaming = self.engine.running.model, self.config.streaming
         if streaming is None or model not in streaming.models:
             return None
-        rows = {} if options.batching else {"most": 1}
+        rows = {} if options.batching else {"max_streams": 1}
         threads = options.threads or max(1, usable_cores() - 1)  # one is left for the connections
         try:
             return StreamEngine(folder, model, options.device, threads, stepped=stepped, **rows)
@@ -153,13 +153,13 @@ class Registry:
             each.close()
 
 
-def load(bundles: Mapping[str, Path], options: BundleOptions, told: Callable[[str, int], None] | None = None,
+def load(bundles: Mapping[str, Path], options: BundleOptions, log: Callable[[str, int], None] | None = None,
          stepped: Callable[[str, int], None] | None = None) -> Registry:
     """Load all bundles, or raise for the first broken one.
 
     told, stepped : called with a model's name and the size of each of its batches, and of each step of live sessions
     """
-    def named(call: Callable[[str, int], None] | None, name: str) -> Told | None:
+    def named(call: Callable[[str, int], None] | None, name: str) -> Log | None:
         return None if call is None else functools.partial(call, name)
 
     kinds = {name: SERVED.of(layout.read(folder)) for name, folder in bundles.items()}
@@ -170,7 +170,7 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, told: Callable[[st
     loaded: dict[str, Served] = {}
     try:
         for name, folder in bundles.items():
-            loaded[name] = kinds[name](name, folder, options, named(told, name), named(stepped, name))
+            loaded[name] = kinds[name](name, folder, options, named(log, name), named(stepped, name))
     except BaseException:
         Registry(loaded).close()
         raise

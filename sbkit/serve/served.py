@@ -20,7 +20,7 @@ from sbkit.serve.errors import broken
 STUCK_SECONDS = 120.0
 
 
-Told = Callable[[int], None]
+Log = Callable[[int], None]
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Served(ABC):
     engine: Engine | VoiceEngine
     batcher: Batcher
 
-    def __init__(self, name: str, folder: Path, options: BundleOptions, told: Told | None = None,
-                 stepped: Told | None = None):
+    def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
+                 stepped: Log | None = None):
         self.name, self.created = name, int(time.time())
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 from sbkit.serve.batcher import Batcher
-from sbkit.serve.served import BundleOptions, Served, Told
+from sbkit.serve.served import BundleOptions, Log, Served
 
 #: Symbols in a batch, padding included, on a CPU and on a GPU; one text of the greatest length always fits.
 _SYMBOLS = {True: 250, False: 6000}
@@ -19,13 +19,13 @@ class ServedVoice(Served):
 
     endpoints = ("/v1/audio/speech",)
 
-    def __init__(self, name: str, folder: Path, options: BundleOptions, told: Told | None = None,
-                 stepped: Told | None = None):
-        super().__init__(name, folder, options, told, stepped)
+    def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
+                 stepped: Log | None = None):
+        super().__init__(name, folder, options, log, stepped)
         self.engine = VoiceEngine(folder, options.model, options.device, options.threads)
         self.config = self.engine.config
         symbols = max(self.config.max_symbols, _SYMBOLS[self.engine.running.device == "cpu"])
-        self.batcher = Batcher(self.engine, budget=symbols, told=told, batching=options.batching, unit="symbols",
+        self.batcher = Batcher(self.engine, budget=symbols, log=log, batching=options.batching, unit="symbols",
                                cost=lambda line: len(line) / line.speed)
         sentence = min(self.config.max_symbols, _SENTENCE)
         self._measure(SpeechInput([1 + number % (len(self.config.symbols) - 1) for number in range(sentence)]))

@@ -24,7 +24,7 @@ from sbkit.serve.served import BundleOptions
 
 KEY_VARIABLE = "SBKIT_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "python_multipart", "websockets")
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 #: What uvicorn logs, some with a traceback, whenever a client sends what is refused.
 _CLIENTS_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",
                    "No supported WebSocket library")
@@ -121,24 +121,26 @@ class _Server:
     def __init__(self, request: ServeRequest, bundles: dict[str, Path], keys: list[str], listening: socket.socket):
         import uvicorn
 
-        from sbkit.serve import doors
+        from sbkit.serve import connection_limit
+        from sbkit.serve.access import ApiKeys
         from sbkit.serve.app import State, make
         from sbkit.serve.connection import protocol_options
-        from sbkit.serve.gate import ApiKeys
 
         self._request, self._bundles, self._listening = request, bundles, listening
         self._state = State(request.limits)
-        places = doors.places(request.limits)
-        if places.most < request.limits.max_connections:
-            print(f"{places.most} connections may be open at once, limited by this process's open files (ulimit -n)",
+        places = connection_limit.connection_budget(request.limits)
+        if places.maximum < request.limits.max_connections:
+            print(f"{places.maximum} connections may be open at once, limited by this process's open files (ulimit -n)",
                   file=sys.stderr)
-        self._state.doors = doors.Doors(places.most, request.limits.client_share, self._state.metrics)
+        self._state.connection_limit = connection_limit.ConnectionLimit(
+            places.maximum, request.limits.client_share, self._state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
         app = make(self._state, ApiKeys(keys), tuple(request.allow_origins), hosts)
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            **protocol_options(self._state.doors), backlog=places.backlog, proxy_headers=bool(request.trust_proxies),
+            **protocol_options(self._state.connection_limit), backlog=places.backlog,
+            proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._problem: BaseException | None = None
         self._guard: threading.Timer | None = None
@@ -156,7 +158,7 @@ class _Server:
             serving.start()
             loading.start()
             while serving.is_alive():
-                serving.join(_LOOK_SECONDS)
+                serving.join(_POLL_SECONDS)
                 if self._state.stopping and not self._server.should_exit:
                     self._finish()
         finally:
@@ -210,9 +212,9 @@ class _Server:
         self._guard = threading.Timer(self._request.grace_seconds + _LAST_SECONDS, self._give_up)
         self._guard.daemon = True
         self._guard.start()
-        while self._state.floor.inside and time.monotonic() < until and not self._server.should_exit:
-            time.sleep(_LOOK_SECONDS / 4)
-        left: Any = max(until - time.monotonic(), _LOOK_SECONDS)  # as above
+        while self._state.live_sessions.inside and time.monotonic() < until and not self._server.should_exit:
+            time.sleep(_POLL_SECONDS / 4)
+        left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # as above
         self._server.config.timeout_graceful_shutdown = left
         self._server.should_exit = True
 

@@ -20,7 +20,7 @@ from sbkit.serve.errors import ApiError, failed
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.speech_form import SpeechForm
 from sbkit.serve.streamed import Cut
-from sbkit.serve.work import Left, Visit
+from sbkit.serve.work import ClientDisconnected, RequestContext
 
 _AHEAD = 2  # sentences of one text in flight: a long text must not fill all batches
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Usage:
     frames: int = 0
 
 
-async def sound(visit: Visit, ask: SpeechForm, metrics: Metrics) -> AsyncGenerator[bytes | Usage, None]:
+async def sound(visit: RequestContext, ask: SpeechForm, metrics: Metrics) -> AsyncGenerator[bytes | Usage, None]:
     """Yield the bytes of a text's sound as they are ready, then what it took. A sentence is computed while the one
     before it is read, so that a slow reader takes no thread and little memory."""
     began, name = time.monotonic(), ask.served.name
@@ -105,7 +105,7 @@ async def resumed(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None
                 if part := _part(each, sse):
                     yield part
         return
-    except Left:
+    except ClientDisconnected:
         raise Cut from None
     except ApiError as error:
         found = error

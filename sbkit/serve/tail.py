@@ -20,7 +20,7 @@ _BEHIND_WORD_SECONDS = 0.5
 
 
 @dataclass
-class Settlement:
+class FinalisedWords:
     """Words that are final, and those that may change; times are from the first sample."""
 
     final: list[Word]
@@ -83,7 +83,7 @@ class Tail:
             self._more.append(signal)
             self._came += len(signal)
 
-    def look(self) -> tuple[np.ndarray, int]:
+    def window(self) -> tuple[np.ndarray, int]:
         """Return the samples [S] to decode now, and how many frames of the output to skip."""
         self._signal = np.concatenate([self._signal, *self._more])
         self._more = []
@@ -91,14 +91,14 @@ class Tail:
         self._seen = self._start + len(seen)
         return seen, self._skip
 
-    def settle(self, words: Sequence[Word], seen: int, skip: int, end: bool = False) -> Settlement:
+    def finalise(self, words: Sequence[Word], seen: int, skip: int, end: bool = False) -> FinalisedWords:
         """Settle words decoded from the first ``seen`` samples; their times count from frame ``skip``."""
         first = (self._start + skip * self._frame) / self._rate
         words = [replace(word, start=word.start + first, end=word.end + first) for word in words]
         until = (self._start + seen) / self._rate
         if end:
             self._forget(until)
-            return Settlement(words, [], until, until)
+            return FinalisedWords(words, [], until, until)
         count, cut = _pause(words, until)
         if count:
             self._forget(cut)
@@ -108,7 +108,7 @@ class Tail:
             count, cut = _widest(words, first, until)
             self._forget(cut, context=True)
         start = words[count].start if count < len(words) else until
-        return Settlement(words[:count], words[count:], start, until)
+        return FinalisedWords(words[:count], words[count:], start, until)
 
     def _forget(self, until: float, context: bool = False) -> None:
         """Drop samples before ``until``; cuts are aligned with frames."""

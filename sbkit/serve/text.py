@@ -21,7 +21,7 @@ def json_object(text: str, what: str) -> dict[str, Any]:
     """Parse an object of JSON; ``what`` names it in errors. No key is given twice, and all texts in it can be encoded:
     half of a surrogate pair, written as an escape, could be put into no answer and no log."""
     try:
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        found = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_number)
         json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise invalid(f"{what} has half of a surrogate pair in a text, which is no character") from None
@@ -32,7 +32,7 @@ def json_object(text: str, what: str) -> dict[str, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)

@@ -19,15 +19,15 @@ from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
 T = TypeVar("T")
-_LOOK_SECONDS = 0.5  # between two looks at whether a turn can still come in time
+_POLL_SECONDS = 0.5  # between two looks at whether a turn can still come in time
 _SMOOTH = 0.2  # weight of the newest request in the mean
 
 
-class Left(Exception):
+class ClientDisconnected(Exception):
     """The client left, so nobody reads an answer."""
 
 
-class Rooms:
+class RequestSlots:
     """Places for requests, and the threads that process them."""
 
     def __init__(self, limits: Limits, metrics: Metrics):
@@ -58,9 +58,9 @@ class Rooms:
                 self.inside -= 1
                 self._mean += _SMOOTH * (time.monotonic() - began - self._mean)
 
-    def visit(self, request: Request) -> Visit:
+    def context(self, request: Request) -> RequestContext:
         """Start the visit of one request; its clock starts now."""
-        return Visit(request, self, self._limits.request_seconds, self._metrics)
+        return RequestContext(request, self, self._limits.request_seconds, self._metrics)
 
     def start(self, call: Callable[[], T], client: str | None) -> Future[T]:
         """Start a call in a thread, for a client who has a place in :attr:`turns`, which ends with it."""
@@ -86,10 +86,10 @@ class Rooms:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-class Visit:
+class RequestContext:
     """One request with its job, its deadline and a client who may leave."""
 
-    def __init__(self, request: Request, rooms: Rooms, seconds: float, metrics: Metrics):
+    def __init__(self, request: Request, rooms: RequestSlots, seconds: float, metrics: Metrics):
         self.job = Job(address(request.scope))
         self._request, self._rooms, self._metrics = request, rooms, metrics
         self._seconds, self.until = seconds, time.monotonic() + seconds
@@ -140,7 +140,7 @@ class Visit:
                 wait = max(self._rooms.mean_work * self._rooms.turns.ahead(client, turn), backlog.seconds(client))
                 if wait + time.monotonic() > self.until:
                     raise busy("as many requests of your address wait as can begin within the time limit", wait)
-                await self.met(asyncio.wait({given}, timeout=_LOOK_SECONDS))
+                await self.met(asyncio.wait({given}, timeout=_POLL_SECONDS))
             await self.met(given)
             return self._rooms.start(call, client)
         except BaseException:
@@ -160,9 +160,9 @@ class Visit:
                 return wanted.result()
             left = self._gone.done()
             self._metrics.cancelled.add(reason="client left" if left else "deadline")
-            raise Left if left else too_late(self._seconds)
+            raise ClientDisconnected if left else too_late(self._seconds)
         except (Cancelled, asyncio.CancelledError):
-            raise Left from None
+            raise ClientDisconnected from None
         finally:
             if not wanted.done():
                 self.job.cancel()

@@ -97,7 +97,7 @@ def test_streams_at_different_places_each_hear_their_own(engine):
 def test_streams_that_wait_share_a_step(engine, monkeypatch):
     """Those of one chunk size, up to the most; the others are in front of those that were heard already."""
     held = Held(engine, monkeypatch)
-    monkeypatch.setattr(engine, "most", 3)
+    monkeypatch.setattr(engine, "max_streams", 3)
     sessions = [engine.open(greedy(engine), 320)]
     sessions[0].feed(bundles.say("ab")[:12_000])
     assert held.inside.wait(10)

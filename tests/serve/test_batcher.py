@@ -31,7 +31,7 @@ def held(engine):
 
 def test_each_of_many_threads_gets_its_own_answer_and_batches_are_shared(engine):
     rows = []
-    batcher = Batcher(engine, told=rows.append)
+    batcher = Batcher(engine, log=rows.append)
 
     def ask(seed):
         rng = np.random.default_rng(seed)
@@ -52,7 +52,7 @@ def test_each_of_many_threads_gets_its_own_answer_and_batches_are_shared(engine)
 
 def test_what_comes_while_a_batch_runs_shares_the_next_one_in_its_budget(engine):
     rows = []
-    batcher = Batcher(engine, seconds=10, told=rows.append)
+    batcher = Batcher(engine, seconds=10, log=rows.append)
     go = held(engine)
     first = batcher.submit(bundles.voiced([5]))
     others = [batcher.submit(bundles.voiced([6] * 25)) for _ in range(25)]  # of one second each
@@ -90,14 +90,14 @@ def test_clients_have_their_turns_and_each_its_oldest_first(engine):
 
 def test_without_batching_each_runs_alone(engine):
     rows = []
-    batcher = Batcher(engine, batching=False, told=rows.append)
+    batcher = Batcher(engine, batching=False, log=rows.append)
     futures = [batcher.submit(bundles.voiced([i])) for i in range(1, 9)]
     assert [labels(each)[0] for each in futures] == list(range(1, 9)) and rows == [1] * 8
 
 
 def test_the_cancelled_are_not_run(engine):
     rows = []
-    batcher = Batcher(engine, told=rows.append)
+    batcher = Batcher(engine, log=rows.append)
     go = held(engine)
     first, second, third = (batcher.submit(bundles.voiced([i])) for i in (3, 4, 5))
     assert second.cancel() and batcher.waiting == 2
@@ -137,7 +137,7 @@ def test_a_closed_engine_fails_what_waits_instead_of_holding_it(engine):
 def test_a_model_whose_batches_leak_is_never_batched(tmp_path):
     with Engine(bundles.make(tmp_path / "b", batching=False), device="cpu", threads=1) as engine:
         rows = []
-        batcher = Batcher(engine, told=rows.append)
+        batcher = Batcher(engine, log=rows.append)
         go = held(engine)
         futures = [batcher.submit(bundles.voiced([i])) for i in (3, 4, 5)]
         go.set()

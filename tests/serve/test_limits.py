@@ -21,7 +21,7 @@ import websockets
 from websockets.sync.client import connect
 
 from sbkit.serve import connection
-from sbkit.serve.gate import ApiKeys
+from sbkit.serve.access import ApiKeys
 from sbkit.serve.limits import MEGABYTE, Limits
 
 KEY = "s3cret-schlüssel"
@@ -211,7 +211,7 @@ def test_an_upload_that_trickles_is_ended(hasty):
 
 def test_a_connection_that_never_asks_is_closed_and_one_in_work_is_not(small, monkeypatch):
     """Whether it is silent or sends its headers a letter at a time, before its first request or after one."""
-    monkeypatch.setattr(connection, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "_CHECK_SECONDS", 0.1)
     for before in (b"", b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", small.port), timeout=10) as open_:
             open_.sendall(before)
@@ -304,10 +304,10 @@ def test_a_wrong_key_opens_no_socket(locked):
 
 def test_keys_are_compared_by_all_their_digests(monkeypatch):
     """In constant time: each key, whichever is right, through compare_digest on digests of one length."""
-    from sbkit.serve import gate
+    from sbkit.serve import access
 
-    seen, real = [], gate.hmac.compare_digest
-    monkeypatch.setattr(gate.hmac, "compare_digest", lambda a, b: (seen.append((len(a), len(b))), real(a, b))[1])
+    seen, real = [], access.hmac.compare_digest
+    monkeypatch.setattr(access.hmac, "compare_digest", lambda a, b: (seen.append((len(a), len(b))), real(a, b))[1])
     keys = ApiKeys(["one", "two", "three"])
     assert keys.allow("one") and keys.allow("three") and not keys.allow("") and not keys.allow("on")
     assert seen == [(32, 32)] * 12

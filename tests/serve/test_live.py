@@ -110,13 +110,13 @@ def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data
     tail, found, most = Tail(RATE, FRAME, longest), [], 0
 
     def look(end=False):
-        signal, skip = tail.look()
+        signal, skip = tail.window()
         last = end and not tail.unseen_seconds
         first, until = tail._start / RATE, (tail._start + len(signal)) / RATE
         from_ = first + skip * FRAME / RATE
         heard = [Word(word.text, max(word.start, from_) - from_, min(word.end, until) - from_, 1.0)
                  for word in spoken if word.end > from_ + 1e-6 and word.start < until - 1e-6]
-        found.extend(tail.settle(heard, len(signal), skip, last).final)
+        found.extend(tail.finalise(heard, len(signal), skip, last).final)
         return last
 
     came = 0
@@ -145,9 +145,9 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
         for _ in range(36_000):  # an hour in tenths of a second
             tail.add(np.zeros(1600, dtype=np.float32))
             if tail.due:
-                signal, skip = tail.look()
+                signal, skip = tail.window()
                 looks, heard = looks + 1, heard + len(signal)
-                tail.settle(words(len(signal) / RATE - skip * FRAME / RATE), len(signal), skip)
+                tail.finalise(words(len(signal) / RATE - skip * FRAME / RATE), len(signal), skip)
             assert tail.held <= 23 * RATE
         assert tail.seconds == pytest.approx(3600)
         assert heard <= 12 * 3600 * RATE, "what is looked at again and again has a bounded cost"

@@ -20,7 +20,7 @@ from test_live import PAUSE, pcm, settled, speak, start
 from websockets.sync.client import connect
 
 from sbkit.cli import main
-from sbkit.serve import outbox
+from sbkit.serve import send_queue
 from sbkit.serve.limits import Limits
 
 RATE = bundles.RATE
@@ -307,7 +307,7 @@ def test_a_client_that_speaks_faster_than_it_is_heard_has_to_wait(server):
         start(socket)
         sending = threading.Thread(target=lambda: [socket.send(bytes(64_000)) for _ in range(100)], daemon=True)
         sending.start()
-        [session] = server.state.floor._sessions
+        [session] = server.state.live_sessions._sessions
         serving.until(lambda: session.seconds > 4)
         time.sleep(0.5)
         assert session.seconds < 10, "what is taken in and not heard yet is bounded"
@@ -338,7 +338,7 @@ def flood(socket):
 
 @pytest.mark.slow
 def test_a_client_that_does_not_read_is_ended_by_name_and_slows_nobody(server, monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_MESSAGES", 4)
+    monkeypatch.setattr(send_queue, "MAX_MESSAGES", 4)
 
     def ended():
         return server.counted('sbkit_refused_total{reason="slow_client"}')

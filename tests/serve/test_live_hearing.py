@@ -10,7 +10,7 @@ from sbkit.decode.spans import Word
 from sbkit.decode.streaming import StreamResult
 from sbkit.export.layout import Config
 from sbkit.infer.session import Session
-from sbkit.serve.hearing import ByChunks
+from sbkit.serve.live_recogniser import ChunkRecogniser
 
 
 class Settles:
@@ -45,7 +45,7 @@ def test_last_words_that_are_settled_between_two_looks_are_told(config):
         streams = types.SimpleNamespace(open=lambda search, chunk, tell: EndsBehindTheBack(
             config, 8, {}, search, lambda session: None, tell))
         served = types.SimpleNamespace(decoder=types.SimpleNamespace(stream=Settles), chunk_seconds=20.0)
-        hearing = ByChunks(served, streams, None, 5.0)
+        hearing = ChunkRecogniser(served, streams, None, 5.0)
         hearing.finish()
         lines = []
         while (news := await hearing.news()) is not None:

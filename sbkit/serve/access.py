@@ -58,7 +58,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-class Gate:
+class AccessControl:
     """Wraps the application with all checks.
 
     Arguments

@@ -11,13 +11,13 @@ from sbkit.decode.spans import Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.lines import final
 from sbkit.serve.errors import ApiError
-from sbkit.serve.hearing import News
+from sbkit.serve.live_recogniser import News
 
 #: Messages that may wait for a client who doesn't read.
 MAX_MESSAGES = 64
 
 
-class Outbox:
+class SendQueue:
     """Makes the messages of a session, and sends them one after the other.
 
     A partial that waits is replaced by the next, so that a client who was slow for a while gets the newest. One who

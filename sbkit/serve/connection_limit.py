@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sbkit.errors import SbkitError
+from sbkit.serve.access import PROBES, App, Receive, Scope, Send
 from sbkit.serve.errors import ApiError, no_room
-from sbkit.serve.gate import PROBES, App, Receive, Scope, Send
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Places:
+class ConnectionBudget:
     """Numbers of connections that may be open, and that may wait to be accepted."""
 
-    most: int
+    maximum: int
     backlog: int
 
 
-def places(limits: Limits) -> Places:
+def connection_budget(limits: Limits) -> ConnectionBudget:
     """Compute the places that the limits and open files allow, after raising this process's limit of open files."""
     needed = _OWN_FILES + limits.max_active + 2 * limits.decoders + _SPARE
     uploads = min(limits.max_requests, limits.max_connections)
@@ -55,7 +55,7 @@ def places(limits: Limits) -> Places:
                          hint="raise the limit (ulimit -n), or lower --max-active")
     backlog = min(_BACKLOG, left // 3)  # those are accepted all at once, before the first of them can be refused
     most = max((left - backlog) // 2, left - backlog - uploads)  # an upload is a file in addition to its connection
-    return Places(min(limits.max_connections, most), backlog)
+    return ConnectionBudget(min(limits.max_connections, most), backlog)
 
 
 class Connection(Protocol):
@@ -73,7 +73,7 @@ class Connection(Protocol):
         """Send the answer and close."""
 
 
-class Doors:
+class ConnectionLimit:
     """Lets connections in.
 
     Arguments
@@ -82,9 +82,9 @@ class Doors:
     share : of them, for one address
     """
 
-    def __init__(self, most: int, share: float, metrics: Metrics):
-        self._most, self._metrics = most, metrics
-        self._share = max(1, round(most * share))
+    def __init__(self, maximum: int, share: float, metrics: Metrics):
+        self._most, self._metrics = maximum, metrics
+        self._share = max(1, round(maximum * share))
         self._leaving: set[Connection] = set()
         self._said = -_SAY_SECONDS
 
@@ -93,13 +93,14 @@ class Doors:
         mine = 0 if new.address is None else sum(
             each.address == new.address for each in connections if each not in self._leaving)
         if mine > self._share:
-            self._say("%s has %d connections open, the limit of one address (--client-share)", new.address, mine)
+            self._log_once("%s has %d connections open, the limit of one address (--client-share)", new.address, mine)
             if not self._close_idle([each for each in connections if each.address == new.address], new):
                 self._refuse(new)
                 return False
         if len(connections) - len(self._leaving) <= self._most:
             return True
-        self._say("%d connections are open, which is this server's limit (--max-connections, ulimit -n)", self._most)
+        self._log_once("%d connections are open, which is this server's limit (--max-connections, ulimit -n)",
+                       self._most)
         if self._close_idle(connections, new):
             return True
         if len(connections) - len(self._leaving) > self._most + _SPARE:
@@ -114,7 +115,7 @@ class Doors:
         """Handle errors of the event loop: lack of files to accept connections is reported many times a second."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NO_FILES:
-            self._say("a connection can't be accepted: %s (ulimit -n)", error.strerror)
+            self._log_once("a connection can't be accepted: %s (ulimit -n)", error.strerror)
         else:
             loop.default_exception_handler(context)
 
@@ -149,7 +150,7 @@ class Doors:
         lines = [b"HTTP/1.1 503 Service Unavailable", *(b": ".join(each) for each in headers), b"", body]
         connection.refuse(b"\r\n".join(lines))
 
-    def _say(self, what: str, *values: Any) -> None:
+    def _log_once(self, what: str, *values: Any) -> None:
         """Log a warning at most once a minute."""
         if time.monotonic() - self._said >= _SAY_SECONDS:
             self._said = time.monotonic()

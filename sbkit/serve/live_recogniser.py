@@ -37,7 +37,7 @@ class News:
     """Where the line that goes on begins."""
 
 
-class Hearing(ABC):
+class LiveRecogniser(ABC):
     """Hears one session. One task gives it samples, another waits for news; neither waits for the other.
 
     Arguments
@@ -66,7 +66,7 @@ class Hearing(ABC):
         """The seconds that were received and are not heard yet."""
 
     @abstractmethod
-    def hear(self, signal: np.ndarray) -> None:
+    def feed(self, signal: np.ndarray) -> None:
         """Take samples [S] at the model's rate."""
 
     @abstractmethod
@@ -92,15 +92,15 @@ class Hearing(ABC):
             self._served.check()
             raise
 
-    async def catch_up(self, most: float) -> None:
+    async def catch_up(self, seconds: float) -> None:
         """Wait until at most so many seconds are not heard yet, and give the other tasks a turn anyway."""
         await asyncio.sleep(0)
-        while self.behind > most:
+        while self.behind > seconds:
             self._moved.clear()
             await self._moved.wait()
 
 
-class ByChunks(Hearing):
+class ChunkRecogniser(LiveRecogniser):
     """Hears a session by the bundle's graph for streams, in batches with all others.
 
     Arguments
@@ -129,7 +129,7 @@ class ByChunks(Hearing):
     def behind(self) -> float:
         return self._session.waiting_seconds
 
-    def hear(self, signal: np.ndarray) -> None:
+    def feed(self, signal: np.ndarray) -> None:
         with self._named():
             self._session.feed(signal)
 
@@ -144,7 +144,7 @@ class ByChunks(Hearing):
                 heard = self._session.take(0)
             self._moved.set()
             if heard:
-                return self._told(heard)
+                return self._as_news(heard)
             if self._session.over:
                 return None
             await self._wait()
@@ -157,7 +157,7 @@ class ByChunks(Hearing):
             if self._session.busy and self._heard == before:
                 raise too_late(self._seconds) from None
 
-    def _told(self, heard: Sequence[StreamResult]) -> News:
+    def _as_news(self, heard: Sequence[StreamResult]) -> News:
         changed = [line for each in heard for line in self._lines.add(each)]
         self._heard = heard[-1].seconds
         now = TranscriptLine([], [], False) if changed[-1].over else changed[-1]
@@ -168,7 +168,7 @@ class ByChunks(Hearing):
         self._session.close()
 
 
-class ByTail(Hearing):
+class TailRecogniser(LiveRecogniser):
     """Hears a session by decoding the tail of what was said, again and again. While that is done, more arrives."""
 
     def __init__(self, served: ServedModel, seconds: float, client: str | None):
@@ -185,7 +185,7 @@ class ByTail(Hearing):
     def behind(self) -> float:
         return self._tail.unseen_seconds
 
-    def hear(self, signal: np.ndarray) -> None:
+    def feed(self, signal: np.ndarray) -> None:
         self._tail.add(signal)
         self._changed.set()
 
@@ -198,11 +198,11 @@ class ByTail(Hearing):
             self._changed.clear()
             await self._changed.wait()
         ended = self._ended
-        signal, skip = self._tail.look()
+        signal, skip = self._tail.window()
         if self._over or not len(signal):
             return None
         self._over = ended and not self._tail.unseen_seconds
-        found = self._tail.settle(await self._words(signal, skip), len(signal), skip, self._over)
+        found = self._tail.finalise(await self._words(signal, skip), len(signal), skip, self._over)
         self._moved.set()
         return News(stretches(found.final), [], found.partial, found.heard, found.start)
 
@@ -233,8 +233,8 @@ def stretches(settled: Sequence[Word]) -> list[list[Word]]:
     return lines
 
 
-def hearing(served: ServedModel, chunk_ms: int | None, seconds: float, client: str | None) -> Hearing:
+def live_recogniser(served: ServedModel, chunk_ms: int | None, seconds: float, client: str | None) -> LiveRecogniser:
     """Hear a client's session in the best way that the model's bundle has."""
     if served.streams is None:
-        return ByTail(served, seconds, client)
-    return ByChunks(served, served.streams, chunk_ms, seconds)
+        return TailRecogniser(served, seconds, client)
+    return ChunkRecogniser(served, served.streams, chunk_ms, seconds)
