@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import resume_run
-from processes import Ended, programs
+from processes import Ended, program, programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,10 +167,7 @@ def test_torchruns_restarts_end_as_the_run_never_stopped(runs, two_never_stopped
     """It keeps the store, in which the addresses of the ranks before each restart are."""
     folder = runs / "restarted"
     places = "train:1:7:2@1,train:2:4:1@0,train:3:7:0@0"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
-         "--monitor-interval=0.2", resume_run.__file__, str(folder), places], capture_output=True, text=True,
-        timeout=550, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    done = program(resume_run.restarting, str(folder), places, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr.count("(exitcode: -9)") == 3
     assert differences(json.loads(done.stdout.splitlines()[-1]), two_never_stopped) == []

@@ -39,6 +39,8 @@ Store = Any  # torch's stub of dist.Store lets set take no bytes
 # Collectives only wait for ranks that do the same work, so a long wait means a dead rank.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 _POLL_SECONDS = 0.1
+# The first pause of a rank that waits for others, which are mostly there soon; each further one is longer.
+_FIRST_PAUSE_SECONDS = 0.002
 # Time for a failed rank to print its message, before the launcher sees another rank exit and ends it.
 _GRACE_SECONDS = 3.0
 # Without torchrun's agent the store lives in rank 0, which waits this long for the others to read why it ends.
@@ -397,7 +399,7 @@ def _leave(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
 
 
 def _wait_for(key: str) -> bytes:
-    store, pause = _store(), _POLL_SECONDS
+    store, pause = _store(), _FIRST_PAUSE_SECONDS
     try:
         while _heard is not None or not store.check([key]):
             if (code := _peer_failed()) is not None:
