@@ -15,6 +15,7 @@ from typing import Any
 from speechbrain.utils.checkpoints import PARAMFILE_EXT, Checkpoint
 
 from sbkit.data.lock import Lock
+from sbkit.train.batches import tensors_in
 from sbkit.train.checkpoint import files
 from sbkit.train.checkpoint import state as states
 from sbkit.train.distributed import ending
@@ -69,7 +70,7 @@ class PendingCheckpoint:
         """Return the size of the checkpoint in bytes, as far as it is known."""
         written = sum(file.stat().st_size for file in ([] if self.folder is None else files.files_in(self.folder))
                       if file.name.removesuffix(PARAMFILE_EXT) not in self._states)
-        return written + sum(states.size_of(state) for state, _ in self._states.values())
+        return written + sum(tensor.nbytes for state, _ in self._states.values() for _, tensor in tensors_in(state))
 
     def _release(self) -> None:
         self._states.clear()

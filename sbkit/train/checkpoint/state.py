@@ -128,17 +128,6 @@ def snapshot(state: T, tensors: bool = True) -> tuple[T, Callable[[], None]]:
     return copied, ready
 
 
-def size_of(state: object) -> int:
-    """Return the size of the tensors in a state, in bytes."""
-    if isinstance(state, torch.Tensor):
-        return state.numel() * state.element_size()
-    if isinstance(state, Mapping):
-        return sum(map(size_of, state.values()))
-    if isinstance(state, (list, tuple)):
-        return sum(map(size_of, state))
-    return 0
-
-
 # ---------------------------------------------------------------- loading
 
 

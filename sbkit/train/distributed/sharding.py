@@ -194,7 +194,7 @@ def save_unsharded(checkpointer: Checkpointer | None) -> None:
 
 def save_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str]) -> None:
     """Write the state dict of the undivided object; all ranks must call it."""
-    state = _full_value(obj.state_dict())
+    state = full_value(obj.state_dict())
     if ranks.is_main():
         write_state(state, path)
 
@@ -218,13 +218,14 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     module.load_state_dict({key: _sharded_like(value, own.get(key)) for key, value in state.items()}, strict=True)
 
 
-def _full_value(value: object) -> object:
+def full_value(value: object) -> object:
+    """Return a state with its divided tensors whole, on the CPU; all ranks must call it."""
     if isinstance(value, DTensor):
         return value.full_tensor().cpu()
     if isinstance(value, dict):
-        return {key: _full_value(item) for key, item in value.items()}
+        return {key: full_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_full_value(item) for item in value)
+        return type(value)(full_value(item) for item in value)
     return value
 
 

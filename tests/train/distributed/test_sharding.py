@@ -65,7 +65,7 @@ def train(options, folder, epochs=2):
     toy.checkpointer.save_checkpoint()
     toy.checkpointer.wait()
     names = [name for name, _ in toy.modules.named_parameters()]
-    return sharding._full_value(state(toy)), toy.ends, names
+    return sharding.full_value(state(toy)), toy.ends, names
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def go_on(options, folder):
     model = modules()
     toy = brain(DeepBrain, modules=model, hparams=options, checkpointer=Checkpointer(folder, {"model": model}))
     toy.fit(range(3, 4), ToyTrainLoader(4, 6, rank, world, 2))
-    return sharding._full_value(state(toy)), toy.optimizer_step
+    return sharding.full_value(state(toy)), toy.optimizer_step
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ class Averaged(DeepBrain, ASR):
 
     def on_stage_start(self, stage, epoch=None):
         if stage.name == "TEST":
-            self.tested = sharding._full_value(state(self))
+            self.tested = sharding.full_value(state(self))
 
     def close_stage(self, stage, loss, epoch=None):
         if stage.name == "VALID":
