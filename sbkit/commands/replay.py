@@ -18,12 +18,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Rerun the step, print what each layer gave and return the exit code."""
     from sbkit.runs import restore
-    from sbkit.train.diagnose import replay as culprits
+    from sbkit.train.diagnose.culprit import find_culprit, read_culprit, replay
 
-    culprit = culprits.find(args.folder)
-    saved = culprits.read(culprit)
+    culprit = find_culprit(args.folder)
+    saved = read_culprit(culprit)
     brain = restore.build(restore.read_run(culprit.parent.parent), args.device, precision=saved["precision"])
     if brain.checkpointer.list_checkpoints():  # overwritten by the culprit's weights, if they were kept
         restore.take_weights(brain, restore.LAST)
-    print(culprits.replay(brain, culprit))
+    print(replay(brain, culprit))
     return 0

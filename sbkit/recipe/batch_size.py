@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from sbkit.recipe.keys import TaskKeys
-from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import frozen_for_good
+from sbkit.recipe.values import unwrapped
 from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
 

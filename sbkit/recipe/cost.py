@@ -21,12 +21,12 @@ from sbkit.recipe import flops
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
-from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import flattened
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
 from sbkit.recipe.trace import Trace, build_brain, gpu_stand_ins
+from sbkit.recipe.values import unwrapped
 
 GIB = 2**30
 #: Memory of common GPUs in GB, for planning without one.

@@ -21,9 +21,9 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.recipe.build import Built
-from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.report import listed
 from sbkit.recipe.source import Findings, Node, Place
+from sbkit.recipe.values import unwrapped
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType,
            torch.dtype, torch.device, torch.Size, torch.Generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -146,3 +147,16 @@ def _check_tuple(node: Node, findings: Findings) -> None:
 def _report(node: Node, findings: Findings, code: str, what: str, hint: str) -> None:
     findings.error(code, node.place, node.key, f"{node.value!r} {what}", hint)
     node.wrong = True
+
+
+def unwrapped(made: object) -> tuple[Any, dict[str, Any]]:
+    """Return the function or class inside of partials, and its options; the outer ones count.
+
+    >>> unwrapped(functools.partial(functools.partial(int, base=8), base=2))
+    (<class 'int'>, {'base': 2})
+    """
+    options: dict[str, Any] = {}
+    while isinstance(made, functools.partial):
+        options = {**made.keywords, **options}
+        made = made.func
+    return made, options

@@ -23,9 +23,9 @@ from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast.norm import flatten_norms
 from sbkit.nn.tf32 import allow_tf32
 from sbkit.recipe import learning
-from sbkit.recipe.partials import unwrapped
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.speed import Utilisation
+from sbkit.recipe.values import unwrapped
 from sbkit.system.console import outlast_terminal
 from sbkit.system.cores import keep_to_usable_cores
 from sbkit.train import compiling, loaders, options, precision, rates, rng

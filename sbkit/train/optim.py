@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sbkit.recipe.partials import unwrapped
+from sbkit.recipe.values import unwrapped
 
 # Devices with fused optimizers in the oldest supported torch.
 _FUSED_ON = ("cpu", "cuda", "xpu", "mps")

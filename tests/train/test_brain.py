@@ -26,7 +26,7 @@ from sbkit.errors import SbkitError
 from sbkit.train import options
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.diagnose.replay import replay
+from sbkit.train.diagnose.culprit import replay
 from sbkit.train.step import Loss, StepAccumulator
 from sbkit.train.trainer import NotFinite
 

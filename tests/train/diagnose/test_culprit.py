@@ -23,9 +23,8 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.train import rng
 from sbkit.train.batches import rows, utterance_ids
-from sbkit.train.diagnose.culprit import report
+from sbkit.train.diagnose.culprit import find_culprit, replay, report
 from sbkit.train.diagnose.inspection import KeptBatch, examine, measure
-from sbkit.train.diagnose.replay import find, replay
 from sbkit.train.diagnose.saved_batch import pack, unpack
 from sbkit.train.freezing import Freezing
 from sbkit.train.step import Loss
@@ -160,7 +159,7 @@ def test_what_a_report_says(tmp_path, breaks, spoil, what, parts):
 def test_what_cannot_be_shown_again_says_so_and_is_kept(tmp_path):
     text = told(Recipe(), clips(), tmp_path)
     assert "run again, everything was finite (loss " in text and "could not be reproduced" in text
-    assert find(tmp_path).name == "step-12-rank-0"
+    assert find_culprit(tmp_path).name == "step-12-rank-0"
 
 
 def test_a_batch_that_raises_is_a_finding(tmp_path):
@@ -250,7 +249,7 @@ def test_a_replay_with_another_model_is_refused(tmp_path):
 
 def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
     with pytest.raises(SbkitError, match="holds no culprit"):
-        find(tmp_path)
+        find_culprit(tmp_path)
     report(Recipe(), tmp_path, [KeptBatch(clips())], step=5)
     (tmp_path / "culprits/step-5-rank-0/culprit.json").write_text("{", encoding="utf-8")
     with pytest.raises(SbkitError, match="is damaged"):
@@ -263,8 +262,8 @@ def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path):
     assert sorted(path.name for path in (tmp_path / "culprits").iterdir()) == [
         "step-1-rank-0", "step-2-rank-0", "step-3-rank-0"]
     assert "already has reports of 3 such steps" in text
-    assert find(tmp_path).name == "step-3-rank-0"
-    assert find(tmp_path / "culprits").name == "step-3-rank-0"
+    assert find_culprit(tmp_path).name == "step-3-rank-0"
+    assert find_culprit(tmp_path / "culprits").name == "step-3-rank-0"
     kept = [path.parent.name for path in tmp_path.glob("culprits/*/model.safetensors")]
     assert kept == ["step-1-rank-0"], "weights are large: once per run"
 
