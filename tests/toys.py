@@ -6,11 +6,22 @@ import dataclasses
 from functools import partial
 
 import torch
+from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, DEFAULT_SAVE_HOOKS, get_default_hook
 
 import sbkit
-from sbkit.train.step import Loss
+from sbkit.train.step import Loss, StepAccumulator
 
 SIZE = 6
+
+
+def save(obj, path):
+    """Save a recoverable as a checkpointer does."""
+    get_default_hook(obj, DEFAULT_SAVE_HOOKS)(obj, path)
+
+
+def load(obj, path, end_of_epoch=True):
+    """Load a recoverable as a checkpointer does."""
+    get_default_hook(obj, DEFAULT_LOAD_HOOKS)(obj, path, end_of_epoch)
 
 
 @dataclasses.dataclass
@@ -103,6 +114,22 @@ def layers(seed=0) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(
         [torch.nn.Linear(SIZE, 8), Block(8, 8), torch.nn.Linear(8, 1), torch.nn.Linear(8, 3)]
     )
+
+
+class BehindSteps(StepAccumulator):
+    """Gives what it knows of a step when the next one is done, as where a device runs behind."""
+
+    kept = ()
+
+    def results(self, wait=False):
+        found = [*self.kept, *super().results(wait)]
+        self.kept = [] if wait else found[-1:]
+        for result in found:
+            result.late = self.number - result.number
+        return found[:len(found) - len(self.kept)]
+
+    def peek(self):
+        return [*self.kept, *super().peek()]
 
 
 class ToyBrain(sbkit.Brain):

@@ -19,7 +19,7 @@ from speechbrain.core import Stage
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.run_opts import RunOptions
 from torch.utils.data import DataLoader
-from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
+from toys import BehindSteps, ToyBrain, ToyEvalLoader, ToyTrainLoader, batch_of, brain, furthest, layers, state
 
 import sbkit
 from sbkit.errors import SbkitError
@@ -27,7 +27,7 @@ from sbkit.train import options
 from sbkit.train.averaging import EMA
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.diagnose.culprit import replay
-from sbkit.train.step import Loss, StepAccumulator
+from sbkit.train.step import Loss
 from sbkit.train.trainer import NotFinite
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
@@ -147,16 +147,6 @@ class Long(ToyBrain):
         self.facts = [*getattr(self, "facts", []), fact]
 
 
-class Behind(StepAccumulator):
-    """Gives what it knows of a step when the next one is done, as where a device runs behind."""
-
-    def results(self, wait=False):
-        held = [] if wait else self._pending[-1:]
-        self._pending = self._pending[:len(self._pending) - len(held)]
-        taken, self._pending = super().results(wait), held
-        return taken
-
-
 class Weights(ToyBrain):
     """Remembers its weights after each step."""
 
@@ -177,7 +167,7 @@ def test_a_report_says_which_weights_it_was_made_with(tmp_path, caplog, monkeypa
     toy, told, kept, again = bad_third_step(tmp_path / "at-once")
     assert told["late"] == 0 and torch.equal(kept, toy.after[2]) and "Weights: those of that step." in again
     assert "It is examined with" not in caplog.text
-    monkeypatch.setattr("sbkit.train.trainer.StepAccumulator", Behind)
+    monkeypatch.setattr("sbkit.train.trainer.StepAccumulator", BehindSteps)
     toy, told, kept, again = bad_third_step(tmp_path / "late")
     assert told["late"] == 1 and torch.equal(kept, toy.after[3]) and not torch.equal(kept, toy.after[2])
     assert "Step 3 of epoch 1: the loss is not finite; the step was skipped. It is examined with the weights after " \
@@ -449,7 +439,7 @@ def test_moving_averages_are_used_in_evaluation_only():
     toy.fit(range(1, 2), ToyTrainLoader(3), ToyEvalLoader(2))
     trained, evaluated = model[0].weight.detach(), seen[-1]
     assert toy.trainer.ema.updates == 3 and not torch.equal(trained, evaluated)
-    torch.testing.assert_close(evaluated, toy.trainer.ema._averages["0.weight"])
+    torch.testing.assert_close(evaluated, toy.trainer.ema.state_dict()["weights"]["0.weight"])
 
 
 # ------------------------------------------------------------------ what it leaves out

@@ -152,7 +152,7 @@ class Normed(ToyBrain):
         return self.modules.model(batch.x)
 
     def look(self):
-        averages = {name: value.clone() for name, value in self.trainer.ema._averages.items()}
+        averages = {name: value.clone() for name, value in self.trainer.ema.state_dict()["weights"].items()}
         return {**everything(self.modules.model), **averages}
 
     def on_fit_batch_start(self, batch, should_step):

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain
+from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, load, save
 
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
@@ -51,12 +51,12 @@ def test_a_resumed_run_remembers_how_much_was_damaged(tmp_path):
 def test_on_another_number_of_ranks_the_counts_are_divided(tmp_path, monkeypatch, world):
     saved = [{"read": 10, "failed": 3, "damaged": {"a": "cut"}}, {"read": 7, "failed": 2, "damaged": {"b": "gone"}}]
     monkeypatch.setattr(loaders.ranks, "gather_objects", lambda obj: saved)
-    loaders.LoaderCounts(Counting())._save(tmp_path / "counts")
+    save(loaders.LoaderCounts(Counting()), tmp_path / "counts")
     monkeypatch.setattr(loaders.ranks, "world_size", lambda: world)
     found = []
     for rank in range(world):
         monkeypatch.setattr(loaders.ranks, "rank", lambda rank=rank: rank)
-        loaders.LoaderCounts(loader := Counting())._load(tmp_path / "counts", True)
+        load(loaders.LoaderCounts(loader := Counting()), tmp_path / "counts", True)
         found.append(loader.counts)
     assert sum(each["read"] for each in found) == 17 and sum(each["failed"] for each in found) == 5
     assert all(each["damaged"] == {"a": "cut", "b": "gone"} for each in found)

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from toys import load
 
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
@@ -68,7 +69,7 @@ def test_on_another_number_of_ranks_they_are_seeded_by_seed_rank_and_step(tmp_pa
         monkeypatch.setattr(ranks, "world_size", lambda: 2)
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
         with caplog.at_level(logging.INFO):
-            checkpointer.recoverables["rng"]._load(checkpointer.find_checkpoint().paramfiles["rng"], True)
+            load(checkpointer.recoverables["rng"], checkpointer.find_checkpoint().paramfiles["rng"], True)
         drawn.append(draw())
         seed_all(3, 77)
         part_ranks(rank, 77, "cpu")

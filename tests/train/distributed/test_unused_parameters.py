@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from processes import results
-from toys import ToyBrain, ToyTrainLoader, brain, furthest, layers, state
+from toys import BehindSteps, ToyBrain, ToyTrainLoader, brain, furthest, layers, state
 
 from sbkit.train.distributed import ranks
 
@@ -84,13 +84,7 @@ class LateOnACard(Late):
     since = 2
 
     def on_stage_start(self, stage, epoch=None):
-        def results(wait=False):
-            ready = len(steps._pending) - (not wait)
-            taken, steps._pending = steps._pending[:max(ready, 0)], steps._pending[max(ready, 0):]
-            return [steps._read(*entry) for entry in taken]
-
-        steps = self.trainer.steps
-        steps.results = results
+        self.trainer.steps.__class__ = BehindSteps
 
 
 @pytest.mark.parametrize("cls", [Late, LateOnACard])

@@ -15,6 +15,7 @@ import torch
 from hyperpyyaml import load_hyperpyyaml
 from speechbrain.utils.checkpoints import Checkpointer
 from speechbrain.utils.train_logger import FileTrainLogger
+from toys import load, save
 
 from sbkit.errors import SbkitError
 from sbkit.train.monitor import metrics
@@ -107,12 +108,12 @@ def test_a_resumed_run_continues_where_its_checkpoint_stood(tmp_path):
 def test_evaluating_an_older_checkpoint_drops_nothing(tmp_path):
     trained = MetricsLog(tmp_path)
     trained.write("epoch", epoch=1)
-    trained._save(tmp_path / "best")
+    save(trained, tmp_path / "best")
     trained.write("epoch", epoch=2)
-    trained._load(tmp_path / "best", end_of_epoch=True)  # evaluate() in the same process
+    load(trained, tmp_path / "best", end_of_epoch=True)  # evaluate() in the same process
     trained.write("test", wer=1.0)
     later = MetricsLog(tmp_path)
-    later._load(tmp_path / "best", end_of_epoch=True)  # --test_only
+    load(later, tmp_path / "best", end_of_epoch=True)  # --test_only
     later.write("test", wer=1.0)
     assert [line["kind"] for line in lines(tmp_path)] == ["epoch", "epoch", "test", "test"]
 
@@ -141,10 +142,10 @@ def test_a_line_that_a_crash_broke_off_is_dropped(tmp_path, broken):
 def test_a_log_that_was_deleted_is_begun_anew(tmp_path):
     log = MetricsLog(tmp_path)
     log.write("step", step=1)
-    log._save(tmp_path / "checkpoint")
+    save(log, tmp_path / "checkpoint")
     log.path.unlink()
     again = MetricsLog(tmp_path)
-    again._load(tmp_path / "checkpoint", end_of_epoch=False)
+    load(again, tmp_path / "checkpoint", end_of_epoch=False)
     again.write("step", step=2)
     assert [line["step"] for line in lines(tmp_path)] == [2]
 
