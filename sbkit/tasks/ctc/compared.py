@@ -16,14 +16,14 @@ from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 
-class Heard(Comparison):
+class LogProbComparison(Comparison):
     """Compares log-probabilities, and the words that they stand for."""
 
     what = "log-probabilities"
 
 
 def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
-             decode: Callable[[list[int]], str], sample_rate: int) -> Heard:
+             decode: Callable[[list[int]], str], sample_rate: int) -> LogProbComparison:
     """Build the comparison of clips with the checkpoint.
 
     decode : token ids to text, by the checkpoint's own tokenizer
@@ -35,7 +35,8 @@ def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable
         vocabulary.check(spans.ids)
         return vocabulary.text(vocabulary.words(spans))
 
-    return Heard(clips, reference, sample_rate, text, lambda output: decode(_spans(output, blank).ids.tolist()))
+    return LogProbComparison(clips, reference, sample_rate, text,
+                             lambda output: decode(_spans(output, blank).ids.tolist()))
 
 
 def reference(recognizer: Recognizer, at_least: int = 1,

@@ -21,7 +21,7 @@ from sbkit.export.runners import Runner
 from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary, write_tokens
 from sbkit.tasks.ctc import readme, sherpa, sherpa_stream, speechbrain_folder
-from sbkit.tasks.ctc.compared import Heard, compared
+from sbkit.tasks.ctc.compared import LogProbComparison, compared
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.streams import Streams
 from sbkit.tasks.recognise.graph import OUTPUTS, Graph, trace
@@ -111,7 +111,7 @@ class Recogniser(Exported):
             return speechbrain_folder.runner(folder, config.min_samples)
         return super().runner(name, folder, config)
 
-    def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> Heard:
+    def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> LogProbComparison:
         vocabulary, decode = Vocabulary.read(folder, config), self.keys.tokenizer.decode
         return compared(clips, vocabulary, self.reference(config), decode, config.sample_rate)
 
@@ -121,7 +121,7 @@ class Recogniser(Exported):
         model, rate = self.recognizer, self.keys.sample_rate
 
         def whole() -> Target:
-            return sherpa.Whole(self.graph, model, self.keys.tokenizer.decode, rate)
+            return sherpa.SherpaWhole(self.graph, model, self.keys.tokenizer.decode, rate)
 
         if model.chunks is None:
             if chunk is not None:

@@ -53,7 +53,7 @@ def has_layers_between(keys: CTCKeys, built: Built, findings: Findings) -> bool:
     else:
         if keys.intermediate_layers or hasattr(encoder, "encode"):
             return True
-        told = f"and nobody knows which layers of {type(encoder).__name__} give what the head takes"
+        told = f"and it is unknown which layers of {type(encoder).__name__} give what the head takes"
         hint = f"name them, such as intermediate_layers: [{max(1, count // 2)}], or write intermediate_ctc: 0"
     findings.error("forward", built.nodes["intermediate_ctc"].place, "intermediate_ctc",
                    f"it is {keys.intermediate_ctc:g}, so layers within {keys.encoder_key} train with a loss of their "

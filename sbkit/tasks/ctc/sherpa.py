@@ -49,7 +49,7 @@ _NEVER = -1e4  # the log-probability of a token that can't occur
 _QUIET = 1e-6  # variance of a stretch, relative to the recording's, below which all count alike
 
 
-class Written(nn.Module):
+class SherpaOutput(nn.Module):
     """Log-probabilities [B, T, V] as sherpa-onnx is to write them out: [B, T * repeats, V] with blanks for tokens that
     are no text, such as the beginning and the end of a sentence.
 
@@ -81,7 +81,7 @@ class _Wave(nn.Module):
 
     def __init__(self, graph: Graph, config: Config):
         super().__init__()
-        self.model, self.written = graph, Written(config, _FRAME_SECONDS)
+        self.model, self.written = graph, SherpaOutput(config, _FRAME_SECONDS)
 
     def forward(self, x: Tensor) -> Tensor:
         lengths = torch.ones_like(x[:, 0], dtype=torch.int64) * x.shape[1]
@@ -102,7 +102,7 @@ def _level_of_silence(x: Tensor) -> Tensor:
     return (weights * means).sum(1, keepdim=True) / (weights.sum(1, keepdim=True) + _QUIET)
 
 
-class Whole(Target):
+class SherpaWhole(Target):
     """The recogniser for whole recordings; one that sherpa-onnx would run differently from its training is refused.
 
     Arguments

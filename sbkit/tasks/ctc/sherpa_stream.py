@@ -32,7 +32,7 @@ from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.system.environment import version_of
 from sbkit.tasks.ctc import readme
 from sbkit.tasks.ctc.compared import compared, reference
-from sbkit.tasks.ctc.sherpa import Written, imported
+from sbkit.tasks.ctc.sherpa import SherpaOutput, imported
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
@@ -78,7 +78,7 @@ class StreamStep(nn.Module):
 
     def __init__(self, step: StreamingEncoder, config: Config):
         super().__init__()
-        self.step, self.written = step, Written(config, _FRAMES_COUNTED * _HOP / _SAMPLE_RATE)
+        self.step, self.written = step, SherpaOutput(config, _FRAMES_COUNTED * _HOP / _SAMPLE_RATE)
         self.convolution = step.state(1).convolution.shape[1:]
 
     def forward(self, audio_signal: Tensor, length: Tensor, cache_last_channel: Tensor, cache_last_time: Tensor,
@@ -148,7 +148,7 @@ class SherpaStream(Target):
         heard = compared(comparison.clips, Vocabulary.read(folder, config), self._reference(), self.decode,
                          config.sample_rate)
         heard.other_words = 0.0
-        recognizer = opened(folder / model, folder / layout.TOKENS, self.bands)
+        recognizer = open_recognizer(folder / model, folder / layout.TOKENS, self.bands)
         heard.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),
                         layout.size(folder, model))
         comparison.companions[self.name] = {f"{self.milliseconds} ms": heard}
@@ -208,7 +208,7 @@ def check_version(version: str | None = None) -> None:
                          f"it must be {VERSION} or later", hint=f"pip install 'sherpa-onnx>={VERSION}'")
 
 
-def opened(model: Path, tokens: Path, bands: int) -> OnlineRecognizer:
+def open_recognizer(model: Path, tokens: Path, bands: int) -> OnlineRecognizer:
     """Open a model with sherpa-onnx's own recogniser."""
     return imported().OnlineRecognizer.from_nemo_ctc(model=str(model), tokens=str(tokens), feature_dim=bands,
                                                      num_threads=torch.get_num_threads())

@@ -21,7 +21,7 @@ from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window, Windows
 from sbkit.nn.chunks import Seen
 from sbkit.nn.streaming.layers import in_turn
-from sbkit.tasks.ctc.compared import Heard, compared, reference
+from sbkit.tasks.ctc.compared import LogProbComparison, compared, reference
 from sbkit.tasks.recognise import streaming_graph
 from sbkit.tasks.recognise.recognizer import Recognizer
 
@@ -56,16 +56,17 @@ class Streams(Companion):
                 "chunks": ",".join(map(str, self.graph.chunks)), "left": str(self.graph.step.left),
                 "ahead": str(self.graph.step.ahead)}
 
-    def comparisons(self, clips: ComparisonClips, config: Config, folder: Path) -> Mapping[str, Heard]:
+    def comparisons(self, clips: ComparisonClips, config: Config, folder: Path) -> Mapping[str, LogProbComparison]:
         vocabulary, chunks = Vocabulary.read(folder, config), self.recognizer.chunks
         assert chunks is not None, "others are refused"
         _check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
-        return {_way(config, size): compared(clips, vocabulary, reference(self.recognizer, chunks=chunks.config(size)),
-                                             self.decode, config.sample_rate) for size in self.graph.chunks}
+        return {_runner(config, size): compared(clips, vocabulary,
+                                                reference(self.recognizer, chunks=chunks.config(size)),
+                                                self.decode, config.sample_rate) for size in self.graph.chunks}
 
     def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:
         call = open_runner(name, path)
-        return {_way(config, size): functools.partial(run, call, config, size) for size in self.graph.chunks}
+        return {_runner(config, size): functools.partial(run, call, config, size) for size in self.graph.chunks}
 
 
 @torch.no_grad()
@@ -111,5 +112,5 @@ def run(call: Call, config: Config, chunk: int, signals: Sequence[np.ndarray]) -
     return [np.concatenate(said) for said in found]
 
 
-def _way(config: Config, size: int) -> str:
+def _runner(config: Config, size: int) -> str:
     return f"{1000 * size * config.frame_seconds:g} ms"

@@ -22,10 +22,10 @@ MOST = 200_000
 TOO_MANY = 0.5
 
 
-class Labels(NamedTuple):
+class LabelProblems(NamedTuple):
     """What was found in the labels of a split."""
 
-    looked_at: int
+    checked: int
     outside: list[str]
     """Ids of utterances with a label outside the vocabulary, or a blank."""
     short: list[str]
@@ -34,8 +34,8 @@ class Labels(NamedTuple):
     """Ids of utterances without a token."""
 
 
-def look(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
-         blank: int = 0, repeats: bool = True) -> Labels:
+def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
+                   blank: int = 0, repeats: bool = True) -> LabelProblems:
     """Compare the labels of a split with the vocabulary and with the frames of its audio.
 
     repeats : whether a label that is the same as the one before needs a frame more, as with CTC
@@ -61,7 +61,7 @@ def look(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, 
         outside += [ids[int(i)] for i in wrong]
         short += [ids[int(i)] for i in np.flatnonzero(needed > frames)]
         empty += [ids[int(i)] for i in np.flatnonzero(counts == 0)]
-    return Labels(len(manifest), outside, short, empty)
+    return LabelProblems(len(manifest), outside, short, empty)
 
 
 def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, Manifest], findings: Findings,
@@ -69,22 +69,22 @@ def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, M
     """Check the labels of each split with the loaded tokenizer; returns a table for the report.
 
     loss : its name, for messages
-    repeats : as for :func:`look`
+    repeats : as for :func:`count_problems`
     """
     node = nodes.get("corpus") or nodes.get("tokenizer")
     place = node.place if node is not None else Place()
     rows = []
     for split, manifest in manifests.items():
-        found = look(manifest, keys.tokenizer, model, keys.output_neurons, keys.sample_rate, keys.blank_index,
-                     repeats)
-        rows.append([split, len(manifest), found.looked_at, len(found.short), len(found.empty)])
-        of = f"of {found.looked_at} utterances"
+        found = count_problems(manifest, keys.tokenizer, model, keys.output_neurons, keys.sample_rate, keys.blank_index,
+                               repeats)
+        rows.append([split, len(manifest), found.checked, len(found.short), len(found.empty)])
+        of = f"of {found.checked} utterances"
         if found.outside:
             last = keys.output_neurons - 1
             findings.error("labels", place, "corpus", f"{split}: {len(found.outside)} {of} have a label outside 1 to "
                            f"{last}: {_some(found.outside)}", "was the tokenizer made for this vocabulary?")
         if found.short:
-            tell = findings.error if len(found.short) > TOO_MANY * found.looked_at else findings.warning
+            tell = findings.error if len(found.short) > TOO_MANY * found.checked else findings.warning
             tell("too-short", place, "corpus",
                  f"{split}: {len(found.short)} {of} have fewer encoder frames than {loss} needs for their tokens"
                  f"{' and repeats' * repeats}: {_some(found.short)}",

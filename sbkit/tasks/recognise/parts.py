@@ -38,12 +38,12 @@ def _rates_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         for module in part.modules() if isinstance(part, nn.Module) else ():
             rate = getattr(module, "sample_rate", keys.sample_rate)
             if rate != keys.sample_rate:
-                _tell_rate(built.nodes[key], signature(type(part)).parameters, rate, keys.sample_rate, findings)
+                _report_rate(built.nodes[key], signature(type(part)).parameters, rate, keys.sample_rate, findings)
                 return False
     return True
 
 
-def _tell_rate(node: Node, takes: Collection[str], rate: int, read: int, findings: Findings) -> None:
+def _report_rate(node: Node, takes: Collection[str], rate: int, read: int, findings: Findings) -> None:
     if "sample_rate" in takes:
         findings.error("sample-rate", node.place_of("sample_rate"), node.key_of("sample_rate"),
                        f"it is {rate}, but recordings are read at {read} (sample_rate)",

@@ -51,14 +51,14 @@ def refuse_longer(keys: EncoderKeys, manifests: Mapping[str, Manifest]) -> None:
                          f"limit_splits: [{', '.join(manifests)}] under corpus, or cut them")
 
 
-def _longer(keys: EncoderKeys, manifests: Mapping[str, Manifest], most: float) -> Iterator[str]:
+def _longer(keys: EncoderKeys, manifests: Mapping[str, Manifest], max_seconds: float) -> Iterator[str]:
     for split, manifest in manifests.items():
         seconds = _planned(keys, manifest.durations) if split == "train" else manifest.durations
-        places = np.flatnonzero(np.round(seconds * keys.sample_rate) > most * keys.sample_rate)
+        places = np.flatnonzero(np.round(seconds * keys.sample_rate) > max_seconds * keys.sample_rate)
         if len(places):
             ids = listed([f"{manifest.ids[int(i)]} ({seconds[i]:.1f} s)" for i in places], limit=3)
-            yield (f"{split}: {len(places)} of {len(manifest)} utterances are longer than the {most:g} s that the "
-                   f"encoder hears: {ids}")
+            yield (f"{split}: {len(places)} of {len(manifest)} utterances are longer than the {max_seconds:g} s that "
+                   f"the encoder hears: {ids}")
 
 
 def _planned(keys: EncoderKeys, durations: np.ndarray | float) -> np.ndarray:

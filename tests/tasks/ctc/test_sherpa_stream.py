@@ -22,7 +22,7 @@ from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming.encoder import EncoderState
 from sbkit.tasks.ctc import sherpa, sherpa_stream
 from sbkit.tasks.ctc.exported import Recogniser
-from sbkit.tasks.ctc.sherpa import Written
+from sbkit.tasks.ctc.sherpa import SherpaOutput
 from sbkit.tasks.ctc.sherpa_stream import SherpaStream, chosen, packed, unpacked
 
 MILLISECONDS, CHUNK = 160, 4
@@ -113,7 +113,7 @@ def test_tokens_without_text_become_blanks_and_long_frames_are_repeated(stream):
     config = described(stream.graph)
     config.silent_ids, config.subsampling = [2, 3], 8
     log_probs = torch.tensor([[0.1, 0.2, 0.3, 0.2, 0.1, 0.05, 0.05], [0.1, 0.5, 0.3, 0.1, 0.0, 0.0, 0.0]])[None].log()
-    written = Written(config, 0.04)(log_probs)
+    written = SherpaOutput(config, 0.04)(log_probs)
     assert written.argmax(-1).tolist() == [[0, 0, 1, 1]] and written[0, 0, 0] == log_probs[0, 0, 2]
 
 
@@ -151,7 +151,8 @@ def test_the_target_is_for_streams_where_whole_recordings_would_be_made_equally_
     assert told in caplog.text
 
 
-@pytest.mark.parametrize("window, kinds", [("hann", [sherpa.Whole, SherpaStream]), ("povey", [sherpa.Whole])])
+@pytest.mark.parametrize("window, kinds",
+                         [("hann", [sherpa.SherpaWhole, SherpaStream]), ("povey", [sherpa.SherpaWhole])])
 def test_the_target_is_for_whole_recordings_too_where_it_can_be(installed, caplog, window, kinds):
     made = exported(recogniser(bank(window=window)), equal=True).target(layout.SHERPA)
     assert [type(each) for each in made] == kinds
