@@ -184,23 +184,23 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
     if check_audio != "all":
         sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(_SAMPLE, len(listed)), dtype=int))]
 
-    def look(at: np.ndarray, what: str) -> np.ndarray:
+    def measured(at: np.ndarray, what: str) -> np.ndarray:
         seconds, causes = measure([rows.wavs[i] for i in at], workers=workers, journal=journal, remote=remote,
                                   whole=not rows.segments, what=f"{split}: {what}",
                                   show_progress=show and len(at) >= _WORTH_A_BAR)
         details.update((int(at[j]), cause) for j, cause in causes.items())
         return seconds
 
-    found = look(sample, "checking durations")
+    found = measured(sample, "checking durations")
     wrong, damaged = _correct(durations, rows, sample, found), np.isnan(found)
     report.durations = {"listed": len(listed), "measured": len(unlisted), "checked": len(sample),
                         "disagree": int(wrong.sum())}
     if len(sample) < len(listed) and (wrong.mean() > _DISAGREE_SHARE or damaged.mean() > _DAMAGED_SHARE):
         logger.warning("%s: of %d sampled recordings %d have a wrong duration in the list and %d are damaged: "
-                       "looking at them all", split, len(sample), wrong.sum(), damaged.sum())
-        wrong = _correct(durations, rows, listed, look(listed, "measuring"))
+                       "measuring them all", split, len(sample), wrong.sum(), damaged.sum())
+        wrong = _correct(durations, rows, listed, measured(listed, "measuring"))
         report.durations.update(checked=len(listed), disagree=int(wrong.sum()))
-    durations[unlisted] = look(unlisted, "measuring") - rows.starts[unlisted]
+    durations[unlisted] = measured(unlisted, "measuring") - rows.starts[unlisted]
     return durations
 
 

@@ -212,13 +212,13 @@ def train(job: Mapping[str, Any], diary: Diary) -> int:
             diary.write("ready", "to be killed")
             time.sleep(600)
 
-    def look() -> None:
+    def check_start() -> None:
         check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
 
     # As a run does, in the process that trains, to which it must leave nothing; its overrides would be told as wrong.
     request = arguments.parse(job["words"])
     ranks.init(devices.resolve(request.run_opts.device))
-    ranks.run_on_main(look)
+    ranks.run_on_main(check_start)
     _run(job, diary, on_step=ready)
     raise SbkitError("the run ended before it could be killed in its second epoch")
 

@@ -113,10 +113,10 @@ class ChunkRecogniser(LiveRecogniser):
         super().__init__(served, seconds)
         loop = asyncio.get_running_loop()
 
-        def tell() -> None:
+        def notify() -> None:
             loop.call_soon_threadsafe(self._changed.set)
 
-        self._session = streams.open(served.decoder.stream(), chunk_ms, tell)
+        self._session = streams.open(served.decoder.stream(), chunk_ms, notify)
         self.chunk_seconds, self.ahead_seconds = self._session.chunk_seconds, self._session.ahead_seconds
         self._lines = Lines(served.chunk_seconds)
         self._heard = 0.0

@@ -115,15 +115,15 @@ class RequestContext:
         backlog : of the model that the call asks
         """
         loop = asyncio.get_running_loop()
-        told: asyncio.Queue[Any] = asyncio.Queue()
+        results: asyncio.Queue[Any] = asyncio.Queue()
 
-        def tell(each: object) -> None:
-            loop.call_soon_threadsafe(told.put_nowait, each)
+        def put(each: object) -> None:
+            loop.call_soon_threadsafe(results.put_nowait, each)
 
-        running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(tell), backlog)))
-        running.add_done_callback(lambda _: told.put_nowait(_End))
+        running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(put), backlog)))
+        running.add_done_callback(lambda _: results.put_nowait(_End))
         try:
-            while (each := await self.met(told.get())) is not _End:
+            while (each := await self.met(results.get())) is not _End:
                 yield each
             yield await self.met(running)
         finally:
