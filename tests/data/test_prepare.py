@@ -129,14 +129,14 @@ def test_a_list_of_durations_that_is_mostly_wrong_is_not_believed(clips, monkeyp
     source = rows(clips, *[("long.wav", "a")] * 10, durations=[1.0] * 10)
     manifest, report = prepare(source)
     np.testing.assert_allclose(manifest.durations, [3.0] * 10)
-    assert report.durations["checked"] == 10 and "looking at them all" in caplog.text
+    assert report.durations["checked"] == 10 and "measuring them all" in caplog.text
 
 
 def test_where_sampled_recordings_are_damaged_all_are_looked_at(clips, monkeypatch, caplog):
     monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 3)
     names = ["bad.wav", "good.wav"] * 5
     manifest, report = prepare(rows(clips, *[(name, "a") for name in names], durations=[1.0] * 10))
-    assert len(manifest) == 5 and counts(report) == {"undecodable": 5} and "looking at them all" in caplog.text
+    assert len(manifest) == 5 and counts(report) == {"undecodable": 5} and "measuring them all" in caplog.text
 
 
 @pytest.mark.parametrize("durations", [None, [1.0, 3.0, 3.0]], ids=["measured", "listed"])
