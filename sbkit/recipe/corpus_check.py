@@ -49,7 +49,7 @@ def _check_longest(built: Built, findings: Findings) -> None:
         node = built.nodes["corpus"]
         slowed = f", {planned:g} s when they are slowed down" if planned > longest else ""
         findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
-                         f"utterances of {longest:g} sare kept{slowed}, but a batch holds {most:g} s: training "
+                         f"utterances of {longest:g} s are kept{slowed}, but a batch holds {most:g} s: training "
                          "would end at one that doesn't fit", "lower it, or raise max_batch_seconds")
 
 
