@@ -46,4 +46,4 @@ def test_a_tensor_with_a_fate_of_its_own_has_its_own_line():
 def test_the_table_says_where_the_weights_come_from():
     lines = text("the run there", [ParameterOutcome("head.weight", 1200, REINITIALISED, "init_leave")]).splitlines()
     assert lines[0] == "Starting from the run there"
-    assert lines[-1].split() == ["head", "1,200", "drawn", "anew", "init_leave"]
+    assert lines[-1].split() == ["head", "1,200", "reinitialised", "init_leave"]
