@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError
 from sbkit.score.run_files import CULPRITS
 from sbkit.system import disk
 from sbkit.system.console import table
-from sbkit.train.diagnose.inspection import KeptBatch, Layer, examine
+from sbkit.train.diagnose.inspection import KeptBatch, Layer, examine, run_utterances_alone
 from sbkit.train.diagnose.saved_batch import pack, unpack
 from sbkit.train.distributed import ranks
 
@@ -72,8 +72,9 @@ def report(
         return f"{head} {culprits} already has reports of {limit} such steps."
     accounts: list[dict[str, Any]] = []
     guilty: list[dict[str, Any]] = []
-    for micro, kept in enumerate(batches):
-        found = examine(brain, kept, step, scale * sum_scale)
+    inspections = [examine(brain, kept, step, scale * sum_scale) for kept in batches]
+    run_utterances_alone(brain, batches, inspections, step)
+    for micro, (kept, found) in enumerate(zip(batches, inspections, strict=True)):
         accounts.append({"micro": micro, "rank": ranks.rank(), "ids": found.ids, "bad_ids": found.bad_ids,
                          "where": found.where(), "likely": found.cause(scale)})
         # the loss of a placeholder batch does not count
@@ -196,8 +197,9 @@ def replay(brain: sb.Brain, folder: str | os.PathLike[str]) -> str:
         at = f"micro{one['micro']}/"
         batch = unpack(one["tree"], _under(f"{at}batch/", tensors), brain.device)
         scale = saved["scale"]
-        found = examine(brain, KeptBatch(batch, _under(f"{at}rng/", tensors) or None), step,
-                        scale * saved.get("sum_scale", 1.0))
+        kept = KeptBatch(batch, _under(f"{at}rng/", tensors) or None)
+        found = examine(brain, kept, step, scale * saved.get("sum_scale", 1.0))
+        run_utterances_alone(brain, [kept], [found], step)
         lines += ["", layer_table(found.layers), "", f"micro-batch {one['micro']}: {found.where()}"]
         lines += [f"utterances where it shows: {some(found.bad_ids)}"] if found.bad_ids else []
         lines += [f"likely: {cause}"] if (cause := found.cause(scale)) else []

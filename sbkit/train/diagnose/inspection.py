@@ -19,7 +19,6 @@ from sbkit.errors import summary
 from sbkit.train import rng as rng_state
 from sbkit.train.batches import MicroBatch, rows, tensors_in, utterance_ids
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.parallel import communicates_in_forward
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.precision import losses_in_fp32
 from sbkit.train.step import Loss
@@ -219,10 +218,22 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
                 found.gradients = _not_finite((name, p.grad) for name, p in modules.named_parameters())
         except Exception as error:  # an error is also a finding
             found.error = summary(error)
-        if found.what == "loss" and not found.error and (
-                not ranks.connected() or not any(map(communicates_in_forward, modules.modules()))):
-            found.utterance_losses = [_loss_alone(brain, kept, row) for row in range(len(found.ids))]
     return found
+
+
+def run_utterances_alone(brain: sb.Brain, kept: Sequence[KeptBatch], found: Sequence[Inspection], step: int) -> None:
+    """Compute ``utterance_losses`` of batches whose loss is not finite; all ranks must call it.
+
+    Layers may communicate with other ranks, so all run as many utterances.
+    """
+    alone = [(batch, one.utterance_losses, row) for batch, one in zip(kept, found, strict=True)
+             if one.what == "loss" and not one.inputs and not one.error for row in range(len(one.ids))]
+    others = max(ranks.gather_objects(len(alone))) - len(alone)
+    with _unchanged(brain, step) as state:
+        for batch, losses, row in [*alone, *((kept[0], [], 0) for _ in range(others))]:
+            losses.append(_loss_alone(brain, batch, row))
+            state.restore()  # what it has done to statistics would spoil the others'
+            state.save()
 
 
 def _loss(brain: sb.Brain, kept: KeptBatch) -> torch.Tensor:
@@ -245,7 +256,7 @@ def _loss_alone(brain: sb.Brain, kept: KeptBatch, row: int) -> float:
 
 
 @contextlib.contextmanager
-def _unchanged(brain: sb.Brain, step: int) -> Iterator[None]:
+def _unchanged(brain: sb.Brain, step: int) -> Iterator[ForwardState]:
     """Go to a step inside this context; restore statistics, gradients and random generators on exit."""
     state = ForwardState(brain.modules)
     state.save()
@@ -257,7 +268,7 @@ def _unchanged(brain: sb.Brain, step: int) -> Iterator[None]:
     try:
         # Gradients must not be averaged over ranks.
         with torch.enable_grad(), brain.no_sync() if hasattr(brain, "no_sync") else contextlib.nullcontext():
-            yield
+            yield state
     finally:
         brain.optimizer_step = now
         for parameter, gradient in gradients:

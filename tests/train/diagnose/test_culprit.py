@@ -145,6 +145,23 @@ CASES = {
 }
 
 
+def test_one_utterance_does_not_spoil_the_statistics_of_the_others(tmp_path):
+    class Normalised(Recipe):
+        """A running mean that an utterance without labels makes infinite."""
+
+        def __init__(self):
+            super().__init__()
+            self.modules["norm"] = nn.BatchNorm1d(1, affine=False)
+
+        def compute_objectives(self, predictions, batch, stage):
+            self.modules.norm.running_mean += torch.where((batch.token_lengths == 0).any(), math.inf, 0.0)
+            return Loss(predictions.sum() * 0 + self.modules.norm.running_mean.sum(), 1)
+
+    batch = clips()
+    batch.token_lengths[0] = 0
+    assert "utterances where it shows: clip-0\n" in told(Normalised(), batch, tmp_path)
+
+
 @pytest.mark.parametrize("breaks, spoil, what, parts", CASES.values(), ids=CASES)
 def test_what_a_report_says(tmp_path, breaks, spoil, what, parts):
     recipe, batch = Recipe(breaks), clips()
@@ -416,10 +433,10 @@ from sbkit.train.diagnose.inspection import KeptBatch
 ranks.init(torch.device("cpu"))
 batches = [clips(), clips()]
 if ranks.rank() == 1:
-    batches[1].signals[2, 5] = math.nan
+    batches[1].token_lengths[2] = 30  # of 20 frames
 text = report(Recipe(), sys.argv[1], [KeptBatch(b, rng.capture()) for b in batches], step=3)
 assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
-assert "clip-2" in text
+assert "utterances where it shows: clip-2" in text
 ranks.shutdown()
 """
 
