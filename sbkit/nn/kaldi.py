@@ -186,7 +186,7 @@ def _kaldi(sample_rate: int, bins: int, bands: int, low: float, high: float) -> 
     return filters
 
 
-def _slaney(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
+def slaney_filters(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
     """Make filters [bins / 2 + 1, bands] that are triangles in Hertz, of equal area, spaced as in Slaney's toolbox:
     evenly up to 1 kHz, then by a constant factor."""
     first, last = _slaney_mel(low), _slaney_mel(high)
@@ -203,4 +203,4 @@ def _slaney_mel(hertz: float) -> float:
 
 
 _WINDOWS = {"povey": _povey, "hann": _hann}
-_FILTERS = {"kaldi": _kaldi, "slaney": _slaney}
+_FILTERS = {"kaldi": _kaldi, "slaney": slaney_filters}

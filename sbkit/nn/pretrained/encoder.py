@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from sbkit.errors import SbkitError
 from sbkit.nn.lengths import N, lengths_to_mask
-from sbkit.nn.pretrained import families, source, tensors
-from sbkit.nn.pretrained.options import EncoderOptions
+from sbkit.nn.pretrained import source, tensors
+from sbkit.nn.pretrained.networks import EncoderOptions, build
 from sbkit.nn.pretrained.source import Settings, check_language, is_folder
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Encoder(nn.Module):
             self.settings = replace(self.settings, adapter_language=adapter_language)
         self.options = EncoderOptions(freeze_front, layers, dropout, mask_time_prob, mask_time_length,
                                       mask_feature_prob, mask_feature_length, whole_window)
-        self.network: families.Network = families.build(self.settings, self.options)
+        self.network = build(self.settings, self.options)
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
             raise SbkitError(f"adapter_language is {adapter_language}, and {self.source} has no adapters for languages",
@@ -87,7 +87,7 @@ class Encoder(nn.Module):
     @property
     def dispensable(self) -> frozenset[str]:
         """The names of tensors that only training uses, and that start at random where there are none."""
-        return frozenset(f"network.{name}" for name in getattr(self.network, "reinitialised", ()))
+        return frozenset(f"network.{name}" for name in self.network.reinitialised)
 
     @property
     def width(self) -> int:
@@ -102,12 +102,12 @@ class Encoder(nn.Module):
     @property
     def longest_seconds(self) -> float | None:
         """The seconds of the longest utterance that it takes; None if any will do."""
-        return getattr(self.network, "longest_seconds", None)
+        return self.network.longest_seconds
 
     @property
     def makes_loudness_equal(self) -> bool:
         """Whether inputs are normalised, so that loudness has no effect."""
-        return getattr(self.network, "normalizes", False)
+        return self.network.normalizes
 
     def frames(self, samples: N) -> N:
         """Return the number of states for a number of samples."""

@@ -96,8 +96,8 @@ def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
     missing = own.keys() - files.shapes.keys()
     drawn = missing & set(getattr(model, "reinitialised", ()))
     if missing - drawn:
-        raise SbkitError(f"{source} lacks {len(missing - drawn)} of the {len(own)} tensors that its {_kind(model)} "
-                         f"needs: {_groups(missing - drawn)}",
+        raise SbkitError(f"{source} lacks {len(missing - drawn)} of the {len(own)} tensors that its encoder needs: "
+                         f"{_groups(missing - drawn)}",
                          hint="are its config.json and its weights of the same model?")
     wrong = {name for name in own.keys() & files.shapes.keys() if own[name] != files.shapes[name]}
     if wrong:
@@ -120,10 +120,6 @@ def fill(model: nn.Module, files: TensorFiles) -> None:
     for name, value in model.state_dict(keep_vars=True).items():
         if name in files.shapes:
             value.copy_(files[name])
-
-
-def _kind(model: nn.Module) -> str:
-    return f"{type(model).__name__} encoder"
 
 
 def _groups(names: Iterable[str]) -> str:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.models.whisper.configuration_whisper import WhisperConfig
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from sbkit.errors import SbkitError
-from sbkit.nn.kaldi import fourier, framed, full_precision, product, spectrum
+from sbkit.nn.kaldi import fourier, framed, full_precision, product, slaney_filters, spectrum
 from sbkit.nn.lengths import N, lengths_to_mask
-from sbkit.nn.pretrained.options import EncoderOptions
+from sbkit.nn.pretrained.networks import EncoderOptions, Network, at_least, lowest, make, padded
 from sbkit.nn.pretrained.source import Settings
-from sbkit.nn.pretrained.spans import mask
-from sbkit.nn.pretrained.waveforms import at_least
 
 _RATE = 16_000
 _STRIDE = 2  # of the second convolution
-_LEAST = 201  # smallest number of samples that features can be computed from
+_MIN_SAMPLES = 201  # smallest number of samples that features can be computed from
 _SEEN_BEHIND = 2  # frames after an utterance that the convolutions see
-_DEFINING = ("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "activation_function",
-             "num_mel_bins", "max_source_positions", "scale_embedding")
 
 
-class Whisper(nn.Module):
+class Whisper(Network):
     """Whisper's encoder: waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms.
 
     It was pretrained on windows of 30 seconds, with attention to the silence after an utterance. Here inputs are as
@@ -38,49 +30,34 @@ class Whisper(nn.Module):
     more than 30 seconds are refused.
     """
 
-    prefixes: tuple[str, ...] = ("model.encoder.", "encoder.")
+    prefixes = ("model.encoder.", "encoder.")
+    reinitialised = ()
 
-    def __init__(self, settings: Settings, options: EncoderOptions):
-        super().__init__()
-        config = options.config(WhisperConfig, settings)
-        encoder = WhisperEncoder(config)
+    def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
+        masking = settings.config if config.apply_spec_augment else {}
+        super().__init__(Settings(settings.source, masking, {}), options, config)
+        # The one with an encoder alone.
+        encoder = make("AutoModelForAudioClassification", config).encoder
         self.features = WhisperLogMel(config.num_mel_bins)
         self.conv1, self.conv2, self.embed_positions = encoder.conv1, encoder.conv2, encoder.embed_positions
-        self.layers, self.layer_norm = nn.ModuleList(options.lowest(encoder.layers)), encoder.layer_norm
+        self.layers, self.layer_norm = lowest(encoder.layers, options.layers), encoder.layer_norm
         self.dropout: float = config.dropout
-        self.width: int = config.d_model
         self.max_frames: int = config.max_source_positions
+        self.longest_seconds = self.max_frames * _STRIDE * HOP / _RATE
         self.whole_window = options.whole_window
-        masking = settings.config if config.apply_spec_augment else {}
-        self.time, self.feature = options.spans(Settings(settings.source, masking, {}))
-        self.freezes_front = options.freeze_front
         for parameter in self.front:
             parameter.requires_grad_(not options.freeze_front)
 
-    @classmethod
-    def definition(cls, settings: Settings) -> dict[str, Any]:
-        """Return what of the settings decides what the encoder's weights mean."""
-        return EncoderOptions().defining(WhisperConfig, settings, _DEFINING)
-
-    @property
-    def longest_seconds(self) -> float:
-        """The seconds of its window."""
-        return self.max_frames * _STRIDE * HOP / _RATE
-
     @property
     def front(self) -> list[nn.Parameter]:
-        """The parameters of the convolutions."""
         return [*self.conv1.parameters(), *self.conv2.parameters()]
 
     @property
     def stack(self) -> nn.ModuleList:
-        """The layers of the transformer, lowest first."""
         return self.layers
 
     def frames(self, samples: N) -> N:
-        """Return the number of states for a number of samples."""
-        samples = samples.clamp(min=1) if isinstance(samples, Tensor) else max(samples, 1)
-        return (self.features.frames(samples) + _STRIDE - 1) // _STRIDE
+        return (self.features.frames(at_least(samples, 1)) + _STRIDE - 1) // _STRIDE
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
@@ -88,12 +65,13 @@ class Whisper(nn.Module):
             signals = self._without_padding(signals, samples)
         longest = self.frames(signals.shape[1])
         if self.whole_window:
-            feats = self.features(at_least(signals, self.max_frames * _STRIDE * HOP))
+            feats = self.features(padded(signals, self.max_frames * _STRIDE * HOP))
         else:
-            feats = self.features(at_least(signals, _LEAST), more=_SEEN_BEHIND)
-        if self.training:
-            feats = mask(feats, self.features.frames(samples), self.time, self.feature)
-        states = self._convolved(feats)
+            feats = self.features(padded(signals, _MIN_SAMPLES), more=_SEEN_BEHIND)
+        feats = self.masked(feats, self.features.frames(samples))
+        with self.front_context():
+            states = functional.gelu(self.conv1(feats.transpose(1, 2)))
+            states = functional.gelu(self.conv2(states)).transpose(1, 2)
         inside = None
         if not self.whole_window:
             states = states[:, :longest]
@@ -103,12 +81,6 @@ class Whisper(nn.Module):
         for layer in self.layers:
             states = layer(states, attention_mask=inside)
         return self.layer_norm(states[:, :longest])
-
-    def _convolved(self, feats: Tensor) -> Tensor:
-        """Features [B, T, F] to states [B, T', D]."""
-        with torch.no_grad() if self.freezes_front and torch.is_grad_enabled() else contextlib.nullcontext():
-            states = functional.gelu(self.conv1(feats.transpose(1, 2)))
-            return functional.gelu(self.conv2(states)).transpose(1, 2)
 
     def _without_padding(self, signals: Tensor, samples: Tensor) -> Tensor:
         """Cut off what a batch is padded to beyond the window, in which no utterance may end.
@@ -126,8 +98,6 @@ class Whisper(nn.Module):
 HOP = 160
 _SIZE = 400
 _FLOOR, _RANGE = 1e-10, 8.0  # smallest energy; range of its logarithm below the loudest
-_LINEAR = 200.0 / 3  # Hertz per mel below 1000 Hz
-_RATIO = math.log(6.4) / 27.0  # above 1000 Hz, logarithm of the ratio of frequencies one mel apart
 
 
 class WhisperLogMel(nn.Module):
@@ -143,11 +113,11 @@ class WhisperLogMel(nn.Module):
     fourier: Tensor
     mel: Tensor
 
-    def __init__(self, n_mels: int = 80, sample_rate: int = 16_000):
+    def __init__(self, n_mels: int = 80):
         super().__init__()
         self.register_buffer("window", torch.hann_window(_SIZE, dtype=torch.float64).float(), persistent=False)
         self.register_buffer("fourier", fourier(_SIZE, _SIZE), persistent=False)
-        self.register_buffer("mel", _mel(n_mels, sample_rate), persistent=False)
+        self.register_buffer("mel", slaney_filters(_RATE, _SIZE, n_mels, 0.0, _RATE / 2), persistent=False)
 
     @staticmethod
     def frames(samples: N) -> N:
@@ -166,16 +136,3 @@ class WhisperLogMel(nn.Module):
             level = product(power, self.mel).clamp(min=_FLOOR).log10()
             loudest = level.amax(dim=(1, 2), keepdim=True)
             return (torch.maximum(level, loudest - _RANGE) + 4.0) / 4.0
-
-
-def _mel(bands: int, sample_rate: int) -> Tensor:
-    """Make triangular filters of equal area on Slaney's mel scale: [201, bands]."""
-    def mels(hertz: float) -> float:
-        return hertz / _LINEAR if hertz < 1000.0 else 15.0 + math.log(hertz / 1000.0) / _RATIO
-
-    corners = torch.linspace(0.0, mels(sample_rate / 2), bands + 2, dtype=torch.float64)
-    corners = torch.where(corners < 15.0, corners * _LINEAR, 1000.0 * torch.exp((corners - 15.0) * _RATIO))
-    places = torch.linspace(0.0, sample_rate / 2, _SIZE // 2 + 1, dtype=torch.float64)[:, None]
-    left, centre, right = corners[:-2], corners[1:-1], corners[2:]
-    filters = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
-    return (filters * (2.0 / (right - left))).float()

@@ -11,7 +11,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import LORA, is_added, with_product
-from sbkit.nn.pretrained import Encoder, families
+from sbkit.nn.pretrained import Encoder, networks
 from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.report import listed
@@ -126,7 +126,7 @@ class Match:
             keys = [name.removesuffix(".") for name in self.parts.names(f"{above}.")]
             key, there = next(((key, self.source.encoders[key]) for key in keys if key in self.source.encoders),
                               ("", None))
-            differing = [] if there is None else families.differences(module.settings, there)
+            differing = [] if there is None else networks.differences(module.settings, there)
             if there is not None and differing:
                 raise SbkitError(f"init_from: {key} of {self.source.description} is another pretrained encoder "
                                  f"({there.source}) than this recipe's ({module.source}): "

@@ -12,7 +12,7 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2FeedForward
 
 from sbkit.nn.adapters import LoRA
 from sbkit.nn.pretrained.encoder import Encoder
-from sbkit.nn.pretrained.families import FeedForward, lighten
+from sbkit.nn.pretrained.layers import FeedForward, replace_layers
 
 
 def pair(dropout=0.0, act="gelu"):
@@ -21,7 +21,7 @@ def pair(dropout=0.0, act="gelu"):
                             hidden_dropout=dropout)
     theirs = nn.ModuleDict({"ff": Wav2Vec2FeedForward(config)})
     ours = copy.deepcopy(theirs)
-    lighten(ours)
+    replace_layers(ours)
     return theirs, ours
 
 

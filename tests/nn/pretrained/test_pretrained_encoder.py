@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.nn.pretrained import Encoder, Head, families
+from sbkit.nn.pretrained import Encoder, Head, networks
 from sbkit.nn.pretrained.source import Settings
 
 SAMPLES = (16_000, 400, 12_345, 7_999, 721, 16_001)
@@ -217,18 +217,18 @@ def test_an_encoder_differs_from_its_like_in_what_its_weights_mean_alone(folders
     folder = folders(kind)
     here = Settings.of(str(folder))
     free = {"dropout": 0.4, "hidden_dropout": 0.4, "vocab_size": 99, "_name_or_path": "x", "mask_time_prob": 0.7}
-    assert families.differences(here, dataclasses.replace(here, source="x", config={**here.config, **free})) == []
+    assert networks.differences(here, dataclasses.replace(here, source="x", config={**here.config, **free})) == []
     width = "d_model" if kind == "whisper" else "hidden_size"
-    assert families.differences(here, dataclasses.replace(here, config={**here.config, width: 64})) == \
+    assert networks.differences(here, dataclasses.replace(here, config={**here.config, width: 64})) == \
         [f"{width}: 64 there, 32 here"]
-    (short,) = families.differences(here, Settings.of(str(folders("whisper" if kind != "whisper" else "w2v-bert"))))[:1]
+    (short,) = networks.differences(here, Settings.of(str(folders("whisper" if kind != "whisper" else "w2v-bert"))))[:1]
     assert short.startswith("model_type: ")
 
 
 def test_whether_loudness_is_made_equal_is_part_of_what_weights_mean(folders):
     here = Settings.of(str(folders("wav2vec2-layer")))
-    assert families.differences(here, dataclasses.replace(here, preprocessor={})) == []  # as its norm says
-    assert families.differences(here, dataclasses.replace(here, preprocessor={"do_normalize": False})) == \
+    assert networks.differences(here, dataclasses.replace(here, preprocessor={})) == []  # as its norm says
+    assert networks.differences(here, dataclasses.replace(here, preprocessor={"do_normalize": False})) == \
         ["do_normalize: False there, True here"]
 
 

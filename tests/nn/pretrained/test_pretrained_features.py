@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from sbkit.nn.pretrained import Encoder
-from sbkit.nn.pretrained.waveforms import normalized
+from sbkit.nn.pretrained.networks import normalized
 from sbkit.nn.pretrained.whisper import WhisperLogMel
 
 
@@ -37,7 +37,7 @@ def test_w2v_bert(tmp_path):
     network = Encoder(str(encoders.make(tmp_path, "w2v-bert"))).network
     extractor = transformers.AutoFeatureExtractor.from_pretrained(tmp_path)
     signals, counts = waves(SAMPLES)
-    found, frames = network.hear(signals, counts)
+    found, frames = network.normalized_features(signals, counts)
     for row, samples in enumerate(SAMPLES):
         given = extractor(signals[row, :samples].numpy(), sampling_rate=16_000, return_tensors="pt")
         expected = given["input_features"][0, given["attention_mask"][0].bool()]

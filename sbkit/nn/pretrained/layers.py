@@ -1,0 +1,143 @@
+"""Layers of pretrained encoders that are faster than transformers' own, or keep less for backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+def replace_layers(network: nn.Module) -> None:
+    """Put these layers in the place of transformers' own, which are known by the names of their parts in a checkpoint.
+
+    The new layers hold the parts of the old ones under the same names.
+    """
+    for module in list(network.modules()):
+        for name, child in list(module.named_children()):
+            for layer in (FeedForward, GatedAttention, RelativeAttention):
+                if not isinstance(child, layer) and all(hasattr(child, part) for part in layer.parts):
+                    setattr(module, name, layer(child))
+
+
+class _Replacement(nn.Module):
+    """A layer with the parts of another one."""
+
+    parts: tuple[str, ...] = ()
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        for name, part in original.named_children():
+            self.add_module(name, part)
+        for name, parameter in original.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    def __getattr__(self, name: str) -> Any:  # the parts are of classes that aren't public
+        return super().__getattr__(name)
+
+
+class FeedForward(_Replacement):
+    """Two linear layers with an activation between them, whose result is computed again in backward.
+
+    It is four times as wide as the model, so it would be a quarter of what a layer keeps.
+    """
+
+    parts = ("intermediate_dense", "intermediate_act_fn", "intermediate_dropout", "output_dense", "output_dropout")
+
+    def forward(self, states: Tensor) -> Tensor:
+        """States [B, T, D] to [B, T, D]."""
+        wide = self.intermediate_dense(states)
+        if not (self.training and torch.is_grad_enabled() and self._would_keep()):
+            return cast(Tensor, self.output_dropout(self._narrowed(wide)))
+        random = getattr(self.intermediate_dropout, "p", 1.0) > 0
+        out = checkpoint(self._narrowed, wide, use_reentrant=False, preserve_rng_state=random)
+        return cast(Tensor, self.output_dropout(out))
+
+    def _would_keep(self) -> bool:
+        """Whether the second layer would keep its input (it trains), and nothing in it is random (no adapters)."""
+        return type(self.output_dense) is nn.Linear and self.output_dense.weight.requires_grad
+
+    def _narrowed(self, wide: Tensor) -> Tensor:
+        return cast(Tensor, self.output_dense(self.intermediate_dropout(self.intermediate_act_fn(wide))))
+
+
+class GatedAttention(_Replacement):
+    """WavLM's attention, with a gated bias by distance, by torch's fused kernels."""
+
+    parts = ("q_proj", "k_proj", "v_proj", "out_proj", "gru_rel_pos_linear", "gru_rel_pos_const", "max_distance")
+
+    def __init__(self, original: Any):  # a class of transformers' that isn't public
+        super().__init__(original)
+        self.heads = (original.num_heads, original.head_dim)
+        self.dropout: float = original.dropout
+        self.buckets, self.max_distance = original.num_buckets // 2, original.max_distance
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor | None = None,
+                **rest: object) -> tuple[Tensor, None, Tensor]:
+        """States [B, T, D] to the same, with the bias by distance [H, T, T], which is shared by all layers."""
+        states = hidden_states
+        if position_bias is None:
+            position_bias = self._bias(states.shape[1], states.device)
+        gates = self.gru_rel_pos_linear(states.unflatten(-1, self.heads).transpose(1, 2))
+        one, other = torch.sigmoid(gates.unflatten(-1, (2, 4)).sum(-1)).chunk(2, dim=-1)
+        gate = one * (other * self.gru_rel_pos_const - 1.0) + 2.0
+        query, key, value = (layer(states).unflatten(-1, self.heads).transpose(1, 2)
+                             for layer in (self.q_proj, self.k_proj, self.v_proj))
+        bias = (gate * position_bias).to(query.dtype)
+        bias = bias.masked_fill(~attention_mask, torch.finfo(bias.dtype).min)
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias,
+                                                      dropout_p=self.dropout if self.training else 0.0)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), None, position_bias
+
+    def _bias(self, size: int, device: torch.device) -> Tensor:
+        """Make the bias by distance [H, T, T]: half of the buckets for a distance each, the others ever wider."""
+        time, exact = torch.arange(size, device=device), self.buckets // 2
+        distance = time[None, :] - time[:, None]
+        far = distance.abs()
+        wide = exact + (torch.log(far.float() / exact) / math.log(self.max_distance / exact)
+                        * (self.buckets - exact)).long()
+        bucket = torch.where(far < exact, far, wide.clamp(max=self.buckets - 1)) + (distance > 0) * self.buckets
+        return cast(Tensor, self.rel_attn_embed(bucket)).permute(2, 0, 1)
+
+
+class RelativeAttention(_Replacement):
+    """w2v-BERT's attention, by torch's fused kernels, with a bias by distance that is computed once per query and
+    distance."""
+
+    parts = ("linear_q", "linear_k", "linear_v", "linear_out", "distance_embedding")
+
+    def __init__(self, original: Any):  # a class of transformers' that isn't public
+        super().__init__(original)
+        self.heads = (original.num_heads, original.head_size)
+        self.left: int = original.left_max_position_embeddings
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, **rest: object) -> tuple[Tensor, None]:
+        """States [B, T, D] to the same; ``attention_mask`` [B, 1, 1, T] is True for existing frames."""
+        query, key, value = (layer(hidden_states).unflatten(-1, self.heads).transpose(1, 2)
+                             for layer in (self.linear_q, self.linear_k, self.linear_v))
+        scale = self.heads[1] ** -0.5
+        scores = torch.matmul(query, self.distance_embedding.weight.to(query.dtype).t()) * scale
+        bias = by_distance(scores, self.left).masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale,
+                                                      dropout_p=self.dropout.p if self.training else 0.0)
+        return self.linear_out(out.transpose(1, 2).flatten(2)), None
+
+
+def by_distance(scores: Tensor, left: int) -> Tensor:
+    """Turn scores of queries for distances from -left on, [B, H, T, N], into scores for keys: [B, H, T, T].
+
+    Keys that are farther away get the score of the farthest distance on their side.
+    """
+    size = scores.shape[2]
+    if torch.compiler.is_exporting():  # the code below can't be exported, but its gradient is deterministic
+        time = torch.arange(size, device=scores.device)
+        index = (time[None, :] - time[:, None]).clamp(-left, scores.shape[3] - 1 - left) + left
+        return scores.gather(3, index.expand(*scores.shape[:2], size, size))
+    shape = (*scores.shape[:3], size)
+    whole = torch.cat([scores[..., :1].expand(shape), scores, scores[..., -1:].expand(shape)], dim=3)
+    near = whole[..., left + 1:left + 2 * size]  # from -(T - 1) to T - 1
+    shifted = functional.pad(near, (1, 0)).flatten(2).unflatten(2, (2 * size, size))[:, :, 1:]
+    return shifted.flatten(2).unflatten(2, (size, 2 * size - 1))[..., :size]

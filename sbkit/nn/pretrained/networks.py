@@ -1,0 +1,357 @@
+"""The networks of pretrained encoders: modules that transformers' public auto classes make, and a forward of ours.
+
+Transformers' own forward won't do: it normalises over padding, so that an utterance depends on its batch, and it waits
+for the device to ask whether a mask is full. The names of the modules and of their parts are those of the published
+weights; that their calls are the same in all versions that setup.cfg allows is held by a test over all families.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sbkit.errors import SbkitError, first_line
+from sbkit.nn.kaldi import FilterBank
+from sbkit.nn.lengths import N, lengths_to_mask
+from sbkit.nn.pretrained.layers import replace_layers
+from sbkit.nn.pretrained.source import Settings
+from sbkit.nn.pretrained.spans import MaskSpans, mask
+
+_DROPOUTS = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout",
+             "conformer_conv_dropout")
+_LEFT_OUT = ("dtype", "torch_dtype", "architectures", "attn_implementation", "_attn_implementation")
+#: What of the families' configs decides what the weights mean.
+_DEFINING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "feat_extract_norm",
+             "do_stable_layer_norm", "hidden_act", "feat_extract_activation", "conv_dim", "conv_kernel", "conv_stride",
+             "conv_bias", "num_conv_pos_embeddings", "num_conv_pos_embedding_groups", "layer_norm_eps",
+             "adapter_attn_dim", "conv_pos_batch_norm", "feat_proj_layer_norm", "num_buckets", "max_bucket_distance",
+             "feature_projection_input_dim", "position_embeddings_type", "left_max_position_embeddings",
+             "right_max_position_embeddings", "conv_depthwise_kernel_size", "d_model", "encoder_layers",
+             "encoder_attention_heads", "encoder_ffn_dim", "activation_function", "num_mel_bins",
+             "max_source_positions", "scale_embedding")
+_BANDS, _STACKED = 80, 2  # of w2v-BERT's features
+_EPSILON = 1e-7  # of transformers' feature extractors
+_KALDI = 2.0 ** 15  # Kaldi's samples are 16-bit integers
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """The options of :class:`sbkit.nn.pretrained.Encoder`, as documented there."""
+
+    freeze_front: bool = True
+    layers: int | None = None
+    dropout: float | None = None
+    mask_time_prob: float | None = None
+    mask_time_length: int | None = None
+    mask_feature_prob: float | None = None
+    mask_feature_length: int | None = None
+    whole_window: bool = False
+
+
+class Network(nn.Module):
+    """Waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms; base of all families."""
+
+    prefixes: tuple[str, ...] = ()
+    """What names of its tensors may start with in a larger model."""
+    reinitialised: tuple[str, ...] = ("masked_spec_embed",)
+    """Tensors that only training uses, which a source may lack."""
+    normalizes = False
+    """Whether inputs are made equally loud."""
+    longest_seconds: float | None = None
+    """The seconds of the longest utterance that it takes; None if any will do."""
+    def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # each family has a class for it
+        super().__init__()
+        self.width: int = config.hidden_size
+        said = settings.config
+        self.time = MaskSpans.of(said, "time", options.mask_time_prob, options.mask_time_length)
+        self.feature = MaskSpans.of(said, "feature", options.mask_feature_prob, options.mask_feature_length)
+        self.freezes_front = options.freeze_front
+
+    @property
+    def front(self) -> list[nn.Parameter]:
+        """The parameters of convolutions in front."""
+        return []
+
+    @property
+    def stack(self) -> nn.ModuleList:
+        """The layers of the transformer, lowest first."""
+        return self.encoder.layers  # type: ignore[union-attr, return-value]
+
+    def _add_mask(self) -> None:
+        """Add the value of masked frames, if there are any."""
+        if self.time.share:
+            self.masked_spec_embed = nn.Parameter(torch.empty(self.width).uniform_())
+
+    def masked(self, states: Tensor, counts: Tensor) -> Tensor:
+        if not self.training:
+            return states
+        return mask(states, counts, self.time, self.feature, getattr(self, "masked_spec_embed", None))
+
+    def front_context(self) -> contextlib.AbstractContextManager[object]:
+        """Without gradients where the convolutions in front are frozen."""
+        return torch.no_grad() if self.freezes_front and torch.is_grad_enabled() else contextlib.nullcontext()
+
+    def frames(self, samples: N) -> N:
+        """Return the number of states for a number of samples; at least 1."""
+        raise NotImplementedError
+
+
+class Wav2Vec2(Network):
+    """wav2vec 2.0 (with XLS-R and MMS), HuBERT and WavLM: convolutions over waveforms, then a transformer.
+
+    Models whose first layer normalises over time (``feat_extract_norm: group``) were pretrained without an attention
+    mask, on clips of equal length. Here normalisation and attention use an utterance's own frames, so the result is
+    what such a model gives for it alone.
+    """
+
+    prefixes = ("wav2vec2.", "hubert.", "wavlm.")
+
+    def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
+        super().__init__(settings, options, config)
+        model = make("AutoModel", config)
+        self.feature_extractor, self.feature_projection = model.feature_extractor, model.feature_projection
+        self.encoder = model.encoder
+        self.encoder.layers = lowest(self.encoder.layers, options.layers)
+        self.strides = list(zip(config.conv_kernel, config.conv_stride, strict=True))
+        self.min_samples = 1
+        """The smallest number of samples that makes a state."""
+        for kernel, stride in reversed(self.strides):
+            self.min_samples = (self.min_samples - 1) * stride + kernel
+        self.normalizes = _normalizes(settings, config.feat_extract_norm)
+        self.norm_first: bool = config.do_stable_layer_norm
+        self._add_mask()
+        if options.freeze_front:
+            self.feature_extractor.requires_grad_(False)
+
+    @property
+    def front(self) -> list[nn.Parameter]:
+        return list(self.feature_extractor.parameters())
+
+    def frames(self, samples: N) -> N:
+        return self._counts(samples)[-1]
+
+    def _counts(self, samples: N) -> list[N]:
+        """Return the number of frames after each convolution."""
+        count, counts = at_least(samples, self.min_samples), []
+        for kernel, stride in self.strides:
+            count = (count - kernel) // stride + 1
+            counts.append(count)
+        return counts
+
+    def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
+        """[B, S], [B] -> [B, T, D]."""
+        signals = padded(signals, self.min_samples)
+        if self.normalizes:
+            signals = normalized(signals, samples)
+        counts = self._counts(samples)
+        with self.front_context():
+            states = _convolved(self.feature_extractor.conv_layers, signals, counts)
+        states = self.feature_projection(states)
+        states = self.masked(states[0] if isinstance(states, tuple) else states, counts[-1])
+        inside, encoder = lengths_to_mask(counts[-1], states.shape[1]), self.encoder
+        states = states.masked_fill(~inside[..., None], 0.0)
+        states = states + _positions(encoder.pos_conv_embed, states, inside)
+        states = encoder.dropout(states if self.norm_first else encoder.layer_norm(states))
+        more: dict[str, Tensor] = {}  # WavLM's layers hand on a bias by distance
+        for layer in self.stack:
+            states = layer(states, attention_mask=inside[:, None, None], **more)
+            if isinstance(states, tuple):
+                states, more = states[0], {"position_bias": states[1]}
+        return encoder.layer_norm(states) if self.norm_first else states
+
+
+class W2vBert(Network):
+    """w2v-BERT 2.0: a Conformer over pairs of frames of Kaldi's features.
+
+    Features are normalised over an utterance's own frames, which removes its loudness. Convolutions are causal, so they
+    never reach the padding after it.
+    """
+
+    prefixes = ("wav2vec2_bert.",)
+    normalizes = True
+
+    def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
+        super().__init__(settings, options, config)
+        if config.position_embeddings_type != "relative_key" or config.feature_projection_input_dim != \
+                _BANDS * _STACKED:
+            raise SbkitError(f"{settings.source} is another w2v-BERT than 2.0 (position_embeddings_type "
+                             f"{config.position_embeddings_type}, {config.feature_projection_input_dim} features)",
+                             hint="use facebook/w2v-bert-2.0 or a model trained from it")
+        model = make("AutoModel", config)
+        self.features = FilterBank(n_mels=_BANDS, scale=_KALDI)
+        self.feature_projection, self.encoder = model.feature_projection, model.encoder
+        self.encoder.layers = lowest(self.encoder.layers, options.layers)
+        self.min_samples = self.features.size + (_STACKED - 1) * self.features.hop
+        """The smallest number of samples that makes a state."""
+        self._add_mask()
+
+    def frames(self, samples: N) -> N:
+        return self.features.frames(at_least(samples, self.min_samples)) // _STACKED
+
+    def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
+        """[B, S], [B] -> [B, T, D]."""
+        states, counts = self.normalized_features(signals, samples)
+        states = self.masked(self.feature_projection(states)[0], counts)
+        inside = lengths_to_mask(counts, states.shape[1])
+        states = self.encoder.dropout(states.masked_fill(~inside[..., None], 0.0))
+        for layer in self.stack:
+            states = layer(states, attention_mask=inside[:, None, None], conv_attention_mask=inside)
+        return states
+
+    def normalized_features(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Waveforms [B, S] and sample counts [B] to normalised features [B, T, 160] and frame counts [B]."""
+        signals, hop = padded(signals, self.min_samples), self.features.hop
+        states = (signals.shape[1] - self.min_samples) // (_STACKED * hop) + 1
+        # An odd last frame gives no state, but counts in an utterance's mean and variance.
+        feats = self.features(functional.pad(signals, (0, hop)), count=states * _STACKED + 1)
+        count = self.features.frames(samples.clamp(min=self.min_samples))[:, None, None]
+        inside = lengths_to_mask(count[:, 0, 0], feats.shape[1])[..., None]
+        centred = feats - feats.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
+        variance = centred.masked_fill(~inside, 0.0).square().sum(1, keepdim=True) / (count - 1)
+        feats = (centred * torch.rsqrt(variance + _EPSILON)).masked_fill(~inside, 0.0)
+        return feats[:, :states * _STACKED].unflatten(1, (states, _STACKED)).flatten(2), count[:, 0, 0] // _STACKED
+
+
+def build(settings: Settings, options: EncoderOptions) -> Network:
+    """Build the encoder that the settings describe, with random weights."""
+    from sbkit.nn.pretrained.whisper import Whisper  # a Network
+
+    config = _config(settings, options)
+    classes: dict[str, type[Network]] = {"wav2vec2-bert": W2vBert, "whisper": Whisper}
+    try:
+        network = classes.get(settings.config["model_type"], Wav2Vec2)(settings, options, config)
+    except SbkitError:
+        raise
+    except Exception as error:  # transformers checks some values of a config only when it builds the layers
+        raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
+                         hint="fetch it again, or take an encoder that transformers can build") from error
+    replace_layers(network)
+    return network
+
+
+def make(auto: str, config: Any) -> Any:  # each family has classes for both
+    """Make a model with random weights by one of transformers' auto classes."""
+    import transformers
+
+    return getattr(transformers, auto).from_config(config)
+
+
+def differences(here: Settings, there: Settings) -> list[str]:
+    """Compare what decides what the weights of two encoders mean; returns ``name: value there, value here``.
+
+    What only training uses, such as dropout, and what belongs to a head decides nothing.
+    """
+    own, other = map(_definition, (here, there))
+    return [f"{name}: {other[name]} there, {value} here" for name, value in own.items()
+            if name in other and other[name] != value]
+
+
+def _definition(settings: Settings) -> dict[str, Any]:
+    config = _config(settings, EncoderOptions()).to_dict()
+    said = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
+    if "feat_extract_norm" in said:
+        said["do_normalize"] = _normalizes(settings, said["feat_extract_norm"])
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+
+
+def _config(settings: Settings, options: EncoderOptions) -> Any:  # each family has a class for it
+    """Make transformers' config from the settings, with dropout from the options.
+
+    Masking is turned off, since sbkit does it. Layer drop is turned off, since ranks and resumed runs would drop
+    different layers. Attention is torch's own, which takes a mask of booleans; transformers' other kinds would add it
+    to the scores.
+    """
+    kind, known = settings.config.get("model_type"), ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper")
+    if kind not in known:
+        problem = f"is of an unknown kind ({kind})" if kind else "has no model_type in its config.json"
+        raise SbkitError(f"the encoder's source {settings.source} {problem}",
+                         hint=f"sbkit knows {', '.join(known)}; XLS-R and MMS are wav2vec2")
+    try:
+        import transformers
+    except ImportError as error:
+        raise SbkitError(f"a pretrained encoder needs transformers ({error})",
+                         hint="pip install 'sbkit[ssl]'") from error
+    values = {name: value for name, value in settings.config.items() if name not in _LEFT_OUT}
+    values |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
+               "add_adapter": False, "use_intermediate_ffn_before_adapter": False}
+    if options.dropout is not None:
+        values |= dict.fromkeys(_DROPOUTS, options.dropout)
+    try:
+        return transformers.AutoConfig.for_model(**values)
+    except Exception as error:  # of any kind: its checks differ by family
+        raise SbkitError(f"{settings.source}: transformers refuses its config.json: {first_line(error)}",
+                         hint="is the file complete and unchanged?") from error
+
+
+def _normalizes(settings: Settings, norm: str) -> bool:
+    return bool(settings.preprocessor.get("do_normalize", norm == "layer"))
+
+
+def lowest(layers: nn.ModuleList, count: int | None) -> nn.ModuleList:
+    """Return the lowest layers."""
+    if count is not None and not 1 <= count <= len(layers):
+        raise SbkitError(f"layers is {count}, but the encoder has {len(layers)}",
+                         hint=f"use 1 to {len(layers)}, or null for all")
+    return layers[:count]
+
+
+# ------------------------------------------------- steps that use each utterance's own samples and frames only
+
+
+def at_least(samples: N, smallest: int) -> N:
+    return samples.clamp(min=smallest) if isinstance(samples, Tensor) else max(samples, smallest)
+
+
+def padded(signals: Tensor, size: int) -> Tensor:
+    """Pad waveforms [B, S] with zeros to at least ``size`` samples."""
+    return functional.pad(signals, (0, size - signals.shape[1])) if signals.shape[1] < size else signals
+
+
+def normalized(signals: Tensor, samples: Tensor) -> Tensor:
+    """Normalise waveforms [B, S] to mean 0 and variance 1 over their own samples [B]; padding becomes zero."""
+    inside = lengths_to_mask(samples, signals.shape[1])
+    count = samples.clamp(min=1)[:, None]
+    signals = signals.float()
+    mean = signals.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
+    centred = (signals - mean).masked_fill(~inside, 0.0)
+    return centred * torch.rsqrt(centred.square().sum(1, keepdim=True) / count + _EPSILON)
+
+
+def _channel_norm(norm: nn.GroupNorm, states: Tensor, frames: Tensor) -> Tensor:
+    """Apply a GroupNorm with one channel per group to [B, C, T], over each utterance's own frames [B]."""
+    inside = lengths_to_mask(frames, states.shape[2])[:, None]
+    count = frames[:, None, None]
+    states = states.float()
+    centred = states - states.masked_fill(~inside, 0.0).sum(2, keepdim=True) / count
+    variance = centred.masked_fill(~inside, 0.0).square().sum(2, keepdim=True) / count
+    return centred * (torch.rsqrt(variance + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
+
+
+def _convolved(layers: Iterable[Any], signals: Tensor, counts: Sequence[Tensor]) -> Tensor:
+    """Run waveforms [B, S] through convolutions, whose frame counts [B] are ``counts``: [B, T, C]."""
+    states = signals[:, None]
+    for layer, frames in zip(layers, counts, strict=True):
+        states, norm = layer.conv(states), getattr(layer, "layer_norm", None)
+        if isinstance(norm, nn.GroupNorm):
+            states = _channel_norm(norm, states, frames)
+        elif norm is not None:
+            states = norm(states.transpose(1, 2)).transpose(1, 2)
+        states = layer.activation(states)
+    return states.transpose(1, 2)
+
+
+def _positions(embed: Any, states: Tensor, inside: Tensor) -> Tensor:  # ``embed``: each family has a class for it
+    """Compute convolutional position embeddings of states [B, T, D]; the states' padding must be zero."""
+    states = states.transpose(1, 2)
+    norm = getattr(embed, "batch_norm", None)
+    if norm is not None:  # always with pretraining's statistics: a batch's would include padding
+        states = functional.batch_norm(states, norm.running_mean, norm.running_var, norm.weight, norm.bias,
+                                       eps=norm.eps)
+        states = states.masked_fill(~inside[:, None], 0.0)
+    return embed.activation(embed.padding(embed.conv(states))).transpose(1, 2)
