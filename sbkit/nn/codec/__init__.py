@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from sbkit.nn.codec.coder import Coder
-from sbkit.nn.codec.convnext import ConvNeXt
-from sbkit.nn.codec.decoder import CodecDecoder
+from sbkit.nn.codec.convnext import CodecDecoder, CodecEncoder, ConvNeXt
 from sbkit.nn.codec.discriminators import Discriminators
-from sbkit.nn.codec.encoder import CodecEncoder
 from sbkit.nn.codec.log_mel import LogMel
 from sbkit.nn.codec.quantiser import FiniteScalars, Quantised, Quantiser, ResidualVectors
 from sbkit.nn.codec.spectral_loss import MelDistance, SpectralLoss

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from sbkit.nn.codec.decoder import CodecDecoder
-from sbkit.nn.codec.encoder import CodecEncoder
+from sbkit.nn.codec.convnext import CodecDecoder, CodecEncoder
 from sbkit.nn.codec.log_mel import LogMel
 from sbkit.nn.codec.quantiser import Quantised, Quantiser
 from sbkit.nn.codec.wave_head import WaveHead

@@ -1,4 +1,4 @@
-"""Fourier transforms of frames as matrices, which every runtime multiplies fast."""
+"""Fourier transforms of frames and bands of mel as matrices, which every runtime multiplies fast."""
 
 from __future__ import annotations
 
@@ -39,3 +39,27 @@ def check(size: int, hop: int) -> None:
 def window(size: int) -> Tensor:
     """A periodic Hann window [size] in float64."""
     return torch.hann_window(size, dtype=torch.float64)
+
+
+def mel_filters(size: int, bands: int, sample_rate: int) -> Tensor:
+    """Triangles [bins, bands] over the bins of a transform of ``size`` samples, from 0 to half the sample rate.
+
+    A band that is narrower than a bin has the bin nearest to its centre, so that none is empty.
+    """
+    top = _mel(sample_rate / 2)
+    edges = torch.tensor([_hertz(top * i / (bands + 1)) for i in range(bands + 2)], dtype=torch.float64)
+    bins = torch.arange(size // 2 + 1, dtype=torch.float64)[:, None] * (sample_rate / size)
+    rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
+    weights = torch.minimum(rising, falling).clamp(min=0)
+    nearest = torch.arange(len(bins))[:, None] == (bins - edges[1:-1]).abs().argmin(0)
+    weights = torch.where(weights.sum(0) > 0, weights, nearest.double())
+    return (weights / weights.sum(0)).float()
+
+
+def _mel(hertz: float) -> float:
+    return 2595 * math.log10(1 + hertz / 700)
+
+
+def _hertz(mel: float) -> float:
+    return 700 * (10 ** (mel / 2595) - 1)

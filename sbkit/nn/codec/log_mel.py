@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.nn.codec import fourier, mel
-from sbkit.nn.codec.exact import exact
+from sbkit.nn.codec import fourier
+from sbkit.nn.kaldi import full_precision
 from sbkit.nn.lengths import lengths_to_mask
 
 #: Power below which a band counts as silent, 60 dB below that of noise at full scale.
@@ -37,7 +37,7 @@ class LogMel(nn.Module):
         fourier.check(size, hop)
         self.sample_rate, self.n_mels, self.hop, self.size, self.fold = sample_rate, n_mels, hop, size, fold
         self.register_buffer("basis", fourier.analysis(size).t()[:, None].contiguous(), persistent=False)
-        self.register_buffer("bands", mel.filters(size, n_mels, sample_rate), persistent=False)
+        self.register_buffer("bands", fourier.mel_filters(size, n_mels, sample_rate), persistent=False)
 
     @property
     def stride(self) -> int:
@@ -55,7 +55,7 @@ class LogMel(nn.Module):
 
     def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         frames, count = self.frames(samples), (signals.shape[1] + self.stride - 1) // self.stride
-        with exact(signals):
+        with full_precision(signals):
             signals = signals.float() * lengths_to_mask(samples, signals.shape[1])
             around = (self.size - self.hop) // 2
             signals = functional.pad(signals, (around, around + count * self.stride - signals.shape[1]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sbkit.nn.codec import fourier, mel
+from sbkit.nn.codec import fourier
 from sbkit.nn.lengths import lengths_to_mask
 
 #: Power below which a bin counts as silent, 60 dB below that of noise at full scale.
@@ -50,7 +50,7 @@ class MelDistance(nn.Module):
     def __init__(self, sample_rate: int = 16_000, size: int = 640, hop: int = 160, n_mels: int = 80):
         super().__init__()
         self.spectrum = PowerSpectrum(size, hop)
-        self.register_buffer("bands", mel.filters(size, n_mels, sample_rate), persistent=False)
+        self.register_buffer("bands", fourier.mel_filters(size, n_mels, sample_rate), persistent=False)
 
     def forward(self, made: Tensor, wanted: Tensor, samples: Tensor) -> Tensor:
         return self.spectrum.mean(_apart(self.spectrum(made) @ self.bands, self.spectrum(wanted) @ self.bands), samples)
@@ -77,7 +77,7 @@ class SpectralLoss(nn.Module):
         self.spectra: Sequence[PowerSpectrum] = nn.ModuleList(  # type: ignore[assignment]  # it doesn't say what it holds
             [PowerSpectrum(size, size // 4) for size in sizes])
         for i, size in enumerate(sizes):
-            bands = mel.filters(size, n_mels * size // max(sizes), sample_rate)
+            bands = fourier.mel_filters(size, n_mels * size // max(sizes), sample_rate)
             self.register_buffer(f"bands{i}", bands, persistent=False)
 
     def forward(self, made: Tensor, wanted: Tensor, samples: Tensor) -> Tensor:

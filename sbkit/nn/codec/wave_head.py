@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.codec import fourier
-from sbkit.nn.codec.exact import exact
+from sbkit.nn.kaldi import full_precision
 from sbkit.nn.lengths import lengths_to_mask
 
 #: Bounds of a magnitude's logarithm: what no speech reaches, and silence.
@@ -38,7 +38,7 @@ class WaveHead(nn.Module):
 
     def forward(self, states: Tensor, frames: Tensor) -> Tensor:
         level, phase = self.linear(states).float().split(self.bins, dim=2)
-        with exact(states):
+        with full_precision(states):
             magnitude = level.clamp(SILENT, LOUDEST).exp() * lengths_to_mask(frames, states.shape[1])[..., None]
             spectrum = torch.cat([magnitude * phase.cos(), magnitude * phase.sin()], dim=2)
             sound = self._overlapped(spectrum @ self.basis)

@@ -1,4 +1,4 @@
-"""The whole voice: text to durations, to codes, to waveforms."""
+"""A voice: text to durations, to codes, to waveforms."""
 
 from __future__ import annotations
 
@@ -6,15 +6,126 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from sbkit.nn.codec.decoder import CodecDecoder
+from sbkit.nn.codec.convnext import CodecDecoder, ConvNeXt
 from sbkit.nn.codec.quantiser import Quantiser
 from sbkit.nn.codec.wave_head import WaveHead
 from sbkit.nn.lengths import lengths_to_mask
-from sbkit.nn.voice.code_head import CodeHead
-from sbkit.nn.voice.durations import Durations, rounded
-from sbkit.nn.voice.frame_decoder import FrameDecoder
-from sbkit.nn.voice.text_encoder import TextEncoder
+from sbkit.nn.voice.durations import Durations, rounded, spread
+
+#: In symbols: how fast the first and the last symbol fade from what a state is told about them.
+FADES = (1.0, 4.0, 16.0)
+
+
+class TextEncoder(nn.Module):
+    """Ids of symbols [B, U], their numbers [B] and speakers [B] to states [B, U + 2, C], 0 for padding: those of the
+    silence before, of the symbols, and of the silence after, which has the row behind the symbols' in the table.
+
+    A sentence's melody depends on where it begins and ends, which may be further away than convolutions see: each
+    state is told how near both are.
+
+    Arguments
+    ---------
+    symbols : rows of the table, with padding's, which is row 0
+    size, hidden : of the ConvNeXt blocks
+    layers : blocks
+    speakers : voices to choose from
+    """
+
+    def __init__(self, symbols: int, size: int = 192, hidden: int = 576, layers: int = 6, kernel_size: int = 7,
+                 speakers: int = 1):
+        super().__init__()
+        if symbols < 2 or speakers < 1:
+            raise ValueError(f"symbols is {symbols} and speakers {speakers}: there must be a symbol beside padding, "
+                             "and a speaker")
+        self.symbols, self.size, self.speakers = symbols, size, speakers
+        self.table, self.speaker = nn.Embedding(symbols + 1, size), nn.Embedding(speakers, size)
+        self.place = nn.Linear(2 * len(FADES), size)
+        self.blocks = ConvNeXt(size, hidden, layers, kernel_size)
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, text: Tensor, lengths: Tensor, speaker: Tensor) -> Tensor:
+        width = text.shape[1] + 2
+        at = torch.arange(width, device=text.device)
+        silent = (at == 0) | (at == lengths[:, None] + 1)
+        text = torch.where(silent, self.symbols, functional.pad(text, (1, 1)))
+        real = lengths_to_mask(lengths + 2, width)[..., None].to(self.table.weight.dtype)
+        x = self.table(text) + self.speaker(speaker)[:, None] + self.place(nearness(lengths + 2, width))
+        return self.norm(self.blocks(x, real)) * real
+
+
+def nearness(lengths: Tensor, width: int) -> Tensor:
+    """Tell how near each place is to the beginning and to the end, on several scales: [B, width, 2 * len(FADES)]."""
+    at = torch.arange(width, device=lengths.device)
+    before, after = at.expand(lengths.shape[0], -1), (lengths[:, None] - 1 - at).clamp(min=0)
+    return torch.stack([(-side / fade).exp() for side in (before, after) for fade in FADES], dim=2)
+
+
+class FrameDecoder(nn.Module):
+    """States of symbols [B, U, C], frames of each [B, U] and a width to states of frames [B, width, D].
+
+    Arguments
+    ---------
+    input_size : C
+    size, hidden : of the ConvNeXt blocks
+    layers : blocks
+    """
+
+    def __init__(self, input_size: int, size: int = 256, hidden: int = 768, layers: int = 6, kernel_size: int = 7):
+        super().__init__()
+        self.input_size, self.size = input_size, size
+        self.first, self.place, self.first_norm = nn.Linear(input_size, size), nn.Linear(3, size), nn.LayerNorm(size)
+        self.blocks = ConvNeXt(size, hidden, layers, kernel_size)
+        self.norm = nn.LayerNorm(size)
+
+    def forward(self, states: Tensor, frames: Tensor, width: int) -> Tensor:
+        real = lengths_to_mask(frames.sum(1), width)[..., None].to(states.dtype)
+        spoken, place = spread(self.first(states), frames, width)
+        x = self.first_norm(spoken + self.place(place.to(states.dtype)))
+        return self.norm(self.blocks(x, real))
+
+
+class CodeHead(nn.Module):
+    """States of frames [B, T, C] to a choice for each slot of a frame.
+
+    A slot is what a quantiser chooses for itself: an entry of a book, or a level of a number. There are as many logits
+    as the widest slot has choices; those beyond a slot's own are masked, so that no id can come that doesn't exist.
+
+    Arguments
+    ---------
+    input_size : C
+    quantiser : of the codec
+    """
+
+    exists: Tensor
+
+    def __init__(self, input_size: int, quantiser: Quantiser):
+        super().__init__()
+        self.input_size, self.choices = input_size, quantiser.choices
+        self.linear = nn.Linear(input_size, len(self.choices) * max(self.choices))
+        exists = torch.arange(max(self.choices)) < torch.tensor(self.choices)[:, None]
+        self.register_buffer("exists", exists, persistent=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return logits [B, T, slots, choices], -inf for choices that a slot doesn't have."""
+        logits = self.linear(states).float().unflatten(2, self.exists.shape)
+        return logits.masked_fill(~self.exists, -torch.inf)
+
+    def loss(self, states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cross entropy of each frame [B, T], a sum over slots, and the share of right choices [B, T].
+
+        chosen : [B, T, slots]
+        """
+        logits = self(states)
+        apart = functional.cross_entropy(logits.flatten(0, 2), chosen.flatten(), reduction="none").view(chosen.shape)
+        return apart.sum(2), (logits.argmax(3) == chosen).float().mean(2)
+
+    def choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest choices [B, T, slots], and whether each frame's logits are numbers [B, T]: a choice
+        among others exists too, but means nothing."""
+        logits = self(states)
+        return logits.argmax(3), logits.masked_fill(~self.exists, 0.0).sum((2, 3)).isfinite()
 
 
 class Taught(NamedTuple):
