@@ -31,7 +31,7 @@ from sbkit.runs import initial
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial import table
-from sbkit.runs.initial.vocabulary import TokenTables
+from sbkit.runs.initial.source import TokenTables
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
 from sbkit.system import renamed

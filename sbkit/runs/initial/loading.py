@@ -15,10 +15,9 @@ from sbkit.errors import SbkitError
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.load import Recipe
 from sbkit.runs import pretrained
-from sbkit.runs.initial import statistics, table
-from sbkit.runs.initial.matching import Match, ParameterOutcome
-from sbkit.runs.initial.source import WeightSource, find
-from sbkit.runs.initial.vocabulary import TokenTables
+from sbkit.runs.initial import table
+from sbkit.runs.initial.matching import Match, ParameterOutcome, load_statistics
+from sbkit.runs.initial.source import TokenTables, WeightSource, find
 from sbkit.runs.keys import RunKeys
 from sbkit.train.distributed import ranks
 
@@ -90,7 +89,7 @@ def load(brain: Begins) -> None:
     if brain.keys.init_from is None:
         return
     counted = ranks.run_on_main(_fill, brain)
-    statistics.load_statistics(brain.modules, counted)
+    load_statistics(brain.modules, counted)
     if ranks.world_size() > 1:
         with torch.no_grad():
             for tensor in brain.modules.state_dict(keep_vars=True).values():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from ruamel.yaml import YAML
@@ -27,7 +27,6 @@ from sbkit.runs.initial.files import (
     tensors_in,
 )
 from sbkit.runs.initial.names import SavedNames, encoders
-from sbkit.runs.initial.vocabulary import TokenRows
 from sbkit.runs.layout import RECIPE
 from sbkit.score.metric import Metric, Order
 from sbkit.system import untrusted
@@ -45,6 +44,33 @@ _WEIGHTS = "model.safetensors"  # of bundles that have them by their names in th
 _TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
 _OTHER = "it holds no tensors"
 _SPECIAL = ("blank", "bos", "eos")
+
+
+class TokenRows(NamedTuple):
+    """What each id stands for."""
+
+    pieces: Sequence[str]
+    roles: dict[str, int]
+    """The ids of what has a part to play, such as ``blank``, whatever it is written as."""
+
+    def rows_in(self, other: TokenRows) -> list[int]:
+        """For each id the same one's in another vocabulary; -1 where that lacks it.
+
+        >>> TokenRows(["_", "b", "a"], {"blank": 0}).rows_in(TokenRows(["<unk>", "a", "c"], {"blank": 0}))
+        [0, -1, 1]
+        """
+        mine, theirs = ({place: role for role, place in each.roles.items()} for each in (self, other))
+        places = {piece: place for place, piece in enumerate(other.pieces) if place not in theirs}
+        return [other.roles.get(mine[place], -1) if place in mine else places.get(piece, -1)
+                for place, piece in enumerate(self.pieces)]
+
+
+class TokenTables(NamedTuple):
+    """The tensors of a model that have a row for each token, and what the rows stand for."""
+
+    tensors: Sequence[torch.Tensor]
+    vocabulary: Callable[[], TokenRows]
+    """Asked for once the corpus is prepared."""
 
 
 @dataclass

@@ -32,7 +32,7 @@ from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.runs import initial
 from sbkit.runs.evaluation import EvaluateRequest
-from sbkit.runs.initial.vocabulary import TokenTables
+from sbkit.runs.initial.source import TokenTables
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, rates
 from sbkit.tasks import feature_statistics

@@ -11,7 +11,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
-from sbkit.runs.initial.vocabulary import TokenRows, TokenTables
+from sbkit.runs.initial.source import TokenRows, TokenTables
 from sbkit.tasks.recognise.keys import ENCODERS, EncoderKeys
 
 _INDICES = ("blank_index", "bos_index", "eos_index")
