@@ -31,8 +31,8 @@ from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 
 #: Of files that are recordings.
-SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".rf64", ".snd", ".w64",
-            ".wav", ".wave")
+SUFFIXES = (".aif", ".aifc", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".rf64", ".snd", ".sph",
+            ".w64", ".wav", ".wave")
 #: The longest stretch that one call decodes, so that a damaged header can't fill the memory.
 MAX_SECONDS = 4 * 3600.0
 #: A sample rate outside of this range is that of a damaged header.

@@ -25,14 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.data.audio import AudioError, audio_info, read_audio
+from sbkit.data.audio import SUFFIXES, AudioError, audio_info, read_audio
 from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aiff", ".aif", ".w64", ".sph"}
 #: Damaged noise files or impulse responses that may be drawn in a row for one utterance before the run ends.
 _TRIES = 5
 #: Decoded impulse responses that a worker keeps; about 8 MB if each has a second.
@@ -259,7 +258,7 @@ class AudioFiles:
             self._paths = sorted(str(path) for path in below if path.suffix.lower() in SUFFIXES)
             if not self._paths:
                 raise SbkitError(f"{self.whose}: no audio files in {self.folder}",
-                                 hint=f"looked for {', '.join(sorted(SUFFIXES))}")
+                                 hint=f"looked for {', '.join(SUFFIXES)}")
         return self._paths
 
     def draw(self, rng: np.random.Generator, read: Callable[[str], np.ndarray]) -> np.ndarray:

@@ -13,9 +13,8 @@ from typing import Any
 
 from hyperpyyaml.core import parse_arithmetic
 
-from sbkit.recipe import includes
+from sbkit.recipe.includes import NodeChain, included_path, place_overrides
 from sbkit.recipe.names import declared_in, unknown_overrides
-from sbkit.recipe.node_chain import NodeChain, included_path
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place, first_key, override, read_file
 
@@ -43,7 +42,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
         findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
                        f"did you mean --{near}?" if near else "define that key in the YAML first")
     root = chain.root
-    placed = includes.place_overrides({k: v for k, v in overrides.items() if k not in unknown}, chain.trees)
+    placed = place_overrides({k: v for k, v in overrides.items() if k not in unknown}, chain.trees)
     declared = declared_in(chain.trees, overrides, packages)
     override(root, placed, findings, declared)
     chain.check_shadowed(findings)

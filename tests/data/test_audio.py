@@ -44,6 +44,16 @@ def test_every_format_and_rate_comes_out_as_16_khz_mono(kind, rate, tmp_path):
     assert (found, channels) == (rate, 1) and abs(seconds - 1.5) < 0.03
 
 
+@pytest.mark.parametrize("suffix", audio.SUFFIXES)
+def test_files_that_a_folder_is_searched_for_can_be_read(suffix, tmp_path):
+    kinds = {".aif": "AIFF", ".aifc": "AIFF", ".oga": "OGG", ".opus": "OGG", ".snd": "AU", ".sph": "NIST",
+             ".wave": "WAV"}
+    path = tmp_path / f"clip{suffix}"
+    soundfile.write(path, speechlike(0.5, 16000), 16000, format=kinds.get(suffix, suffix[1:].upper()),
+                    subtype="OPUS" if suffix == ".opus" else None)
+    assert abs(len(read_audio(path)) - 8000) <= 0.1 * 8000
+
+
 def test_bytes_files_and_paths_give_the_same(tmp_path):
     data = encoded(speechlike(0.5, 48000), 48000, "mp3")
     path = tmp_path / "with a space, ümlaut.mp3"
