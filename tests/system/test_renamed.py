@@ -11,7 +11,7 @@ from sbkit.train.schedule import Schedule
 
 
 @pytest.mark.parametrize("module, former, present", [
-    (sbkit.infer, "Codec", "CodecModel"), (sbkit.infer, "Heard", "StreamResult"), (sbkit.codes, "State", "SlotState"),
+    (sbkit.infer, "Codec", "CodecModel"), (sbkit.infer, "Heard", "StreamResult"),
     (sbkit.codes, "Utterance", "CodedUtterance")])
 def test_a_former_name_is_understood_and_the_new_one_said(module, former, present):
     with pytest.warns(FutureWarning, match=rf"{module.__name__}\.{former} is now called {present}"):
