@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.open_missing_streams()
     try:
         with disk.disk_errors_as_user_error(os.environ.get("TMPDIR", "/tmp"), "the output or a temporary file"):
-            return _dispatch(argv)
+            return dispatch(argv)
     except SbkitError as error:
         if "--debug" in argv:
             traceback.print_exc()
@@ -91,19 +91,20 @@ def _report_to_torchrun(error: SbkitError) -> None:
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
-def _dispatch(argv: list[str]) -> int:
+def dispatch(argv: list[str]) -> int:
+    """Run the command that the words name, and return its exit code."""
     command, words = (argv or [""])[0], argv[1:]
     if command not in RECIPE_COMMANDS:
-        args = _parser(argv).parse_args(argv)
+        args = parser_for(argv).parse_args(argv)
         return args.call(args)
-    module = _module(command)
+    module = command_module(command)
     if "-h" in words or "--help" in words:
         print(RECIPE_HELP.format(command=command, what=module.HELP))
         return 0
     return module.run(words)
 
 
-def _module(command: str) -> ModuleType:
+def command_module(command: str) -> ModuleType:
     """The module of a command: ``HELP`` or ``add`` describes its arguments, ``run`` runs it."""
     return importlib.import_module(f"sbkit.commands.{command.replace('-', '_')}")
 
@@ -134,7 +135,7 @@ class _Parser(argparse.ArgumentParser):
         raise SbkitError(message, hint=(f"did you mean {near[0]}? " if near else "") + f"see {self.prog} --help")
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser for these words; only the command that they name is imported, others are just listed."""
     parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -144,7 +145,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     for name, what in COMMANDS.items():
         command = commands.add_parser(name, help=what)
         if name == called:
-            module = _module(name)
+            module = command_module(name)
             module.add(command)
             command.set_defaults(call=module.run)
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")

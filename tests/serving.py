@@ -18,7 +18,7 @@ from sbkit.serve.app import State, make
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
-from sbkit.serve.server import _bound as bound
+from sbkit.serve.server import bound
 
 
 class Serving:
@@ -42,7 +42,7 @@ class Serving:
     @contextlib.contextmanager
     def held(self):
         """The model answers nobody until the block ends, or the event that it gives is set."""
-        go, real = threading.Event(), self.engine._backend
+        go, real = threading.Event(), self.engine.backend
 
         class Slow:
             running = real.running
@@ -51,12 +51,12 @@ class Serving:
                 go.wait(30)
                 return real(*batch)
 
-        self.engine._backend = Slow()
+        self.engine.backend = Slow()
         try:
             yield go
         finally:
             go.set()
-            self.engine._backend = real
+            self.engine.backend = real
 
 
 @contextlib.contextmanager

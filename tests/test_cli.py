@@ -23,7 +23,7 @@ def test_every_command_has_its_file_and_every_file_is_a_command():
     files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__", "options"}
     assert files == {name.replace("-", "_") for name in {**RECIPE_COMMANDS, **COMMANDS}}
     for name, what in RECIPE_COMMANDS.items():
-        assert cli._module(name).HELP.startswith(f"{what}."), "one sentence, in the list and on its own page"
+        assert cli.command_module(name).HELP.startswith(f"{what}."), "one sentence, in the list and on its own page"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -61,7 +61,7 @@ def test_ctrl_c_outside_of_training_is_one_line(capsys, monkeypatch):
     def interrupted(argv):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sbkit.cli._dispatch", interrupted)
+    monkeypatch.setattr("sbkit.cli.dispatch", interrupted)
     assert main(["evaluate", "run"]) == 130
     assert capsys.readouterr().err == "\nstopped by Ctrl-C; the same command does what is missing\n"
 

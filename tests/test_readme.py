@@ -61,7 +61,7 @@ def test_a_command_is_understood(words, monkeypatch):
         if len(words) == 2 and words[1] != "doctor":  # its name alone
             assert words[1] in (*cli.COMMANDS, "COMMAND", "--help")
         elif words[1:] != ["COMMAND", "--help"] and words[-1] != "--help":
-            cli._parser(words[1:]).parse_args(words[1:])
+            cli.parser_for(words[1:]).parse_args(words[1:])
         return
     recipe = next((i for i, word in enumerate(words) if word.endswith(".yaml")), None)
     if recipe is None:

@@ -130,9 +130,9 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     with _temporary_folder(folder) as aside, _pool(workers, language) as run:
         base = next((name for name, dialects in DIALECTS.items() if spoken in dialects), spoken)
         grammar = GRAMMARS.get(base) or _numbers(spoken, run)
-        speakers = _studio(voices) if voices else _voices(spoken, seed)
+        speakers = _studio(voices) if voices else draw_voices(spoken, seed)
         count = _count_clips(hours, grammar, speakers["train"], seed, run)
-        clips = _plan(count, grammar, speakers, seed)
+        clips = plan_clips(count, grammar, speakers, seed)
         (aside / "clips").mkdir()
         jobs = ((clip, aside / "clips" / _file_name(clip, language)) for clip in clips)
         milliseconds = list(progress(
@@ -247,7 +247,7 @@ def _numbers(espeak_name: str, run: Run) -> Grammar:
     return numbers_grammar(sayable)
 
 
-def _voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
+def draw_voices(espeak_name: str, seed: int) -> dict[str, list[Speaker]]:
     """The speakers of each split, with random rates and pitches."""
     accents = DIALECTS.get(espeak_name, {espeak_name: ""})
     dialects = list(accents)
@@ -285,11 +285,11 @@ def _count_clips(hours: float, grammar: Grammar, speakers: Sequence[Speaker], se
         for i in range(3) for speaker in speakers
         for text in [expand(grammar, random.Random(f"{seed} sample {i} {speaker.id}"))]
     ]
-    seconds = sum(len(samples) for samples in run(_sound, ((clip,) for clip in sample))) / SAMPLE_RATE
+    seconds = sum(len(samples) for samples in run(speak_clip, ((clip,) for clip in sample))) / SAMPLE_RATE
     return max(3 * MIN_CLIPS, round(hours * 3600 / (seconds / len(sample))))
 
 
-def _plan(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[DemoClip]:
+def plan_clips(count: int, grammar: Grammar, voices: dict[str, list[Speaker]], seed: int) -> list[DemoClip]:
     """All clips: who says what. A hash of a sentence decides its split, so that none occurs in two of them."""
     sizes = {split: max(MIN_CLIPS, round(count * SHARES[split])) for split in ("dev", "test")}
     sizes = {"train": count - sum(sizes.values()), **sizes}
@@ -328,7 +328,7 @@ def _home(text: str) -> str:
     return "train"
 
 
-def _sound(clip: DemoClip) -> np.ndarray:
+def speak_clip(clip: DemoClip) -> np.ndarray:
     """The clip as float32 [S] at SAMPLE_RATE: speech at a random level, with a moment of silence on both sides."""
     import soxr
 
@@ -354,7 +354,7 @@ def _record(clip: DemoClip, path: Path) -> int:
     """Write the clip as MP3 and return its duration in milliseconds."""
     import soundfile
 
-    samples, encoded = _sound(clip), io.BytesIO()
+    samples, encoded = speak_clip(clip), io.BytesIO()
     soundfile.write(encoded, samples, SAMPLE_RATE, format="MP3")
     path.write_bytes(encoded.getvalue())  # by Python, because libsndfile reports a full disk as "System error"
     return round(len(samples) * 1000 / SAMPLE_RATE)

@@ -214,10 +214,10 @@ class Manifest:
             columns["start"] = pa.array(self.starts)
         columns.update((name, column.arrow) for name, column in self.meta.items())
         with atomic_write(path, "wb") as file:
-            header = [_quote(pa.array([name], pa.large_string()))[0].as_py() for name in columns]
+            header = [quote(pa.array([name], pa.large_string()))[0].as_py() for name in columns]
             file.write((",".join(header) + "\n").encode())
             for start in range(0, len(self), _ROWS_PER_BLOCK):
-                fields = [_quote(column[start : start + _ROWS_PER_BLOCK]) for column in columns.values()]
+                fields = [quote(column[start : start + _ROWS_PER_BLOCK]) for column in columns.values()]
                 lines = join(join(*fields, separator=","), "\n")
                 _, offsets, data = lines.buffers()
                 bounds = np.frombuffer(offsets, np.int64)
@@ -269,7 +269,7 @@ def join(*parts: pa.Array | str, separator: str = "") -> pa.Array:
     return pc.binary_join_element_wise(*large)
 
 
-def _quote(column: pa.Array) -> pa.Array:
+def quote(column: pa.Array) -> pa.Array:
     """A column as CSV fields, quoted only if they contain a comma, quote or line end, or begin or end with a blank."""
     if not pa.types.is_large_string(column.type):
         return pc.cast(column, pa.large_string())

@@ -50,7 +50,7 @@ def publish(aside: Path, to: Path, force: bool) -> None:
     try:
         if not (force and to.exists()):
             os.rename(aside, to)
-        elif not _exchange(aside, to):
+        elif not exchange(aside, to):
             _replace(aside, to)
     except OSError as error:
         if disk.refusal(error):
@@ -100,7 +100,7 @@ def _room(to: Path) -> tuple[Path, Lock]:
             lock.close()
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Swap two folders atomically; returns False if the system or the disk can't."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:

@@ -129,7 +129,7 @@ def _write_shards(manifest: Manifest, out: Path, name: str, shard_size_mb: float
     order = np.random.Generator(np.random.PCG64(_SHUFFLE_SEED)).permutation(len(manifest))
     per_second = ENCODINGS[encode].bytes_per_sample * sample_rate if encode else _bytes_per_second(manifest)
     _check_space(out, name, manifest, per_second)
-    bounds = _bounds(manifest.durations[order], shard_size_mb * 1e6 / per_second)
+    bounds = shard_bounds(manifest.durations[order], shard_size_mb * 1e6 / per_second)
     jobs = (
         _Job(out / f"{name}-{i:06d}.tar", first, [manifest.row(row) for row in order[first:stop]], encode,
              sample_rate, manifest.remote)
@@ -180,7 +180,7 @@ def _write(job: _Job) -> dict[str, Any]:
     with atomic_write(job.path, "wb") as file:
         for i, row in enumerate(job.rows):
             try:
-                data, suffix, seconds = _encoded(row, job.encode, job.sample_rate, job.remote)
+                data, suffix, seconds = encode_row(row, job.encode, job.sample_rate, job.remote)
             except AudioError as error:
                 left_out.append((i, error.cause, *file_version(row.wav)))
                 continue
@@ -209,7 +209,7 @@ def _finished(job: _Job, fingerprint: str) -> dict[str, Any] | None:
     return None
 
 
-def _encoded(row: Utterance, encode: str | None, sample_rate: int, remote: Remote) -> tuple[bytes, str, float]:
+def encode_row(row: Utterance, encode: str | None, sample_rate: int, remote: Remote) -> tuple[bytes, str, float]:
     """The bytes of a recording's file, its suffix, and its duration in seconds."""
     whole = row.start == 0 and encode is None
     if whole:
@@ -229,7 +229,7 @@ def _encoded(row: Utterance, encode: str | None, sample_rate: int, remote: Remot
     return file.getvalue(), kind.suffix, round(len(signal) / rate, 4)
 
 
-def _bounds(durations: np.ndarray, seconds_per_shard: float) -> np.ndarray:
+def shard_bounds(durations: np.ndarray, seconds_per_shard: float) -> np.ndarray:
     """Row numbers at which shards begin, and the end: ``[shards + 1]``; all shards have about the same duration."""
     ends = np.cumsum(durations, dtype=np.float64)
     shards = max(1, min(len(durations), round(ends[-1] / seconds_per_shard)))

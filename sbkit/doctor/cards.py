@@ -71,7 +71,7 @@ def cards(scope: Scope) -> Iterator[MachineFinding]:
         major, minor = card["capability"]
         found = (f"{card['name']}, {card['free'] / 2**30:.1f} of {card['total'] / 2**30:.1f} GiB free, "
                  f"compute capability {major}.{minor}")
-        if not _runs_on(facts["architectures"], major, minor):
+        if not runs_on(facts["architectures"], major, minor):
             yield MachineFinding(f"cuda:{index}", f"{found}; this torch has no code for it", IN_THE_WAY,
                                  f"install one that has: this was built for {', '.join(facts['architectures'])}")
         elif card["free"] < 0.9 * card["total"]:
@@ -96,7 +96,7 @@ def attention(scope: Scope) -> Iterator[MachineFinding]:
                                    "(sbkit pads heads to what is fused)")
 
 
-def _runs_on(architectures: list[str], major: int, minor: int) -> bool:
+def runs_on(architectures: list[str], major: int, minor: int) -> bool:
     """Whether there is machine code for a card of this generation, or code that its driver can compile."""
     for each in architectures:
         kind, _, number = each.partition("_")

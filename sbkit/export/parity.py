@@ -90,7 +90,7 @@ class Comparison:
 
     def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
         """Whether outputs whose words differ do so only where rounding decides."""
-        return _tied(expected, found)
+        return tied(expected, found)
 
     def shown(self, apart: float) -> str:
         """Write how far apart they are, for tables and messages."""
@@ -273,7 +273,7 @@ def _undecided(scores: np.ndarray) -> bool:
     return bool((best[:, 1] - best[:, 0] <= TOLERANCE).any())
 
 
-def _tied(expected: np.ndarray, found: np.ndarray) -> bool:
+def tied(expected: np.ndarray, found: np.ndarray) -> bool:
     """Whether the best labels [T] differ only where the checkpoint scores them almost equally."""
     if expected.shape != found.shape:
         return False

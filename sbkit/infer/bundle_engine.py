@@ -34,7 +34,7 @@ class ModelFailed(SbkitError):
 class BundleEngine(ABC):
     """Holds one graph of a bundle.
 
-    A derived class reads ``config``, chooses a file of it, and calls :meth:`_start`. What it submits to ``_worker``
+    A derived class reads ``config``, chooses a file of it, and calls :meth:`_start`. What it submits to ``worker``
     runs the graph with :meth:`_compute`. Give it one graph: what takes two has two engines.
 
     Arguments
@@ -48,7 +48,8 @@ class BundleEngine(ABC):
         self.folder = Path(folder)
         self.fault: str | None = None
         """The error that broke the device, if any; only a new process helps then."""
-        self._backend: Backend | None = None
+        self.backend: Backend | None = None
+        """What runs the graph; another may take its place. None once closed."""
 
     def _start(self, path: Path, model: str, device: DeviceChoice, threads: int | None, compile: str | None = None,
                spin: bool = True, thread: str = "sbkit-model") -> None:
@@ -60,11 +61,11 @@ class BundleEngine(ABC):
         device, threads, compile, spin : as for ``open_graph``
         thread : the worker's name
         """
-        self._worker = Worker(thread)
+        self.worker = Worker(thread)
         try:
-            self._worker.submit(self._open, path, model, device, threads, compile, spin).result()
+            self.worker.submit(self._open, path, model, device, threads, compile, spin).result()
         except BaseException:
-            self._worker.close()
+            self.worker.close()
             raise
 
     @property
@@ -74,14 +75,14 @@ class BundleEngine(ABC):
 
     @property
     def _ready(self) -> Backend:
-        if self._backend is None:
+        if self.backend is None:
             raise closed()
-        return self._backend
+        return self.backend
 
     def close(self) -> None:
         """Release the model."""
-        self._worker.close()
-        self._backend = None
+        self.worker.close()
+        self.backend = None
 
     def __enter__(self) -> Self:
         return self
@@ -94,8 +95,8 @@ class BundleEngine(ABC):
     def _open(self, path: Path, model: str, device: DeviceChoice, threads: int | None, compile: str | None,
               spin: bool) -> None:
         formats.check_file(path, self.config)
-        self._backend = open_graph(path, model, device, threads, self._interface(), self._worker, compile, spin)
-        self._compare(path, self._backend.metadata)
+        self.backend = open_graph(path, model, device, threads, self._interface(), self.worker, compile, spin)
+        self._compare(path, self.backend.metadata)
         self._warm_up(path)
 
     def _compare(self, path: Path, metadata: Mapping[str, str]) -> None:

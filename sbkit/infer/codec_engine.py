@@ -45,7 +45,7 @@ class CodecEngine(BundleEngine):
 
     def submit(self, parts: Sequence[np.ndarray]) -> Future[Any]:
         """Queue a batch; the future gives an array for each part."""
-        return self._worker.submit(self._run, list(parts))
+        return self.worker.submit(self._run, list(parts))
 
     @abstractmethod
     def _files(self) -> Mapping[str, str]:

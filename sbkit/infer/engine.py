@@ -70,7 +70,7 @@ class Engine(BundleEngine):
         for signal in signals:
             if signal.ndim != 1 or signal.dtype != np.float32 or not len(signal):
                 raise ValueError(f"a signal must be float32 [S], not {signal.dtype} {list(signal.shape)}")
-        return self._worker.submit(self._run, list(signals))
+        return self.worker.submit(self._run, list(signals))
 
     # ------------------------------------------------------------------ within the worker
 

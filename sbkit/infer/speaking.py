@@ -100,7 +100,7 @@ def _opened(request: SpeakRequest) -> Iterator[IO[str]]:
         else:
             binary = stay.enter_context(tempfile.TemporaryFile("w+b"))
             with disk.disk_errors_as_user_error(tempfile.gettempdir(), "a copy of the text"):
-                for block in _text_bytes(request):
+                for block in text_bytes(request):
                     binary.write(block)
                 binary.flush()
             binary.seek(0)
@@ -115,7 +115,7 @@ def _file(path: Path) -> IO[bytes]:
         raise SbkitError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _text_bytes(request: SpeakRequest) -> Iterator[bytes]:
+def text_bytes(request: SpeakRequest) -> Iterator[bytes]:
     """Yield the bytes of a text that can't be read twice."""
     if request.file is None and request.text != STD:
         yield (request.text or "").encode("utf-8", "surrogateescape")

@@ -131,7 +131,7 @@ class StreamEngine(BundleEngine):
         if not first:  # a turn is waiting already
             return
         try:
-            self._worker.submit(self._turn)
+            self.worker.submit(self._turn)
         except RuntimeError:  # it was closed meanwhile
             session.fail(closed())
 
@@ -171,7 +171,7 @@ class StreamEngine(BundleEngine):
                 (taken if fits else self._line).append(session)
             more = bool(self._line)
         if more:
-            self._worker.submit(self._turn)
+            self.worker.submit(self._turn)
         return taken
 
     def _take_step(self, sessions: list[Session], windows: list[Window]) -> None:

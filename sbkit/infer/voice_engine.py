@@ -71,7 +71,7 @@ class VoiceEngine(BundleEngine):
             if not 0 < len(line) <= self.config.max_symbols:
                 raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
             self._check(line)
-        return self._worker.submit(self._run, list(lines))
+        return self.worker.submit(self._run, list(lines))
 
     def _check(self, line: SpeechInput) -> None:
         """Refuse ids that would be looked up in other rows, or in none."""

@@ -102,11 +102,11 @@ def ctc_loss(
         log_probs = log_probs.log_softmax(-1, dtype=dtype) if from_logits else log_probs.to(dtype)
         if not has_values(log_probs):
             losses = _by_sizes(log_probs, targets)
-        elif _use_kernels(log_probs, targets):
-            losses = _by_kernels(log_probs, targets, frames, labels, blank)
+        elif use_kernels(log_probs, targets):
+            losses = by_kernels(log_probs, targets, frames, labels, blank)
         else:
             on_host = host_lengths if host_lengths is not None else (input_lengths, target_lengths)
-            losses = _by_torch(log_probs, targets, *on_host, blank)
+            losses = by_torch(log_probs, targets, *on_host, blank)
         feasible = ctc_frames_needed(targets, labels) <= frames
         return CTCLoss(torch.where(feasible, losses, torch.zeros_like(losses)), feasible)
 
@@ -119,7 +119,7 @@ def _check_lengths(name: str, lengths: torch.Tensor, maximum: int) -> None:
         raise ValueError(f"{name} must lie in 0 .. {maximum}, got {values.min()} .. {values.max()}")
 
 
-def _by_torch(
+def by_torch(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
     target_lengths: torch.Tensor, blank: int,
 ) -> torch.Tensor:
@@ -137,10 +137,11 @@ def _by_sizes(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return log_probs.sum((1, 2)) + states.sum((1, 2))
 
 
-def _by_kernels(
+def by_kernels(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor,
     target_lengths: torch.Tensor, blank: int,
 ) -> torch.Tensor:
+    """Compute the losses with sbkit's kernels."""
     from sbkit.nn.ctc_kernels import CTCNegLogLikelihood
 
     width, depth = log_probs.shape[1], targets.shape[1]
@@ -148,28 +149,29 @@ def _by_kernels(
     emit = log_probs.gather(2, columns.unsqueeze(1).expand(-1, width, -1))
     wrong = (input_lengths > width) | (target_lengths > depth)
     losses = CTCNegLogLikelihood.apply(emit, targets, input_lengths.clamp(max=width), target_lengths.clamp(max=depth),
-                                       _block(depth))
+                                       block_size(depth))
     return torch.where(wrong, torch.full_like(losses, math.nan), losses)
 
 
-def _use_kernels(log_probs: torch.Tensor, targets: torch.Tensor) -> bool:
+def use_kernels(log_probs: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether these losses are computed with sbkit's kernels."""
     return (
         log_probs.device.type == "cuda" and log_probs.dtype == torch.float32
-        and targets.shape[1] <= MAX_TOKENS and _kernels_work(log_probs.device, _block(targets.shape[1]))
+        and targets.shape[1] <= MAX_TOKENS and kernels_work(log_probs.device, block_size(targets.shape[1]))
     )
 
 
-def _block(tokens: int) -> int:
+def block_size(tokens: int) -> int:
     """Return the power of two that holds the 2 x tokens + 1 states of an utterance.
 
-    >>> [_block(tokens) for tokens in (1, 15, 16, 31, 32, 1023)]
+    >>> [block_size(tokens) for tokens in (1, 15, 16, 31, 32, 1023)]
     [32, 32, 64, 64, 128, 2048]
     """
     return max(32, 1 << (2 * tokens).bit_length())
 
 
 @functools.cache
-def _kernels_work(device: torch.device, block: int) -> bool:
+def kernels_work(device: torch.device, block: int) -> bool:
     """Whether the kernels compile on a device and agree there with torch on the CPU; tested once per block size.
 
     Each block size is compiled to separate kernels that distribute the states differently, so each needs its own test.
@@ -180,8 +182,8 @@ def _kernels_work(device: torch.device, block: int) -> bool:
         torch.cuda.set_sync_debug_mode(0)  # this comparison may sync
     try:
         with torch.enable_grad():
-            (losses, grad), (mine, my_grad) = (_rehearse(_by_torch, torch.float64, "cpu", block),
-                                               _rehearse(_by_kernels, torch.float32, device, block))
+            (losses, grad), (mine, my_grad) = (_rehearse(by_torch, torch.float64, "cpu", block),
+                                               _rehearse(by_kernels, torch.float32, device, block))
         if results_agree(losses, mine, grad, my_grad, block):
             return True
         reason = "their results differ from torch's"

@@ -112,7 +112,7 @@ def guard_indices(
     safe = next((i for i in range(size) if i not in forbidden), 0)
     if indices.device.type == "cpu" and type(indices) in (torch.Tensor, torch.nn.Parameter):
         return _guard_on_host(indices, size, name, ids, lengths, forbidden, safe)
-    return _guard_on_device(indices, size, name, ids, lengths, forbidden, safe, LOG if log is None else log)
+    return guard_on_device(indices, size, name, ids, lengths, forbidden, safe, LOG if log is None else log)
 
 
 def _guard_on_host(
@@ -134,7 +134,7 @@ def _guard_on_host(
     return indices.masked_fill(torch.from_numpy(outside), safe)
 
 
-def _guard_on_device(
+def guard_on_device(
     indices: torch.Tensor, size: int, name: str, ids: Sequence[str] | None, lengths: torch.Tensor | None,
     forbidden: tuple[int, ...], safe: int, log: GuardLog,
 ) -> torch.Tensor:

@@ -71,15 +71,16 @@ def serve(request: ServeRequest) -> int:
     from sbkit.serve.registry import named
 
     bundles = named(request.bundles)
-    keys = _keys(request.api_key_file)
-    with _bound(request.host, request.port) as listening:
+    keys = read_keys(request.api_key_file)
+    with bound(request.host, request.port) as listening:
         if not keys and not loopback(listening.getsockname()[0]):
             print(f"anybody who reaches {request.host} can use it; {KEY_VARIABLE} or --api-key-file protect it",
                   file=sys.stderr)
         return _Server(request, bundles, keys, listening).run()
 
 
-def _keys(path: Path | None) -> list[str]:
+def read_keys(path: Path | None) -> list[str]:
+    """The keys of the environment and of a file with one per line; none: everybody is served."""
     keys = [os.environ[KEY_VARIABLE].strip()] if KEY_VARIABLE in os.environ else []
     if "" in keys:
         raise SbkitError(f"{KEY_VARIABLE} is set but blank, which would let everybody use this server",
@@ -95,7 +96,7 @@ def _keys(path: Path | None) -> list[str]:
     return keys + found
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """Bind the address before the slow loading, to find out early if it isn't free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Name the protocol, or asyncio leaves Nagle's algorithm on: 40 ms for every answer.

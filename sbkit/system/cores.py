@@ -17,7 +17,7 @@ def usable_cores() -> int:
     Half a core counts as none: threads that share one wait for each other.
     """
     seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min([seen, *_quotas()])))
+    return max(1, int(min([seen, *quotas()])))
 
 
 def threads_to_ask_for() -> int | None:
@@ -34,7 +34,7 @@ def keep_to_usable_cores() -> None:
         torch.set_num_threads(usable_cores())
 
 
-def _quotas() -> Iterator[float]:
+def quotas() -> Iterator[float]:
     """Yield the quotas in cores of this process's control group and all its parents, for cgroups version 1 and 2."""
     second = _MOUNT / "unified" if (_MOUNT / "unified").is_dir() else _MOUNT  # next to version 1, or alone
     for line in _read(_GROUP).split("\n"):

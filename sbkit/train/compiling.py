@@ -45,7 +45,7 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
     if not found:
         logger.warning("--compile: there is nothing to compile under %s", ", ".join(keys or modules))
         return 0
-    reason = _compile_problem(str(device))
+    reason = compile_problem(str(device))
     if reason is not None:
         logger.warning("--compile: this machine can't compile for %s, so the run continues without it: %s", device,
                        reason)
@@ -86,7 +86,7 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
 
 
 @functools.cache
-def _compile_problem(device: str) -> str | None:
+def compile_problem(device: str) -> str | None:
     """Compile a tiny function; return what failed, in one line, or None."""
     try:
         torch.compile(_tiny, dynamic=True)(torch.ones(3, device=device))

@@ -71,7 +71,7 @@ def test_voices_and_sentences_of_dev_and_test_are_never_in_training(corpus):
 
 def test_timbres_of_dev_and_test_are_never_in_training():
     for language in ("en", "de", "fr", "sw"):
-        voices = demo._voices(language, seed=1)
+        voices = demo.draw_voices(language, seed=1)
         timbres = {split: {s.voice.partition("+")[2] for s in speakers} for split, speakers in voices.items()}
         assert not timbres["train"] & (timbres["dev"] | timbres["test"])
         everyone = [speaker for speakers in voices.values() for speaker in speakers]
@@ -80,7 +80,7 @@ def test_timbres_of_dev_and_test_are_never_in_training():
 
 
 def test_one_hour_is_varied_and_covers_its_words():
-    plan = demo._plan(1250, GRAMMARS["en"], demo._voices("en", 7), seed=7)
+    plan = demo.plan_clips(1250, GRAMMARS["en"], demo.draw_voices("en", 7), seed=7)
     counts = collections.Counter(clip.split for clip in plan)
     assert 100 <= counts["dev"] <= 200 and 100 <= counts["test"] <= 200
     assert len({clip.spoken for clip in plan}) == len(plan)
@@ -91,7 +91,7 @@ def test_one_hour_is_varied_and_covers_its_words():
 
 
 def test_a_large_plan_keeps_the_splits_apart():
-    plan = demo._plan(20_000, GRAMMARS["sw"], demo._voices("sw", 7), seed=7)
+    plan = demo.plan_clips(20_000, GRAMMARS["sw"], demo.draw_voices("sw", 7), seed=7)
     by_split = collections.defaultdict(set)
     for clip in plan:
         by_split[clip.split].add(clip.spoken)
@@ -100,7 +100,7 @@ def test_a_large_plan_keeps_the_splits_apart():
 
 @pytest.mark.slow
 def test_a_grammar_that_is_used_up_repeats_only_within_a_split():
-    plan = demo._plan(1000, numbers_grammar(range(3)), demo._voices("nl", 7), seed=7)
+    plan = demo.plan_clips(1000, numbers_grammar(range(3)), demo.draw_voices("nl", 7), seed=7)
     by_split = collections.defaultdict(set)
     for clip in plan:
         by_split[clip.split].add(clip.spoken)
@@ -162,7 +162,7 @@ def test_the_takes_of_an_ordinary_corpus_are_drawn_as_they_always_were(monkeypat
     monkeypatch.setattr(demo_voice, "speak", speak)
     speaker = demo.Speaker("id", "en-us+m3", words_per_minute=160, pitch=40, age="", gender="", accent="")
     for seed in range(5):
-        sound = demo._sound(demo.DemoClip(0, "train", speaker, "Hello.", "Hello.", seed))
+        sound = demo.speak_clip(demo.DemoClip(0, "train", speaker, "Hello.", "Hello.", seed))
         rng = np.random.default_rng(seed)
         rate, pitch, spread = (int(rng.integers(*each)) for each in ((-8, 9), (-5, 6), (40, 61)))
         assert said[-1] == ("Hello.", "en-us+m3", {"seed": seed, "words_per_minute": 160 + rate, "pitch": 40 + pitch,

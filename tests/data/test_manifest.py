@@ -170,7 +170,7 @@ def test_a_last_text_of_several_lines_is_one(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     make().write(tmp_path / "m.csv")
-    monkeypatch.setattr("sbkit.data.manifest._quote", lambda column: 1 / 0)
+    monkeypatch.setattr("sbkit.data.manifest.quote", lambda column: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make(1).write(tmp_path / "m.csv")
     assert len(Manifest.read(tmp_path / "m.csv")) == 4 and [p.name for p in tmp_path.iterdir()] == ["m.csv"]

@@ -79,8 +79,8 @@ def each_point(to, disturb, exchange):
     at, found = 1, []
     while True:
         def work(at=at):
-            disturber, swap = disturb(at), publish._exchange
-            publish._exchange = lambda *names: exchange and (disturber.tick("exchange"), swap(*names))[1]
+            disturber, swap = disturb(at), publish.exchange
+            publish.exchange = lambda *names: exchange and (disturber.tick("exchange"), swap(*names))[1]
             export(to, 2)
             return DONE if disturber.done >= at else UNDISTURBED
 

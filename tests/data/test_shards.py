@@ -179,14 +179,14 @@ def test_two_packings_into_one_folder_take_turns(manifest, tmp_path, caplog):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
 def test_processes_that_outlive_a_killed_packing_do_not_hold_its_lock(manifest, tmp_path, monkeypatch):
-    encoded = shards._encoded
+    encoded = shards.encode_row
 
     def open_locks(*asked):
         held = [os.path.realpath(file.path) for file in os.scandir("/proc/self/fd") if file.is_symlink()]
         assert not [path for path in held if path.endswith(".lock")]
         return encoded(*asked)
 
-    monkeypatch.setattr(shards, "_encoded", open_locks)
+    monkeypatch.setattr(shards, "encode_row", open_locks)
     assert len(pack(manifest, tmp_path, workers=2)) == 20
 
 
@@ -306,7 +306,7 @@ def test_mistakes_are_told(manifest, tmp_path, monkeypatch):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=200), st.floats(1, 1e4))
 def test_shards_cover_all_rows_in_about_equal_parts(seconds, per_shard):
-    bounds = shards._bounds(np.array(seconds, np.float32), per_shard)
+    bounds = shards.shard_bounds(np.array(seconds, np.float32), per_shard)
     assert bounds[0] == 0 and bounds[-1] == len(seconds) and (np.diff(bounds) > 0).all()
     parts = [sum(seconds[a:b]) for a, b in itertools.pairwise(bounds)]
     assert max(parts) <= 1.6 * per_shard + 2 * max(seconds)

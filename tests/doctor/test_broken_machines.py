@@ -154,7 +154,7 @@ def test_cards_that_are_taken_or_too_new_or_far_from_each_other(says):
 ])
 def test_code_runs_on_cards_of_its_generation_and_on_newer_ones_where_the_driver_compiles(architectures, capability,
                                                                                           runs):
-    assert cards._runs_on(architectures, *capability) == runs
+    assert cards.runs_on(architectures, *capability) == runs
 
 
 def test_attention_names_the_kernel_for_each_size_of_a_head(says):

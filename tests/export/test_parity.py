@@ -37,8 +37,8 @@ def test_without_references_eight_bits_are_judged_by_the_checkpoints_words():
 
 def test_words_that_rounding_decides_are_no_change():
     expected = np.log(np.array([[0.5, 0.49999, 0.00001]]))
-    assert parity._tied(expected, expected[:, [1, 0, 2]])
-    assert not parity._tied(np.log([[0.6, 0.3, 0.1]]), np.log([[0.3, 0.6, 0.1]]))
+    assert parity.tied(expected, expected[:, [1, 0, 2]])
+    assert not parity.tied(np.log([[0.6, 0.3, 0.1]]), np.log([[0.3, 0.6, 0.1]]))
 
 
 def test_a_program_that_gives_words_alone_may_miss_one_in_fifty_clips():

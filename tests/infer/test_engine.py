@@ -71,7 +71,7 @@ def test_everything_runs_in_one_thread(bundle, model, monkeypatch):
 
 def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
     engine = Engine(bundle, device="cpu")
-    thread = engine._worker._thread
+    thread = engine.worker._thread
     engine.close()
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
@@ -89,7 +89,7 @@ def test_a_process_can_train_after_a_program_was_closed(bundle):
 
 def test_an_engine_that_is_forgotten_ends_its_thread(bundle):
     engine = Engine(bundle, device="cpu")
-    thread = engine._worker._thread
+    thread = engine.worker._thread
     del engine
     thread.join(5)
     assert not thread.is_alive()
@@ -98,7 +98,7 @@ def test_an_engine_that_is_forgotten_ends_its_thread(bundle):
 def test_a_cancelled_call_is_not_run(bundle):
     with Engine(bundle, device="cpu") as engine:
         hold = threading.Event()
-        engine._worker.submit(hold.wait)
+        engine.worker.submit(hold.wait)
         first, second = (engine.submit([bundles.say(word)]) for word in ("a", "b"))
         assert second.cancel()
         hold.set()
@@ -132,10 +132,10 @@ def test_a_broken_device_is_remembered(bundle):
         def broken(*_):
             raise RuntimeError("CUDA error: device-side assert triggered\nmore")
 
-        engine._backend, working = broken, engine._backend
+        engine.backend, working = broken, engine.backend
         with pytest.raises(RuntimeError):
             engine.run([bundles.say("a")])
-        engine._backend = working
+        engine.backend = working
         assert engine.fault == "CUDA error: device-side assert triggered"
         with pytest.raises(SbkitError, match="failed earlier"):
             engine.run([bundles.say("a")])
@@ -154,7 +154,7 @@ class OnnxRuntimesOwn(Exception):
 def test_a_run_that_finds_no_memory_fails_alone_and_leaves_none_of_it(bundle, error):
     freed = []
     with Engine(bundle, device="cpu") as engine:
-        working = engine._backend
+        working = engine.backend
 
         class Full:
             running, free = working.running, lambda self: freed.append(gone() is None)
@@ -165,11 +165,11 @@ def test_a_run_that_finds_no_memory_fails_alone_and_leaves_none_of_it(bundle, er
                 gone = weakref.ref(computed)
                 raise error
 
-        engine._backend, gone = Full(), None
+        engine.backend, gone = Full(), None
         with pytest.raises(OutOfMemory, match=r"out of memory on cpu.*shorter audio"):
             engine.run([bundles.say("a")])
         assert freed == [True], "what was computed so far is released before cached memory is"
-        engine._backend = working
+        engine.backend = working
         assert engine.fault is None and len(engine.run([bundles.say("a")])) == 1
 
 
@@ -250,7 +250,7 @@ def test_a_compiled_model_answers_many_threads(bundle):
 
 @pytest.mark.parametrize("threads, said, expected", [(None, None, 1), (None, "2", 2), (2, None, 2)])
 def test_a_containers_quota_is_kept_to_unless_somebody_says_otherwise(bundle, monkeypatch, threads, said, expected):
-    monkeypatch.setattr("sbkit.system.cores._quotas", lambda: [1.5])
+    monkeypatch.setattr("sbkit.system.cores.quotas", lambda: [1.5])
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -283,11 +283,11 @@ def test_a_width_that_is_not_the_tables_is_refused_at_start(tmp_path):
 
 def test_a_width_that_shows_only_when_it_runs_is_refused_too(bundle):
     with Engine(bundle, device="cpu") as engine:
-        wide = engine._backend
-        engine._backend = lambda *a: (np.zeros((1, 3, 99), np.float32), np.array([3]))
+        wide = engine.backend
+        engine.backend = lambda *a: (np.zeros((1, 3, 99), np.float32), np.array([3]))
         with pytest.raises(SbkitError, match="99 scores per frame, but there are 30 tokens"):
             engine.run([bundles.say("a")])
-        engine._backend = wide
+        engine.backend = wide
 
 
 def test_a_file_that_was_cut_off_or_is_missing_is_told_before_it_is_loaded(tmp_path):

@@ -143,8 +143,8 @@ def test_many_of_all_lengths_come_back_in_order_whatever_the_batches(model):
 def test_a_model_that_must_run_alone_is_never_batched(tmp_path):
     with sbkit.infer.load(bundles.make(tmp_path / "b", batching=False), device="cpu") as model:
         sizes = []
-        call = model.engine._backend
-        model.engine._backend = lambda signals, lengths: (sizes.append(len(signals)), call(signals, lengths))[1]
+        call = model.engine.backend
+        model.engine.backend = lambda signals, lengths: (sizes.append(len(signals)), call(signals, lengths))[1]
         assert [each.text for each in model.transcribe([bundles.say(text) for text in ("a", "b", "c")])] == list("abc")
         assert set(sizes) == {1}
 

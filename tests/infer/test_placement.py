@@ -122,7 +122,7 @@ def test_no_run_after_the_start_may_fall_back(bundle, monkeypatch):
     """A device that fails later is a fault of the engine, not a slower answer."""
     runtimes.use(monkeypatch, runtimes.OnCuda)
     with Engine(bundle, device="cuda") as engine:
-        session = engine._backend._session
+        session = engine.backend._session
         monkeypatch.setattr(runtimes.OnCuda, "run", lambda self, *_: self._drop("CUDA error: an illegal memory access"))
         with pytest.raises(RuntimeError, match="illegal"):
             engine.run([bundles.say("a")])

@@ -186,7 +186,7 @@ def test_streams_that_find_no_memory_together_go_on_one_by_one(engine, monkeypat
 
     monkeypatch.setattr(engine, "_step", small)
     go = threading.Event()
-    engine._worker.submit(go.wait, 10)
+    engine.worker.submit(go.wait, 10)
     sessions = [engine.open(greedy(engine), 160) for _ in range(3)]
     for session, text in zip(sessions, ("abc", "def", "abc def"), strict=True):
         session.feed(bundles.say(text))
@@ -281,7 +281,7 @@ def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
             waiting.result(10)
         held.go.set()
         closing.join(10)
-    assert not engine._worker._thread.is_alive()
+    assert not engine.worker._thread.is_alive()
 
 
 def test_closing_the_engine_releases_the_graph(bundle):
@@ -291,7 +291,7 @@ def test_closing_the_engine_releases_the_graph(bundle):
     session.feed(bundles.say("abc"))
     session.finish()
     assert words(session) == "abc"
-    graph = weakref.ref(engine._backend)
+    graph = weakref.ref(engine.backend)
     engine.close()
     assert graph() is None
     with pytest.raises(SbkitError, match="the model was closed; load it again"):

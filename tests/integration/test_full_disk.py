@@ -252,7 +252,7 @@ def test_what_no_stage_tells_is_one_line_of_the_command(monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("TMPDIR", "/tmp")
-    monkeypatch.setattr("sbkit.cli._dispatch", full)
+    monkeypatch.setattr("sbkit.cli.dispatch", full)
     assert main(["report", "run"]) == 2
     assert re.fullmatch(r"error: the output or a temporary file could not be written: No space left on device "
                         r"\(free in /tmp: .*\n", capsys.readouterr().err)

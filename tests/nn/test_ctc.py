@@ -153,9 +153,9 @@ def test_the_gpu_kernels_compute_the_same():
 @pytest.mark.parametrize("labels, block", [(17, 64), (31, 64), (32, 128), (60, 128), (300, 1024), (1023, 2048)])
 def test_kernels_are_rehearsed_for_the_block_that_is_about_to_be_used(labels, block, monkeypatch):
     asked = []
-    monkeypatch.setattr(ctc, "_kernels_work", lambda device, block: asked.append((device.type, block)))
+    monkeypatch.setattr(ctc, "kernels_work", lambda device, block: asked.append((device.type, block)))
     log_probs = mock.Mock(device=torch.device("cuda", 0), dtype=torch.float32)
-    assert not ctc._use_kernels(log_probs, torch.ones(2, labels))
+    assert not ctc.use_kernels(log_probs, torch.ones(2, labels))
     assert asked == [("cuda", block)]
     example = []
     ctc._rehearse(lambda log_probs, targets, *_: example.append(targets.shape) or log_probs.sum(), torch.float32,
@@ -223,7 +223,7 @@ def interpret() -> None:
     interpreter._patch_lang_tensor = patched
     quiet = {"set_sync_debug_mode": lambda mode: None, "get_sync_debug_mode": lambda: 0}
     with mock.patch.multiple(torch.cuda, **quiet):
-        interpreted(ctc._kernels_work.__wrapped__, torch.device("cpu"))
+        interpreted(ctc.kernels_work.__wrapped__, torch.device("cpu"))
 
 
 def interpreted(work, cpu) -> None:
@@ -234,9 +234,9 @@ def interpreted(work, cpu) -> None:
     for labels in (5, 40):
         compare(*long_case(labels), gradient=1e-4)
     compare(*long_case(100), gradient=1e-3)
-    assert work(cpu, ctc._block(1023))
+    assert work(cpu, ctc.block_size(1023))
 
-    wrong = ctc._by_kernels(torch.zeros(2, 3, 4).log_softmax(-1), torch.tensor([[1, 2], [1, 2]]),
+    wrong = ctc.by_kernels(torch.zeros(2, 3, 4).log_softmax(-1), torch.tensor([[1, 2], [1, 2]]),
                             torch.tensor([4, 3]), torch.tensor([2, 2]), 0)
     assert wrong.isnan().tolist() == [True, False], "a length beyond the tensor must not go unnoticed"
 
@@ -249,7 +249,7 @@ def interpreted(work, cpu) -> None:
 @pytest.mark.gpu(values=True)
 @pytest.mark.parametrize("labels", [5, 17, 40, 60, 130, 300, 1023])
 def test_on_a_gpu_the_kernels_are_used_and_compute_the_same(labels):
-    assert ctc._kernels_work.__wrapped__(torch.device("cuda", 0), ctc._block(labels))
+    assert ctc.kernels_work.__wrapped__(torch.device("cuda", 0), ctc.block_size(labels))
     compare(*long_case(labels), device="cuda", loss=1e-4, gradient=5e-3)
 
 

@@ -517,7 +517,7 @@ def test_what_was_cut_off_or_may_be_anothers_is_compiled_anew(spoil, fresh):
 
 @pytest.mark.slow
 def test_they_use_the_openmp_that_torch_uses_whatever_else_was_imported():
-    code = "torch; from sbkit.nn.native import library; print(library._openmp())"
+    code = "torch; from sbkit.nn.native import library; print(library.openmp())"
     found = [subprocess.run([sys.executable, "-c", f"import {first}{code}"], capture_output=True, text=True,
                             check=True).stdout for first in ("", "sentencepiece, ")]
     assert found[0] == found[1] and "torch" in found[0]

@@ -25,7 +25,7 @@ def on_device(indices, size, **kwargs):
     log = GuardLog()
     lengths, forbidden, ids = kwargs.get("lengths"), tuple(kwargs.get("forbidden", ())), kwargs.get("ids")
     safe = next((i for i in range(size) if i not in forbidden), 0)
-    return guard._guard_on_device(indices, size, "tokens", ids, lengths, forbidden, safe, log), log
+    return guard.guard_on_device(indices, size, "tokens", ids, lengths, forbidden, safe, log), log
 
 
 @st.composite
@@ -152,9 +152,9 @@ def test_nothing_is_read_until_somebody_polls():
 
 def test_where_nobody_polls_the_next_call_raises():
     log = GuardLog()
-    guard._guard_on_device(torch.tensor([[9]]), 5, "labels", ["clip"], None, (), 0, log)
+    guard.guard_on_device(torch.tensor([[9]]), 5, "labels", ["clip"], None, (), 0, log)
     with pytest.raises(SbkitError, match="utterance clip"):
-        guard._guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
+        guard.guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
 
 
 def test_a_log_that_nobody_polls_does_not_grow(monkeypatch):
@@ -164,7 +164,7 @@ def test_a_log_that_nobody_polls_does_not_grow(monkeypatch):
     monkeypatch.setattr(guard, "Peek", Slow)
     log = GuardLog()
     for _ in range(guard._MAX_PENDING + 5):
-        guard._guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
+        guard.guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
     assert len(log) <= guard._MAX_PENDING
     log.poll()  # does not wait
     log.poll(wait=True)

@@ -93,7 +93,7 @@ def test_a_stream_has_deltas_and_all_of_the_text_exactly_once(client, long):
 def test_words_are_streamed_before_the_rest_was_heard(server, client, long):
     """The first comes while the model has not said a thing about the end of the recording."""
     text, data = long
-    real, calls, go = server.engine._backend, [], threading.Event()
+    real, calls, go = server.engine.backend, [], threading.Event()
 
     def halting(*batch):
         calls.append(1)
@@ -101,7 +101,7 @@ def test_words_are_streamed_before_the_rest_was_heard(server, client, long):
             go.wait(20)
         return real(*batch)
 
-    server.engine._backend = halting
+    server.engine.backend = halting
     try:
         events = iter(ask(client, data, "a.flac", stream=True))
         first = next(events).delta
@@ -110,7 +110,7 @@ def test_words_are_streamed_before_the_rest_was_heard(server, client, long):
         assert list(events)[-1].text == text
     finally:
         go.set()
-        server.engine._backend = real
+        server.engine.backend = real
 
 
 def test_requests_that_come_at_once_share_batches_and_none_gets_anothers_answer(server, client):
@@ -251,10 +251,10 @@ def test_a_broken_device_is_unhealthy_and_says_so(bundle):
         def broken(*_):
             raise RuntimeError("CUDA error: device-side assert triggered\nmore")
 
-        server.engine._backend, working = broken, server.engine._backend
+        server.engine.backend, working = broken, server.engine.backend
         send = {"data": {"model": "level"}, "files": {"file": ("a.wav", serving.wav("a"))}}
         assert httpx.post(f"{server.base}/audio/transcriptions", **send).status_code in (500, 503)
-        server.engine._backend = working
+        server.engine.backend = working
         answer = httpx.post(f"{server.base}/audio/transcriptions", **send)
         assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
         assert answer.json()["error"]["code"] == "device_fault"
@@ -269,15 +269,15 @@ def test_a_request_too_large_for_the_memory_fails_alone(bundle):
         def full(*_):
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-        working = server.engine._backend
-        server.engine._backend = full
+        working = server.engine.backend
+        server.engine.backend = full
         full.running, full.free = working.running, lambda: None
         send = {"data": {"model": "level"}, "files": {"file": ("a.wav", serving.wav("a"))}}
         answer = httpx.post(f"{server.base}/audio/transcriptions", **send)
         assert answer.status_code == 507 and answer.headers["x-should-retry"] == "false"
         error = answer.json()["error"]
         assert error["code"] == "out_of_memory" and "out of memory on cpu: CUDA out of memory" in error["message"]
-        server.engine._backend = working
+        server.engine.backend = working
         assert httpx.post(f"{server.base}/audio/transcriptions", **send).status_code == 200
         assert httpx.get(f"{server.url}/health").status_code == 200
 
@@ -324,10 +324,10 @@ def test_a_search_with_hot_words_is_what_transcribe_does(bundle, long):
 
 def test_an_error_amid_a_stream_reaches_the_client(bundle, monkeypatch):
     with serving.serving(bundle) as server:
-        real = server.engine._backend
-        server.engine._backend = lambda *batch: (_ for _ in ()).throw(RuntimeError("out of luck"))
+        real = server.engine.backend
+        server.engine.backend = lambda *batch: (_ for _ in ()).throw(RuntimeError("out of luck"))
         with openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
             with pytest.raises(openai.APIError, match="the server failed"):
                 list(ask(client, serving.wav("a"), stream=True))
-        server.engine._backend = real
+        server.engine.backend = real
         assert json.loads(httpx.get(f"{server.url}/ready").text)["ready"]

@@ -25,7 +25,7 @@ def labels(future):
 def held(engine):
     """The model's thread is busy until the event is set."""
     go = threading.Event()
-    engine._worker.submit(go.wait, 10)
+    engine.worker.submit(go.wait, 10)
     return go
 
 
@@ -108,7 +108,7 @@ def test_the_cancelled_are_not_run(engine):
 
 
 def test_one_that_fails_does_not_fail_its_neighbours(engine):
-    real = engine._backend
+    real = engine.backend
 
     def picky(signals, lengths):
         if np.round(signals[:, 0] * bundles.LEVELS).astype(int).tolist().count(7):
@@ -116,14 +116,14 @@ def test_one_that_fails_does_not_fail_its_neighbours(engine):
         return real(signals, lengths)
 
     batcher = Batcher(engine)
-    engine._backend = picky
+    engine.backend = picky
     go = held(engine)
     futures = [batcher.submit(bundles.voiced([i])) for i in (5, 6, 7, 8)]
     go.set()
     assert [labels(futures[i])[0] for i in (0, 1, 3)] == [5, 6, 8]
     with pytest.raises(SbkitError, match="no sevens"):
         futures[2].result(10)
-    engine._backend = real
+    engine.backend = real
     assert labels(batcher.submit(bundles.voiced([9])))[0] == 9
 
 

@@ -233,14 +233,14 @@ def test_a_client_that_leaves_takes_its_work_along(small, stream):
     """What waits for the model is not run, and the place is free at once."""
     runs = []
     with small.held() as go:
-        real = small.engine._backend
+        real = small.engine.backend
 
         def counted(*batch):
             runs.append(batch[0].shape)
             return real(*batch)
 
         counted.running = real.running
-        small.engine._backend = counted
+        small.engine.backend = counted
         first = threading.Thread(target=post, args=(small, serving.wav("first")))
         first.start()
         serving.until(lambda: runs)

@@ -239,7 +239,7 @@ def test_a_model_that_breaks_ends_the_session_with_the_reason(bundle):
 
         with connect(server.live) as socket:
             start(socket)
-            server.engine._backend = broken
+            server.engine.backend = broken
             socket.send(pcm(bundles.say("hello")))
             message = json.loads(socket.recv(10))
             assert message["type"] == "error" and message["error"]["code"] == "device_fault"

@@ -272,7 +272,7 @@ def test_a_device_that_breaks_ends_the_sessions_with_the_reason(streaming):
     with serving.serving(streaming) as server:
         with connect(server.live) as socket:
             start(socket)
-            streams(server)._backend = broken
+            streams(server).backend = broken
             socket.send(pcm(bundles.say("hello")))
             assert json.loads(socket.recv(10))["error"]["code"] == "device_fault"
         assert server.state.faults()

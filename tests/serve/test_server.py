@@ -278,15 +278,15 @@ def test_bundles_are_called_as_their_folders_or_as_one_says(tmp_path):
 def test_keys_come_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("SBKIT_API_KEY", " one \n")
     (tmp_path / "keys").write_text("two\n\n three \n")
-    assert server._keys(tmp_path / "keys") == ["one", "two", "three"]
+    assert server.read_keys(tmp_path / "keys") == ["one", "two", "three"]
     (tmp_path / "none").write_text("\n")
     with pytest.raises(SbkitError, match="contains no key"):
-        server._keys(tmp_path / "none")
+        server.read_keys(tmp_path / "none")
 
 
 def test_answers_are_not_held_back_for_the_next_packet():
     """asyncio switches Nagle's algorithm off for sockets that say they are TCP; else each answer takes 40 ms."""
-    with server._bound("127.0.0.1", 0) as listening:
+    with server.bound("127.0.0.1", 0) as listening:
         assert listening.proto == socket.IPPROTO_TCP
 
 

@@ -132,7 +132,7 @@ def test_a_model_is_asked_only_for_what_it_does(server, client):
 def test_a_sentence_is_sent_before_the_next_one_is_computed(server, client, kind):
     engine, real = server.state.registry.find("tts").engine, None
     go, text = threading.Event(), "Hello there. " * 3
-    real = engine._backend
+    real = engine.backend
 
     class Slow:
         running, runs = real.running, 0
@@ -143,7 +143,7 @@ def test_a_sentence_is_sent_before_the_next_one_is_computed(server, client, kind
                 go.wait(30)
             return real(*batch)
 
-    engine._backend = Slow()
+    engine.backend = Slow()
     try:
         with client.audio.speech.with_streaming_response.create(
                 model="tts", voice="anna", input=text, response_format=kind) as answer:
@@ -154,7 +154,7 @@ def test_a_sentence_is_sent_before_the_next_one_is_computed(server, client, kind
             data = first + b"".join(parts)
     finally:
         go.set()
-        engine._backend = real
+        engine.backend = real
     assert heard(data, kind) == text.lower().strip()
 
 
@@ -320,7 +320,7 @@ def raw(server, body, read=2000):
 def test_a_client_that_leaves_in_the_middle_frees_its_place_and_nothing_more_is_computed(voice):
     with serving.serving({"tts": voice}, limits=Limits(decoders=1)) as server:
         body = {"model": "tts", "input": "good bye. " * 300, "response_format": "pcm"}
-        engine, real = server.engine, server.engine._backend
+        engine, real = server.engine, server.engine.backend
 
         class Steady:
             running, runs = real.running, 0
@@ -330,7 +330,7 @@ def test_a_client_that_leaves_in_the_middle_frees_its_place_and_nothing_more_is_
                 time.sleep(0.05)
                 return real(*batch)
 
-        engine._backend = Steady()
+        engine.backend = Steady()
         connection, begin = raw(server, body)
         assert begin.startswith(b"HTTP/1.1 200")
         connection.close()
@@ -339,7 +339,7 @@ def test_a_client_that_leaves_in_the_middle_frees_its_place_and_nothing_more_is_
         runs = Steady.runs
         time.sleep(0.3)
         assert Steady.runs <= runs + 1 < 300
-        engine._backend = real
+        engine.backend = real
         assert httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "good"}).status_code == 200
 
 
@@ -402,9 +402,9 @@ class Failing:
 @pytest.mark.parametrize("streamed", ["audio", "sse"])
 def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voice, why, streamed):
     with serving.serving({"tts": voice}, limits=Limits(decoders=1, request_seconds=2.0)) as server:
-        go, real = threading.Event(), server.engine._backend
+        go, real = threading.Event(), server.engine.backend
         failing = {"event": go} if why == "deadline" else {"error": RuntimeError("no")}
-        server.engine._backend = Failing(real, **failing)
+        server.engine.backend = Failing(real, **failing)
         body = {"model": "tts", "input": "good. bye. now.", "response_format": "wav", "stream_format": streamed}
         try:
             with httpx.stream("POST", f"{server.base}/audio/speech", json=body) as answer:
@@ -420,7 +420,7 @@ def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voi
                     assert "speech.audio.done" not in [each.get("type") for each in events]
         finally:
             go.set()
-            server.engine._backend = real
+            server.engine.backend = real
         serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
         assert server.counted("sbkit_cut_total") == 1
 
@@ -435,7 +435,7 @@ def test_a_broken_device_is_a_503_before_anything_is_sent_and_for_all_after(voic
         def broken(*_):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-        server.engine._backend.__class__ = type("Broken", (type(server.engine._backend),), {"__call__": broken})
+        server.engine.backend.__class__ = type("Broken", (type(server.engine.backend),), {"__call__": broken})
         for _ in range(2):
             answer = httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "good. bye"})
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "device_fault"
@@ -463,8 +463,8 @@ def test_nothing_is_asked_of_a_server_that_is_loading_or_stopping(voice):
 def test_a_text_that_is_being_spoken_is_finished_when_the_server_stops(voice):
     with contextlib.ExitStack() as stay:
         server = stay.enter_context(serving.serving({"tts": voice}))
-        go, real = threading.Event(), server.engine._backend
-        server.engine._backend = Failing(real, event=go)
+        go, real = threading.Event(), server.engine.backend
+        server.engine.backend = Failing(real, event=go)
         body = {"model": "tts", "input": "good. bye. now.", "response_format": "pcm"}
         with httpx.stream("POST", f"{server.base}/audio/speech", json=body) as answer:
             parts = answer.iter_bytes(64)

@@ -85,7 +85,7 @@ def test_control_groups_of_version_1(machine, quota, expected):
 def test_the_least_quota_of_all_groups_counts(quotas):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("os.sched_getaffinity", lambda process: set(range(64)), raising=False)
-        patched.setattr(cores, "_quotas", lambda: (quota / period for quota, period in quotas))
+        patched.setattr(cores, "quotas", lambda: (quota / period for quota, period in quotas))
         least = min(quota / period for quota, period in quotas)
         assert cores.usable_cores() == max(1, min(64, math.floor(least)))
 

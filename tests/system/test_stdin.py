@@ -14,7 +14,7 @@ from sbkit.system.stdin import standard_input
 @pytest.mark.parametrize("read", [
     lambda: inputs.collect(["-"]),
     lambda: list(lm.read_texts(["-"])),
-    lambda: list(speaking._text_bytes(SimpleNamespace(text="-", file=None))),
+    lambda: list(speaking.text_bytes(SimpleNamespace(text="-", file=None))),
 ], ids=["transcribe", "lm", "speak"])
 def test_a_closed_one_is_told_and_so_is_a_command_that_works(monkeypatch, read):
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it then

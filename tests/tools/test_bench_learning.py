@@ -146,7 +146,7 @@ def test_nemo_gets_the_same_utterances_as_wavs_of_16_khz(tmp_path):
     soundfile.write(tmp_path / "long.wav", 0.1 * np.sin(time), 8000)
     manifest = Manifest(ids=["x", "y"], wavs=[str(tmp_path / "long.wav")] * 2, durations=[1.0, 1.5], starts=[0.0, 1.2],
                         texts=["año nuevo", "l'été"])
-    systems._convert(manifest, tmp_path / "nemo", "dev")
+    systems.convert(manifest, tmp_path / "nemo", "dev")
     rows = read_lines(tmp_path / "nemo" / "dev.json")
     assert [(row["id"], row["text"], row["duration"]) for row in rows] == [("x", "año nuevo", 1.0), ("y", "l'été", 1.5)]
     assert [soundfile.info(row["audio_filepath"]).samplerate for row in rows] == [16_000, 16_000]

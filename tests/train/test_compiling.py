@@ -40,7 +40,7 @@ def stacked():
 def fresh(monkeypatch):
     torch.compiler.reset()
     compiling._compiled.cache_clear()
-    compiling._compile_problem.cache_clear()
+    compiling.compile_problem.cache_clear()
     monkeypatch.setattr(compiling.torch, "compile", lambda f, options=None, _compile=torch.compile, **kwargs: _compile(
         f, backend="eager", **kwargs))
     yield

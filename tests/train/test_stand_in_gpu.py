@@ -37,8 +37,8 @@ def peeked(monkeypatch):
     """Tensors that are copied aside for the host."""
     found = []
     monkeypatch.setattr(step, "Peek", found.append)
-    monkeypatch.setattr(ctc, "_kernels_work", lambda device, block: True)
-    monkeypatch.setattr(ctc, "_by_kernels", losses_on_the_device)
+    monkeypatch.setattr(ctc, "kernels_work", lambda device, block: True)
+    monkeypatch.setattr(ctc, "by_kernels", losses_on_the_device)
     return found
 
 

@@ -99,7 +99,7 @@ def prepare(spec: Spec, out: Path, recipe: Path, options: Sequence[str]) -> Corp
     manifests = _manifests(spec, source, folder, recipe, options)
     began = time.perf_counter()
     for split in SPLITS:
-        _convert(manifests[split], folder / "nemo", split)
+        convert(manifests[split], folder / "nemo", split)
     found = Corpus(spec.name, spec.language, source, str(folder / "nemo"), manifests["train"].hours,
                    len(manifests["train"]), round(time.perf_counter() - began, 1))
     with atomic_write(folder / "corpus.json") as file:
@@ -123,7 +123,7 @@ def _manifests(spec: Spec, source: str, folder: Path, recipe: Path, options: Seq
     return load.load(request.path, request.overrides)["corpus"].prepare(needed=SPLITS)
 
 
-def _convert(manifest: Manifest, folder: Path, split: str) -> None:
+def convert(manifest: Manifest, folder: Path, split: str) -> None:
     """Write NeMo's manifest of a split, and each utterance as a WAV of 16 kHz."""
     import soundfile
 

@@ -60,7 +60,7 @@ def max_apart(labels: int) -> float:
 def _used(device: str, sizes: Sequence[int]) -> bool:
     import torch
 
-    return device != "cpu" and all(ctc._kernels_work(torch.device(device), ctc._block(labels)) for labels in sizes)
+    return device != "cpu" and all(ctc.kernels_work(torch.device(device), ctc.block_size(labels)) for labels in sizes)
 
 
 def ctc_apart(device: str, labels: int) -> tuple[float, float]:
@@ -73,8 +73,8 @@ def ctc_apart(device: str, labels: int) -> tuple[float, float]:
     targets = torch.randint(1, vocabulary, (batch, labels), generator=drawn)
     widths = torch.tensor([frames, frames - 7, frames - 20, frames])
     lengths = torch.tensor([labels, labels - 1, labels // 2, 0])
-    by = ctc._by_torch if device == "cpu" else ctc._by_kernels
-    expected = _losses(ctc._by_torch, logits.double(), targets, widths, lengths)
+    by = ctc.by_torch if device == "cpu" else ctc.by_kernels
+    expected = _losses(ctc.by_torch, logits.double(), targets, widths, lengths)
     found = _losses(by, logits.to(device), *(each.to(device) for each in (targets, widths, lengths)))
     losses, gradients = (((a.double().cpu() - b).abs().max() / b.abs().max()).item() for a, b in
                          zip(found, expected, strict=True))

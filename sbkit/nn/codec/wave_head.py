@@ -41,10 +41,10 @@ class WaveHead(nn.Module):
         with full_precision(states):
             magnitude = level.clamp(SILENT, LOUDEST).exp() * lengths_to_mask(frames, states.shape[1])[..., None]
             spectrum = torch.cat([magnitude * phase.cos(), magnitude * phase.sin()], dim=2)
-            sound = self._overlapped(spectrum @ self.basis)
+            sound = self.overlapped(spectrum @ self.basis)
         return sound * lengths_to_mask(frames * self.hop, sound.shape[1])
 
-    def _overlapped(self, frames: Tensor) -> Tensor:
+    def overlapped(self, frames: Tensor) -> Tensor:
         """Add frames [B, N, size] that begin every ``hop`` samples, the first before the beginning: [B, N * hop]."""
         pieces = frames.unflatten(2, (-1, self.hop))  # [B, N, overlap, hop]
         overlap = pieces.shape[2]

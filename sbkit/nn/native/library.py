@@ -107,7 +107,7 @@ def _built() -> Path:
         raise Unavailable("SBKIT_KERNELS=0")
     if platform.system() != "Linux":
         raise Unavailable(f"they are written for Linux, not {platform.system()}")
-    compiler, runtime = find_compiler(), _openmp()
+    compiler, runtime = find_compiler(), openmp()
     version = run_compiler([compiler, "--version"])
     parts = [*(source.read_text(encoding="utf-8") for source in SOURCES), version, *FLAGS, str(runtime), _processor()]
     return cached_library(parts, lambda folder: _compile(compiler, runtime, folder))
@@ -121,7 +121,7 @@ def _compile(compiler: str, runtime: Path, folder: Path) -> Path:
     return library
 
 
-def _openmp() -> Path:
+def openmp() -> Path:
     """Find the OpenMP library that torch calls; other packages may have loaded further ones into this process."""
     called = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).omp_get_max_threads
     address = ctypes.cast(called, c_void_p).value or 0

@@ -95,7 +95,7 @@ def tune(brain: Searches, manifest: Manifest, hear: Callable[[Manifest], object]
     manifest = lm_weights.some_of(manifest)
     brain.decoder = recorder = lm_weights.Recorder(search)
     hear(manifest)
-    with _processes(search, len(recorder)):
+    with search_processes(search, len(recorder)):
         tuned = lm_weights.tune(recorder, brain.rows)
     search.weights = tuned.weights
     brain.decoder = search
@@ -120,7 +120,7 @@ def over_all(brain: Searches) -> Iterator[None]:
         yield
     finally:
         brain.decoder = search
-    with _processes(search, len(recorder)):
+    with search_processes(search, len(recorder)):
         found = search.search(Events.join(recorder.batches))
     brain.rows = [row._replace(hypothesis=hypotheses[0].text, confidence=hypotheses[0].confidence,
                                nbest=choices(hypotheses))
@@ -128,7 +128,7 @@ def over_all(brain: Searches) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _processes(search: BeamSearch, utterances: int) -> Iterator[None]:
+def search_processes(search: BeamSearch, utterances: int) -> Iterator[None]:
     """Context in which a search has as many processes as are worth their start."""
     before = search.workers
     if search.lm is None or kenlm_binary.recognise(search.lm) or os.path.getsize(search.lm) < _LARGE:

@@ -59,7 +59,7 @@ class Streams(Companion):
     def comparisons(self, clips: ComparisonClips, config: Config, folder: Path) -> Mapping[str, LogProbComparison]:
         vocabulary, chunks = Vocabulary.read(folder, config), self.recognizer.chunks
         assert chunks is not None, "others are refused"
-        _check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
+        check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
         return {_runner(config, size): compared(clips, vocabulary,
                                                 reference(self.recognizer, chunks=chunks.config(size)),
                                                 self.decode, config.sample_rate) for size in self.graph.chunks}
@@ -70,7 +70,7 @@ class Streams(Companion):
 
 
 @torch.no_grad()
-def _check_steps(recognizer: Recognizer, signal: Tensor) -> None:
+def check_steps(recognizer: Recognizer, signal: Tensor) -> None:
     """Raise unless a clip [S] sounds the same step by step as in the chunks that the model learnt in.
 
     What a stream with frames ahead should give is itself computed by steps, so comparing it with a graph says nothing

@@ -342,12 +342,12 @@ class CTC(ASR):
         if scores.encoded is None:
             found = decoder.decode(log_probs, scores.frames)
         else:
-            found = decoder.decode(log_probs, scores.frames, self._next_token(scores))
+            found = decoder.decode(log_probs, scores.frames, self.next_token(scores))
         for name, text, hypotheses in zip(batch.ids, batch.texts, found, strict=True):
             best = hypotheses[0]
             self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, choices(hypotheses)))
 
-    def _next_token(self, scores: Scores) -> Step:
+    def next_token(self, scores: Scores) -> Step:
         """Return the attention decoder as a function for a joint search."""
         encoded = scores.encoded
         assert encoded is not None, "compute_forward kept it for this search"

@@ -36,7 +36,7 @@ def sees_no_further(keys: EncoderKeys, built: Built, findings: Findings) -> bool
     if keys.chunks is None:
         return True
     fits = {"encoder": _encoder(keys, built, findings), "compute_features": _features(keys, built, findings),
-            "normalize": _normalization(keys, built, findings), "frontend": _front_end(keys, built, findings)}
+            "normalize": _normalization(keys, built, findings), "frontend": check_front_end(keys, built, findings)}
     model = Recognizer.of(keys)
     stepless = set(requirements.of_step(model)) if keys.chunks.ahead else set()
     for lack in requirements.of_stream(model):
@@ -105,7 +105,7 @@ def _same_before(compute: Callable[[Tensor], Tensor], keys: EncoderKeys) -> bool
     return torch.allclose(quiet, loud, rtol=1e-3, atol=1e-3, equal_nan=True)
 
 
-def _front_end(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
+def check_front_end(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     """Check that the front end's frames see no features of later ones."""
     if keys.CNN is None or not _sees_later_frames(keys.CNN, keys):
         return True

@@ -45,7 +45,7 @@ class Graph(nn.Module):
         for part in (self.frontend, self.encoder, self.head):
             if part is not None:
                 exportable(part)
-        self.factor, self.shift = _closed_form(recognizer.frontend_rule)
+        self.factor, self.shift = closed_form(recognizer.frontend_rule)
         self.encodes, self.takes_lengths = hasattr(self.encoder, "encode"), recognizer.takes_lengths
         for name in _UNUSED:
             if self.encodes and hasattr(self.encoder, name):
@@ -78,7 +78,7 @@ class Graph(nn.Module):
         return (encoded if self.head is None else self.head(encoded).float().log_softmax(-1)), frames
 
 
-def _closed_form(rule: LengthRule) -> tuple[int, int]:
+def closed_form(rule: LengthRule) -> tuple[int, int]:
     """Find (factor, shift) with ``rule(t) == (t + shift) // factor`` for every t above 0."""
     for shift in range(-4 * rule.factor, 4 * rule.factor):
         if all((t + shift) // rule.factor == rule.outputs[t] for t in range(1, len(rule.outputs))):

@@ -117,7 +117,7 @@ class Recognizer:
             return signals.masked_fill(~keep, 0.0).repeat(views, 1), samples.repeat(views)
         given = (signals, samples) if self.features_take_lengths else (signals,)
         with without_tf32():
-            feats = _by_rows(self.compute_features, FRAMES_AT_ONCE * self.hop_samples, *given)
+            feats = by_rows(self.compute_features, FRAMES_AT_ONCE * self.hop_samples, *given)
         frames = self._feature_frames(samples)
         if self.normalize is not None:
             # Half a frame less, since rounding a relative length times T in fp32 may otherwise add a frame.
@@ -136,7 +136,7 @@ class Recognizer:
             return feats, frames
         longest = self.frontend_rule(feats.shape[1])
         padded = functional.pad(feats, (0, 0, 0, GUARD_FRAMES))
-        out = _by_rows(lambda rows: frontend(rows)[:, :longest].flatten(2), FRAMES_AT_ONCE, padded)
+        out = by_rows(lambda rows: frontend(rows)[:, :longest].flatten(2), FRAMES_AT_ONCE, padded)
         return out, self.frontend_rule(frames)
 
     def encode(self, feats: Tensor, frames: Tensor,
@@ -181,7 +181,7 @@ class Recognizer:
         return self.head(encoded).float().log_softmax(-1), frames
 
 
-def _by_rows(layer: Callable[..., Tensor], at_once: int, x: Tensor, *more: Tensor) -> Tensor:
+def by_rows(layer: Callable[..., Tensor], at_once: int, x: Tensor, *more: Tensor) -> Tensor:
     """Return ``layer(x, *more)`` for a layer that treats rows separately; a few rows at once on a CPU without
     gradients."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.device.type != "cpu":

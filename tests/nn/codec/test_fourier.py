@@ -22,7 +22,7 @@ def test_spectra_of_a_signal_give_it_back(size, hop):
     frames = torch.nn.functional.pad(signal, (around, around)).unfold(1, size, hop)
     spectra = torch.fft.rfft(frames * fourier.window(size).float())
     head = WaveHead(4, hop, size)
-    sound = head._overlapped(torch.cat([spectra.real, spectra.imag], 2) @ head.basis)
+    sound = head.overlapped(torch.cat([spectra.real, spectra.imag], 2) @ head.basis)
     assert sound.shape == signal.shape
     torch.testing.assert_close(sound[:, size:-size], signal[:, size:-size], atol=1e-4, rtol=1e-4)
 

@@ -208,8 +208,8 @@ def test_a_joint_search_hears_the_test_with_the_decoder(tmp_path, batch):
     with torch.no_grad():
         _, expected = loss(made, batch, Stage.VALID)
         scores, found = loss(made, batch, Stage.TEST)
-        straight = made.decoder.decode(scores.ctc.log_softmax(-1), scores.frames, made._next_token(scores))
-        one, two = (made._next_token(scores)(torch.tensor(tokens), torch.arange(2))
+        straight = made.decoder.decode(scores.ctc.log_softmax(-1), scores.frames, made.next_token(scores))
+        one, two = (made.next_token(scores)(torch.tensor(tokens), torch.arange(2))
                     for tokens in ([[1], [1]], [[1, 3], [1, 6]]))
     torch.testing.assert_close(found.total, expected.total)
     torch.testing.assert_close(torch.stack([one, two], 1), scores.attention[:, :2].log_softmax(-1))

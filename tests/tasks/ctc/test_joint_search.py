@@ -55,7 +55,7 @@ def test_the_best_of_all_sequences_by_the_scores_of_training(task):
     scores = Scores(3 * model.head(encoded), frames, encoded=encoded)
     log_probs = scores.ctc.log_softmax(-1)
     search = JointSearch(Tokens(), beam=130, ctc_weight=WEIGHT, nbest=3)
-    found = search.decode(log_probs, frames, task._next_token(scores))
+    found = search.decode(log_probs, frames, task.next_token(scores))
     for row, size in enumerate(frames.tolist()):
         expected = {}
         for length in range(size + 1):

@@ -54,6 +54,6 @@ def test_processes_begin_where_there_is_work_and_room_for_them(arpa, monkeypatch
     monkeypatch.setattr(search_asked, "usable_cores", lambda: cores)
     monkeypatch.setattr(search_asked, "_LARGE", 1 if large else 1e9)
     search = BeamSearch(PIECES, lm=arpa)
-    with search_asked._processes(search, utterances):
+    with search_asked.search_processes(search, utterances):
         assert search.workers == expected
     assert search.workers == 0

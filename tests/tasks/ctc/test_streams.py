@@ -85,10 +85,10 @@ def test_its_readme_shows_how_to_run_it_without_sbkit(made, monkeypatch, tmp_pat
 def test_layers_that_compute_something_else_by_steps_are_refused(shared):
     recognizer = source.open_run(shared.run).exported.recognizer
     signal = 0.1 * torch.randn(60_000, generator=torch.Generator().manual_seed(1))
-    streams._check_steps(recognizer, signal)
+    streams.check_steps(recognizer, signal)
     recognizer.encoder.encoder.layers[0].register_forward_hook(lambda layer, given, out: (out[0].roll(1, -1), out[1]))
     with pytest.raises(SbkitError, match="gives something else step by step, as a stream is heard"):
-        streams._check_steps(recognizer, signal)
+        streams.check_steps(recognizer, signal)
 
 
 def test_parity_is_of_every_format_and_chunk(made):

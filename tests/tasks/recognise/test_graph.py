@@ -224,14 +224,14 @@ def test_the_recogniser_is_left_as_it_was():
 ])
 def test_lengths_have_a_closed_form(outputs, expected):
     rule = LengthRule(outputs)
-    factor, shift = recogniser._closed_form(rule)
+    factor, shift = recogniser.closed_form(rule)
     assert (factor, shift) == expected
     assert all((t + shift) // factor == rule(t) for t in range(1, 5000))
 
 
 def test_lengths_without_one_are_refused():
     with pytest.raises(SbkitError, match=r"turn T frames into \(T \+ a\) // b"):
-        recogniser._closed_form(LengthRule([0, 5, 5, 5, *((t + 1) // 2 for t in range(4, 64))]))
+        recogniser.closed_form(LengthRule([0, 5, 5, 5, *((t + 1) // 2 for t in range(4, 64))]))
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_batch_in_pieces_comes_out_as_the_whole(model, monkeypatch):
 def test_a_graph_of_features_serves_every_size():
     class Pieces(torch.nn.Module):
         def forward(self, x):
-            return recognizer._by_rows(torch.sin, 4000, x)
+            return recognizer.by_rows(torch.sin, 4000, x)
 
     any_size = torch.export.Dim.DYNAMIC
     graph = torch.export.export(Pieces(), (torch.zeros(2, 50, 4),), dynamic_shapes=({0: any_size, 1: any_size},))

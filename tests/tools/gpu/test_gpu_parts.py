@@ -42,8 +42,8 @@ def test_the_layers_leave_nothing_where_the_user_started(monkeypatch, tmp_path):
 
 
 def test_kernels_are_tried_for_each_number_of_labels(monkeypatch):
-    asked = mock.create_autospec(ctc._kernels_work.__wrapped__, side_effect=lambda device, block: block < 2048)
-    monkeypatch.setattr(ctc, "_kernels_work", asked)
+    asked = mock.create_autospec(ctc.kernels_work.__wrapped__, side_effect=lambda device, block: block < 2048)
+    monkeypatch.setattr(ctc, "kernels_work", asked)
     assert values._used("cuda:0", (5, 300)) and not values._used("cuda:0", (5, 1023))
     assert [call.args[1] for call in asked.call_args_list] == [32, 1024, 32, 2048]
 
