@@ -35,7 +35,7 @@ class BundleEngine(ABC):
     """Holds one graph of a bundle.
 
     A derived class reads ``config``, chooses a file of it, and calls :meth:`_start`. What it submits to ``worker``
-    runs the graph with :meth:`_compute`. Give it one graph: what takes two has two engines.
+    runs the graph with :meth:`compute`. Give it one graph: what takes two has two engines.
 
     Arguments
     ---------
@@ -114,7 +114,7 @@ class BundleEngine(ABC):
     def _warm_up(self, path: Path) -> None:
         """Run what will be asked for once, and raise if the graph of this file can't be right."""
 
-    def _compute(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+    def compute(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Run the graph once; after a fault of the device, never again."""
         devices.refuse_broken(self.fault)
         try:

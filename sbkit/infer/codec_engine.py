@@ -95,7 +95,7 @@ class CodeEngine(CodecEngine):
         return padded(parts, self.config.min_samples)
 
     def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        codes, frames = self._compute(*self._padded(parts))
+        codes, frames = self.compute(*self._padded(parts))
         expected = [-(-len(part) // self.config.stride) for part in parts]
         if frames.tolist() != expected or codes.ndim != 3 or len(codes) != len(parts) or codes.shape[1] < max(expected):
             raise SbkitError(f"the codec gave {frames.tolist()} frames where there are {expected}", hint=_AGAIN)
@@ -118,7 +118,7 @@ class SoundEngine(CodecEngine):
         return padded(parts, self.config.min_frames)
 
     def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        signals, lengths = self._compute(*self._padded(parts))
+        signals, lengths = self.compute(*self._padded(parts))
         expected = [len(part) * self.config.stride for part in parts]
         if lengths.tolist() != expected or signals.ndim != 2 or len(signals) != len(parts) \
                 or signals.shape[1] < max(expected):

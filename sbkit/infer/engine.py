@@ -100,10 +100,10 @@ class Engine(BundleEngine):
 
     def _run(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         if not self.config.batching:
-            return [self._batch([signal])[0] for signal in signals]
-        return self._batch(signals) if signals else []
+            return [self.run_batch([signal])[0] for signal in signals]
+        return self.run_batch(signals) if signals else []
 
-    def _batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
+    def run_batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         longest = max(self.config.min_samples, *map(len, signals))
         rows, samples = self._bucket(len(signals), longest)
         batch = np.zeros((rows, samples), dtype=np.float32)
@@ -111,7 +111,7 @@ class Engine(BundleEngine):
         for i, signal in enumerate(signals):
             batch[i, : len(signal)] = signal
             lengths[i] = len(signal)
-        return self._apart(self._compute(batch, lengths), len(signals))
+        return self._apart(self.compute(batch, lengths), len(signals))
 
     def _apart(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
         """Split the model's output into the first ``count`` rows."""

@@ -64,7 +64,7 @@ class StreamEngine(BundleEngine):
         self._line: deque[Session] = deque()  # streams whose turn comes, the first of them next
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
-        self._batch = StreamBatch(self.config, max_streams)
+        self.batch = StreamBatch(self.config, max_streams)
         self._start(self.folder / models[model], model, DeviceChoice.parse(device), threads, spin=False,
                     thread="sbkit-streams")
 
@@ -86,7 +86,7 @@ class StreamEngine(BundleEngine):
         chunk : milliseconds of a chunk, one of :attr:`chunks`; None: the one in their middle
         on_heard : as for ``Session``
         """
-        session = Session(self.config, self._frames(chunk), self._batch.state(), search, self._enter, on_heard)
+        session = Session(self.config, self._frames(chunk), self.batch.state(), search, self.enter, on_heard)
         with self._lock:
             if self._closed:
                 raise closed()
@@ -123,7 +123,7 @@ class StreamEngine(BundleEngine):
         if "_searcher" in self.__dict__:
             self._searcher.close()
 
-    def _enter(self, session: Session) -> None:
+    def enter(self, session: Session) -> None:
         """Put a stream in the line."""
         with self._lock:
             self._line.append(session)
@@ -147,7 +147,7 @@ class StreamEngine(BundleEngine):
 
     def _warm_up(self, path: Path) -> None:
         samples = self.config.window(min(self.chunks.values()))
-        self._step([Window(np.zeros(samples, np.float32), 0)], [self._batch.state()])
+        self.step([Window(np.zeros(samples, np.float32), 0)], [self.batch.state()])
 
     def _turn(self) -> None:
         """Take one step of the streams in the line whose chunks have the size of the first one's."""
@@ -177,7 +177,7 @@ class StreamEngine(BundleEngine):
     def _take_step(self, sessions: list[Session], windows: list[Window]) -> None:
         try:
             self._began = time.monotonic()
-            found = self._step(windows, [session.state for session in sessions])
+            found = self.step(windows, [session.state for session in sessions])
         except Exception as error:
             alone = len(sessions) == 1 or not isinstance(error, OutOfMemory)
             for session, window in zip(sessions, windows, strict=True):
@@ -193,9 +193,9 @@ class StreamEngine(BundleEngine):
         for session, log_probs in zip(sessions, found, strict=True):
             self._search(session, log_probs)
 
-    def _step(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
+    def step(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
         """Compute log-probabilities [T, V] of each stream, and change its state to the next."""
-        return self._batch.part(self._compute(*self._batch.join(windows, states)), states)
+        return self.batch.part(self.compute(*self.batch.join(windows, states)), states)
 
     def _search(self, session: Session, log_probs: np.ndarray | None) -> None:
         if session.search.quick:

@@ -110,7 +110,7 @@ class VoiceEngine(BundleEngine):
             row[: len(line)] = line.ids
         speaker = np.array([line.speaker for line in lines], dtype=np.int64)
         speed = np.array([line.speed for line in lines], dtype=np.float32)
-        found = self._compute(text, lengths, speaker, speed)
+        found = self.compute(text, lengths, speaker, speed)
         if [each.ndim for each in found] != [2, 1, 2] or any(len(each) != len(lines) for each in found):
             raise SbkitError(f"the voice gave {[list(each.shape) for each in found]} for {len(lines)} texts",
                              hint="export it again")

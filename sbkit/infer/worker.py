@@ -22,8 +22,8 @@ class Worker:
 
     def __init__(self, name: str = "sbkit-model"):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self.thread.start()
         self._stop = weakref.finalize(self, self._jobs.put, None)  # also if nobody called close()
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -36,13 +36,13 @@ class Worker:
 
     def inside(self) -> bool:
         """Whether the calling thread is the one that owns the model."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self.thread
 
     def close(self) -> None:
         """End the thread after the queued calls; further calls are refused."""
         self._stop()
         if not self.inside():
-            self._thread.join()
+            self.thread.join()
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:

@@ -34,7 +34,8 @@ class Shares:
 
     def __init__(self, places: int, share: float):
         self._most = max(1, round(places * share))
-        self._taken: Counter[str] = Counter()
+        self.taken: Counter[str] = Counter()
+        """The places that each client has now."""
 
     @contextlib.contextmanager
     def place(self, client: str | None, what: str) -> Iterator[None]:
@@ -42,14 +43,14 @@ class Shares:
         if client is None:
             yield
             return
-        if self._taken[client] >= self._most:
-            raise busy(f"your address has {self._taken[client]} {what}, which is the limit per address", 5)
-        self._taken[client] += 1
+        if self.taken[client] >= self._most:
+            raise busy(f"your address has {self.taken[client]} {what}, which is the limit per address", 5)
+        self.taken[client] += 1
         try:
             yield
         finally:
-            self._taken[client] -= 1
-            self._taken += Counter()  # drops clients without a place
+            self.taken[client] -= 1
+            self.taken += Counter()  # drops clients without a place
 
 
 class Turns:

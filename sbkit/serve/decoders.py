@@ -83,7 +83,7 @@ class _Decoder:
         self._socket, theirs = socket.socketpair()
         environment = helper_process.environment(_PASSED_ON) | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(memory), str(file_bytes)], pass_fds=[theirs.fileno()],
                 env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True)  # Ctrl-C is for the server, which finishes requests in flight
@@ -92,7 +92,7 @@ class _Decoder:
     @property
     def fresh(self) -> bool:
         """Whether it is alive and unused: if it dies then, the order is to blame."""
-        return not self._used and self._process.poll() is None
+        return not self._used and self.process.poll() is None
 
     def start(self, job: Job) -> None:
         """Wait until it accepts orders."""
@@ -136,8 +136,8 @@ class _Decoder:
 
     def close(self) -> None:
         """Kill the process."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         self._socket.close()
 
 
@@ -161,13 +161,14 @@ class Decoders:
         self._memory = _OWN_MEMORY + 4 * limits.upload_bytes
         self._file_bytes = int(4 * _HIGHEST_RATE * (limits.max_audio_seconds + 60))
         self._free: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()  # None: could not be restarted
-        self._all: set[_Decoder] = set()
+        self.running: set[_Decoder] = set()
+        """The processes, whether busy or free."""
         for _ in range(limits.decoders):
             self._free.put(self._started())
 
     def check(self) -> None:
         """Wait until they run; raises ``SbkitError`` if they can't."""
-        for each in list(self._all):
+        for each in list(self.running):
             try:
                 each.start(Job())
             except Died as error:
@@ -258,12 +259,12 @@ class Decoders:
 
     def _started(self) -> _Decoder:
         decoder = _Decoder(self._command, self._memory, self._file_bytes)
-        self._all.add(decoder)
+        self.running.add(decoder)
         return decoder
 
     def _replaced(self, decoder: _Decoder) -> _Decoder | None:
         """Start a replacement; None if the machine has no room for a process now."""
-        self._all.discard(decoder)
+        self.running.discard(decoder)
         decoder.close()
         self._restarted()
         try:
@@ -273,7 +274,7 @@ class Decoders:
 
     def close(self) -> None:
         """End all processes."""
-        for each in list(self._all):
+        for each in list(self.running):
             each.close()
 
 

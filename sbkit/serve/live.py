@@ -61,13 +61,14 @@ class LiveSessions:
         self._shares = Shares(limits.max_live, limits.client_share)
         self.inside = 0
         """The current number of sessions."""
-        self._sessions: set[LiveSession] = set()
+        self.sessions: set[LiveSession] = set()
+        """Those that are open."""
         self._ending = False
 
     def end(self) -> None:
         """Ask all sessions to finish, as if their clients had sent "stop"; refuse new ones."""
         self._ending = True
-        for session in self._sessions:
+        for session in self.sessions:
             session.end()
 
     def place(self, client: str | None) -> contextlib.AbstractContextManager[None]:
@@ -95,7 +96,7 @@ class LiveSessions:
         try:
             wire = Wire(websocket)
             session = LiveSession(websocket, wire, *await _start(wire, registry), self._limits)
-            self._sessions.add(session)
+            self.sessions.add(session)
             if self._ending:
                 session.end()
             await session.run()
@@ -110,7 +111,7 @@ class LiveSessions:
         finally:
             if session is not None:
                 session.close()
-                self._sessions.discard(session)
+                self.sessions.discard(session)
                 self._metrics.audio.add(session.seconds, model=session.served.name)
 
 

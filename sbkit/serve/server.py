@@ -128,19 +128,19 @@ class _Server:
         from sbkit.serve.connection import protocol_options
 
         self._request, self._bundles, self._listening = request, bundles, listening
-        self._state = State(request.limits)
+        self.state = State(request.limits)
         places = connection_limit.connection_budget(request.limits)
         if places.maximum < request.limits.max_connections:
             print(f"{places.maximum} connections may be open at once, limited by this process's open files (ulimit -n)",
                   file=sys.stderr)
-        self._state.connection_limit = connection_limit.ConnectionLimit(
-            places.maximum, request.limits.client_share, self._state.metrics)
+        self.state.connection_limit = connection_limit.ConnectionLimit(
+            places.maximum, request.limits.client_share, self.state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
-        app = make(self._state, ApiKeys(keys), tuple(request.allow_origins), hosts)
+        app = make(self.state, ApiKeys(keys), tuple(request.allow_origins), hosts)
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            **protocol_options(self._state.connection_limit), backlog=places.backlog,
+            **protocol_options(self.state.connection_limit), backlog=places.backlog,
             proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._problem: BaseException | None = None
@@ -160,7 +160,7 @@ class _Server:
             loading.start()
             while serving.is_alive():
                 serving.join(_POLL_SECONDS)
-                if self._state.stopping and not self._server.should_exit:
+                if self.state.stopping and not self._server.should_exit:
                     self._finish()
         finally:
             for each, handler in before.items():
@@ -171,13 +171,13 @@ class _Server:
                 self._guard.cancel()
         if self._problem is not None:
             raise self._problem
-        return 0 if self._state.stopping else 1
+        return 0 if self.state.stopping else 1
 
     def _load(self) -> None:
         try:
             self._fill()
         except BaseException as error:
-            if not self._state.stopping:  # a stop closes the socket and the decoders during loading
+            if not self.state.stopping:  # a stop closes the socket and the decoders during loading
                 self._problem = error
             self._server.should_exit = True
 
@@ -185,7 +185,7 @@ class _Server:
         from sbkit.serve import registry
         from sbkit.serve.decoders import Decoders
 
-        request, state = self._request, self._state
+        request, state = self._request, self.state
         options = BundleOptions(request.model, request.device, request.threads, request.batch_seconds,
                                          request.chunk_seconds, request.batching, request.search)
         state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.add, disk=state.disk)
@@ -202,9 +202,9 @@ class _Server:
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         """Handle a signal: the first lets requests in flight finish, the second doesn't."""
-        if self._state.stopping:
+        if self.state.stopping:
             self._server.force_exit = self._server.should_exit = True
-        self._state.stop()
+        self.state.stop()
 
     def _finish(self) -> None:
         """Finish requests and sessions in flight by one deadline; uvicorn cuts off sockets when it ends, and only waits
@@ -213,7 +213,7 @@ class _Server:
         self._guard = threading.Timer(self._request.grace_seconds + _LAST_SECONDS, self._give_up)
         self._guard.daemon = True
         self._guard.start()
-        while self._state.live_sessions.inside and time.monotonic() < until and not self._server.should_exit:
+        while self.state.live_sessions.inside and time.monotonic() < until and not self._server.should_exit:
             time.sleep(_POLL_SECONDS / 4)
         left: Any = max(until - time.monotonic(), _POLL_SECONDS)  # as above
         self._server.config.timeout_graceful_shutdown = left
@@ -223,15 +223,15 @@ class _Server:
         """Exit even if a model never returns."""
         print(f"not everything finished within {self._request.grace_seconds:g} s; the rest is dropped",
               file=sys.stderr, flush=True)
-        if self._state.decoders is not None:
-            self._state.decoders.close()
+        if self.state.decoders is not None:
+            self.state.decoders.close()
         os._exit(1)
 
     def _close(self) -> None:
-        if self._state.decoders is not None:
-            self._state.decoders.close()
-        if self._state.registry is not None:
-            self._state.registry.close()
+        if self.state.decoders is not None:
+            self.state.decoders.close()
+        if self.state.registry is not None:
+            self.state.registry.close()
 
 
 def _keeps_the_process(thread: threading.Thread) -> bool:

@@ -47,7 +47,8 @@ class Tail:
                             self._longest // frame_samples // 4)  # frames
         self._signal = np.zeros(0, dtype=np.float32)
         self._more: list[np.ndarray] = []
-        self._start = 0  # samples before the tail
+        self.start = 0
+        """Samples before the tail."""
         self._skip = 0  # frames at its beginning that were settled before
         self._came = 0
         self._seen = 0
@@ -60,7 +61,7 @@ class Tail:
     @property
     def held(self) -> int:
         """The number of samples in memory."""
-        return self._came - self._start
+        return self._came - self.start
 
     @property
     def unseen_seconds(self) -> float:
@@ -88,14 +89,14 @@ class Tail:
         self._signal = np.concatenate([self._signal, *self._more])
         self._more = []
         seen = self._signal[: self._longest]
-        self._seen = self._start + len(seen)
+        self._seen = self.start + len(seen)
         return seen, self._skip
 
     def finalise(self, words: Sequence[Word], seen: int, skip: int, end: bool = False) -> FinalisedWords:
         """Settle words decoded from the first ``seen`` samples; their times count from frame ``skip``."""
-        first = (self._start + skip * self._frame) / self._rate
+        first = (self.start + skip * self._frame) / self._rate
         words = [replace(word, start=word.start + first, end=word.end + first) for word in words]
-        until = (self._start + seen) / self._rate
+        until = (self.start + seen) / self._rate
         if end:
             self._forget(until)
             return FinalisedWords(words, [], until, until)
@@ -114,12 +115,12 @@ class Tail:
         """Drop samples before ``until``; cuts are aligned with frames."""
         frames = int(until * self._rate) // self._frame
         kept = min(self._context, frames) if context else 0
-        start = max((frames - kept) * self._frame, self._start)
-        if frames * self._frame <= self._start + self._skip * self._frame:
+        start = max((frames - kept) * self._frame, self.start)
+        if frames * self._frame <= self.start + self._skip * self._frame:
             return
         # A copy: a view would keep the whole old array in memory.
-        self._signal = self._signal[start - self._start :].copy()
-        self._start, self._skip = start, frames - start // self._frame
+        self._signal = self._signal[start - self.start :].copy()
+        self.start, self._skip = start, frames - start // self._frame
 
 
 def _pause(words: Sequence[Word], until: float) -> tuple[int, float]:

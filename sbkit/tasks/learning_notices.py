@@ -324,12 +324,12 @@ class LearningNotices:
     # ------------------------------------------------------------ saving
 
     @mark_as_saver
-    def _save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump(asdict(self._state), out)
 
     @mark_as_loader
-    def _load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
+    def load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             saved = yaml.safe_load(file)
         known = {one.name for one in fields(_State)} - {"validation"}  # older runs saved more, and that as a list

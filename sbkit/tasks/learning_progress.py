@@ -71,13 +71,13 @@ class LearningProgress:
         return min(1.0, max(0.0, 1 - self._loss / self.chance))
 
     @mark_as_saver
-    def _save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as out:
             yaml.safe_dump({"loss": self._loss, "comparable": self._comparable,
                             "recent": [list(each) for each in self._recent]}, out)
 
     @mark_as_loader
-    def _load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
+    def load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             state: dict[str, Any] = yaml.safe_load(file)
         self._loss, self._comparable = state["loss"], state["comparable"]

@@ -75,7 +75,8 @@ class Muon(Optimizer):
                 raise SbkitError(f"{name} is {value}, and must be at least 0{' and below 1' if name in shares else ''}")
         if isinstance(orthogonalize_every, bool) or not isinstance(orthogonalize_every, int) or orthogonalize_every < 1:
             raise SbkitError(f"orthogonalize_every is {orthogonalize_every}, and must be a whole number, 1 or more")
-        self._matrices = _matrices(modules)
+        self.matrices = _matrices(modules)
+        """The ids of the parameters that Muon updates; AdamW updates the rest."""
         # Groups have the former names, which checkpoints hold.
         super().__init__(params, {"lr": lr, "strength": update_rms, "momentum": momentum, "every": orthogonalize_every,
                                   "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True})
@@ -89,10 +90,10 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            matrices = [parameter for parameter in group["params"] if id(parameter) in self._matrices]
+            matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
             self._orthogonally({place: each for place, each in enumerate(matrices) if each.grad is not None}, group)
             self._by_element([each for each in group["params"]
-                              if id(each) not in self._matrices and each.grad is not None], group)
+                              if id(each) not in self.matrices and each.grad is not None], group)
         return loss
 
     def _orthogonally(self, placed: Mapping[int, torch.Tensor], group: Mapping[str, Any]) -> None:

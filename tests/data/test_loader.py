@@ -340,7 +340,7 @@ def test_workers_that_hang_end_the_run(manifest, monkeypatch):
     with make(manifest, workers=1, timeout=2) as loader:
         with pytest.raises(SbkitError, match="the data workers hang"):
             list(loader.at(1))
-        (worker,) = loader._loader._iterator._workers
+        (worker,) = multiprocessing.active_children()
     worker.join(10)
     assert not alive(worker.pid)
 
@@ -369,7 +369,7 @@ def test_an_older_iteration_ends_when_a_new_one_begins(manifest):
 def test_close_ends_the_workers_and_the_loader_can_begin_anew(manifest):
     loader = make(manifest, workers=2)
     batch = next(iter(loader.at(1)))
-    workers = [worker.pid for worker in loader._loader._iterator._workers]
+    workers = [worker.pid for worker in multiprocessing.active_children()]
     loader.close()
     assert not any(map(alive, workers))
     assert same(next(iter(loader.at(1))), batch)
@@ -397,7 +397,7 @@ try:
         epoch += 1
         for batch in loader.at(epoch):
             if epoch == 1 and batch.step == 0:
-                print(*[worker.pid for worker in loader._loader._iterator._workers], flush=True)
+                print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
             time.sleep(0.01)
 except KeyboardInterrupt:
     for batch in loader.at(epoch + 1):  # the run ends in order: its workers still serve it
@@ -471,7 +471,7 @@ def test_workers_serve_on_after_sigterm_and_end_soon(manifest, tmp_path, monkeyp
     with make(manifest, workers=1, prefetch=1) as loader:
         batches = loader.at(1)
         next(batches)
-        (worker,) = loader._loader._iterator._workers
+        (worker,) = multiprocessing.active_children()
         worker.terminate()
         assert next(batches).ids and alive(worker.pid)
         worker.join(10)

@@ -59,8 +59,8 @@ def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):
     monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 1.0)
     wanted, shapes = [codecs.drawn(frames) for frames in (333, 50, 51)], []
     for engine in (codec.engine, codec.sounds):
-        compute = engine._compute
-        monkeypatch.setattr(engine, "_compute", lambda *inputs, compute=compute: (
+        compute = engine.compute
+        monkeypatch.setattr(engine, "compute", lambda *inputs, compute=compute: (
             shapes.append(inputs[0].shape), compute(*inputs))[1])
     sounds = [codecs.sound(codes) for codes in wanted]
     assert same(codec.encode(sounds), wanted) and same(codec.decode(wanted), sounds)

@@ -71,7 +71,7 @@ def test_everything_runs_in_one_thread(bundle, model, monkeypatch):
 
 def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
     engine = Engine(bundle, device="cpu")
-    thread = engine.worker._thread
+    thread = engine.worker.thread
     engine.close()
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
@@ -89,7 +89,7 @@ def test_a_process_can_train_after_a_program_was_closed(bundle):
 
 def test_an_engine_that_is_forgotten_ends_its_thread(bundle):
     engine = Engine(bundle, device="cpu")
-    thread = engine.worker._thread
+    thread = engine.worker.thread
     del engine
     thread.join(5)
     assert not thread.is_alive()

@@ -45,7 +45,7 @@ class Held:
 
     def __init__(self, engine, monkeypatch):
         self.go, self.inside, self.batches = threading.Event(), threading.Event(), []
-        step = engine._step
+        step = engine.step
 
         def waiting(windows, states):
             self.batches.append(len(windows))
@@ -53,7 +53,7 @@ class Held:
             self.go.wait(20)
             return step(windows, states)
 
-        monkeypatch.setattr(engine, "_step", waiting)
+        monkeypatch.setattr(engine, "step", waiting)
 
 
 class Slow:
@@ -162,13 +162,13 @@ def test_an_error_of_one_search_ends_that_stream_alone(engine):
 
 
 def test_a_step_that_fails_is_told_to_its_streams_and_the_next_ones_go_on(engine, monkeypatch):
-    step = engine._step
+    step = engine.step
     session = engine.open(greedy(engine), 160)
-    monkeypatch.setattr(engine, "_step", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine, "step", lambda *_: 1 / 0)
     session.feed(bundles.say("abc"))
     with pytest.raises(ZeroDivisionError):
         session.take(10)
-    monkeypatch.setattr(engine, "_step", step)
+    monkeypatch.setattr(engine, "step", step)
     after = engine.open(greedy(engine), 160)
     after.feed(bundles.say("abc"))
     after.finish()
@@ -176,7 +176,7 @@ def test_a_step_that_fails_is_told_to_its_streams_and_the_next_ones_go_on(engine
 
 
 def test_streams_that_find_no_memory_together_go_on_one_by_one(engine, monkeypatch):
-    step, tried = engine._step, []
+    step, tried = engine.step, []
 
     def small(windows, states):
         tried.append(len(windows))
@@ -184,7 +184,7 @@ def test_streams_that_find_no_memory_together_go_on_one_by_one(engine, monkeypat
             raise OutOfMemory("out of memory on cuda:0")
         return step(windows, states)
 
-    monkeypatch.setattr(engine, "_step", small)
+    monkeypatch.setattr(engine, "step", small)
     go = threading.Event()
     engine.worker.submit(go.wait, 10)
     sessions = [engine.open(greedy(engine), 160) for _ in range(3)]
@@ -281,7 +281,7 @@ def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
             waiting.result(10)
         held.go.set()
         closing.join(10)
-    assert not engine.worker._thread.is_alive()
+    assert not engine.worker.thread.is_alive()
 
 
 def test_closing_the_engine_releases_the_graph(bundle):
@@ -301,7 +301,7 @@ def test_closing_the_engine_releases_the_graph(bundle):
 def test_a_stream_that_gets_in_line_as_the_engine_closes_is_told(bundle, monkeypatch):
     engine = StreamEngine(bundle, device="cpu")
     session = engine.open(greedy(engine), 160)
-    monkeypatch.setattr(session, "_enter", lambda this: (engine.close(), engine._enter(this)))
+    monkeypatch.setattr(session, "_enter", lambda this: (engine.close(), engine.enter(this)))
     session.feed(bundles.say("abc"))
     with pytest.raises(SbkitError, match="the model was closed; load it again"):
         session.take(5)

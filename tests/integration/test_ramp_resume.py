@@ -51,7 +51,7 @@ def steps(out):
 def heard(out):
     """How much the run heard when its newest checkpoint was saved."""
     hearing = LearningProgress()
-    hearing._load(saved(out)[steps(out)] / "hearing.ckpt", end_of_epoch=False)
+    hearing.load(saved(out)[steps(out)] / "hearing.ckpt", end_of_epoch=False)
     keys = read_run(out).keys
     hearing.chance = keys.tokenizer.entropy(keys.corpus.load()["train"].texts)
     return hearing.score_at(steps(out) + 1)

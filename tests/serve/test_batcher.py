@@ -63,8 +63,8 @@ def test_what_comes_while_a_batch_runs_shares_the_next_one_in_its_budget(engine)
 
 def test_those_of_like_length_go_together_and_the_oldest_goes_first(engine, monkeypatch):
     shapes = []
-    run = Engine._batch
-    monkeypatch.setattr(Engine, "_batch", lambda self, signals: (shapes.append([*map(len, signals)]),
+    run = Engine.run_batch
+    monkeypatch.setattr(Engine, "run_batch", lambda self, signals: (shapes.append([*map(len, signals)]),
                                                                  run(self, signals))[1])
     batcher = Batcher(engine, seconds=8)
     go = held(engine)

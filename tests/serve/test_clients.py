@@ -40,7 +40,7 @@ def test_a_client_has_its_share_and_gets_it_back():
         assert refused.value.status == 429 and refused.value.headers["retry-after"]
         with shares.place(None, "requests"), shares.place("b", "requests"):
             pass
-    assert not shares._taken
+    assert not shares.taken
     with Shares(1, 0.01).place("a", "requests"):
         pass  # at least one
 

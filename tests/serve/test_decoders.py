@@ -100,9 +100,9 @@ def test_a_decoder_that_died_while_nobody_asked_is_replaced_and_no_file_blamed_f
     try:
         decoders.check()
         for text in ("a", "b"):
-            [decoder] = decoders._all
-            decoder._process.kill()
-            decoder._process.wait()
+            [decoder] = decoders.running
+            decoder.process.kill()
+            decoder.process.wait()
             assert len(decode(decoders, serving.wav(text))) == len(bundles.say(text))
         assert restarts == [1, 1]
     finally:
@@ -147,9 +147,9 @@ def test_a_decoder_that_never_starts_is_no_files_fault(tmp_path):
     try:
         decoders.check()
         flag.touch()
-        for each in decoders._all:
-            each._process.kill()
-            each._process.wait()
+        for each in decoders.running:
+            each.process.kill()
+            each.process.wait()
         with pytest.raises(ApiError, match="a process that decodes audio ended") as error:
             decode(decoders, serving.wav("a"))
         assert error.value.status == 503

@@ -112,7 +112,7 @@ def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data
     def look(end=False):
         signal, skip = tail.window()
         last = end and not tail.unseen_seconds
-        first, until = tail._start / RATE, (tail._start + len(signal)) / RATE
+        first, until = tail.start / RATE, (tail.start + len(signal)) / RATE
         from_ = first + skip * FRAME / RATE
         heard = [Word(word.text, max(word.start, from_) - from_, min(word.end, until) - from_, 1.0)
                  for word in spoken if word.end > from_ + 1e-6 and word.start < until - 1e-6]

@@ -307,7 +307,7 @@ def test_a_client_that_speaks_faster_than_it_is_heard_has_to_wait(server):
         start(socket)
         sending = threading.Thread(target=lambda: [socket.send(bytes(64_000)) for _ in range(100)], daemon=True)
         sending.start()
-        [session] = server.state.live_sessions._sessions
+        [session] = server.state.live_sessions.sessions
         serving.until(lambda: session.seconds > 4)
         time.sleep(0.5)
         assert session.seconds < 10, "what is taken in and not heard yet is bounded"

@@ -78,21 +78,22 @@ def test_parts_are_promised_up_to_the_bound_and_given_back(monkeypatch):
 
 
 def test_a_decoder_asks_for_room_by_the_header_and_gives_back_what_it_did_not_need():
-    decoders = Decoders(Limits(decoders=1), disk=Disk(4 * MEGABYTE))
+    disk = Disk(4 * MEGABYTE)
+    decoders = Decoders(Limits(decoders=1), disk=disk)
     try:
         with tempfile.TemporaryFile() as file:
             file.write(serving.silence(120, 16_000))  # 7.7 MB of samples
             file.flush()
             with pytest.raises(ApiError, match="needs 8 MB more") as refused:
                 decoders.decode(file, 16_000, Job())
-            assert refused.value.status == 503 and decoders._disk.held == 0
+            assert refused.value.status == 503 and disk.held == 0
         with tempfile.TemporaryFile() as file:
             file.write(serving.wav("hello"))
             file.flush()
             wave = decoders.decode(file, 16_000, Job())
-            assert decoders._disk.held == 4 * wave.samples
+            assert disk.held == 4 * wave.samples
             wave.close()
-        assert decoders._disk.held == 0
+        assert disk.held == 0
     finally:
         decoders.close()
 

@@ -121,7 +121,7 @@ def test_a_stop_while_the_models_are_loaded_is_no_error(bundle, monkeypatch):
     """What is loaded finds the socket closed and the decoders gone: that is the stop's doing."""
     def fill(running):
         os.kill(os.getpid(), signal.SIGTERM)
-        serving.until(lambda: running._state.stopping)
+        serving.until(lambda: running.state.stopping)
         time.sleep(1)
         ended.append(running)
         raise OSError(9, "Bad file descriptor")

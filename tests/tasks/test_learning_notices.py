@@ -54,8 +54,8 @@ class Trial:
         saved = (self.progress, self.notices)
         self.progress, self.notices = LearningProgress(self.progress.chance), LearningNotices("ctc")
         for before, after, name in zip(saved, (self.progress, self.notices), "ha", strict=True):
-            before._save(folder / name)
-            after._load(folder / name, True)
+            before.save(folder / name)
+            after.load(folder / name, True)
         self._prepare()
 
     @property

@@ -30,8 +30,8 @@ def test_a_run_that_was_saved_anywhere_goes_on_as_if_it_never_had_been(losses, d
     whole, first, second = LearningProgress(3.0), LearningProgress(3.0), LearningProgress(3.0)
     for step, loss in enumerate(losses, start=1):
         if step == cut:
-            first._save(path)
-            second._load(path, False)
+            first.save(path)
+            second.load(path, False)
         each = first if step < cut else second
         assert whole.score_at(step) == each.score_at(step)
         whole.count(step, loss, 1.0)
@@ -65,9 +65,9 @@ def test_a_loss_that_cannot_be_compared_is_followed_until_there_is_one_that_can(
     for step, (loss, comparable) in enumerate([(9.0, False), (9.0, False), (1.5, True), (9.0, False)], start=1):
         hearing.count(step, loss, 1.0, comparable)
     assert hearing.score_at(2 + LAG) == 0.0 and hearing.loss == 9.0 and not hearing.known
-    hearing._save(tmp_path / "hearing")
+    hearing.save(tmp_path / "hearing")
     again = LearningProgress(3.0)
-    again._load(tmp_path / "hearing", True)
+    again.load(tmp_path / "hearing", True)
     assert not again.known
     for one in (hearing, again):
         assert one.score_at(4 + LAG) == 0.5 and one.known

@@ -126,7 +126,7 @@ def test_of_the_flagship_it_takes_the_matrices_alone(tmp_path):
     hparams = load.load(ROOT / "hparams" / "ctc.yaml", {"output_folder": str(tmp_path), "num_encoder_layers": 1})
     model = hparams["model"]
     optimizer = hparams["opt_class"](model.parameters())
-    named = [name for name, p in model.named_parameters() if id(p) in optimizer._matrices and ".decoder." not in name]
+    named = [name for name, p in model.named_parameters() if id(p) in optimizer.matrices and ".decoder." not in name]
     layer = "1.encoder.layers.0."
     assert sorted(named) == sorted([
         "1.custom_src_module.layers.0.w.weight", f"{layer}mha_layer.in_proj_weight",
@@ -191,7 +191,7 @@ def test_a_weight_that_is_looked_up_too_learns_as_with_adamw():
     lookup, head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
     head.weight = lookup.weight
     both = nn.ModuleList([lookup, head, nn.Linear(6, 6)])
-    assert Muon(both.parameters(), modules=[both])._matrices == {id(both[2].weight)}
+    assert Muon(both.parameters(), modules=[both]).matrices == {id(both[2].weight)}
 
 
 def test_a_weight_that_thaws_has_a_direction_at_once():

@@ -18,7 +18,7 @@ SECTIONS = ("data", "copy", "features", "forward", "loss", "backward", "all-redu
 
 # Sections inside these don't count: a forward that activation checkpointing repeats is "backward".
 _WHOLE = frozenset({"backward", "all-reduce", "optimizer"})
-_DRAIN_EVERY = 16  # steps between reads of events that have passed
+DRAIN_EVERY = 16  # steps between reads of events that have passed
 
 _current: StepBudget | None = None
 
@@ -74,7 +74,7 @@ class StepBudget:
     def __init__(self, device: torch.device | str = "cpu", enabled: bool = True):
         self.device = torch.device(device)
         self.enabled = enabled
-        self._clock: _HostClock | _CudaClock = (
+        self.clock: _HostClock | _CudaClock = (
             _CudaClock(self.device) if self.device.type == "cuda" and enabled else _HostClock()
         )
         self.waits = HostWaits(self.device, enabled)
@@ -93,7 +93,7 @@ class StepBudget:
         self._marks: deque[tuple[Any, str | None]] = deque()
         self._open.clear()
         self._spans.clear()
-        self._last: Any = self._clock.now()  # a time or an event, depending on the clock
+        self._last: Any = self.clock.now()  # a time or an event, depending on the clock
         self.waits.reset()
         self.contention.reset()
 
@@ -123,7 +123,7 @@ class StepBudget:
         self.waits.step()
         self.contention.step()
         self._steps += 1
-        if self._steps % _DRAIN_EVERY == 0:
+        if self._steps % DRAIN_EVERY == 0:
             self._drain(wait=False)
 
     @contextlib.contextmanager
@@ -135,7 +135,7 @@ class StepBudget:
                 yield
         finally:
             if self.enabled:
-                self._marks.append((self._clock.now(), None))
+                self._marks.append((self.clock.now(), None))
 
     def exposed_all_reduce(self, loss: torch.Tensor) -> None:
         """Mark the end of backward's computations; call it in ``budget("backward")`` before ``loss.backward()``."""
@@ -194,22 +194,22 @@ class StepBudget:
 
     def _mark(self) -> None:
         if self.enabled:
-            self._marks.append((self._clock.now(), self._open[-1] if self._open else "other"))
+            self._marks.append((self.clock.now(), self._open[-1] if self._open else "other"))
 
     def _drain(self, wait: bool) -> None:
         marks = self._marks
         if not marks:
             return
         if wait:
-            self._clock.wait(marks[-1][0])
-        while marks and self._clock.passed(marks[0][0]):
+            self.clock.wait(marks[-1][0])
+        while marks and self.clock.passed(marks[0][0]):
             moment, name = marks.popleft()
             if name is not None:
-                spent = self._clock.between(self._last, moment)
+                spent = self.clock.between(self._last, moment)
                 self._total += spent
                 if name != "other":
                     self._seconds[name] = self._seconds.get(name, 0.0) + spent
-            self._clock.recycle(self._last)
+            self.clock.recycle(self._last)
             self._last = moment
 
 
@@ -252,10 +252,10 @@ class _CudaClock:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._spare: list[torch.cuda.Event] = []
+        self.spare: list[torch.cuda.Event] = []
 
     def now(self) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -269,7 +269,7 @@ class _CudaClock:
         moment.synchronize()
 
     def recycle(self, moment: torch.cuda.Event) -> None:
-        self._spare.append(moment)
+        self.spare.append(moment)
 
 
 def _duration(seconds: float) -> str:
