@@ -139,8 +139,7 @@ class EMA:
         if not 0.0 <= decay < 1.0:
             raise SbkitError(f"the decay of an average must be in [0, 1), not {decay}", hint="0.999 is usual")
         self.module, self.decay, self.updates = module, decay, 0
-        self.averages: dict[str, torch.Tensor] = {}
-        """By parameter name, empty until the first update."""
+        self._averages: dict[str, torch.Tensor] = {}  # empty until the first update
         self._swapped = False
 
     @torch.no_grad()
@@ -152,12 +151,12 @@ class EMA:
         if self._swapped:
             raise RuntimeError("EMA.update() inside EMA.swapped(): training must use its own weights")
         params = self._params()
-        if not self.averages:
-            self.averages = {name: _in_fp32(param) for name, param in params.items()}
-        elif len(self.averages) > len(params):  # some were frozen since
-            self.averages = {name: self.averages[name] for name in params}
+        if not self._averages:
+            self._averages = {name: _in_fp32(param) for name, param in params.items()}
+        elif len(self._averages) > len(params):  # some were frozen since
+            self._averages = {name: self._averages[name] for name in params}
         weight = 1.0 - min(self.decay, (1 + self.updates) / (10 + self.updates))
-        averages = [self.averages[name] for name in params]
+        averages = [self._averages[name] for name in params]
         targets = [param.to(mean.dtype) for param, mean in zip(params.values(), averages, strict=True)]
         if skipped is None:
             torch._foreach_lerp_(averages, targets, weight)
@@ -169,18 +168,18 @@ class EMA:
 
     def track_trainable(self) -> None:
         """Also average parameters that were unfrozen since the last update."""
-        if self.averages:
+        if self._averages:
             for name, param in self._params().items():
-                self.averages.setdefault(name, _in_fp32(param))
+                self._averages.setdefault(name, _in_fp32(param))
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
         """Give the module the averaged parameters inside this context."""
-        if not self.averages:
+        if not self._averages:
             yield
             return
         own = {name: param.detach().clone() for name, param in self._params().items()}
-        self._copy_in(self.averages)
+        self._copy_in(self._averages)
         self._swapped = True
         try:
             yield
@@ -191,7 +190,7 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return a state with the averages under ``weights``, as a complete state dict of the module."""
         weights = dict(self.module.state_dict())
-        averages = {id(param): self.averages.get(name) for name, param in self.module.named_parameters()}
+        averages = {id(param): self._averages.get(name) for name, param in self.module.named_parameters()}
         for name, param in self.module.named_parameters(remove_duplicate=False):  # tied parameters have several names
             if name in weights and averages[id(param)] is not None:
                 weights[name] = averages[id(param)]
@@ -203,7 +202,7 @@ class EMA:
         if unlike:
             raise SbkitError(f"the moving average in the checkpoint belongs to another model: {unlike}")
         self.updates = int(state["updates"])
-        self.averages = {
+        self._averages = {
             name: state["weights"][name].to(param.device, _wide(param.dtype), copy=True)
             for name, param in self.module.named_parameters() if param.is_floating_point()
         } if self.updates else {}  # including frozen ones, which may be unfrozen by now

@@ -439,11 +439,7 @@ def test_moving_averages_are_used_in_evaluation_only():
     toy.fit(range(1, 2), ToyTrainLoader(3), ToyEvalLoader(2))
     trained, evaluated = model[0].weight.detach(), seen[-1]
     assert toy.trainer.ema.updates == 3 and not torch.equal(trained, evaluated)
-<<<<<<< HEAD
     torch.testing.assert_close(evaluated, toy.trainer.ema.state_dict()["weights"]["0.weight"])
-=======
-    torch.testing.assert_close(evaluated, toy.trainer.ema.averages["0.weight"])
->>>>>>> 2294531 (What tests look at in engines, decoders, the step's clock and saved state is public)
 
 
 # ------------------------------------------------------------------ what it leaves out

@@ -152,11 +152,7 @@ class Normed(ToyBrain):
         return self.modules.model(batch.x)
 
     def look(self):
-<<<<<<< HEAD
         averages = {name: value.clone() for name, value in self.trainer.ema.state_dict()["weights"].items()}
-=======
-        averages = {name: value.clone() for name, value in self.trainer.ema.averages.items()}
->>>>>>> 2294531 (What tests look at in engines, decoders, the step's clock and saved state is public)
         return {**everything(self.modules.model), **averages}
 
     def on_fit_batch_start(self, batch, should_step):

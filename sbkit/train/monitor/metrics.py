@@ -119,12 +119,12 @@ class MetricsLog:
         self._file.start_afresh()
 
     @mark_as_saver
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def _save(self, path: str | os.PathLike[str]) -> None:
         self.flush()
         self._file.save(path)
 
     @mark_as_loader
-    def load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
         del end_of_epoch
         self._file.load(path)
 

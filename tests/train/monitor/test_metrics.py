@@ -108,21 +108,12 @@ def test_a_resumed_run_continues_where_its_checkpoint_stood(tmp_path):
 def test_evaluating_an_older_checkpoint_drops_nothing(tmp_path):
     trained = MetricsLog(tmp_path)
     trained.write("epoch", epoch=1)
-<<<<<<< HEAD
     save(trained, tmp_path / "best")
     trained.write("epoch", epoch=2)
     load(trained, tmp_path / "best", end_of_epoch=True)  # evaluate() in the same process
     trained.write("test", wer=1.0)
     later = MetricsLog(tmp_path)
     load(later, tmp_path / "best", end_of_epoch=True)  # --test_only
-=======
-    trained.save(tmp_path / "best")
-    trained.write("epoch", epoch=2)
-    trained.load(tmp_path / "best", end_of_epoch=True)  # evaluate() in the same process
-    trained.write("test", wer=1.0)
-    later = MetricsLog(tmp_path)
-    later.load(tmp_path / "best", end_of_epoch=True)  # --test_only
->>>>>>> 2294531 (What tests look at in engines, decoders, the step's clock and saved state is public)
     later.write("test", wer=1.0)
     assert [line["kind"] for line in lines(tmp_path)] == ["epoch", "epoch", "test", "test"]
 
@@ -151,17 +142,10 @@ def test_a_line_that_a_crash_broke_off_is_dropped(tmp_path, broken):
 def test_a_log_that_was_deleted_is_begun_anew(tmp_path):
     log = MetricsLog(tmp_path)
     log.write("step", step=1)
-<<<<<<< HEAD
     save(log, tmp_path / "checkpoint")
     log.path.unlink()
     again = MetricsLog(tmp_path)
     load(again, tmp_path / "checkpoint", end_of_epoch=False)
-=======
-    log.save(tmp_path / "checkpoint")
-    log.path.unlink()
-    again = MetricsLog(tmp_path)
-    again.load(tmp_path / "checkpoint", end_of_epoch=False)
->>>>>>> 2294531 (What tests look at in engines, decoders, the step's clock and saved state is public)
     again.write("step", step=2)
     assert [line["step"] for line in lines(tmp_path)] == [2]
 
