@@ -9,18 +9,18 @@ _TRANSFORMER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads"
                 "layerdrop": 0.1}
 _WAVES = {**_TRANSFORMER, "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 _LAYER = {"feat_extract_norm": "layer", "do_stable_layer_norm": True}
-_GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False}
+GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False}
 
 #: By what they are called in tests: the config's class, the model's and what they are given.
 KINDS = {
     "wav2vec2-layer": ("Wav2Vec2Config", "Wav2Vec2Model", {**_WAVES, **_LAYER}),
-    "wav2vec2-group": ("Wav2Vec2Config", "Wav2Vec2Model", {**_WAVES, **_GROUP}),
+    "wav2vec2-group": ("Wav2Vec2Config", "Wav2Vec2Model", {**_WAVES, **GROUP}),
     "mms-adapters": ("Wav2Vec2Config", "Wav2Vec2Model", {**_WAVES, **_LAYER, "adapter_attn_dim": 4}),
     "hubert-layer": ("HubertConfig", "HubertModel", {**_WAVES, **_LAYER}),
-    "hubert-group": ("HubertConfig", "HubertModel", {**_WAVES, **_GROUP}),
-    "hubert-batch-norm": ("HubertConfig", "HubertModel", {**_WAVES, **_GROUP, "conv_pos_batch_norm": True}),
+    "hubert-group": ("HubertConfig", "HubertModel", {**_WAVES, **GROUP}),
+    "hubert-batch-norm": ("HubertConfig", "HubertModel", {**_WAVES, **GROUP, "conv_pos_batch_norm": True}),
     "wavlm-layer": ("WavLMConfig", "WavLMModel", {**_WAVES, **_LAYER}),
-    "wavlm-group": ("WavLMConfig", "WavLMModel", {**_WAVES, **_GROUP}),
+    "wavlm-group": ("WavLMConfig", "WavLMModel", {**_WAVES, **GROUP}),
     "w2v-bert": ("Wav2Vec2BertConfig", "Wav2Vec2BertModel", {
         **_TRANSFORMER, "left_max_position_embeddings": 12, "right_max_position_embeddings": 5,
         "conv_depthwise_kernel_size": 7}),

@@ -139,7 +139,7 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
             run(_record, jobs), what=f"Speaking {hours:g} h of {language}", total=len(clips), unit="clip",
             show=show_progress,
         ))
-        _write_tables(aside, clips, milliseconds, language)
+        write_tables(aside, clips, milliseconds, language)
         (aside / "demo.json").write_text(json.dumps({**made_with, "synthetic": "espeak-ng"}, indent=1) + "\n")
         disk.sync_file_system(aside)
         try:
@@ -364,7 +364,7 @@ def _file_name(clip: DemoClip, language: str) -> str:
     return f"common_voice_{language}_{clip.number}.mp3"
 
 
-def _write_tables(folder: Path, clips: Sequence[DemoClip], milliseconds: Sequence[int], language: str) -> None:
+def write_tables(folder: Path, clips: Sequence[DemoClip], milliseconds: Sequence[int], language: str) -> None:
     votes = {"invalidated": (0, 2), "other": (1, 0)}
     rows: dict[str, list[str]] = {name: [] for name in (*SHARES, "validated", *EXTRAS)}
     for clip in clips:

@@ -25,11 +25,11 @@ from sbkit.system.cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 256
+CHUNK = 256
 # For fewer recordings, starting processes takes longer than measuring (about 60 microseconds per file).
-_WORTH_PROCESSES = 2000
+WORTH_PROCESSES = 2000
 _JOURNAL_SECONDS = 5.0
-_COMMAND = tuple(helper_process.command("sbkit.data.measure"))
+COMMAND = tuple(helper_process.command("sbkit.data.measure"))
 
 
 def default_workers() -> int:
@@ -66,7 +66,7 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
     with _Journal(journal) as notes, progress(what=what, total=len(wavs), unit="file",
                                               show=show_progress) as bar:
         bar.update(len(wavs) - len(todo))
-        chunks = [todo[i : i + _CHUNK] for i in range(0, len(todo), _CHUNK)]
+        chunks = [todo[i : i + CHUNK] for i in range(0, len(todo), CHUNK)]
         for chunk, results in _measured(chunks, wavs, (remote, whole), workers or default_workers()):
             for i, result in zip(chunk, results, strict=True):
                 _store(seconds, causes, i, result)
@@ -93,7 +93,7 @@ def _store(seconds: np.ndarray, causes: dict[int, str], i: int, result: float | 
 
 def _measured(chunks: list[list[int]], wavs: Sequence[str], how: tuple[Remote, bool],
               workers: int) -> Iterator[tuple[list[int], list[float | str]]]:
-    if workers <= 1 or sum(map(len, chunks)) < _WORTH_PROCESSES or not _Processes.work():
+    if workers <= 1 or sum(map(len, chunks)) < WORTH_PROCESSES or not _Processes.work():
         for chunk in chunks:
             yield chunk, [measure_one(wavs[i], *how) for i in chunk]
         return
@@ -140,7 +140,7 @@ class _Processes:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env=helper_process.environment(), text=True, encoding="utf-8")
         self._all.append(process)
         return process

@@ -33,7 +33,7 @@ REASONS = (MALFORMED, REFUSED, "repeated id", "also in dev or test", MISSING, "n
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
 _EXAMPLES = 10
-_SAMPLE = 200
+SAMPLE = 200
 #: If more of the sample than this has a wrong duration in the list, all recordings are measured.
 _DISAGREE_SHARE = 0.05
 #: The same if more of it than this can't be read: so many damaged recordings would end a training.
@@ -182,7 +182,7 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
     unlisted = usable[~np.isfinite(durations[usable])]
     sample = listed
     if check_audio != "all":
-        sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(_SAMPLE, len(listed)), dtype=int))]
+        sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(SAMPLE, len(listed)), dtype=int))]
 
     def measured(at: np.ndarray, what: str) -> np.ndarray:
         seconds, causes = measure([rows.wavs[i] for i in at], workers=workers, journal=journal, remote=remote,

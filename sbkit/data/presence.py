@@ -14,7 +14,7 @@ from sbkit.data.remote import Remote
 from sbkit.errors import SbkitError
 
 # From about this many files on, listing a folder is faster than asking for each.
-_WORTH_LISTING = 20
+WORTH_LISTING = 20
 
 
 def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -> np.ndarray:
@@ -28,7 +28,7 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
     plain = ~member & ~remote
     counts = np.bincount(codes[plain], minlength=len(names))
     there = []
-    for code in np.flatnonzero(counts >= _WORTH_LISTING):
+    for code in np.flatnonzero(counts >= WORTH_LISTING):
         folder = names[code]
         if folder not in listings:
             listings[folder] = _listing(folder)
@@ -37,7 +37,7 @@ def existing(wavs: Column, listings: dict[str, pa.Array | None] | None = None) -
         else:
             there.append(listings[folder])
     if there:
-        listed = plain & (counts[codes] >= _WORTH_LISTING)
+        listed = plain & (counts[codes] >= WORTH_LISTING)
         result[listed] = _np(pc.is_in(path, pa.concat_arrays(there)))[listed]
         plain[listed] = False
     for i in np.flatnonzero(plain).tolist():

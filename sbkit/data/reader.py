@@ -152,7 +152,7 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
 
 
 #: Signals that are sent to whole process groups but are meant for the run.
-_GROUP_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)}
+GROUP_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)}
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def starting_workers() -> Iterator[None]:
 
     Otherwise a worker that is still starting would die of a Ctrl-C, and its run would wait for it.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         yield
     finally:
@@ -190,4 +190,4 @@ def quiet_worker(worker: int) -> None:
     # Exit code 0: torch raises an error in the run, wherever it is, when a worker is killed.
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_AFTER_SIGTERM))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)

@@ -79,7 +79,7 @@ class Remote:
             if scheme_of(url) in _HTTP:
                 data = _over_http(url, offset, wanted, self.seconds)
             else:
-                data = _from_store(url, offset, wanted, self.seconds)
+                data = from_store(url, offset, wanted, self.seconds)
         except OSError:
             raise
         except Exception as error:  # each client has its own, for missing credentials or packages
@@ -96,7 +96,7 @@ class Remote:
 NOWHERE = Remote()
 
 
-def _from_store(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
+def from_store(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
     import fsspec  # slow, and only needed for object stores
 
     filesystem, inside = fsspec.core.url_to_fs(url)

@@ -15,7 +15,7 @@ from sbkit.data import audio
 from sbkit.data.audio import AudioError
 from sbkit.data.remote import NOWHERE, Remote
 
-_BLOCK_SECONDS = 10.0
+BLOCK_SECONDS = 10.0
 _LOST_SECONDS = 1.0  # tolerated difference between a recording's length and its header
 
 
@@ -95,7 +95,7 @@ def _decoded(recording: Recording, source: str | os.PathLike[str] | bytes | Bina
         if at:
             file.seek(at)
         file.seekable = lambda: False  # otherwise soundfile seeks after each read, which is slow, and inexact for MP3
-        size = round(_BLOCK_SECONDS * own)
+        size = round(BLOCK_SECONDS * own)
         if first > at:  # where seeking isn't exact, decode what comes before too
             at += sum(map(len, _reads(file, name, first - at, size)))
             if at < first:

@@ -26,7 +26,7 @@ from sbkit.system.console import progress
 #: What the command writes beside the sounds: ids, texts and speakers of them.
 SOUNDS = "manifest.csv"
 #: Codes that are decoded at once.
-_AT_ONCE_SECONDS = 600.0
+AT_ONCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _write(codec: CodecModel, codes: Codes, folder: Path, what: str, format: str
         for window in _windows(codes, codec.books.frame_rate):
             for utterance, sound in zip(window, codec.decode([each.codes for each in window]), strict=True):
                 path = folder / f"{next(names)}.{format}"
-                _write_sound(path, sound, format, codec.sample_rate)
+                write_sound(path, sound, format, codec.sample_rate)
                 ids.append(utterance.id)
                 wavs.append(str(path))
                 seconds.append(len(sound) / codec.sample_rate)
@@ -116,7 +116,7 @@ def _windows(codes: Codes, frame_rate: float) -> Iterator[list[CodedUtterance]]:
     window: list[CodedUtterance] = []
     frames = 0
     for each in codes:
-        if window and (frames + len(each.codes)) > _AT_ONCE_SECONDS * frame_rate:
+        if window and (frames + len(each.codes)) > AT_ONCE_SECONDS * frame_rate:
             yield window
             window, frames = [], 0
         window.append(each)
@@ -124,7 +124,7 @@ def _windows(codes: Codes, frame_rate: float) -> Iterator[list[CodedUtterance]]:
     yield window
 
 
-def _write_sound(path: Path, sound: np.ndarray, format: str, rate: int) -> None:
+def write_sound(path: Path, sound: np.ndarray, format: str, rate: int) -> None:
     with path.open("wb") as file:
         writer = SoundWriter(file, format, rate)
         writer.add(sound)

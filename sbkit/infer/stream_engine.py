@@ -160,7 +160,7 @@ class StreamEngine(BundleEngine):
                 sessions.append(session)
                 windows.append(window)
         if sessions:
-            self._take_step(sessions, windows)
+            self.take_step(sessions, windows)
 
     def _take(self) -> list[Session]:
         with self._lock:
@@ -174,7 +174,7 @@ class StreamEngine(BundleEngine):
             self.worker.submit(self._turn)
         return taken
 
-    def _take_step(self, sessions: list[Session], windows: list[Window]) -> None:
+    def take_step(self, sessions: list[Session], windows: list[Window]) -> None:
         try:
             self._began = time.monotonic()
             found = self.step(windows, [session.state for session in sessions])
@@ -184,7 +184,7 @@ class StreamEngine(BundleEngine):
                 if alone:
                     session.fail(error)
                 else:
-                    self._take_step([session], [window])
+                    self.take_step([session], [window])
             return
         finally:
             self._began = None

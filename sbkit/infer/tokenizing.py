@@ -36,7 +36,7 @@ from sbkit.system.console import progress
 #: Where the lists of a corpus are kept, and audio that had to be unpacked, so that another run need not look again.
 PREPARED = "manifests"
 #: Audio that is read while as much is coded.
-_AT_ONCE_SECONDS = 600.0
+AT_ONCE_SECONDS = 600.0
 #: Why a recording is left out that can be read: what the codec makes of it are no codes, or no shard can hold it.
 UNCODABLE = "uncodable"
 _NAMED = 5  # recordings that were left out, on the screen
@@ -241,7 +241,7 @@ def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[list[_
 
 def _windows(durations: np.ndarray) -> list[range]:
     """Cut rows into stretches of a few minutes, or one row that is longer."""
-    ends = np.cumsum(durations, dtype=np.float64) // _AT_ONCE_SECONDS
+    ends = np.cumsum(durations, dtype=np.float64) // AT_ONCE_SECONDS
     cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(durations)]
     return [range(*pair) for pair in itertools.pairwise(cuts) if pair[0] < pair[1]]
 

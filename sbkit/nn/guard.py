@@ -16,7 +16,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
 
 # With this many unread checks the oldest is waited for, so that a log that is never polled does not grow for ever.
-_MAX_PENDING = 1024
+MAX_PENDING = 1024
 
 
 @dataclass
@@ -46,7 +46,7 @@ class GuardLog:
         return len(self._pending)
 
     def add(self, check: _Check) -> None:
-        self.poll(wait=len(self._pending) >= _MAX_PENDING)
+        self.poll(wait=len(self._pending) >= MAX_PENDING)
         self._pending.append(check)
 
     def poll(self, wait: bool = False) -> None:

@@ -22,7 +22,7 @@ from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import is_tuple, looks_like_number, static
 
-_COMMON = ("torch", "torchaudio", "speechbrain", "sbkit", "transformers", "numpy")
+COMMON = ("torch", "torchaudio", "speechbrain", "sbkit", "transformers", "numpy")
 #: Ends of the names of arguments that take a class, although they are often annotated with the type of its objects.
 _FACTORIES = ("class", "cls", "type", "factory", "fn", "module")
 _TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
@@ -69,7 +69,7 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # whatev
         if hasattr(builtins, parts[0]):
             target = builtins
         else:
-            near = did_you_mean(parts[0], [*sys.stdlib_module_names, *_COMMON], 0.8)
+            near = did_you_mean(parts[0], [*sys.stdlib_module_names, *COMMON], 0.8)
             near = None if near == parts[0] else near
             raise LookupError(f"there is no module {parts[0]}", f"did you mean {near}?" if near else "is it installed?")
     for i in range(used, len(parts)):

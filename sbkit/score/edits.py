@@ -32,7 +32,7 @@ _FAR = 1 << 60  # unreachable
 
 _AT_ONCE = 10_000  # pairs whose tokens are encoded at once
 _FRONT = 100_000  # cells of all fronts in memory at once
-_CELLS = 16_000_000  # bytes of the table in memory at once
+CELLS = 16_000_000  # bytes of the table in memory at once
 
 
 _Item = TypeVar("_Item")
@@ -151,7 +151,7 @@ def _groups(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> Itera
     for i in order:
         rows, columns = len(references[i]) + 1, len(hypotheses[i]) + 1
         widest = max(widest, columns)
-        if group and (len(group) + 1) * rows * (rows + widest) > _CELLS:
+        if group and (len(group) + 1) * rows * (rows + widest) > CELLS:
             yield group
             group, widest = [], columns
         group.append(i)

@@ -18,7 +18,7 @@ from websockets.frames import Frame
 from sbkit.serve.clients import address
 from sbkit.serve.connection_limit import ConnectionLimit
 
-_CHECK_SECONDS = 5.0
+CHECK_SECONDS = 5.0
 _SLOW_READER_SECONDS = 60.0  # for a client to read any of what waits for it
 _LAST_SECONDS = 10.0  # to read what was sent to a WebSocket before its end
 _UNREAD_BYTES = 1 << 14  # sent and not read, in the system's buffer and in this process
@@ -77,7 +77,7 @@ class TimedConnection(H11Protocol):
         transport.max_size = _READ_HTTP_BYTES  # type: ignore[attr-defined]  # of asyncio's own
         self.address = _owner(self.client, self.config)
         self._seen: object = self
-        self._watch = self.loop.call_later(_CHECK_SECONDS, self._check_idle)
+        self._watch = self.loop.call_later(CHECK_SECONDS, self._check_idle)
         self._whole = self._doors.enter(self, self.connections)
         if not self._whole:
             self.app = self._doors.only_probes(self.app)
@@ -127,11 +127,11 @@ class TimedConnection(H11Protocol):
         idle = self.idle_since is not None
         if idle and self._seen is self.cycle:
             if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-                self.send_400_response(f"The request's headers took more than {_CHECK_SECONDS:g} s.")
+                self.send_400_response(f"The request's headers took more than {CHECK_SECONDS:g} s.")
             self.transport.close()
             return
         self._seen = self.cycle if idle else self
-        self._watch = self.loop.call_later(_CHECK_SECONDS, self._check_idle)
+        self._watch = self.loop.call_later(CHECK_SECONDS, self._check_idle)
 
 
 class LiveSocket(WebSocketsSansIOProtocol):

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_GROUP = Path("/proc/self/cgroup")
-_MOUNT = Path("/sys/fs/cgroup")
+GROUP = Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
@@ -36,14 +36,14 @@ def keep_to_usable_cores() -> None:
 
 def quotas() -> Iterator[float]:
     """Yield the quotas in cores of this process's control group and all its parents, for cgroups version 1 and 2."""
-    second = _MOUNT / "unified" if (_MOUNT / "unified").is_dir() else _MOUNT  # next to version 1, or alone
-    for line in _read(_GROUP).split("\n"):
+    second = MOUNT / "unified" if (MOUNT / "unified").is_dir() else MOUNT  # next to version 1, or alone
+    for line in _read(GROUP).split("\n"):
         if line.count(":") < 2:
             continue
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        mount = _MOUNT / "cpu" if controllers else second
+        mount = MOUNT / "cpu" if controllers else second
         folder = mount / path.strip("/")
         if ".." in folder.parts or not folder.is_dir():  # a container's root has the host's name for it
             folder = mount

@@ -143,7 +143,7 @@ def size(count: float) -> str:
 
 def check_room(path: str | os.PathLike[str], needed: float, hint: str) -> None:
     """Raise if the disk of ``path`` has less room than ``needed``, before work begins."""
-    if needed > _usable(_status(Path(path))):
+    if needed > usable(_status(Path(path))):
         raise SbkitError(explain(OSError(errno.ENOSPC, ""), path, needed), hint=hint)
 
 
@@ -154,12 +154,12 @@ def _free(path: Path) -> str:
     except OSError:
         return "unknown"
     full = "" if not found.f_files or found.f_favail else ", but it can hold no more files"
-    return size(_usable(found)) + full
+    return size(usable(found)) + full
 
 
 def _status(path: Path) -> os.statvfs_result:
     return os.statvfs(next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()))
 
 
-def _usable(found: os.statvfs_result) -> int:
+def usable(found: os.statvfs_result) -> int:
     return found.f_bavail * found.f_frsize

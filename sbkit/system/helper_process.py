@@ -18,7 +18,7 @@ _SWITCH = "PYTHONSAFEPATH"
 #: Longest name in bytes of a temporary folder in which multiprocessing can create its sockets: of 107 in
 #: all, ``/pymp-xxxxxxxx/listener-xxxxxxxx`` are 32.
 _LONGEST_FOLDER = 75
-_HOME = str(Path(__file__).resolve().parents[2])
+HOME = str(Path(__file__).resolve().parents[2])
 #: Only ``sys`` and ``runpy`` are imported before the path is right; "" stands for the working directory.
 _RUN = ("import sys; sys.path[:] = [each for each in sys.path if each]; home, module = sys.argv[1:3]; "
         "del sys.argv[1:3]; home in sys.path or sys.path.insert(0, home); "
@@ -27,7 +27,7 @@ _RUN = ("import sys; sys.path[:] = [each for each in sys.path if each]; home, mo
 
 def command(module: str) -> list[str]:
     """The command that runs one of sbkit's modules; append its arguments."""
-    return [sys.executable, "-c", _RUN, _HOME, module]
+    return [sys.executable, "-c", _RUN, HOME, module]
 
 
 def environment(names: Iterable[str] | None = None) -> dict[str, str]:

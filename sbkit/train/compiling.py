@@ -16,7 +16,7 @@ from sbkit.train.distributed.sharding import blocks
 logger = logging.getLogger(__name__)
 
 
-class _Compiled:
+class Compiled:
     pass
 
 
@@ -54,7 +54,7 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
     # a bucket: they would lose fusions and gain nothing.
     torch._dynamo.config.optimize_ddp = False
     for module in found.values():
-        if not isinstance(module, _Compiled):
+        if not isinstance(module, Compiled):
             kind = type(module)
             module.__class__ = _compiled(kind, mode, fullgraph)  # type: ignore[arg-type]  # mypy asks objects' __hash__
     logger.info("--compile: %d layers will be compiled during the first epoch%s", len(found),
@@ -82,7 +82,7 @@ def _compiled(kind: type[nn.Module], mode: str | None, fullgraph: bool) -> type:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
         return run(self, *args, **kwargs)
 
-    return type(kind.__name__, (_Compiled, kind), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (Compiled, kind), {"forward": forward, "__module__": kind.__module__})
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from sbkit.train import rng
 from sbkit.train.checkpoint.state import TENSORS
 
 # A larger tensor is copied at each step only after it was seen to change: most of them are constant tables.
-_SMALL = 1 << 16
+SMALL = 1 << 16
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -94,7 +94,7 @@ class ForwardState:
         self.found_new_buffers = self._first_step_done and not written <= self._written
         self._written |= written
         large = [] if self._first_step_done else [
-            (i, view) for group in self._groups for i, view in group.before.items() if view.numel() > _SMALL]
+            (i, view) for group in self._groups for i, view in group.before.items() if view.numel() > SMALL]
         self._first_step_done = True
         return [i for i, view in large if _kind(now[i]) == _kind(view) and torch.equal(now[i], view)]
 

@@ -235,7 +235,7 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise SbkitError("the disk is full")
 
-    monkeypatch.setattr(demo, "_write_tables", fail)
+    monkeypatch.setattr(demo, "write_tables", fail)
     with pytest.raises(SbkitError, match="disk is full"):
         demo.make_demo_corpus(tmp_path / "out", hours=0.01, workers=1, show_progress=False)
     assert list((tmp_path / "out").iterdir()) == []

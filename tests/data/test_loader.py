@@ -438,7 +438,7 @@ def _starts_slowly(say):
     say.send("ready")
 
 
-@pytest.mark.parametrize("number", sorted(reader._GROUP_SIGNALS))
+@pytest.mark.parametrize("number", sorted(reader.GROUP_SIGNALS))
 def test_a_worker_that_is_still_starting_does_not_die_of_what_is_meant_for_its_run(number):
     fork = multiprocessing.get_context("fork")
     hear, say = fork.Pipe(duplex=False)

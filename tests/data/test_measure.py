@@ -24,8 +24,8 @@ def wavs(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_seconds_and_causes(wavs, tmp_path, workers, monkeypatch):
-    monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
-    monkeypatch.setattr(module, "_CHUNK", 3)
+    monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
+    monkeypatch.setattr(module, "CHUNK", 3)
     (tmp_path / "bad.wav").write_bytes(b"RIFF nonsense")
     names = [*wavs, str(tmp_path / "bad.wav"), str(tmp_path / "absent.wav")]
     seconds, causes = measure(names, workers=workers, show_progress=False)
@@ -35,8 +35,8 @@ def test_seconds_and_causes(wavs, tmp_path, workers, monkeypatch):
 
 
 def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(wavs, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
-    monkeypatch.setattr(module, "_CHUNK", 4)
+    monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
+    monkeypatch.setattr(module, "CHUNK", 4)
     # A helper that dies on one file, as libsndfile may.
     helper = tmp_path / "helper.py"
     helper.write_text(
@@ -45,15 +45,15 @@ def test_a_recording_that_crashes_the_decoder_is_named_and_others_are_measured(w
         "    wavs, *_ = json.loads(line)\n"
         "    if any(wav.endswith('/5.wav') for wav in wavs): os._exit(139)\n"
         "    print(json.dumps([measure_one(wav) for wav in wavs]), flush=True)\n")
-    monkeypatch.setattr(module, "_COMMAND", [sys.executable, str(helper)])
+    monkeypatch.setattr(module, "COMMAND", [sys.executable, str(helper)])
     seconds, causes = measure(wavs, workers=2, show_progress=False)
     assert causes == {5: "crashes the decoder"}
     assert np.isfinite(np.delete(seconds, 5)).all()
 
 
 def test_where_helpers_do_not_run_it_is_measured_without(wavs, monkeypatch, caplog):
-    monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
-    monkeypatch.setattr(module, "_COMMAND", [sys.executable, "-c", "import no_such_module"])
+    monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
+    monkeypatch.setattr(module, "COMMAND", [sys.executable, "-c", "import no_such_module"])
     seconds, causes = measure(wavs, workers=2, show_progress=False)
     assert np.isfinite(seconds).all() and causes == {} and "does not run" in caplog.text
 
@@ -63,7 +63,7 @@ def test_helpers_import_nothing_from_the_folder_they_are_started_in(wavs, tmp_pa
     for name in ("soxr", "numpy"):
         (tmp_path / "here" / f"{name}.py").write_text("open('ran', 'w').close(); raise ImportError('not this one')")
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(module, "_WORTH_PROCESSES", 1)
+    monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
     seconds, _ = measure(wavs, workers=2, show_progress=False)
     assert np.isfinite(seconds).all() and not (tmp_path / "here" / "ran").exists() and caplog.text == ""
 

@@ -125,7 +125,7 @@ def test_a_listed_duration_that_is_wrong_is_corrected(clips):
 
 
 def test_a_list_of_durations_that_is_mostly_wrong_is_not_believed(clips, monkeypatch, caplog):
-    monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 3)
+    monkeypatch.setattr("sbkit.data.prepare.SAMPLE", 3)
     source = rows(clips, *[("long.wav", "a")] * 10, durations=[1.0] * 10)
     manifest, report = prepare(source)
     np.testing.assert_allclose(manifest.durations, [3.0] * 10)
@@ -133,7 +133,7 @@ def test_a_list_of_durations_that_is_mostly_wrong_is_not_believed(clips, monkeyp
 
 
 def test_where_sampled_recordings_are_damaged_all_are_looked_at(clips, monkeypatch, caplog):
-    monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 3)
+    monkeypatch.setattr("sbkit.data.prepare.SAMPLE", 3)
     names = ["bad.wav", "good.wav"] * 5
     manifest, report = prepare(rows(clips, *[(name, "a") for name in names], durations=[1.0] * 10))
     assert len(manifest) == 5 and counts(report) == {"undecodable": 5} and "measuring them all" in caplog.text
@@ -163,14 +163,14 @@ def test_segments_before_the_cut_of_their_recording_are_kept(clips, tmp_path):
 
 
 def test_a_duration_of_nothing_is_one_that_nobody_measured(clips, monkeypatch):
-    monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 2)
+    monkeypatch.setattr("sbkit.data.prepare.SAMPLE", 2)
     manifest, report = prepare(rows(clips, *[("good.wav", "a")] * 5, durations=[1, 0, 1, 0, 1]))
     np.testing.assert_allclose(manifest.durations, [1.0] * 5)
     assert report.durations["measured"] == 2
 
 
 def test_a_sample_is_enough_where_it_agrees_and_all_are_opened_on_request(clips, monkeypatch):
-    monkeypatch.setattr("sbkit.data.prepare._SAMPLE", 3)
+    monkeypatch.setattr("sbkit.data.prepare.SAMPLE", 3)
     source = rows(clips, *[("good.wav", "a")] * 10, durations=[1.0] * 10)
     assert prepare(source)[1].durations["checked"] == 3
     assert prepare(source, check_audio="all")[1].durations["checked"] == 10
@@ -192,7 +192,7 @@ def test_a_segment_without_a_duration_lasts_to_the_end(clips):
 
 @pytest.mark.parametrize("listing", [1, 2, 1000])
 def test_what_exists(clips, tmp_path, monkeypatch, listing):
-    monkeypatch.setattr("sbkit.data.presence._WORTH_LISTING", listing)
+    monkeypatch.setattr("sbkit.data.presence.WORTH_LISTING", listing)
     shard = tmp_path / "s.tar"
     shard.write_bytes(bytes(2000))
     wavs = Column([f"{clips}/good.wav", f"{clips}/gone.wav", "/nowhere/a.wav",

@@ -183,7 +183,7 @@ def test_a_report_opens_no_urls_unless_told_to(server):
 
 @pytest.mark.slow
 def test_processes_that_measure_know_what_is_allowed(server, monkeypatch):
-    monkeypatch.setattr(measure, "_WORTH_PROCESSES", 1)
+    monkeypatch.setattr(measure, "WORTH_PROCESSES", 1)
     seconds, causes = measure.measure([f"{server.url}/a"] * 2, workers=2, remote=Remote(("http",)), show_progress=False)
     assert seconds.tolist() == [0.5, 0.5] and causes == {}
     _, causes = measure.measure([f"{server.url}/a"] * 2, workers=2, show_progress=False)
@@ -250,7 +250,7 @@ def test_what_a_client_raises_is_told_in_its_words(monkeypatch):
     def lacks(*args):
         raise ImportError("Install s3fs to access S3")
 
-    monkeypatch.setattr(remote, "_from_store", lacks)
+    monkeypatch.setattr(remote, "from_store", lacks)
     with pytest.raises(AudioError, match=r"s3://bucket/a\.wav: Install s3fs"):
         audio_info("s3://bucket/a.wav", Remote(("s3",)))
 

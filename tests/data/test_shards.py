@@ -298,7 +298,7 @@ def test_mistakes_are_told(manifest, tmp_path, monkeypatch):
         pack(manifest.select([]), tmp_path)
     with pytest.raises(SbkitError, match=r"not one of 20 recordings could be read.*no such file"):
         pack(manifest.replace(wavs=["/nowhere.mp3"] * 20), tmp_path)
-    monkeypatch.setattr(disk, "_usable", lambda _: 10)
+    monkeypatch.setattr(disk, "usable", lambda _: 10)
     with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); choose another folder"):
         pack(manifest, tmp_path / "full")
 

@@ -265,7 +265,7 @@ def test_archives_that_lead_out_of_the_folder_or_hold_links_and_devices_are_refu
 
 
 def test_a_bomb_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive_module, "_ALWAYS_ALLOWED", 1 << 20)
+    monkeypatch.setattr(archive_module, "ALWAYS_ALLOWED", 1 << 20)
     path = hostile(tmp_path / "bomb.tar.gz", (member("cv/clips/a.mp3"), bytes(30 << 20)))
     assert path.stat().st_size < 100_000
     with pytest.raises(SbkitError, match="more than 20 times its size"):
@@ -292,7 +292,7 @@ def test_only_clips_and_tables_are_unpacked(tmp_path):
 
 
 def test_a_disk_that_is_too_small_is_told_before(download, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_usable", lambda _: 10)
+    monkeypatch.setattr(disk, "usable", lambda _: 10)
     with pytest.raises(SbkitError, match=r"\(it needs about .* kB, free: 10 bytes\); set the corpus's cache_folder"):
         prepare(download, tmp_path / "m")
 

@@ -74,7 +74,7 @@ def test_every_shape_gives_the_same_manifest(source, tmp_path):
 
 def test_it_is_stored_once(source, tmp_path, monkeypatch):
     first = Corpus(source, folder=tmp_path / "m").prepare(show_progress=False)
-    monkeypatch.setattr(embedded._ShardWriter, "add", lambda *_: pytest.fail("stored twice"))
+    monkeypatch.setattr(embedded.ShardWriter, "add", lambda *_: pytest.fail("stored twice"))
     again = Corpus(source, folder=tmp_path / "m", text={"case": "upper"}).prepare(show_progress=False)
     assert again["train"].wavs == first["train"].wavs and again["train"].texts[0] == "SENTENCE 0"
 
@@ -89,9 +89,9 @@ def test_a_shard_that_is_gone_is_stored_again(source, tmp_path):
 
 def test_an_interrupted_storing_goes_on_after_the_last_shard(tmp_path, monkeypatch):
     make(10).to_parquet(tmp_path / "p" / "train.parquet")
-    monkeypatch.setattr(embedded, "_SHARD_ROWS", 3)
-    monkeypatch.setattr("sbkit.data.sources.huggingface._BATCH", 1)
-    add, rows = embedded._ShardWriter.add, []
+    monkeypatch.setattr(embedded, "SHARD_ROWS", 3)
+    monkeypatch.setattr("sbkit.data.sources.huggingface.BATCH", 1)
+    add, rows = embedded.ShardWriter.add, []
 
     def stop_at_eight(self, row, number):
         if number == 8 and stop:
@@ -100,7 +100,7 @@ def test_an_interrupted_storing_goes_on_after_the_last_shard(tmp_path, monkeypat
         add(self, row, number)
 
     stop = True
-    monkeypatch.setattr(embedded._ShardWriter, "add", stop_at_eight)
+    monkeypatch.setattr(embedded.ShardWriter, "add", stop_at_eight)
     with pytest.raises(KeyboardInterrupt):
         Corpus(tmp_path / "p", folder=tmp_path / "m").prepare(show_progress=False)
     files = sorted(path.name for path in (tmp_path / "m" / "audio").rglob("*train-*"))

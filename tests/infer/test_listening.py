@@ -331,7 +331,7 @@ def test_a_model_that_fails_is_told_once(bundle, monkeypatch, tmp_path, capsys):
         for each in sessions:
             each.fail(SbkitError("it broke"))
 
-    monkeypatch.setattr(StreamEngine, "_take_step", broken)
+    monkeypatch.setattr(StreamEngine, "take_step", broken)
     assert listen(bundle, monkeypatch, tmp_path, pcm("abc")) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.splitlines()[-1] == "error: it broke"

@@ -41,7 +41,7 @@ def joined(recording, rate=16_000):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(recordings, "_BLOCK_SECONDS", 0.7)
+    monkeypatch.setattr(recordings, "BLOCK_SECONDS", 0.7)
 
 
 @pytest.mark.parametrize("rate, channels", [(16_000, 1), (48_000, 2), (44_100, 1), (8_000, 1)])

@@ -46,7 +46,7 @@ def refused(capsys, *words):
 
 @pytest.mark.parametrize("format", ["wav", "flac"])
 def test_sounds_are_those_of_the_codes(bundle, tmp_path, format, monkeypatch, capsys):
-    monkeypatch.setattr(resynthesis, "_AT_ONCE_SECONDS", 1.5)
+    monkeypatch.setattr(resynthesis, "AT_ONCE_SECONDS", 1.5)
     resynthesize(bundle, codes(tmp_path / "codes"), "--to", tmp_path / "out", "--format", format)
     assert "4 recordings, 0.00 hours; it took" in capsys.readouterr().out
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
@@ -190,7 +190,7 @@ def test_what_is_there_is_replaced_only_if_asked_for_and_only_if_it_is_sound(bun
 
 
 def test_only_codes_that_are_being_decoded_are_held(bundle, tmp_path, monkeypatch):
-    monkeypatch.setattr(resynthesis, "_AT_ONCE_SECONDS", 1.0)
+    monkeypatch.setattr(resynthesis, "AT_ONCE_SECONDS", 1.0)
     folder, made, held = codes(tmp_path / "codes", [f"u{i}" for i in range(40)]), [], []
     read = Codes.__getitem__
 
@@ -210,7 +210,7 @@ def test_nothing_stays_of_what_was_not_finished(bundle, tmp_path, monkeypatch):
     def full(*_):
         raise SbkitError("the disk is full")
 
-    monkeypatch.setattr(resynthesis, "_write_sound", full)
+    monkeypatch.setattr(resynthesis, "write_sound", full)
     with pytest.raises(SbkitError, match="full"):
         resynthesis.resynthesize(ResynthesizeRequest(bundle, codes(tmp_path / "codes"), tmp_path / "out", device="cpu"))
     assert [each.name for each in tmp_path.iterdir()] == ["codes"]

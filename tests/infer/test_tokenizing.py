@@ -61,7 +61,7 @@ def refused(capsys, *words):
 
 
 def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(bundle, corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tokenizing, "_AT_ONCE_SECONDS", 7.0)
+    monkeypatch.setattr(tokenizing, "AT_ONCE_SECONDS", 7.0)
     folder, wanted = corpus
     tokenize(bundle, folder, "--to", tmp_path / "out")
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["dev", "manifests", "test", "train"]
@@ -234,7 +234,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, c
 
 def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path, monkeypatch):
     folder, _ = corpus
-    monkeypatch.setattr(tokenizing, "_AT_ONCE_SECONDS", 7.0)
+    monkeypatch.setattr(tokenizing, "AT_ONCE_SECONDS", 7.0)
     encode, calls = CodecModel.encode_each, []
 
     def stopped(codec, audio):

@@ -204,7 +204,7 @@ def test_tensorboard_lacks_points_and_goes_on_with_the_metrics(room, caplog):
     metrics.write("step", step=1, loss=1.0)
     metrics.flush()
     with room.full():
-        with metrics._drawing():  # as if the disk filled up between the two files
+        with metrics.drawing():  # as if the disk filled up between the two files
             for step in range(LINES):
                 metrics._to_tensorboard({"time": 1.0, "kind": "step", "step": step, "loss": 1.0}, type(metrics._writer))
             metrics._writer.flush()

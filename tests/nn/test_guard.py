@@ -163,9 +163,9 @@ def test_a_log_that_nobody_polls_does_not_grow(monkeypatch):
 
     monkeypatch.setattr(guard, "Peek", Slow)
     log = GuardLog()
-    for _ in range(guard._MAX_PENDING + 5):
+    for _ in range(guard.MAX_PENDING + 5):
         guard.guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
-    assert len(log) <= guard._MAX_PENDING
+    assert len(log) <= guard.MAX_PENDING
     log.poll()  # does not wait
     log.poll(wait=True)
     assert len(log) == 0

@@ -51,7 +51,7 @@ def test_a_name_that_is_not_there(name, message, hint):
 
 
 def test_a_well_known_module_that_is_not_installed_is_no_typo(monkeypatch):
-    monkeypatch.setattr(signatures, "_COMMON", ("unheard_of",))
+    monkeypatch.setattr(signatures, "COMMON", ("unheard_of",))
     with pytest.raises(LookupError) as caught:
         locate("unheard_of.Thing")
     assert caught.value.args == ("there is no module unheard_of", "is it installed?")

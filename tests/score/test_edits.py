@@ -43,7 +43,7 @@ def test_equal_speechbrain_on_every_short_pair():
 
 
 def test_equal_speechbrain_on_long_sequences_in_several_groups(monkeypatch):
-    monkeypatch.setattr(edits, "_CELLS", 5000)
+    monkeypatch.setattr(edits, "CELLS", 5000)
     rng = random.Random(3)
     pairs = [[[rng.choice("abcd") for _ in range(rng.randrange(40))] for _ in "rh"] for _ in range(60)]
     check([reference for reference, _ in pairs], [hypothesis for _, hypothesis in pairs])

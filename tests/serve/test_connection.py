@@ -75,7 +75,7 @@ def test_an_upgrade_that_begins_no_handshake_is_a_400_and_the_end(server, reques
 
 
 def test_half_a_request_is_a_400_and_the_end_and_no_request_only_the_end(server, monkeypatch):
-    monkeypatch.setattr(connection, "_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(connection, "CHECK_SECONDS", 0.1)
     assert answer_of(server.port, b"GET / HT").startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert answer_of(server.port, b"") == b""
 

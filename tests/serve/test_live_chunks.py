@@ -153,7 +153,7 @@ def streams(server):
 def hold(server):
     """Nothing is heard until the event that this gives is set."""
     go, taken = threading.Event(), threading.Event()
-    streams(server)._worker.submit(lambda: (taken.set(), go.wait(30)))
+    streams(server).worker.submit(lambda: (taken.set(), go.wait(30)))
     assert taken.wait(10)
     return go
 

@@ -14,8 +14,8 @@ from sbkit.system import cores
 def machine(tmp_path, monkeypatch):
     """A machine of 16 cores, and a function that writes what its control groups say."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)), raising=False)
-    monkeypatch.setattr(cores, "_GROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(cores, "_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(cores, "GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cores, "MOUNT", tmp_path / "mount")
 
     def write(group: str, **files: str) -> None:
         (tmp_path / "cgroup").write_text(group)

@@ -37,7 +37,7 @@ def test_nothing_is_imported_from_the_working_directory(module, tmp_path):
     name, words, path = json.loads(done.stdout)
     assert (name, words) == ("__main__", ["7", "x y"]), done.stderr
     assert str(tmp_path / "house") in path and not {"", str(tmp_path / "here")} & set(path)
-    assert helper_process._HOME in path, "sbkit itself is found wherever it was started"
+    assert helper_process.HOME in path, "sbkit itself is found wherever it was started"
 
 
 def test_the_environment_is_this_ones_or_what_is_named_of_it(monkeypatch):
@@ -83,7 +83,7 @@ def test_trials_import_nothing_from_the_working_directory(tmp_path):
         "        print(bounded.fits(1, 1.0))\n")
     done = subprocess.run([sys.executable, str(tmp_path / "elsewhere" / "tries.py")], cwd=tmp_path, text=True,
                           capture_output=True, timeout=300, env=helper_process.environment() | {
-                              "PYTHONPATH": helper_process._HOME, "SBKIT_CACHE": str(tmp_path / "cache")})
+                              "PYTHONPATH": helper_process.HOME, "SBKIT_CACHE": str(tmp_path / "cache")})
     assert done.stdout == "True\n" and not ran.exists(), done.stderr
 
 
@@ -98,5 +98,5 @@ def test_processes_start_wherever_temporary_files_lie(tmp_path):
                "    started.join()\n")
     (tmp_path / "program.py").write_text(program)
     done = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "TMPDIR": str(long), "PYTHONPATH": helper_process._HOME})
+                          env={**os.environ, "TMPDIR": str(long), "PYTHONPATH": helper_process.HOME})
     assert done.stdout == "started\n", done.stderr

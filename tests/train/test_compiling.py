@@ -216,13 +216,13 @@ def test_a_machine_without_a_compiler_says_so_once_and_trains(monkeypatch, caplo
     told = [record.message for record in caplog.records if "--compile" in record.message]
     assert told == ["--compile: this machine can't compile for cpu, so the run continues without it: "
                     "RuntimeError: no working C++ compiler"]
-    assert not brain.compiled and not any(isinstance(m, compiling._Compiled) for m in brain.modules.modules())
+    assert not brain.compiled and not any(isinstance(m, compiling.Compiled) for m in brain.modules.modules())
 
 
 def test_keys_choose_and_a_wrong_one_is_named():
     modules = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.ModuleList([Layer(), Layer()])})
     assert compiling.compile_blocks(modules, ["one"], "cpu") == 1
-    assert isinstance(modules["one"], compiling._Compiled) and not isinstance(modules["two"][0], compiling._Compiled)
+    assert isinstance(modules["one"], compiling.Compiled) and not isinstance(modules["two"][0], compiling.Compiled)
     with pytest.raises(SbkitError, match="there is no tow under modules"):
         compiling.compile_blocks(modules, ["tow"], "cpu")
 

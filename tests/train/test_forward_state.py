@@ -99,7 +99,7 @@ def test_speechbrains_global_norm_which_replaces_its_buffers():
 
 
 def test_large_tables_are_not_copied_again_until_they_change(monkeypatch):
-    monkeypatch.setattr(forward_state, "_SMALL", 3)
+    monkeypatch.setattr(forward_state, "SMALL", 3)
     module = nn.Module()
     module.register_buffer("table", torch.arange(4.0))
     module.register_buffer("code", torch.zeros(4))

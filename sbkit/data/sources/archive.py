@@ -25,7 +25,7 @@ SUFFIXES = (".tar.gz", ".tgz", ".tar")
 _STAMP = ".unpacked.json"  # names the archive that the folder has completely
 _BEGUN = ".begun.json"  # names the archive that the folder has at least a part of
 # MP3s hardly compress, so an archive that grows more than this is a zip bomb. Small archives may.
-_MAX_GROWTH, _ALWAYS_ALLOWED = 20, 256 << 20
+_MAX_GROWTH, ALWAYS_ALLOWED = 20, 256 << 20
 # Long names and other headers between the files; real ones have a few hundred bytes.
 _MAX_HEADER_BYTES = 1 << 20
 _BLOCK = 1 << 20
@@ -147,7 +147,7 @@ class _Counted:
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile, archive: Path, size: int):
         self.stream, self.archive, self.size = stream, archive, size
-        self.left = max(size * _MAX_GROWTH, _ALWAYS_ALLOWED)
+        self.left = max(size * _MAX_GROWTH, ALWAYS_ALLOWED)
 
     def read(self, size: int) -> bytes:
         data = self.stream.read(size)

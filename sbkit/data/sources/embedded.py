@@ -25,7 +25,7 @@ from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
 
 _SHARD_BYTES = 1 << 30
-_SHARD_ROWS = 50_000
+SHARD_ROWS = 50_000
 
 #: Gives the rows of a dataset from a row number on, in tables with the columns id, path, bytes, text, speaker,
 #: duration, start and "meta <name>"; all are texts except for ``bytes`` (binary).
@@ -50,7 +50,7 @@ def store_rows(tables: Tables, folder: Path, name: str, origin: str, *, total: i
 def _store(tables: Tables, folder: Path, name: str, total: int | None, show_progress: bool) -> None:
     done = _read_tables(folder, name)
     shards, rows = len(done), sum(map(len, done))
-    shard = _ShardWriter(folder, name, shards)
+    shard = ShardWriter(folder, name, shards)
     with progress(what=f"storing {name}", total=total, unit="row", show=show_progress) as bar:
         bar.update(rows)
         try:
@@ -62,7 +62,7 @@ def _store(tables: Tables, folder: Path, name: str, total: int | None, show_prog
                 if shard.full:
                     shard.finish()
                     shards += 1
-                    shard = _ShardWriter(folder, name, shards)
+                    shard = ShardWriter(folder, name, shards)
             if shard.rows:
                 shard.finish()
                 shards += 1
@@ -86,7 +86,7 @@ def _shard_path(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name}-{number:06d}.tar"
 
 
-class _ShardWriter:
+class ShardWriter:
     """A shard that is being written; it gets its name when it is finished."""
 
     def __init__(self, folder: Path, name: str, number: int):
@@ -116,7 +116,7 @@ class _ShardWriter:
 
     @property
     def full(self) -> bool:
-        return len(self.rows) >= _SHARD_ROWS or (self.file is not None and self.file.tell() >= _SHARD_BYTES)
+        return len(self.rows) >= SHARD_ROWS or (self.file is not None and self.file.tell() >= _SHARD_BYTES)
 
     def finish(self) -> None:
         if self.file is not None:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Increase when the same dataset is stored differently from before.
 _FORMAT = 2
 # Rows in memory at once: about 100 MB of long recordings.
-_BATCH = 256
+BATCH = 256
 _PARQUET_SPLIT = re.compile(r"^(?P<name>.*?)(-\d+-of-\d+(-[0-9a-f]+)?|[-_.]?\d+)?$")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NO_NAME = re.compile(r"[^\w.-]+")
@@ -294,7 +294,7 @@ class _Layout:
 
     def tables(self, skip: int) -> Iterator[pa.Table]:
         dataset = self.dataset.skip(skip) if skip else self.dataset
-        for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
+        for table in dataset.with_format("arrow").iter(batch_size=BATCH):
             yield self._ours(table)
 
     def _ours(self, table: pa.Table) -> pa.Table:

@@ -22,7 +22,7 @@ from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.train.distributed import ranks
 
 _PAYS = 1000  # utterances for which another process is worth its start
-_LARGE = 200e6  # bytes of an ARPA file that is too large to hold in every process
+LARGE = 200e6  # bytes of an ARPA file that is too large to hold in every process
 
 
 class Searches(Protocol):
@@ -131,7 +131,7 @@ def over_all(brain: Searches) -> Iterator[None]:
 def search_processes(search: BeamSearch, utterances: int) -> Iterator[None]:
     """Context in which a search has as many processes as are worth their start."""
     before = search.workers
-    if search.lm is None or kenlm_binary.recognise(search.lm) or os.path.getsize(search.lm) < _LARGE:
+    if search.lm is None or kenlm_binary.recognise(search.lm) or os.path.getsize(search.lm) < LARGE:
         search.workers = max(before, min(usable_cores() // ranks.world_size(), utterances // _PAYS) - 1)
     try:
         yield

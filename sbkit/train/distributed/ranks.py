@@ -46,7 +46,7 @@ _GRACE_SECONDS = 3.0
 # Without torchrun's agent the store lives in rank 0, which waits this long for the others to read why it ends.
 _FAREWELL_SECONDS = 2.0
 # How often a rank looks for failures of others, and the time limit for one that is stuck in a collective.
-_WATCH_SECONDS, _PATIENCE_SECONDS = 0.5, 4.0
+WATCH_SECONDS, PATIENCE_SECONDS = 0.5, 4.0
 # Time for threads of the process group to finish.
 _LAST_BREATH_SECONDS = 0.05
 _FAILED_KEY, _HEARD_KEY = "sbkit/failed", "sbkit/heard"
@@ -437,7 +437,7 @@ def _watch() -> None:
 
 def _watch_peers(over: threading.Event) -> None:
     store, beats = None, Heartbeats(rank(), world_size(), over)
-    while not over.wait(_WATCH_SECONDS):
+    while not over.wait(WATCH_SECONDS):
         try:
             store = store or _connection()
             code = _peer_failed(store)
@@ -446,7 +446,7 @@ def _watch_peers(over: threading.Event) -> None:
             beats.over.set()
             return
         if code is not None:
-            if not over.wait(_PATIENCE_SECONDS) and not _failed_here:
+            if not over.wait(PATIENCE_SECONDS) and not _failed_here:
                 ending.now(code)
             return
 

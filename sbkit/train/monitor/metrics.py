@@ -73,20 +73,20 @@ class MetricsLog:
     def flush(self) -> None:
         """Wait for values that have not arrived, and write all lines."""
         self._write_ready(wait=True)
-        with self._drawing():
+        with self.drawing():
             if self._writer is not None:
                 self._writer.flush()
 
     def close(self) -> None:
         """Write all lines and close TensorBoard's file."""
         self.flush()
-        with self._drawing():
+        with self.drawing():
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
 
     @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
+    def drawing(self) -> Iterator[None]:
         """Give up TensorBoard's writer if the disk is full; a new one is made once metrics.jsonl can be written."""
         try:
             yield
@@ -100,7 +100,7 @@ class MetricsLog:
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
             self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
             if self._writer_class is not None and not self._file.waiting:
-                with self._drawing():
+                with self.drawing():
                     self._to_tensorboard(line, self._writer_class)
 
     def _to_tensorboard(self, line: dict[str, Any], writer_class: type[SummaryWriter]) -> None:

@@ -52,7 +52,7 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
     (8, 900, False, 0), (8, 2500, False, 1), (4, 90_000, False, 3), (4, 90_000, True, 0)])
 def test_processes_begin_where_there_is_work_and_room_for_them(arpa, monkeypatch, cores, utterances, large, expected):
     monkeypatch.setattr(search_asked, "usable_cores", lambda: cores)
-    monkeypatch.setattr(search_asked, "_LARGE", 1 if large else 1e9)
+    monkeypatch.setattr(search_asked, "LARGE", 1 if large else 1e9)
     search = BeamSearch(PIECES, lm=arpa)
     with search_asked.search_processes(search, utterances):
         assert search.workers == expected

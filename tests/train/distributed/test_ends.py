@@ -176,7 +176,7 @@ def test_a_signal_to_one_rank_in_validation_stops_all_and_the_run_goes_on_exactl
 
 def profiled(folder, slow):
     """One rank's trace takes longer than a rank is waited for that has heard of another's end, and it hears at once."""
-    ranks._WATCH_SECONDS, ranks._PATIENCE_SECONDS = 0.01, 0.5
+    ranks.WATCH_SECONDS, ranks.PATIENCE_SECONDS = 0.01, 0.5
     toy = brain(hparams={"output_folder": str(folder)}, profile_training=True, profile_warmup=1, profile_steps=1)
     stop = toy.profiler.stop
     toy.profiler.stop = lambda: (time.sleep(2 * (ranks.rank() == slow)), stop())
