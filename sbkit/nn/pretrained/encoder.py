@@ -11,11 +11,13 @@ from speechbrain.utils.distributed import if_main_process
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained import source, tensors
-from sbkit.nn.pretrained.networks import EncoderOptions, build
+from sbkit.nn.pretrained.layers import replace_layers
+from sbkit.nn.pretrained.networks import EncoderOptions, Network, W2vBert, Wav2Vec2, make_config
 from sbkit.nn.pretrained.source import Settings, check_language, is_folder
+from sbkit.nn.pretrained.whisper import Whisper
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Encoder(nn.Module):
             self.settings = replace(self.settings, adapter_language=adapter_language)
         self.options = EncoderOptions(freeze_front, layers, dropout, mask_time_prob, mask_time_length,
                                       mask_feature_prob, mask_feature_length, whole_window)
-        self.network = build(self.settings, self.options)
+        self.network = _build(self.settings, self.options)
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
             raise SbkitError(f"adapter_language is {adapter_language}, and {self.source} has no adapters for languages",
@@ -201,6 +203,21 @@ class Weights:
         encoder.keep()
         encoder.check_source()  # what doesn't fit is told before a corpus is prepared
         return {"encoder": encoder.source}
+
+
+def _build(settings: Settings, options: EncoderOptions) -> Network:
+    """Build the encoder that the settings describe, with random weights."""
+    config = make_config(settings, options)
+    classes: dict[str, type[Network]] = {"wav2vec2-bert": W2vBert, "whisper": Whisper}
+    try:
+        network = classes.get(settings.config["model_type"], Wav2Vec2)(settings, options, config)
+    except SbkitError:
+        raise
+    except Exception as error:  # transformers checks some values of a config only when it builds the layers
+        raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
+                         hint="fetch it again, or take an encoder that transformers can build") from error
+    replace_layers(network)
+    return network
 
 
 def _load(encoder: Encoder, path: str) -> None:

@@ -19,7 +19,6 @@ from torch.nn import functional
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import N, lengths_to_mask
-from sbkit.nn.pretrained.layers import replace_layers
 from sbkit.nn.pretrained.source import Settings
 from sbkit.nn.pretrained.spans import MaskSpans, mask
 
@@ -218,23 +217,6 @@ class W2vBert(Network):
         return feats[:, :states * _STACKED].unflatten(1, (states, _STACKED)).flatten(2), count[:, 0, 0] // _STACKED
 
 
-def build(settings: Settings, options: EncoderOptions) -> Network:
-    """Build the encoder that the settings describe, with random weights."""
-    from sbkit.nn.pretrained.whisper import Whisper  # a Network
-
-    config = _config(settings, options)
-    classes: dict[str, type[Network]] = {"wav2vec2-bert": W2vBert, "whisper": Whisper}
-    try:
-        network = classes.get(settings.config["model_type"], Wav2Vec2)(settings, options, config)
-    except SbkitError:
-        raise
-    except Exception as error:  # transformers checks some values of a config only when it builds the layers
-        raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
-                         hint="fetch it again, or take an encoder that transformers can build") from error
-    replace_layers(network)
-    return network
-
-
 def make(auto: str, config: Any) -> Any:  # each family has classes for both
     """Make a model with random weights by one of transformers' auto classes."""
     import transformers
@@ -253,14 +235,14 @@ def differences(here: Settings, there: Settings) -> list[str]:
 
 
 def _definition(settings: Settings) -> dict[str, Any]:
-    config = _config(settings, EncoderOptions()).to_dict()
+    config = make_config(settings, EncoderOptions()).to_dict()
     said = {name: config[name] for name in ("model_type", *_DEFINING) if name in config}
     if "feat_extract_norm" in said:
         said["do_normalize"] = _normalizes(settings, said["feat_extract_norm"])
     return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
 
 
-def _config(settings: Settings, options: EncoderOptions) -> Any:  # each family has a class for it
+def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each family has a class for it
     """Make transformers' config from the settings, with dropout from the options.
 
     Masking is turned off, since sbkit does it. Layer drop is turned off, since ranks and resumed runs would drop
