@@ -83,7 +83,7 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
             backward(lambda: brain.loss_of(batch).total)
         return counter
 
-    with gpu_step.without_driver() if gpu else contextlib.nullcontext():
+    with gpu_step.without_driver() if gpu else contextlib.nullcontext(), gpu_step.without_fused_layers():
         return on_stand_ins(brain, counted)
 
 

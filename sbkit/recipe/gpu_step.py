@@ -48,14 +48,24 @@ def move(brain: Task) -> None:
 
 @contextlib.contextmanager
 def without_driver() -> Iterator[None]:
-    """Within it, torch.autocast isn't switched off because there is no GPU, and nothing asks a driver.
-
-    cuDNN isn't used, since an LSTM would ask it for the layout of its weights.
-    """
+    """Within it, torch.autocast isn't switched off because there is no GPU, and nothing asks a driver."""
     with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False), \
-            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True), \
-            torch.backends.cudnn.flags(enabled=False):
+            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *given: True), without_fused_layers():
         yield
+
+
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Within it, an LSTM consists of matrix products, which are counted.
+
+    It would ask cuDNN to lay out its weights, and stand-ins have none; oneDNN's is one operation with no formula.
+    """
+    enabled, *_ = torch.backends.mkldnn.set_flags(False)
+    try:
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mkldnn.set_flags(enabled)
 
 
 class FusedAttention(TorchFunctionMode):

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.infer.bundles import BundleLoader
 from sbkit.recipe import arguments, cost, flops, load
 from sbkit.recipe.check import check
@@ -73,8 +74,7 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
         pass
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        lacking, said = nullcard.lacks(), str(error)
-        if lacking and (lacking[-1] in said or "not supported" in said.lower().replace("_", " ")):
+        if (lacking := nullcard.lacks()) and _names_lack(error, lacking[-1]):
             diary.write("skip", f"the null card has no {lacking[-1]}")
         else:
             diary.failed(error)
@@ -85,6 +85,14 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
     dump_collectives(diary)
     diary.write("end", code)
     os._exit(code)
+
+
+def _names_lack(error: BaseException | None, function: str) -> bool:
+    """Return whether an error, or one that it came from, says that a function isn't there."""
+    said = ""
+    while error is not None:
+        said, error = f"{said} {error}", error.__cause__ or error.__context__
+    return function in said or "not supported" in said.lower().replace("_", " ")
 
 
 # ------------------------------------------------------------------------------------------- before anything runs
@@ -143,7 +151,11 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         diary.brain = brain = made.brain
         seconds = made.edges[-1]
         count = max(1, int(made.batching.max_batch_seconds / seconds))
-        operations = flops.run(brain, count, seconds, flops.Arithmetic).operations
+        operations = None
+        try:
+            operations = flops.run(brain, count, seconds, flops.Arithmetic).operations
+        except NotImplementedError as error:  # stand-ins lack an operation that training has
+            diary.write("skip", first_line(error))
         find_stand_ins(diary)
         diary.enter("a step of the planned batch")
         batch = made.batch(count, seconds)
@@ -160,7 +172,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
             "operations": operations,
             "host_ms": 1e3 * host, **asdict(counted), "held_bytes": held, "peak_bytes": peak,
-            "card_ms": None if peak_flops is None else 1e3 * operations / (peak_flops * cost.EFFICIENCY),
+            "card_ms": operations and peak_flops and 1e3 * operations / (peak_flops * cost.EFFICIENCY),
             "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
         diary.enter("the largest batch of the estimate")
@@ -242,16 +254,18 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
 
     def limit(brain: Brain, batch: MicroBatch, *args: object, **kwargs: object) -> None:
         if diary.stage == "a batch that doesn't fit" and torch.cuda.memory_stats(device)["num_ooms"]:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)  # its parts fit
+            lift()  # its parts fit
         elif diary.stage == "steps" and not steps and length(batch) > 1:
             diary.enter("a batch that doesn't fit")
             share = min(1.0, getattr(batch, "padded_seconds", figures["batch_seconds"]) / figures["batch_seconds"])
-            trained = sum(p.numel() * p.element_size() for p in brain.modules.parameters() if p.requires_grad)
             torch.cuda.empty_cache()
-            allowed = torch.cuda.memory_reserved(device) + 3 * trained \
-                + TOO_LITTLE * share * (figures["peak_bytes"] - figures["held_bytes"])  # and the first step's states
+            allowed = torch.cuda.memory_reserved(device) \
+                + TOO_LITTLE * share * (figures["peak_bytes"] - figures["held_bytes"])
             torch.cuda.set_per_process_memory_fraction(
                 min(1.0, allowed / torch.cuda.get_device_properties(device).total_memory), device)
+
+    def lift(*given: object) -> None:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
     def failing(epoch: int, step: int) -> None:
         nonlocal steps
@@ -259,7 +273,6 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
         if steps == 1:
             if not torch.cuda.memory_stats(device)["num_ooms"]:
                 diary.write("skip", f"it fits into {TOO_LITTLE:.0%} of its memory")
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
         elif last:
             diary.enter("a rank that fails")
             diary.write("ready", "to fail")
@@ -267,6 +280,7 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
                 raise _Planted("the rehearsal ends this rank")
 
     call_after(Brain, "__init__", lambda brain, *args, **kwargs: call_before(type(brain), "compute_forward", limit))
+    register_optimizer_step_pre_hook(lift)  # the first step makes states, and can't be taken in parts
     world, most = ranks.world_size(), figures["max_batch_seconds"]
     try:
         _run(job, diary, "--batching.step_seconds", str(world * most), folder="fails", on_step=failing)

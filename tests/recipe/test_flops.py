@@ -1,11 +1,13 @@
 """A step's arithmetic: counted right, on a copy, and set against what the device's data sheet says."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from run_folders import TINY
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sbkit.recipe import flops, load, speed, trace
@@ -50,6 +52,22 @@ def test_it_is_what_torch_counts(tmp_path):
     with FlopCounterMode(display=False) as theirs:
         ours = flops.run(brain, 2, SECONDS, flops.Arithmetic)
     assert ours.operations == theirs.get_total_flops() > 0
+
+
+@pytest.mark.gpu
+def test_an_lstm_is_counted_on_a_card_as_on_a_cpu(hparams):
+    def counted(device):
+        brain = brain_of(hparams)
+        plain, lstm = brain.loss_of, nn.LSTM(16, 16)
+        brain.modules["model"].append(nn.ModuleList([lstm]))
+        brain.modules.to(device)
+        brain.device = torch.device(device)
+        without = flops.run(brain, 2, SECONDS, flops.Arithmetic).operations
+        brain.loss_of = lambda batch: SimpleNamespace(
+            total=plain(batch).total + lstm(torch.ones(9, 2, 16, device=device))[0].sum())
+        return flops.run(brain, 2, SECONDS, flops.Arithmetic).operations - without
+
+    assert counted("cuda") == counted("cpu") > 9 * 2 * 2 * 16 * 128
 
 
 def test_what_a_task_keeps_of_a_forward_is_not_kept(hparams, monkeypatch):

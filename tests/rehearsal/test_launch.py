@@ -141,6 +141,9 @@ def test_what_the_null_card_has_not_is_no_error_and_is_told_beside_what_needs_a_
     lines = [{"launch": "train", "rank": 0, "at": 1.0} | line for line in lines]
     report = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0)
     assert not report.errors and report.notes[0].startswith("what cudnnRNN does")
+    [warning] = report.warnings
+    assert all(stage in warning.message for stage in ("steps", "validation", "export", "cudnnRNN"))
+    assert "1 warning" in report.verdict()
     assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("left out: the null card has no")
 
 

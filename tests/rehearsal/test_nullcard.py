@@ -22,7 +22,7 @@ on_a_card = pytest.mark.skipif(not (LIBRARIES / "libtorch_cuda.so").exists() or 
 START = "import json, os, torch\nfrom sbkit.rehearsal.nullcard import active, counters, errors, lacks\n"
 
 
-def run(code, tmp_path, card="H100", count=1, *, ranks=None, patience=120, **variables):
+def run(code, tmp_path, card="H100", count=1, *, ranks=None, patience=120, expected=0, **variables):
     """What a script prints as JSON, one answer for each rank."""
     script = tmp_path / "script.py"
     script.write_text(START + code)
@@ -31,7 +31,7 @@ def run(code, tmp_path, card="H100", count=1, *, ranks=None, patience=120, **var
     made = environment(CARDS[card], count, base=base, patience=patience)
     done = subprocess.run([sys.executable, *how, str(script)], env=made, capture_output=True,
                           text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == expected, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
 
 
@@ -182,6 +182,41 @@ before, driver = lacks(), ctypes.CDLL("libcuda.so.1")
 print(json.dumps([before, driver.cuMemCreate(), lacks(), errors()]))
 """, tmp_path)
     assert found == [[], 801, ["cuMemCreate"], []]
+
+
+@pytest.mark.slow
+@on_a_card
+def test_a_rehearsal_leaves_out_what_needs_a_function_that_only_a_real_card_has(tmp_path):
+    run("""
+from sbkit.rehearsal import rank
+def work(job, diary):
+    diary.enter("export")
+    try: torch.linalg.eigh(torch.ones(3, 3, device="cuda"))
+    except RuntimeError as error: raise ValueError("the statistics are wrong") from error
+rank.LAUNCHES["export"] = work
+rank.live("export", 0, {"folder": os.environ["TMPDIR"]})
+""", tmp_path, expected=1)
+    lines = [json.loads(line) for line in (tmp_path / "export.0.jsonl").read_text().splitlines()]
+    assert not any("finding" in line for line in lines)
+    assert any(line.get("skip", "").startswith("the null card has no cusolver") for line in lines)
+
+
+@pytest.mark.slow
+@on_a_card
+def test_weights_are_still_there_once_ranks_have_taken_those_of_the_first(tmp_path):
+    found = run(RANKS + """
+from sbkit.rehearsal import no_values
+no_values.install()
+layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+before = [tensor.clone() for tensor in layers.state_dict().values()]
+model = torch.nn.parallel.DistributedDataParallel(layers.cuda())
+print(json.dumps([torch.equal(a, b.cpu()) for a, b in zip(before, layers.state_dict().values(), strict=True)])
+      + "\\n", end="", flush=True)
+dist.distributed_c10d._get_default_store().set(f"done {rank}", "")
+dist.distributed_c10d._get_default_store().wait(["done 0", "done 1"])
+os._exit(0)
+""", tmp_path, "H100", 2, ranks=2)
+    assert found == [[True] * 7] * 2
 
 
 @pytest.mark.slow
