@@ -73,6 +73,10 @@ class Chunks:
         size, left = int(rng.choice(self.sizes)), int(rng.choice(self.left))
         return DynChunkTrainConfig(size, left // size)
 
+    def costliest(self) -> DynChunkTrainConfig:
+        """Return what takes the most memory in training: the smallest chunks, which convolutions pad one by one."""
+        return DynChunkTrainConfig(self.sizes[0], self.left[-1] // self.sizes[0])
+
     def config(self, size: int, left: int | None = None) -> Seen:
         """Return what evaluation with chunks of this size sees; raises for what the model wasn't trained for.
 

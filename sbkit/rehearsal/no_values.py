@@ -11,9 +11,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from sbkit.decode import greedy, joint
 from sbkit.decode.spans import TokenSpans, collapse
@@ -29,9 +31,10 @@ from sbkit.train.distributed import parallel, ranks
 def install() -> None:
     """Take values that come from the card for zeros, hypotheses for empty, clips for a frame long, ranks for equal.
 
-    Weights stay as they are where ranks take those of the first.
+    Weights stay as they are where ranks take those of the first, and are zeros where they are gathered.
     """
     read, compare = Peek.numpy, parallel.assert_ranks_equal
+    gather = DTensor.full_tensor
     broadcast = dist._broadcast_coalesced  # type: ignore[attr-defined]  # it has no public name
 
     def keep(group: ProcessGroup, tensors: list[Tensor], *given: Any) -> None:
@@ -40,6 +43,11 @@ def install() -> None:
         broadcast(group, tensors, *given)
         for tensor, value in zip(tensors, kept, strict=True):
             tensor.copy_(value)
+
+    def whole(tensor: DTensor, **given: Any) -> Tensor:
+        """Gather a weight from all ranks, which gives zeros; a single number is of a step, and nobody looks at it."""
+        gathered: Tensor = gather(tensor, **given)
+        return torch.zeros(gathered.shape, dtype=gathered.dtype).to(gathered.device) if gathered.dim() else gathered
 
     def zeros(peek: Peek) -> np.ndarray:
         return np.zeros_like(read(peek))
@@ -57,7 +65,7 @@ def install() -> None:
     replaced: list[tuple[Any, str, Any]] = [
         (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", exchange), (greedy, "collapse", silence),
         (ctc, "results_agree", lambda *given: True), (codec, "CodecRow", one_frame),
-        (dist, "_broadcast_coalesced", keep),
+        (dist, "_broadcast_coalesced", keep), (DTensor, "full_tensor", whole),
         # Opening a graph has run it already, on an example; these judge what it gave.
         *((engine, "_warm_up", lambda engine, path: None) for engine in (CodeEngine, SoundEngine, VoiceEngine)),
         *((module, "refuse_nan", lambda confidence: None) for module in (greedy, joint))]

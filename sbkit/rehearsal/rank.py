@@ -42,6 +42,8 @@ from sbkit.train import device as devices
 from sbkit.train.batches import MicroBatch, length
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
+from sbkit.train.distributed.parallel import communicates_in_forward
+from sbkit.train.distributed.sharding import is_sharded
 
 #: Epochs of a run, and steps of the second before it is killed.
 EPOCHS, KILLED_AT = 2, 2
@@ -249,15 +251,20 @@ def resume(job: Mapping[str, Any], diary: Diary) -> int:
 def fail(job: Mapping[str, Any], diary: Diary) -> int:
     """Begin with a batch that doesn't fit; then the last rank fails, and the others must end, too."""
     diary.enter("start")
-    device, figures, last = torch.device("cuda", ranks.rank()), job["figures"], ranks.world_size() - 1
-    steps = 0
+    device, figures, world = torch.device("cuda", ranks.rank()), job["figures"], ranks.world_size()
+    steps, limited = 0, False
 
     def limit(brain: Brain, batch: MicroBatch, *args: object, **kwargs: object) -> None:
+        nonlocal limited
         if diary.stage == "a batch that doesn't fit" and torch.cuda.memory_stats(device)["num_ooms"]:
             lift()  # its parts fit
         elif diary.stage == "steps" and not steps and length(batch) > 1:
             diary.enter("a batch that doesn't fit")
+            parts = brain.modules.modules()
+            if is_sharded(brain.modules) or (world > 1 and any(map(communicates_in_forward, parts))):
+                return
             share = min(1.0, getattr(batch, "padded_seconds", figures["batch_seconds"]) / figures["batch_seconds"])
+            limited = True
             torch.cuda.empty_cache()
             allowed = torch.cuda.memory_reserved(device) \
                 + TOO_LITTLE * share * (figures["peak_bytes"] - figures["held_bytes"])
@@ -272,18 +279,19 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
         steps += 1
         if steps == 1:
             if not torch.cuda.memory_stats(device)["num_ooms"]:
-                diary.write("skip", f"it fits into {TOO_LITTLE:.0%} of its memory")
-        elif last:
+                why = f"it fits into {TOO_LITTLE:.0%} of its memory" if limited else "no rank can repeat a step alone"
+                diary.write("skip", why)
+        elif world > 1:
             diary.enter("a rank that fails")
             diary.write("ready", "to fail")
-            if ranks.rank() == last:
+            if ranks.rank() == world - 1:
                 raise _Planted("the rehearsal ends this rank")
 
     call_after(Brain, "__init__", lambda brain, *args, **kwargs: call_before(type(brain), "compute_forward", limit))
     register_optimizer_step_pre_hook(lift)  # the first step makes states, and can't be taken in parts
-    world, most = ranks.world_size(), figures["max_batch_seconds"]
+    step_seconds = str(world * figures["max_batch_seconds"])
     try:
-        _run(job, diary, "--batching.step_seconds", str(world * most), folder="fails", on_step=failing)
+        _run(job, diary, "--batching.step_seconds", step_seconds, folder="fails", on_step=failing)
     except _Planted:
         return 1
     return 0

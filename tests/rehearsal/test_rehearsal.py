@@ -206,6 +206,14 @@ def test_a_process_that_crashes_is_named_with_its_stage_and_line(home):
 
 
 @pytest.mark.slow
+def test_a_run_whose_weights_are_divided_ends_well_and_is_not_asked_to_repeat_a_step(home):
+    report = rehearse(home, "spotter.yaml", "--fsdp", "true", code=0)
+    found = stages(report)
+    assert found.pop("a batch that doesn't fit") == "left out: no rank can repeat a step alone"
+    assert set(found.values()) == {"ok"}
+
+
+@pytest.mark.slow
 def test_checkpoints_that_cannot_be_written_are_named(home):
     report = rehearse(home, "spotter.yaml", "--checkpointer.checkpoints_dir", "/dev/null/save", code=1, cards="H100")
     assert any("/dev/null" in error["message"] for error in report["errors"])

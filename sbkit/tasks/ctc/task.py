@@ -13,6 +13,7 @@ import torch
 from speechbrain.core import Stage
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
 from sbkit.data.batch import Batch
@@ -195,7 +196,7 @@ class CTC(ASR):
                 encoded, frames, decoded = model.encode_and_decode(feats, heard, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
-                (encoded, frames), attention = model.encode(feats, heard, self._seen(stage)), None
+                (encoded, frames), attention = model.encode(feats, heard, self._seen(stage, batch)), None
         searched = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
         ctc = model.head(encoded)
         live = self.live.scores(feats, heard, ctc) if self.live is not None and stage == Stage.TEST else ()
@@ -228,10 +229,15 @@ class CTC(ASR):
         """How many times a training step sees each utterance."""
         return 2 if self.keys.consistency else 1
 
-    def _seen(self, stage: Stage) -> DynChunkTrainConfig | None:
-        """Return what each frame sees in a stage: the same for all micro-batches and ranks of an optimizer step."""
+    def _seen(self, stage: Stage, batch: Batch) -> DynChunkTrainConfig | None:
+        """Return what each frame sees in a stage: the same for all micro-batches and ranks of an optimizer step.
+
+        On stand-ins it is what takes the most memory.
+        """
         if self.keys.chunks is None:
             return None
+        if stage == Stage.TRAIN and is_fake(batch.signals):
+            return self.keys.chunks.costliest()
         if stage == Stage.TRAIN:
             return self.keys.chunks.at(int(self.keys.seed or 0), self.optimizer_step)
         return self.keys.chunks.validation() if stage == Stage.VALID else self.tested_in

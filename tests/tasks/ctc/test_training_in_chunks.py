@@ -27,6 +27,7 @@ from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 
 SMALL = Path(__file__).parents[2] / "recipe" / "small.yaml"
+STREAMING = Path(__file__).parents[3] / "hparams" / "streaming.yaml"
 WIDTH, LABELS = 8, 6
 
 
@@ -236,6 +237,17 @@ def test_the_check_refuses_encoders_that_have_no_chunks(given, told, tmp_path):
     path.write_text(f"recipe: !include:{SMALL}\n    ctc_weight: 1.0\n    chunks: !new:sbkit.nn.chunks.Chunks\n")
     found = [error for error in check(path, {"Transformer": given}).errors if error.key.startswith("Transformer")]
     assert len(found) == 1 and found[0].code == "chunks" and told in found[0].message
+
+
+@pytest.mark.slow
+def test_memory_is_counted_for_the_chunks_that_need_the_most_whatever_a_step_draws(tmp_path):
+    def counted(sizes, whole):
+        given = {"sizes": sizes, "whole": whole, "validate": None, "ahead": 0}
+        report = check(STREAMING, {"chunks": given, "output_folder": str(tmp_path)})
+        return report.sections["bill"].values["batch_bytes"]
+
+    peaks = {size: counted([size], 0.0) for size in (8, 32)}
+    assert counted([8, 32], 0.999) == peaks[8] > peaks[32]
 
 
 @pytest.mark.slow
