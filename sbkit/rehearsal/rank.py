@@ -43,7 +43,6 @@ from sbkit.train.batches import MicroBatch, length
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import communicates_in_forward
-from sbkit.train.distributed.sharding import is_sharded
 
 #: Epochs of a run, and steps of the second before it is killed.
 EPOCHS, KILLED_AT = 2, 2
@@ -260,8 +259,7 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
             lift()  # its parts fit
         elif diary.stage == "steps" and not steps and length(batch) > 1:
             diary.enter("a batch that doesn't fit")
-            parts = brain.modules.modules()
-            if is_sharded(brain.modules) or (world > 1 and any(map(communicates_in_forward, parts))):
+            if world > 1 and (brain.keys.fsdp or any(map(communicates_in_forward, brain.modules.modules()))):
                 return
             share = min(1.0, getattr(batch, "padded_seconds", figures["batch_seconds"]) / figures["batch_seconds"])
             limited = True

@@ -276,7 +276,8 @@ def _line(event: Mapping[str, Any]) -> tuple[str, int]:
 def find_stand_ins(diary: Diary) -> None:
     """Look for tensors without memory, which would make all that follows such tensors, too."""
     gc.collect()
-    left = [each for each in gc.get_objects() if type(each) is FakeTensor]  # isinstance calls properties
+    made = [each for each in gc.get_objects() if type(each) is FakeTensor]  # isinstance calls properties
+    left = [each for each in made if each.fake_mode.shape_env is None]  # the compiler's have one
     for tensor in left[:3]:
         owners = [key for holder in gc.get_referrers(tensor) if isinstance(holder, dict)
                   for key, value in holder.items() if value is tensor and isinstance(key, str)]

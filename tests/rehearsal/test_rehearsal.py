@@ -24,6 +24,7 @@ from spotter import Spotter
 from torch._subclasses.fake_tensor import is_fake
 
 TRAIN, VALID = sbkit.Stage.TRAIN, sbkit.Stage.VALID
+KEPT = []
 
 
 class Lazy(Spotter):
@@ -85,10 +86,15 @@ class Crashing(Spotter):
 
 
 class Early(Spotter):
-    """Mixes devices before the first step."""
+    """Mixes devices before the first step, and keeps what has no values of the count on a card."""
 
     def begin_run(self, texts, steps):
         torch.ones(3, device=self.device) + torch.ones(3)  # starts
+
+    def compute_objectives(self, scores, batch, stage):
+        if is_fake(scores) and torch.cuda.memory_allocated():
+            KEPT.append(scores)
+        return super().compute_objectives(scores, batch, stage)
 
 
 class Late(Spotter):
@@ -179,13 +185,14 @@ def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task, faults", [
-    ("Early", {"starts": "start"}),
-    ("Late", {"resumes": "kill and resume", "parts": "a batch that doesn't fit"})])
-def test_tensors_left_on_the_cpu_in_other_stages_are_named_with_them(home, task, faults):
+@pytest.mark.parametrize("task, lines, wrong, said", [
+    ("Early", {"starts"}, {"start", "count of FLOPs"}, "leaves tensors without values in faults.KEPT"),
+    ("Late", {"resumes", "parts"}, {"kill and resume", "a batch that doesn't fit"}, "")])
+def test_faults_in_other_stages_are_named_with_them(home, task, lines, wrong, said):
     report = rehearse(home, "spotter.yaml", "--brain", f"!name:faults.{task}", code=1, cards="H100")
-    assert places(report) == {("device-mismatch", fault) for fault in faults}
-    assert {name for name, result in stages(report).items() if result == "wrong"} == set(faults.values())
+    assert places(report) == {("device-mismatch", line) for line in lines}
+    assert {name for name, result in stages(report).items() if result == "wrong"} == wrong
+    assert any(said in error["message"] for error in report["errors"])
 
 
 @pytest.mark.slow
