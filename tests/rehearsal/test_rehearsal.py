@@ -24,7 +24,6 @@ from spotter import Spotter
 from torch._subclasses.fake_tensor import is_fake
 
 TRAIN, VALID = sbkit.Stage.TRAIN, sbkit.Stage.VALID
-KEPT = []
 
 
 class Lazy(Spotter):
@@ -85,6 +84,10 @@ class Crashing(Spotter):
         return super().compute_objectives(scores, batch, stage)
 
 
+class Kept:
+    """What nothing that the Brain holds leads to."""
+
+
 class Early(Spotter):
     """Mixes devices before the first step, and keeps what has no values of the count on a card."""
 
@@ -93,7 +96,7 @@ class Early(Spotter):
 
     def compute_objectives(self, scores, batch, stage):
         if is_fake(scores) and torch.cuda.memory_allocated():
-            KEPT.append(scores)
+            Kept.scores = scores
         return super().compute_objectives(scores, batch, stage)
 
 
@@ -186,7 +189,7 @@ def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task, lines, wrong, said", [
-    ("Early", {"starts"}, {"start", "count of FLOPs"}, "leaves tensors without values in faults.KEPT"),
+    ("Early", {"starts"}, {"start", "count of FLOPs"}, "leaves tensors without values in Kept.scores"),
     ("Late", {"resumes", "parts"}, {"kill and resume", "a batch that doesn't fit"}, "")])
 def test_faults_in_other_stages_are_named_with_them(home, task, lines, wrong, said):
     report = rehearse(home, "spotter.yaml", "--brain", f"!name:faults.{task}", code=1, cards="H100")
