@@ -203,6 +203,19 @@ rank.live("export", 0, {"folder": os.environ["TMPDIR"]})
 
 @pytest.mark.slow
 @on_a_card
+def test_a_text_is_aligned_where_it_is_computed_on_the_cpu(tmp_path):
+    assert run("""
+from sbkit.decode import greedy
+from sbkit.rehearsal import no_values
+no_values.install()
+scores = torch.eye(4)[[0, 2, 0, 3]].log_softmax(-1)[None]
+given = torch.tensor([4]), torch.tensor([[2, 3]]), torch.tensor([2])
+print(json.dumps([greedy.align(scores, *given).ids, greedy.greedy(scores, given[0]).ids]))
+""", tmp_path) == [[[[2, 3]], [[]]]]
+
+
+@pytest.mark.slow
+@on_a_card
 def test_weights_are_still_there_once_ranks_have_taken_those_of_the_first(tmp_path):
     found = run(RANKS + """
 from sbkit.rehearsal import no_values
