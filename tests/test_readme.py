@@ -1,5 +1,6 @@
 """What the pages tell a user to type is understood: targets, commands, recipes and their keys; links lead somewhere."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_a_command_is_understood(words, monkeypatch):
         return
     if words[0] == "python":
         assert all(Path(word).exists() for word in words[1:] if word.endswith(".py")), "a script or a test"
+        assert words[1] != "-m" or importlib.util.find_spec(words[2]), "a module"
         return
     if words[0] == "torchrun" and "-m" in words:
         words = words[words.index("-m") + 1:]
