@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
 from typing import Any
@@ -23,6 +24,7 @@ from sbkit.infer.codec_engine import CodeEngine, SoundEngine
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.nn import ctc
 from sbkit.nn.peek import Peek
+from sbkit.nn.voice import voice
 from sbkit.tasks.codec import task as codec
 from sbkit.tasks.codec.rows import CodecRow
 from sbkit.train.distributed import parallel, ranks
@@ -35,6 +37,7 @@ def install() -> None:
     """
     read, compare = Peek.numpy, parallel.assert_ranks_equal
     align, gather = greedy.align, DTensor.full_tensor
+    measured, speak = voice.longest, voice.VoiceModel.forward
     broadcast = dist._broadcast_coalesced  # type: ignore[attr-defined]  # it has no public name
 
     def keep(group: ProcessGroup, tensors: list[Tensor], *given: Any) -> None:
@@ -68,10 +71,19 @@ def install() -> None:
     def one_frame(name: str, text: str, samples: int, mel: float, codes: np.ndarray) -> CodecRow:
         return CodecRow(name, text, samples, mel, np.zeros((1, codes.shape[1]), np.int32))
 
+    def longest(total: Tensor) -> int:
+        return 1 if total.is_cuda else measured(total)
+
+    @functools.wraps(speak)  # tracing asks for its arguments' names
+    def spoken(model: voice.VoiceModel, text: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sound, samples, frames = speak(model, text, *given)
+        return sound, torch.full(samples.shape, sound.shape[1]).to(sound.device) if text.is_cuda else samples, frames
+
     replaced: list[tuple[Any, str, Any]] = [
         (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", exchange), (greedy, "collapse", silence),
         (greedy, "align", aligned),
-        (ctc, "results_agree", lambda *given: True), (codec, "CodecRow", one_frame),
+        (ctc, "results_agree", lambda *given: True), (codec, "CodecRow", one_frame), (voice, "longest", longest),
+        (voice.VoiceModel, "forward", spoken),
         (dist, "_broadcast_coalesced", keep), (DTensor, "full_tensor", whole),
         # Opening a graph has run it already, on an example; these judge what it gave.
         *((engine, "_warm_up", lambda engine, path: None) for engine in (CodeEngine, SoundEngine, VoiceEngine)),

@@ -135,6 +135,13 @@ class Taught(NamedTuple):
     durations: Tensor  # [B, U + 2], predicted: logarithms of one more than a symbol's frames
 
 
+def longest(total: Tensor) -> int:
+    """The largest of numbers of frames [B], for which the host waits."""
+    width: int = total.max().item()  # type: ignore[assignment]  # of whole numbers
+    torch._check(width >= 1)
+    return width
+
+
 class VoiceModel(nn.Module):
     """The parts of a voice, as one. What a text sounds like does not depend on its batch."""
 
@@ -161,9 +168,7 @@ class VoiceModel(nn.Module):
         states = self.encoder(text, lengths, speaker)
         frames = rounded(self.durations(states, lengths + 2), lengths + 2, speed)
         total = frames.sum(1)
-        width: int = total.max().item()  # type: ignore[assignment]  # of whole numbers
-        torch._check(width >= 1)
-        chosen, numbers = self.code_head.choose(self.frame_decoder(states, frames, width))
+        chosen, numbers = self.code_head.choose(self.frame_decoder(states, frames, longest(total)))
         codes = self.quantiser.joined(chosen)
         # Codes of what is no number would sound like any others: whoever calls this has to see what they are.
         vectors = self.quantiser.embed(codes).masked_fill(~numbers[..., None], torch.nan)
