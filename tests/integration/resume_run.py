@@ -106,6 +106,7 @@ class Toy(Brain):
     def at(self, where, *place):
         """Here one rank is killed, if that is what is wanted."""
         if self.kill == (where, *place) and ranks.rank() == int(self.victim or ranks.world_size() - 1):
+            print("ends at", *map(str, self.kill), "rank", ranks.rank(), file=sys.stderr, flush=True)
             os.kill(os.getpid(), getattr(signal, os.environ.get("SIGNAL", "SIGKILL")))
 
     def on_stage_start(self, stage, epoch=None):

@@ -8,6 +8,7 @@ weights; that their calls are the same in all versions that setup.cfg allows is 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ class EncoderOptions:
     whole_window: bool = False
 
 
-class Network(nn.Module):
+class Network(nn.Module, ABC):
     """Waveforms [B, S] and sample counts [B] to states [B, T, D], a frame every 20 ms; base of all families."""
 
     prefixes: tuple[str, ...] = ()
@@ -96,9 +97,9 @@ class Network(nn.Module):
         """Without gradients where the convolutions in front are frozen."""
         return torch.no_grad() if self.freezes_front and torch.is_grad_enabled() else contextlib.nullcontext()
 
+    @abstractmethod
     def frames(self, samples: N) -> N:
         """Return the number of states for a number of samples; at least 1."""
-        raise NotImplementedError
 
 
 class Wav2Vec2(Network):
