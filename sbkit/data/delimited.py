@@ -19,6 +19,7 @@ from sbkit.system import untrusted
 
 # A row never straddles two blocks unless it is longer than this.
 _BLOCK_BYTES = 16 << 20
+_TOO_LONG_LINE = "no line is so long"
 # Of a header.
 _MAX_HEADER_BYTES, _MAX_COLUMNS = 1 << 20, 10_000
 _MAX_TOLD = 500  # characters of what Arrow says, which has the line
@@ -172,7 +173,7 @@ def _lines(path: Path, file: IO[str], skip: int) -> Iterator[str]:
     """The lines after the first ``skip``."""
     for number, line in enumerate(iter(lambda: file.readline(_BLOCK_BYTES), ""), 1):
         if len(line) == _BLOCK_BYTES:
-            raise SbkitError(f"{path}, line {number}: no line is so long", hint="is it a table at all?")
+            raise SbkitError(f"{path}, line {number}: {_TOO_LONG_LINE}", hint="is it a table at all?")
         if number > skip:
             yield line
 
@@ -220,7 +221,9 @@ def _wrong_fields(expected: int, found: int) -> str:
 
 def _where_not_utf8(path: Path, names: Sequence[str], delimiter: str) -> str | None:
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(_BLOCK_BYTES), b""), 1):
+            if len(line) == _BLOCK_BYTES:
+                raise SbkitError(f"{path}, line {number}: {_TOO_LONG_LINE}", hint="is it a table at all?")
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:

@@ -37,7 +37,7 @@ def argument(owner: str, **values: Any) -> Any:  # of the argument's type
     (former, given), (present, value) = values.items()
     if given is FORMER:
         return value
-    _say(f"{owner}: {former} is now called {present}")
+    say(f"{owner}: {former} is now called {present}")
     return given
 
 
@@ -45,10 +45,11 @@ def hooks(owner: type, **names: str) -> None:
     """Give methods that a class defines by their former names the present ones."""
     for former, present in names.items():
         if former in vars(owner):
-            _say(f"{owner.__name__}: the method {former} is now called {present}")
+            say(f"{owner.__name__}: the method {former} is now called {present}")
             setattr(owner, present, vars(owner)[former])
 
 
 @functools.cache
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Log a line, once in the life of the process."""
     logger.warning("%s", line)

@@ -10,6 +10,11 @@ from sbkit.train.muon import Muon
 from sbkit.train.schedule import Schedule
 
 
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    renamed.say.cache_clear()
+
+
 @pytest.mark.parametrize("module, former, present", [
     (sbkit.infer, "Codec", "CodecModel"), (sbkit.infer, "Heard", "StreamResult"),
     (sbkit.codes, "Utterance", "CodedUtterance")])
