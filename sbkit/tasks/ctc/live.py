@@ -1,131 +1,32 @@
-"""A test as a listener of live speech sees it: transcripts that grow with each chunk, for several sizes at once."""
+"""A test of CTC in chunks: what greedy decoding or a beam search shows of a stream after each of them."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from torch import Tensor
 
-from sbkit.data.batch import Batch
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.beam_stream import BeamStream
-from sbkit.decode.greedy import align, greedy
-from sbkit.decode.spans import Word, words
-from sbkit.errors import SbkitError
-from sbkit.nn.chunks import Seen
-from sbkit.nn.ctc import ctc_frames_needed
-from sbkit.score.chunk_size import WHOLE
-from sbkit.score.latency import Shown, shown
-from sbkit.tasks.asr import Choice, TranscribedUtterance, choices
-from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.decode.greedy import greedy
+from sbkit.decode.spans import Word
+from sbkit.tasks.asr import choices
+from sbkit.tasks.recognise.live import LiveTest, Text
 
 
-class Text(NamedTuple):
-    """One transcript of the beginning of an utterance."""
+class Live(LiveTest):
+    """Hears each utterance of a test in chunks of each size that was asked for."""
 
-    text: str
-    confidence: float | None
-    nbest: Sequence[Choice] = ()  # of a whole utterance: a stream has one transcript
-
-
-def frame_seconds(model: Recognizer, keys: CTCKeys) -> float:
-    """Return how long a frame of the encoder is."""
-    return model.subsampling * model.hop_samples / keys.sample_rate
-
-
-class Live:
-    """Hears each utterance of a test in chunks of each size that was asked for.
-
-    The encoder hears the utterances of a batch at once, as if each came chunk by chunk, which gives a stream's scores.
-    What was shown after a chunk is what a stream's search shows of the scores up to there.
-
-    Arguments
-    ---------
-    chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
-    """
-
-    def __init__(self, model: Recognizer, keys: CTCKeys, chunk: Sequence[int | None]):
-        if keys.chunks is None:
-            raise SbkitError("--chunk is for a model that learnt to hear in chunks, and the recipe has no chunks",
-                             hint="train one with hparams/streaming.yaml, or leave out --chunk")
-        self.model, self.keys, self.chunk = model, keys, tuple(chunk)
-        self.frame_seconds = frame_seconds(model, keys)
-        sizes = keys.chunks.in_milliseconds(self.frame_seconds)
-        self._sizes = {one: self._size(one, sizes) for one in (*self.chunk, None)}
-        self._ahead = keys.chunks.ahead
-
-    def _size(self, chunk: int | None, sizes: dict[int, int]) -> int | None:
-        if chunk is not None and chunk not in sizes:
-            raise SbkitError(f"--chunk {chunk}: the model wasn't trained for chunks of {chunk} ms",
-                             hint=f"it was for {', '.join(map(str, sorted(sizes)))} and {WHOLE}")
-        return None if chunk is None else sizes[chunk]
-
-    def config(self, chunk: int | None) -> Seen | None:
-        """Return what each frame sees with chunks of this size, which was asked for; None: the whole utterance."""
-        size = self._sizes[chunk]
-        assert self.keys.chunks is not None, "the constructor refuses that"
-        return None if size is None else self.keys.chunks.config(size)
-
-    def scores(self, feats: Tensor, frames: Tensor, first: Tensor) -> list[Tensor]:
-        """Compute scores [B, T, V] of features [B, T', F] for each size in order, and of whole utterances at the end.
-
-        first : those of the first size
-        """
-        found: dict[int | None, Tensor] = {self.chunk[0]: first}
-        for chunk in self._sizes:
-            if chunk not in found:
-                found[chunk] = self.model.head(self.model.encode(feats, frames, self.config(chunk))[0])
-        return [found[chunk] for chunk in (*self.chunk, None)]
-
-    def rows(self, scores: Sequence[Tensor], frames: Tensor, batch: Batch,
-             search: BeamSearch | None) -> Iterator[TranscribedUtterance]:
-        """Yield the row of each utterance, with what was shown of it with chunks of each size.
-
-        Arguments
-        ---------
-        scores : as returned by :meth:`scores`
-        frames : [B], frames of each utterance
-        search : finds the transcripts; None: each frame's best token
-        """
-        ends = self._word_ends(scores[-1].float().log_softmax(-1), frames, batch)
-        seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()
-        seen: list[list[Shown]] = [[] for _ in batch.ids]
-        finals: list[Text] = []
-        for chunk, each in zip(self.chunk, scores, strict=False):
-            cuts = [self._cuts(chunk, count) for count in frames.tolist()]
-            ahead = 0 if self._sizes[chunk] is None else self._ahead
-            log_probs = each.float().log_softmax(-1)
-            if search is None:
-                grown = self._greedily(log_probs, frames, cuts)
-            elif self._sizes[chunk] is None:
-                grown = _searched(search, log_probs, frames)
-            else:
-                grown = self._by_streams(search, log_probs, cuts)
-            for i, texts in enumerate(grown):
-                times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
-                seen[i].append(shown([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
-            finals = finals or [texts[-1] for texts in grown]
-        for name, said, final, live in zip(batch.ids, batch.texts, finals, seen, strict=True):
-            yield TranscribedUtterance(name, said, final.text, final.confidence, final.nbest, tuple(live))
-
-    def _cuts(self, chunk: int | None, frames: int) -> list[int]:
-        """Return the frames up to which an utterance is said with each chunk, the last of them its end."""
-        size = self._sizes[chunk]
-        moves = size and size - self._ahead
-        return [*range(moves, frames - self._ahead, moves), frames] if moves else [frames]
-
-    def _greedily(self, log_probs: Tensor, frames: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
-        """Transcribe the beginnings of utterances: a token is there from its first frame on."""
-        decode, grown = self.keys.tokenizer.decode, []
-        for spans, ends in zip(greedy(log_probs, frames, blank_id=self.keys.blank_index), cuts, strict=True):
-            ids, starts = spans.ids.tolist(), spans.starts.tolist()
-            confidence = float(spans.confidence.mean()) if len(spans) else None
-            grown.append([Text(decode(ids[:bisect_left(starts, end)]), confidence) for end in ends])
-        return grown
+    def texts(self, scores: Tensor, frames: Tensor, cuts: Sequence[Sequence[int]], search: BeamSearch | None,
+              live: bool) -> list[list[Text]]:
+        log_probs = scores.float().log_softmax(-1)
+        if search is None:
+            return self.beginnings(greedy(log_probs, frames, blank_id=self.keys.blank_index), cuts)
+        if live:
+            return self._by_streams(search, log_probs, cuts)
+        return [[Text(best[0].text, best[0].confidence, choices(best))]
+                for best in search.decode(log_probs, frames)]
 
     def _by_streams(self, search: BeamSearch, log_probs: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
         """Search utterances as streams, each of which is over with its last chunk."""
@@ -142,31 +43,6 @@ class Live:
                 texts.append(_shown(settled + heard[-1].partial, "" if search.separator is None else " "))
             grown.append(texts)
         return grown
-
-    def _word_ends(self, log_probs: Tensor, frames: Tensor, batch: Batch) -> list[list[float] | None]:
-        """Return when each word of a text ends, by the model's own alignment; None where there is none.
-
-        That is where a word has no token, or the text more tokens than there are frames.
-        """
-        lengths = batch.token_lengths
-        fits = ((ctc_frames_needed(batch.tokens, lengths) <= frames) & (lengths > 0)).cpu()
-        rows = fits.nonzero()[:, 0]
-        found: list[list[float] | None] = [None] * len(batch.ids)
-        if not len(rows):
-            return found
-        there = rows.to(log_probs.device)
-        aligned = align(log_probs[there], frames[there], batch.tokens[there], lengths[there],
-                        self.keys.blank_index, [batch.ids[i] for i in rows.tolist()])
-        for i, spans in zip(rows.tolist(), aligned, strict=True):
-            heard = words(spans, self.keys.tokenizer.piece, self.frame_seconds)
-            if len(heard) == len(batch.texts[i].split()):
-                found[i] = [word.end for word in heard]
-        return found
-
-
-def _searched(search: BeamSearch, log_probs: Tensor, frames: Tensor) -> list[list[Text]]:
-    """Search whole utterances."""
-    return [[Text(best[0].text, best[0].confidence, choices(best))] for best in search.decode(log_probs, frames)]
 
 
 def _shown(words: Sequence[Word], space: str) -> Text:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from speechbrain.core import Stage
-from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
 from sbkit.data.batch import Batch
@@ -23,33 +19,20 @@ from sbkit.decode.joint import JointSearch, Step
 from sbkit.errors import SbkitError
 from sbkit.nn.consistency import consistency
 from sbkit.nn.ctc import CTCLoss, ctc_loss
-from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.guard import guard_indices
 from sbkit.nn.pretrained import Encoder
-from sbkit.nn.streaming import requirements
 from sbkit.recipe.build import Built
-from sbkit.recipe.report import Section
-from sbkit.recipe.source import Findings, Node
-from sbkit.recipe.trace import Trace
-from sbkit.runs import initial
+from sbkit.recipe.source import Findings
 from sbkit.runs.evaluation import EvaluateRequest
-from sbkit.runs.initial.source import TokenTables
-from sbkit.score import chunk_size
-from sbkit.score.latency import COLUMNS, LiveRates, rates
-from sbkit.tasks import feature_statistics
-from sbkit.tasks.asr import ASR, TranscribedUtterance, choices
+from sbkit.tasks.asr import TranscribedUtterance, choices
 from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.live import Live, frame_seconds
+from sbkit.tasks.ctc.live import Live
 from sbkit.tasks.ctc.parts import has_its_decoder, has_layers_between
 from sbkit.tasks.ctc.taps import stack, tapped
-from sbkit.tasks.keys import RecogniserKeys, TaskKeys
-from sbkit.tasks.recognise.labels import check_labels
+from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.recognise.parts import parts_fit
-from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
-from sbkit.tasks.recognise.vocabulary import check_sizes, token_tables
-from sbkit.tasks.recognise.window import refuse_longer
-from sbkit.tasks.transcripts import Transcripts
+from sbkit.tasks.recognise.task import RecognitionTask
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
@@ -68,7 +51,7 @@ class Scores(NamedTuple):
     live: Sequence[Tensor] = ()  # [B, T, V] each: what ``Live.scores`` returns, in a test in chunks
 
 
-class CTC(ASR):
+class CTC(RecognitionTask):
     """The Brain of ``hparams/ctc.yaml``.
 
     - ``decoder``, a ``sbkit.decode.beam.BeamSearch`` or, with joint training, a ``sbkit.decode.joint.JointSearch``,
@@ -80,102 +63,26 @@ class CTC(ASR):
     - ``consistency: 0.2`` is CR-CTC: each utterance is seen twice with different augmentations, and that much of the
       divergence of the two outputs is added to the loss, rising over ``consistency_warmup`` (a share of the run). A
       step then computes and holds twice as much as ``max_batch_seconds`` says.
-    - ``chunks``, a ``sbkit.nn.chunks.Chunks``, trains a model that can run live: in most steps a frame sees its chunk
-      and a limited left context. A test is of whole utterances unless an evaluation asks for chunks.
     """
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
-    heads: ClassVar[tuple[str, ...]] = ("ctc_lin", "seq_lin")
-    """The keys of what gives scores of tokens."""
+    head, heads = "ctc_lin", ("ctc_lin", "seq_lin")
+    loss_name, repeats, live_test = "CTC", True, Live
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: CTCKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if isinstance(self.keys.normalize, GlobalNorm):
-            feature_statistics.load(self.keys.normalize)
-        # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
-        self.recognizer = Recognizer.of(self.keys, self.keys.ctc_lin)
-        if self.keys.chunks is not None and self.keys.chunks.ahead:
-            requirements.refuse(requirements.of_step(self.recognizer))
-        self.decoder = self.keys.decoder
-        self.tested_in: DynChunkTrainConfig | None = None
-        """What each frame sees in a test; None: the whole utterance."""
-        self.live: Live | None = None
         if isinstance(self.decoder, JointSearch) and not self.joint:
             raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
-
-    # ------------------------------------------------------------ before there is a model
-
-    @classmethod
-    def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
-                given: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the tokenizer, and the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
-        assert isinstance(keys, CTCKeys), "this task's own"
-        refuse_longer(keys, manifests)
-        follows = super().prepare(keys, manifests, given)
-        norm, features = keys.normalize, keys.compute_features
-        if isinstance(norm, GlobalNorm) and features is not None and initial.fresh(keys):
-            front = feature_statistics.Front(features, keys.hop_samples, keys.sample_rate)
-            feature_statistics.prepare(norm, front, manifests["train"])
-        return follows
-
-    @classmethod
-    def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
-        assert isinstance(keys, CTCKeys), "this task's own"
-        refuse_longer(keys, {split: manifest})
-        super().check_manifest(keys, split, manifest)
-
-    @classmethod
-    def is_prepared(cls, keys: RecogniserKeys) -> bool:
-        norm = keys.normalize if isinstance(keys, CTCKeys) else None
-        known = not isinstance(norm, GlobalNorm) or feature_statistics.path_of(norm).exists()
-        return known and super().is_prepared(keys)
-
-    def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
-        """Make a batch as every task does, for which a model whose corpus isn't prepared needs no statistics."""
-        if isinstance(self.keys.normalize, GlobalNorm):
-            self.keys.normalize.pretend()
-        return super().stand_in(utterances, seconds, noise=noise)
 
     # ------------------------------------------------------------ the check
 
     @classmethod
     def check_parts(cls, keys: CTCKeys, built: Built, findings: Findings) -> bool:
         return parts_fit(keys, built, findings, has_its_decoder, has_layers_between)
-
-    @classmethod
-    def check_outputs(cls, trace: Trace, findings: Findings) -> None:
-        check_sizes(trace, findings, cls.heads)
-
-    @classmethod
-    def check_labels(cls, keys: CTCKeys, manifests: Mapping[str, Manifest], findings: Findings,
-                     nodes: Mapping[str, Node]) -> Section:
-        keys.tokenizer.load()
-        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes)
-
-    def describe(self) -> tuple[list[str], dict[str, Any]]:
-        """Say how long a frame of features, one of the encoder and a chunk are."""
-        model = self.recognizer
-        hop = 1000 * model.hop_samples / self.keys.sample_rate
-        frame = hop * model.subsampling
-        features = "" if model.compute_features is None else f"features every {hop:g} ms, subsampled by " \
-            f"{model.subsampling}: "
-        lines = [f"{features}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"]
-        if model.frontend is not None:
-            lines.append(f"the front end gets {GUARD_FRAMES} feature frames of zeros more, and their output is cut off")
-        if model.chunks is not None:
-            sizes, left = (", ".join(f"{frame * each:g}" for each in several)
-                           for several in (model.chunks.sizes, model.chunks.left))
-            again = f"; its last {frame * model.chunks.ahead:g} ms are heard again with the next" \
-                if model.chunks.ahead else ""
-            lines.append(f"trained to run live in chunks of {sizes} ms, each with {left} ms before it{again}")
-        return lines, {"subsampling": model.subsampling, "frames_per_second": 1000 / frame}
-
-    def token_tables(self) -> TokenTables | None:
-        return token_tables(self.keys, [getattr(self.keys, head) for head in self.heads])
 
     # ------------------------------------------------------------ training
 
@@ -196,7 +103,7 @@ class CTC(ASR):
                 encoded, frames, decoded = model.encode_and_decode(feats, heard, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
-                (encoded, frames), attention = model.encode(feats, heard, self._seen(stage, batch)), None
+                (encoded, frames), attention = model.encode(feats, heard, self.visible_context(stage, batch)), None
         searched = stage == Stage.TEST and isinstance(self.decoder, JointSearch)
         ctc = model.head(encoded)
         live = self.live.scores(feats, heard, ctc) if self.live is not None and stage == Stage.TEST else ()
@@ -228,19 +135,6 @@ class CTC(ASR):
     def views(self) -> int:
         """How many times a training step sees each utterance."""
         return 2 if self.keys.consistency else 1
-
-    def _seen(self, stage: Stage, batch: Batch) -> DynChunkTrainConfig | None:
-        """Return what each frame sees in a stage: the same for all micro-batches and ranks of an optimizer step.
-
-        On stand-ins it is what takes the most memory.
-        """
-        if self.keys.chunks is None:
-            return None
-        if stage == Stage.TRAIN and is_fake(batch.signals):
-            return self.keys.chunks.costliest()
-        if stage == Stage.TRAIN:
-            return self.keys.chunks.at(int(self.keys.seed or 0), self.optimizer_step)
-        return self.keys.chunks.validation() if stage == Stage.VALID else self.tested_in
 
     def _consistency_weight(self) -> float:
         schedule = self.keys.schedule
@@ -294,13 +188,6 @@ class CTC(ASR):
     def take_search(self, request: EvaluateRequest) -> None:
         self.decoder = search.build(request, self.keys)
 
-    def take_chunks(self, chunk: Sequence[int | None]) -> None:
-        if self.decoder is not None and self.decoder.nbest > 1 and chunk[0] is not None:
-            raise SbkitError("--nbest lists the transcripts of the first size of --chunk, and a stream has just one",
-                             hint="name whole first, as in --chunk whole,320, or leave out --nbest")
-        self.live = Live(self.recognizer, self.keys, chunk)
-        self.tested_in = self.live.config(chunk[0])
-
     def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
         live, self.live = self.live, None  # tuning needs the last transcripts alone, with chunks of the first size
         try:
@@ -313,16 +200,6 @@ class CTC(ASR):
 
     def search_facts(self) -> dict[str, Any]:
         return {} if self.decoder is None else search.describe(self.decoder)
-
-    def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:
-        found = super().results(rows, loss, unread)
-        if self.live is not None:
-            return LiveTranscripts(**vars(found), chunk=self.live.chunk)
-        if (chunks := self.keys.chunks) is not None and chunks.validate is not None:
-            size = 1000 * frame_seconds(self.recognizer, self.keys) * chunks.validate
-            found.remark = (f"the test heard whole utterances, and validations heard chunks of {size:.0f} ms; "
-                            f"sbkit evaluate {self.keys.folder} --chunk {size:.0f},whole compares both")
-        return found
 
     def exported(self, run: Path) -> Recogniser:
         from sbkit.tasks.ctc.exported import Recogniser
@@ -364,27 +241,3 @@ class CTC(ASR):
             return self.keys.seq_lin(decoded[:, -1]).float().log_softmax(-1)
 
         return step
-
-
-@dataclass
-class LiveTranscripts(Transcripts):
-    """Rows of a test that was heard in chunks of several sizes; the transcripts are those of the first."""
-
-    chunk: Sequence[int | None] = field(kw_only=True)
-    """Milliseconds of each size in the rows' ``live``; None is the whole utterance."""
-
-    @cached_property
-    def live(self) -> list[LiveRates]:
-        """The rates with chunks of each size."""
-        scored = [row for row in self.rows if row.reference.split()]
-        said = [(row.id, row.reference) for row in scored]
-        return [rates(chunk, said, [row.live[number] for row in scored]) for number, chunk in enumerate(self.chunk)]
-
-    def facts(self) -> dict[str, Any]:
-        return {**super().facts(), "chunks": [each.facts() for each in self.live]}
-
-    def lines_of_table(self) -> list[list[tuple[str, Any]]]:
-        return [list(zip(COLUMNS, each.row(), strict=True)) for each in self.live]
-
-    def word_error_rates(self) -> Mapping[str, float]:
-        return {f"(chunk: {chunk_size.named(each.chunk)})": each.WER for each in self.live}

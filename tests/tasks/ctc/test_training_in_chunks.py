@@ -161,8 +161,8 @@ class Noting(CTC):
 
     last_step = None
 
-    def _seen(self, stage, batch):
-        found = super()._seen(stage, batch)
+    def visible_context(self, stage, batch):
+        found = super().visible_context(stage, batch)
         if stage == Stage.TRAIN:
             if self.optimizer_step == self.last_step:
                 raise KeyboardInterrupt

@@ -1,0 +1,191 @@
+"""A test as a listener of live speech sees it: transcripts that grow with each chunk, for several sizes at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sbkit.data.batch import Batch
+from sbkit.decode.greedy import align
+from sbkit.decode.spans import TokenSpans, words
+from sbkit.errors import SbkitError
+from sbkit.nn.chunks import Seen
+from sbkit.nn.ctc import ctc_frames_needed
+from sbkit.score import chunk_size
+from sbkit.score.latency import COLUMNS, LiveRates, Shown, rates, shown
+from sbkit.tasks.asr import Choice, TranscribedUtterance
+from sbkit.tasks.recognise.keys import EncoderKeys
+from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.transcripts import Transcripts
+
+Search = Any  # of the task's own kind
+Scored = Any  # a tensor, or several: what the task finds transcripts in
+
+
+class Text(NamedTuple):
+    """One transcript of the beginning of an utterance."""
+
+    text: str
+    confidence: float | None
+    nbest: Sequence[Choice] = ()  # of a whole utterance: a stream has one transcript
+
+
+def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
+    """Return how long a frame of the encoder is."""
+    return model.subsampling * model.hop_samples / keys.sample_rate
+
+
+class LiveTest(ABC):
+    """Hears each utterance of a test in chunks of each size that was asked for.
+
+    The encoder hears the utterances of a batch at once, as if each came chunk by chunk, which gives a stream's scores.
+    What was shown after a chunk is what a stream's search shows of the scores up to there.
+
+    Arguments
+    ---------
+    chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
+    """
+
+    def __init__(self, model: Recognizer, keys: EncoderKeys, chunk: Sequence[int | None]):
+        if keys.chunks is None:
+            raise SbkitError("--chunk is for a model that learnt to hear in chunks, and the recipe has no chunks",
+                             hint="train one with hparams/streaming.yaml, or leave out --chunk")
+        self.model, self.keys, self.chunk = model, keys, tuple(chunk)
+        self.frame_seconds = frame_seconds(model, keys)
+        sizes = keys.chunks.in_milliseconds(self.frame_seconds)
+        self._sizes = {one: self._size(one, sizes) for one in (*self.chunk, None)}
+        self._ahead = keys.chunks.ahead
+
+    def _size(self, chunk: int | None, sizes: dict[int, int]) -> int | None:
+        if chunk is not None and chunk not in sizes:
+            raise SbkitError(f"--chunk {chunk}: the model wasn't trained for chunks of {chunk} ms",
+                             hint=f"it was for {', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
+        return None if chunk is None else sizes[chunk]
+
+    def config(self, chunk: int | None) -> Seen | None:
+        """Return what each frame sees with chunks of this size, which was asked for; None: the whole utterance."""
+        size = self._sizes[chunk]
+        assert self.keys.chunks is not None, "the constructor refuses that"
+        return None if size is None else self.keys.chunks.config(size)
+
+    def scores(self, feats: Tensor, frames: Tensor, first: Scored) -> list[Scored]:
+        """Compute what :meth:`scored` gives for features [B, T', F] and each size in order, and for whole utterances
+        at the end.
+
+        first : that of the first size
+        """
+        found: dict[int | None, Scored] = {self.chunk[0]: first}
+        for chunk in self._sizes:
+            if chunk not in found:
+                found[chunk] = self.scored(self.model.encode(feats, frames, self.config(chunk))[0])
+        return [found[chunk] for chunk in (*self.chunk, None)]
+
+    def scored(self, encoded: Tensor) -> Scored:
+        """Compute what transcripts are found in, from encoder states [B, T, D]."""
+        return self.model.head(encoded)
+
+    def of_ctc(self, scores: Scored) -> Tensor | None:
+        """Return a CTC head's part of ``scores`` [B, T, V], by which words are aligned; None if there is none."""
+        return scores
+
+    @abstractmethod
+    def texts(self, scores: Scored, frames: Tensor, cuts: Sequence[Sequence[int]], search: Search | None,
+              live: bool) -> list[list[Text]]:
+        """Transcribe each utterance of a batch up to each of its ``cuts``, the last of which is its end.
+
+        search : finds the transcripts; None: they are decoded greedily
+        live : decode as a stream, whose words settle; False: there is one cut, and the whole utterance is known
+        """
+
+    def rows(self, scores: Sequence[Scored], frames: Tensor, batch: Batch,
+             search: Search | None) -> Iterator[TranscribedUtterance]:
+        """Yield the row of each utterance, with what was shown of it with chunks of each size.
+
+        Arguments
+        ---------
+        scores : as returned by :meth:`scores`
+        frames : [B], frames of each utterance
+        search : as for :meth:`texts`
+        """
+        ctc = self.of_ctc(scores[-1])
+        ends = [None] * len(batch.ids) if ctc is None else \
+            self._word_ends(ctc.float().log_softmax(-1), frames, batch)
+        seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()
+        seen: list[list[Shown]] = [[] for _ in batch.ids]
+        finals: list[Text] = []
+        for chunk, each in zip(self.chunk, scores, strict=False):
+            cuts = [self._cuts(chunk, count) for count in frames.tolist()]
+            ahead = 0 if self._sizes[chunk] is None else self._ahead
+            grown = self.texts(each, frames, cuts, search, self._sizes[chunk] is not None)
+            for i, texts in enumerate(grown):
+                times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
+                seen[i].append(shown([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
+            finals = finals or [texts[-1] for texts in grown]
+        for name, said, final, live in zip(batch.ids, batch.texts, finals, seen, strict=True):
+            yield TranscribedUtterance(name, said, final.text, final.confidence, final.nbest, tuple(live))
+
+    def beginnings(self, found: Iterable[TokenSpans], cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
+        """Write the beginnings of utterances whose tokens nothing later changes: one is there from its first frame on.
+        """
+        decode, grown = self.keys.tokenizer.decode, []
+        for spans, ends in zip(found, cuts, strict=True):
+            ids, starts = spans.ids.tolist(), spans.starts.tolist()
+            confidence = float(spans.confidence.mean()) if len(spans) else None
+            grown.append([Text(decode(ids[:bisect_left(starts, end)]), confidence) for end in ends])
+        return grown
+
+    def _cuts(self, chunk: int | None, frames: int) -> list[int]:
+        """Return the frames up to which an utterance is said with each chunk, the last of them its end."""
+        size = self._sizes[chunk]
+        moves = size and size - self._ahead
+        return [*range(moves, frames - self._ahead, moves), frames] if moves else [frames]
+
+    def _word_ends(self, log_probs: Tensor, frames: Tensor, batch: Batch) -> list[list[float] | None]:
+        """Return when each word of a text ends, by the model's own alignment; None where there is none.
+
+        That is where a word has no token, or the text more tokens than there are frames.
+        """
+        lengths = batch.token_lengths
+        fits = ((ctc_frames_needed(batch.tokens, lengths) <= frames) & (lengths > 0)).cpu()
+        rows = fits.nonzero()[:, 0]
+        found: list[list[float] | None] = [None] * len(batch.ids)
+        if not len(rows):
+            return found
+        there = rows.to(log_probs.device)
+        aligned = align(log_probs[there], frames[there], batch.tokens[there], lengths[there],
+                        self.keys.blank_index, [batch.ids[i] for i in rows.tolist()])
+        for i, spans in zip(rows.tolist(), aligned, strict=True):
+            heard = words(spans, self.keys.tokenizer.piece, self.frame_seconds)
+            if len(heard) == len(batch.texts[i].split()):
+                found[i] = [word.end for word in heard]
+        return found
+
+
+@dataclass
+class LiveTranscripts(Transcripts):
+    """Rows of a test that was heard in chunks of several sizes; the transcripts are those of the first."""
+
+    chunk: Sequence[int | None] = field(kw_only=True)
+    """Milliseconds of each size in the rows' ``live``; None is the whole utterance."""
+
+    @cached_property
+    def live(self) -> list[LiveRates]:
+        """The rates with chunks of each size."""
+        scored = [row for row in self.rows if row.reference.split()]
+        said = [(row.id, row.reference) for row in scored]
+        return [rates(chunk, said, [row.live[number] for row in scored]) for number, chunk in enumerate(self.chunk)]
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "chunks": [each.facts() for each in self.live]}
+
+    def lines_of_table(self) -> list[list[tuple[str, Any]]]:
+        return [list(zip(COLUMNS, each.row(), strict=True)) for each in self.live]
+
+    def word_error_rates(self) -> Mapping[str, float]:
+        return {f"(chunk: {chunk_size.named(each.chunk)})": each.WER for each in self.live}

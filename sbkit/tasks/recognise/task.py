@@ -1,0 +1,162 @@
+"""The base class of recognisers whose encoder sbkit puts together: what CTC and a transducer have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from speechbrain.core import Stage
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
+from torch._subclasses.fake_tensor import is_fake
+
+from sbkit.data.batch import Batch
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.nn.global_norm import GlobalNorm
+from sbkit.nn.streaming import requirements
+from sbkit.recipe.report import Section
+from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.trace import Trace
+from sbkit.runs import initial
+from sbkit.runs.initial.source import TokenTables
+from sbkit.tasks import feature_statistics
+from sbkit.tasks.asr import ASR, TranscribedUtterance
+from sbkit.tasks.keys import RecogniserKeys
+from sbkit.tasks.recognise.keys import EncoderKeys
+from sbkit.tasks.recognise.labels import check_labels
+from sbkit.tasks.recognise.live import LiveTest, LiveTranscripts, frame_seconds
+from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
+from sbkit.tasks.recognise.vocabulary import check_sizes, token_tables
+from sbkit.tasks.recognise.window import refuse_longer
+from sbkit.tasks.transcripts import Transcripts
+
+
+class RecognitionTask(ASR):
+    """A task with features, front end and encoder; a derived one has the head and the loss.
+
+    ``chunks``, a ``sbkit.nn.chunks.Chunks``, trains a model that can run live: in most steps a frame sees its chunk and
+    a limited left context. A test is of whole utterances unless an evaluation asks for chunks.
+    """
+
+    head: ClassVar[str]
+    """The key of what follows the encoder frame by frame."""
+    heads: ClassVar[tuple[str, ...]]
+    """The keys of what gives scores of tokens."""
+    loss_name: ClassVar[str]
+    """As messages call the loss."""
+    repeats: ClassVar[bool]
+    """Whether a label that is the same as the one before needs a frame more."""
+    live_test: ClassVar[type[LiveTest]]
+    keys: EncoderKeys
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if isinstance(self.keys.normalize, GlobalNorm):
+            feature_statistics.load(self.keys.normalize)
+        # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
+        self.recognizer = Recognizer.of(self.keys, getattr(self.keys, self.head))
+        if self.keys.chunks is not None and self.keys.chunks.ahead:
+            requirements.refuse(requirements.of_step(self.recognizer))
+        self.decoder = self.keys.decoder
+        self.tested_in: DynChunkTrainConfig | None = None
+        """What each frame sees in a test; None: the whole utterance."""
+        self.live: LiveTest | None = None
+
+    # ------------------------------------------------------------ before there is a model
+
+    @classmethod
+    def prepare(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest],
+                given: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the tokenizer, and the statistics of a ``GlobalNorm`` unless checkpoints hold them."""
+        assert isinstance(keys, EncoderKeys), "this task's own"
+        refuse_longer(keys, manifests)
+        follows = super().prepare(keys, manifests, given)
+        norm, features = keys.normalize, keys.compute_features
+        if isinstance(norm, GlobalNorm) and features is not None and initial.fresh(keys):
+            front = feature_statistics.Front(features, keys.hop_samples, keys.sample_rate)
+            feature_statistics.prepare(norm, front, manifests["train"])
+        return follows
+
+    @classmethod
+    def check_manifest(cls, keys: RecogniserKeys, split: str, manifest: Manifest) -> None:
+        assert isinstance(keys, EncoderKeys), "this task's own"
+        refuse_longer(keys, {split: manifest})
+        super().check_manifest(keys, split, manifest)
+
+    @classmethod
+    def is_prepared(cls, keys: RecogniserKeys) -> bool:
+        norm = keys.normalize if isinstance(keys, EncoderKeys) else None
+        known = not isinstance(norm, GlobalNorm) or feature_statistics.path_of(norm).exists()
+        return known and super().is_prepared(keys)
+
+    def stand_in(self, utterances: int, seconds: float, *, noise: bool = False) -> Batch:
+        """Make a batch as every task does, for which a model whose corpus isn't prepared needs no statistics."""
+        if isinstance(self.keys.normalize, GlobalNorm):
+            self.keys.normalize.pretend()
+        return super().stand_in(utterances, seconds, noise=noise)
+
+    # ------------------------------------------------------------ the check
+
+    @classmethod
+    def check_outputs(cls, trace: Trace, findings: Findings) -> None:
+        check_sizes(trace, findings, cls.heads)
+
+    @classmethod
+    def check_labels(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest], findings: Findings,
+                     nodes: Mapping[str, Node]) -> Section:
+        assert isinstance(keys, EncoderKeys), "this task's own"
+        keys.tokenizer.load()
+        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes, cls.loss_name, cls.repeats)
+
+    def describe(self) -> tuple[list[str], dict[str, Any]]:
+        """Say how long a frame of features, one of the encoder and a chunk are."""
+        model = self.recognizer
+        hop = 1000 * model.hop_samples / self.keys.sample_rate
+        frame = hop * model.subsampling
+        features = "" if model.compute_features is None else f"features every {hop:g} ms, subsampled by " \
+            f"{model.subsampling}: "
+        lines = [f"{features}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"]
+        if model.frontend is not None:
+            lines.append(f"the front end gets {GUARD_FRAMES} feature frames of zeros more, and their output is cut off")
+        if model.chunks is not None:
+            sizes, left = (", ".join(f"{frame * each:g}" for each in several)
+                           for several in (model.chunks.sizes, model.chunks.left))
+            again = f"; its last {frame * model.chunks.ahead:g} ms are heard again with the next" \
+                if model.chunks.ahead else ""
+            lines.append(f"trained to run live in chunks of {sizes} ms, each with {left} ms before it{again}")
+        return lines, {"subsampling": model.subsampling, "frames_per_second": 1000 / frame}
+
+    def token_tables(self) -> TokenTables | None:
+        return token_tables(self.keys, [getattr(self.keys, head) for head in self.heads])
+
+    # ------------------------------------------------------------ chunks
+
+    def visible_context(self, stage: Stage, batch: Batch) -> DynChunkTrainConfig | None:
+        """Return what each frame sees in a stage: the same for all micro-batches and ranks of an optimizer step.
+
+        On stand-ins it is what takes the most memory.
+        """
+        if self.keys.chunks is None:
+            return None
+        if stage == Stage.TRAIN and is_fake(batch.signals):
+            return self.keys.chunks.costliest()
+        if stage == Stage.TRAIN:
+            return self.keys.chunks.at(int(self.keys.seed or 0), self.optimizer_step)
+        return self.keys.chunks.validation() if stage == Stage.VALID else self.tested_in
+
+    def take_chunks(self, chunk: Sequence[int | None]) -> None:
+        if self.decoder is not None and self.decoder.nbest > 1 and chunk[0] is not None:
+            raise SbkitError("--nbest lists the transcripts of the first size of --chunk, and a stream has just one",
+                             hint="name whole first, as in --chunk whole,320, or leave out --nbest")
+        self.live = self.live_test(self.recognizer, self.keys, chunk)
+        self.tested_in = self.live.config(chunk[0])
+
+    def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:
+        found = super().results(rows, loss, unread)
+        if self.live is not None:
+            return LiveTranscripts(**vars(found), chunk=self.live.chunk)
+        if (chunks := self.keys.chunks) is not None and chunks.validate is not None:
+            size = 1000 * frame_seconds(self.recognizer, self.keys) * chunks.validate
+            found.remark = (f"the test heard whole utterances, and validations heard chunks of {size:.0f} ms; "
+                            f"sbkit evaluate {self.keys.folder} --chunk {size:.0f},whole compares both")
+        return found
