@@ -86,7 +86,7 @@ def evaluate(request: EvaluateRequest) -> int:
 def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, path: Path,
              remote: Remote) -> Iterator[CheckpointResult]:
     from sbkit.data.manifest import Manifest
-    from sbkit.runs import evaluation, restore, scoring
+    from sbkit.runs import evaluation, evaluation_corpus, restore
     from sbkit.train.distributed import ranks
 
     manifest = Manifest.read(path, remote=remote)
@@ -96,10 +96,11 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
         if request.average > 1:
             label += f"-mean-of-{len(used)}"
         tuned = brain.tune_search(
-            recipe.keys.corpus.manifest("dev"), lambda dev: scoring.transcribe(request, recipe, brain, dev, "dev")) \
+            recipe.keys.corpus.manifest("dev"), lambda dev: evaluation_corpus.transcribe(
+                request, recipe, brain, dev, "dev")) \
             if request.tune_lm else {}
         label += request.label()
-        scored = scoring.score(request, recipe, brain, manifest, label)
+        scored = evaluation_corpus.score(request, recipe, brain, manifest, label)
         if search := {**brain.search_facts(), **tuned}:
             scored.facts["decoder"] = search
         scored.facts.update(

@@ -30,8 +30,8 @@ from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
 from sbkit.system import disk
-from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
+from sbkit.system.disk import cache_folder
 
 logger = logging.getLogger(__name__)
 

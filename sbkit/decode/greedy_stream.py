@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sbkit.decode.best_path import best_path
-from sbkit.decode.spans import TokenSpans, sums
+from sbkit.decode.spans import TokenSpans, best_path, sums
 from sbkit.decode.streaming import Spelling, StreamResult, settled
 
 _NOTHING = TokenSpans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))

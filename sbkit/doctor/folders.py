@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope
-from sbkit.system.cache import cache_folder
+from sbkit.system.disk import cache_folder
 
 _LITTLE_DISK = 5 << 30
 _BLOCK = 1 << 20

@@ -1,4 +1,4 @@
-"""What a task adds for each further graph of its model: how it is traced, run and compared."""
+"""What a task adds for each further graph of its model, and for each file that another program runs as it is."""
 
 from __future__ import annotations
 
@@ -51,3 +51,25 @@ class Companion(ABC):
     @abstractmethod
     def runners(self, name: str, path: Path, config: OwnBundle) -> Mapping[str, Runner]:
         """Return functions that run a written format, for each way of running the graph."""
+
+
+class Target(ABC):
+    """A model for a program of others, in the bundle beside the task's own formats, as ``--target`` asks.
+
+    The program itself runs it on the test clips before it is published.
+    """
+
+    #: What it is called while it is written and compared.
+    name: str
+
+    @abstractmethod
+    def write(self, folder: Path, config: OwnBundle) -> None:
+        """Write its file, and say in ``config.models`` that it is there."""
+
+    @abstractmethod
+    def compare(self, folder: Path, config: OwnBundle, comparison: Comparison) -> None:
+        """Have the program run it on the clips, and add what it gave to the comparison or to its companions."""
+
+    @abstractmethod
+    def readme(self) -> str:
+        """Write the section of README.md that shows how to run it."""

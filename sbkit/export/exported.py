@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout, readme
 from sbkit.export.clips import ComparisonClips, choose
-from sbkit.export.companion import Companion, OwnBundle
+from sbkit.export.companion import Companion, OwnBundle, Target
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import RUNNERS, Output, Runner, each, shown
-from sbkit.export.target import Target
 
 if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus

@@ -15,8 +15,7 @@ import numpy as np
 from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
 from sbkit.infer.device import Device, DeviceChoice, Placement, Unmet, for_eight_bits, open_on
-from sbkit.infer.interface import Interface
-from sbkit.infer.onnx_session import open_session
+from sbkit.infer.onnx_session import Interface, open_session
 from sbkit.infer.worker import Worker
 from sbkit.system.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
 

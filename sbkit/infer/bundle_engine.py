@@ -1,4 +1,4 @@
-"""Base of engines: one graph of a bundle, opened and run in one worker thread until it is closed."""
+"""Bases of engines, which run one graph of a bundle in one worker thread, and of loaded bundles, which have one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -17,12 +17,11 @@ from sbkit.infer import device as devices
 from sbkit.infer import formats
 from sbkit.infer.backends import Backend, open_graph
 from sbkit.infer.device import DeviceChoice, OutOfMemory, Placement
-from sbkit.infer.interface import Interface
+from sbkit.infer.onnx_session import Interface
 from sbkit.infer.worker import Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
 
 _SHOWN = 160  # characters of a difference, of which the beginning and the end are told
 
@@ -139,3 +138,33 @@ def closed() -> SbkitError:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN // 2]} ... {text[-_SHOWN // 2:]}"
+
+
+E = TypeVar("E", bound=BundleEngine)
+
+
+class Loaded(Generic[E]):
+    """A loaded bundle, which any number of threads may call.
+
+    Arguments
+    ---------
+    engine : runs it
+    """
+
+    def __init__(self, engine: E):
+        self.engine = engine
+
+    @property
+    def running(self) -> Placement:
+        """The requested device, and the one the model runs on."""
+        return self.engine.running
+
+    def close(self) -> None:
+        """Release the model."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

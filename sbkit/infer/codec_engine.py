@@ -16,7 +16,7 @@ from sbkit.export import layout
 from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine
 from sbkit.infer.device import DeviceChoice
-from sbkit.infer.interface import Interface
+from sbkit.infer.onnx_session import Interface
 
 _AGAIN = "do its files come from the same export? export it again"
 _EXAMPLE = 25  # frames to prove with that a graph runs

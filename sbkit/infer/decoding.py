@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from sbkit.decode.best_path import best_path
 from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.search_options import check_weight
-from sbkit.decode.spans import TokenSpans, collapse
+from sbkit.decode.spans import TokenSpans, best_path, collapse
 from sbkit.decode.streaming import StreamSearch
 from sbkit.errors import SbkitError
 from sbkit.export.layout import ByKind, Config

@@ -17,7 +17,7 @@ from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine
 from sbkit.infer.device import DeviceChoice
 from sbkit.infer.formats import AUTO
-from sbkit.infer.interface import Interface
+from sbkit.infer.onnx_session import Interface
 
 #: Shapes for which a compiled model has a graph; batches are padded to the next one.
 _SECONDS, _BATCHES = (2.0, 5.0, 10.0, 20.0, 30.0), (1, 4, 16)

@@ -11,8 +11,8 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.bundle_engine import Loaded
 from sbkit.infer.engine import Engine
-from sbkit.infer.loaded import Loaded
 from sbkit.infer.recordings import Recording, Source
 
 #: Longest recording in seconds: a model that maps a whole recording to one result holds all of it.

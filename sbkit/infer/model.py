@@ -12,12 +12,12 @@ from typing import Any, overload
 from sbkit.decode.hotwords import boosted
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.bundle_engine import Loaded
 from sbkit.infer.codec import codec
 from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.graph_model import GraphEngine, GraphModel
-from sbkit.infer.loaded import Loaded
 from sbkit.infer.pipeline import Options, Pipeline
 from sbkit.infer.recordings import Recording, Source
 from sbkit.infer.stream import Stream

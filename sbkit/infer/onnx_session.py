@@ -1,19 +1,37 @@
-"""Sessions of ONNX Runtime that run on the device that was asked for, proven by one inference."""
+"""What is expected of a graph, and sessions of ONNX Runtime on the requested device, proven by one inference."""
 
 from __future__ import annotations
 
 import mmap
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from sbkit.errors import SbkitError, first_line
 from sbkit.infer.device import Device, Unmet
-from sbkit.infer.interface import Interface
 from sbkit.system.environment import onnxruntimes
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The inputs of a graph, in their order and each with an example to prove with that it runs, and its outputs."""
+
+    inputs: Mapping[str, np.ndarray]
+    outputs: Sequence[str]
+
+    def check(self, path: Path, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        """Refuse a file that has others."""
+        if (list(inputs), list(outputs)) != (list(self.inputs), list(self.outputs)):
+            raise SbkitError(f"{path} takes {list(inputs)} and gives {list(outputs)}; it must take "
+                             f"{list(self.inputs)} and give {list(self.outputs)}",
+                             hint="do its files come from the same export?")
+
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 #: cuDNN picks an algorithm by heuristics rather than trying all of them for each new length; fp32 sums stay fp32,

@@ -17,13 +17,12 @@ from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
-from sbkit.infer import formats, stream_batch
+from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine, closed
 from sbkit.infer.device import DeviceChoice, OutOfMemory
-from sbkit.infer.interface import Interface
+from sbkit.infer.onnx_session import Interface
 from sbkit.infer.samples import whole
-from sbkit.infer.session import Session
-from sbkit.infer.stream_batch import State, StreamBatch
+from sbkit.infer.session import Session, State, StreamBatch, interface
 from sbkit.infer.worker import Worker
 
 
@@ -143,7 +142,7 @@ class StreamEngine(BundleEngine):
     # ------------------------------------------------------------------ within the worker
 
     def _interface(self) -> Interface:
-        return stream_batch.interface(self.config, min(self.chunks.values()))
+        return interface(self.config, min(self.chunks.values()))
 
     def _warm_up(self, path: Path) -> None:
         samples = self.config.window(min(self.chunks.values()))

@@ -28,8 +28,8 @@ from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.codec import CodecModel, codec
-from sbkit.infer.file_names import file_name
 from sbkit.infer.formats import AUTO
+from sbkit.infer.resynthesis import file_name
 from sbkit.system import disk
 from sbkit.system.console import progress
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.loaded import Loaded
+from sbkit.infer.bundle_engine import Loaded
 from sbkit.infer.sentences import Phrase, Script
 from sbkit.infer.speech import Speech, joined, pauses, spoken
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine

@@ -16,7 +16,7 @@ from sbkit.export import layout
 from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine, ModelFailed
 from sbkit.infer.device import DeviceChoice
-from sbkit.infer.interface import Interface
+from sbkit.infer.onnx_session import Interface
 
 #: One symbol, in the first voice and at its own speed.
 _EXAMPLE = np.ones((1, 1), np.int64), np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.float32)

@@ -15,8 +15,8 @@ from torch import nn
 from sbkit.recipe.keys import TaskKeys
 from sbkit.recipe.parts import frozen_for_good
 from sbkit.recipe.values import unwrapped
-from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
+from sbkit.system.disk import cache_folder
 
 #: The recommended share of the largest batch that fits, because memory fragments and some texts are longer than others.
 MARGIN = 0.9

@@ -1,10 +1,11 @@
-"""Middleware before every route: keys, origins, sizes, request ids and counters."""
+"""Middleware before every route: host names, keys, origins, sizes, request ids and counters."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import time
@@ -13,8 +14,44 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from sbkit.serve.errors import ApiError, failed, stopping, too_large, unauthorized, wrong_host
-from sbkit.serve.hosts import Hosts
 from sbkit.serve.metrics import Metrics
+
+_OWN = ("localhost", "127.0.0.1", "[::1]")
+
+
+def loopback(address: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+class Hosts:
+    """The allowed values of a request's ``Host`` header.
+
+    Arguments
+    ---------
+    address : the address listened on; a loopback address answers only to its own names
+    allowed : further names; if given, any other address too answers only to these and its own
+    called : the address as given when the server was started
+    """
+
+    def __init__(self, address: str, allowed: Iterable[str] = (), called: str = ""):
+        own = [*_OWN, *(f"[{each}]" if ":" in each else each for each in (address, called) if each)]
+        self._names = frozenset(map(_name, [*own, *allowed]))
+        self._all = not (loopback(address) or list(allowed))
+
+    def allow(self, host: str | None) -> bool:
+        """Whether a host is allowed, at any port; requests without a host don't come from browsers."""
+        return self._all or host is None or _name(host) in self._names
+
+
+def _name(host: str) -> str:
+    """Strip the port."""
+    host = host.strip().lower()
+    name, colon, port = host.rpartition(":")
+    if colon and (not port or port.isdecimal()) and not name.endswith(":") and (":" not in name or name[-1:] == "]"):
+        host = name
+    return host.rstrip(".")
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

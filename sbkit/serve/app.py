@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import functools
+import hashlib
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, WebSocket
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sbkit
 from sbkit.infer.transcript import Transcript
-from sbkit.serve import clients, form, metrics, page, replies, speech_form
-from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, App
+from sbkit.serve import clients, form, metrics, replies, speech_form
+from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, App, Hosts
 from sbkit.serve.connection_limit import ConnectionLimit
 from sbkit.serve.decoders import Decoders
 from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
-from sbkit.serve.form import Form
-from sbkit.serve.hosts import Hosts
+from sbkit.serve.form import Form, Upload
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.recognise import recognise
 from sbkit.serve.registry import Registry
+from sbkit.serve.replies import Streamed
 from sbkit.serve.served import Served
 from sbkit.serve.speech import resumed, sound
-from sbkit.serve.streamed import Streamed
-from sbkit.serve.upload import Upload
 from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 
 _log = logging.getLogger(__name__)
@@ -97,7 +100,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
     @app.get("/", response_model=None)
     async def index() -> Response:
-        return page.response()
+        return _page()
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
@@ -283,3 +286,26 @@ def _placed(served: Served) -> Iterator[metrics.Labels]:
     for running in served.placements:
         yield (("model", served.name), ("file", running.file), ("asked", running.asked), ("device", running.device),
                ("provider", running.provider))
+
+
+_FILE = Path(__file__).with_name("page.html")
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+@functools.cache
+def _read_page() -> tuple[str, str]:
+    """Read the page, and make the policy that allows only its own script and style."""
+    text = _FILE.read_text(encoding="utf-8")
+    digests = {kind: base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+               for kind, inside in _INLINE.findall(text)}
+    policy = (f"default-src 'none'; script-src 'sha256-{digests['script']}' blob:; worker-src blob:; "
+              f"style-src 'sha256-{digests['style']}'; connect-src 'self'; img-src data:; media-src blob:; "
+              "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+    return text, policy
+
+
+def _page() -> HTMLResponse:
+    """The response for /."""
+    text, policy = _read_page()
+    return HTMLResponse(text, headers={"content-security-policy": policy, "referrer-policy": "no-referrer",
+                                       "cache-control": "no-cache"})

@@ -1,12 +1,13 @@
-"""The request form of OpenAI's API: every field is checked, none is silently ignored."""
+"""The request form of OpenAI's API: received in time and within its room, each field checked, none ignored."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any, Protocol
 
 from fastapi import Request
 from python_multipart.multipart import parse_options_header
@@ -14,7 +15,8 @@ from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from sbkit.serve.disk import with_room
-from sbkit.serve.errors import invalid, missing_model, unsupported
+from sbkit.serve.errors import invalid, missing_model, too_slow, unsupported
+from sbkit.serve.limits import Limits
 from sbkit.serve.registry import Registry, ServedModel
 from sbkit.serve.text import decoded
 
@@ -192,3 +194,43 @@ def _yes(value: str | None) -> bool:
     if value.lower() in ("true", "1"):
         return True
     raise invalid(f"stream is {value[:40]!r}, but must be true or false", "stream")
+
+
+class SizeLimit(Protocol):
+    """Room for what is received."""
+
+    def grow(self, size: int) -> None:
+        """Grow to this many bytes; raises ``ApiError`` if there is no room for them."""
+
+
+class Upload:
+    """Wraps a request; use :attr:`request` in its place.
+
+    Arguments
+    ---------
+    held : its room, such as a disk reservation: the length that the request claims, or else what has arrived
+    """
+
+    def __init__(self, request: Request, limits: Limits, held: SizeLimit):
+        self._receive, self._limits, self._held = request.receive, limits, held
+        self._came, self._waited, self._whole = 0, 0.0, False
+        held.grow(int(request.headers.get("content-length", "0")))
+        self.request = Request(request.scope, self._next)
+
+    async def _next(self) -> MutableMapping[str, Any]:
+        """Receive the next message. The clock runs only while waiting for the client."""
+        if self._whole:
+            return await self._receive()
+        least = self._limits.min_upload_kbs * 1024
+        began = time.monotonic()
+        try:
+            message = await asyncio.wait_for(
+                self._receive(), max(self._limits.upload_grace_seconds + self._came / least - self._waited, 0.01))
+        except (asyncio.TimeoutError, TimeoutError):
+            self._whole = True
+            raise too_slow(f"arrives at less than {self._limits.min_upload_kbs:g} KB a second") from None
+        self._waited += time.monotonic() - began
+        self._came += len(message.get("body", b""))
+        self._whole = not message.get("more_body")
+        self._held.grow(self._came)
+        return message

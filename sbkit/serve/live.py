@@ -30,12 +30,11 @@ from sbkit.infer.samples import whole
 from sbkit.serve.access import REQUEST_ID
 from sbkit.serve.clients import Shares
 from sbkit.serve.errors import ApiError, busy, failed, invalid, missing_model, shown, unsupported
-from sbkit.serve.intake import rate_of
 from sbkit.serve.limits import Limits
 from sbkit.serve.live_session import LiveSession
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedModel
-from sbkit.serve.wire import Wire
+from sbkit.serve.wire import Wire, rate_of
 
 PROTOCOL = "sbkit.live"
 _log = logging.getLogger(__name__)

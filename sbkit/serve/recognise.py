@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from sbkit.decode.spans import Word
-from sbkit.infer.assembly import Assembly, transcript
+from sbkit.infer.assembly import Assembly, StableWords, transcript
 from sbkit.infer.chunks import Chunk, cut
-from sbkit.infer.stable_words import StableWords
 from sbkit.infer.transcript import Transcript
 from sbkit.serve.backlog import Work
 from sbkit.serve.job import Job

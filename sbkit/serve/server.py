@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from sbkit.errors import SbkitError
-from sbkit.serve.hosts import Hosts, loopback
+from sbkit.serve.access import Hosts, loopback
 from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
 

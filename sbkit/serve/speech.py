@@ -18,8 +18,8 @@ from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
 from sbkit.serve import replies
 from sbkit.serve.errors import ApiError, failed
 from sbkit.serve.metrics import Metrics
+from sbkit.serve.replies import Cut
 from sbkit.serve.speech_form import SpeechForm
-from sbkit.serve.streamed import Cut
 from sbkit.serve.work import ClientDisconnected, RequestContext
 
 _AHEAD = 2  # sentences of one text in flight: a long text must not fill all batches

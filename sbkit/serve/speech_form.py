@@ -13,8 +13,7 @@ from sbkit.infer.sound_file import KINDS, kinds
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.voice import FASTEST, SLOWEST
 from sbkit.serve.errors import invalid, shown, too_large
-from sbkit.serve.registry import Registry
-from sbkit.serve.served_voice import ServedVoice
+from sbkit.serve.registry import Registry, ServedVoice
 from sbkit.serve.text import decoded, json_object
 
 MAX_CHARACTERS = 4096

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from sbkit.system.cache import cache_folder
 from sbkit.system.console import atomic_write
+from sbkit.system.disk import cache_folder
 
 _SECONDS = 120
 

@@ -1,4 +1,4 @@
-"""Disks: sums of files, syncing against power cuts, and one clear message for full or broken disks."""
+"""Disks: sums of files, syncing against power cuts, one message for full or broken disks, the user's cache folder."""
 
 from __future__ import annotations
 
@@ -163,3 +163,9 @@ def _status(path: Path) -> os.statvfs_result:
 
 def usable(found: os.statvfs_result) -> int:
     return found.f_bavail * found.f_frsize
+
+
+def cache_folder() -> Path:
+    """Return ``$SBKIT_CACHE``, or ``sbkit`` in the user's cache folder."""
+    home = os.environ.get("SBKIT_CACHE")
+    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sbkit"

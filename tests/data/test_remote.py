@@ -21,7 +21,7 @@ from sbkit.data.reader import Reader, ReadRequest
 from sbkit.data.remote import Remote
 from sbkit.data.shards import write_shards
 from sbkit.errors import SbkitError
-from sbkit.score.report.audio import AudioEmbedder
+from sbkit.score.report.cards import AudioEmbedder
 from sbkit.score.utterances import ScoredUtterance
 
 WAV = encoded(speechlike(0.5), 16000)

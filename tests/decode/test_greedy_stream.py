@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.decode import streaming as heard_module
-from sbkit.decode.best_path import best_path
 from sbkit.decode.greedy_stream import GreedyStream
-from sbkit.decode.spans import PAUSE_SECONDS, collapse, words
+from sbkit.decode.spans import PAUSE_SECONDS, best_path, collapse, words
 from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
 from sbkit.errors import SbkitError
 from tests.decode.streams import cuts, listen, log_probs_of, runs

@@ -15,9 +15,7 @@ import sbkit.infer
 from sbkit.codes import InvalidCode
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
-from sbkit.infer import codec_pieces
-from sbkit.infer.codec import CodecModel
-from sbkit.infer.codec_pieces import CodecChunk, batches, pieces
+from sbkit.infer.codec import BATCH_SECONDS, CodecChunk, CodecModel, batches, pieces
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def test_the_last_frame_may_reach_beyond_the_end(codec, samples, frames):
 
 
 def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):
-    monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 1.0)
+    monkeypatch.setattr("sbkit.infer.codec.PIECE_SECONDS", 1.0)
     wanted, shapes = [codecs.drawn(frames) for frames in (333, 50, 51)], []
     for engine in (codec.engine, codec.sounds):
         compute = engine.compute
@@ -70,7 +68,7 @@ def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):
 @pytest.mark.parametrize("context", [0, 1, 16, 400])
 @pytest.mark.parametrize("frames", [1, 99, 100, 101, 1234])
 def test_pieces_keep_each_frame_once_and_all_that_decides_it(monkeypatch, frames, context):
-    monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 2.0)
+    monkeypatch.setattr("sbkit.infer.codec.PIECE_SECONDS", 2.0)
     config = codecs.CodecConfig(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=context)
     cut = pieces(7, frames, config)
     assert [at for each in cut for at in range(each.first, each.last)] == list(range(frames))
@@ -86,12 +84,12 @@ def test_a_batch_has_no_more_than_its_seconds_with_padding():
     config = codecs.CodecConfig(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=0)
     frames = np.random.default_rng(0).integers(1, 1500, 200)
     for group in batches([CodecChunk(i, 0, each, 0, each) for i, each in enumerate(frames.tolist())], config):
-        assert len(group) * max(piece.end for piece in group) * 0.02 <= codec_pieces.BATCH_SECONDS or len(group) == 1
+        assert len(group) * max(piece.end for piece in group) * 0.02 <= BATCH_SECONDS or len(group) == 1
 
 
 def test_a_codec_that_looks_at_everything_takes_no_more_than_it_can_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(codec_pieces, "MAX_SECONDS", 3.0)
-    monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 1.0)
+    monkeypatch.setattr("sbkit.infer.codec.MAX_SECONDS", 3.0)
+    monkeypatch.setattr("sbkit.infer.codec.PIECE_SECONDS", 1.0)
     wanted = codecs.drawn(150)
     with sbkit.infer.load(codecs.make(tmp_path / "c", context=None), device="cpu") as whole:
         assert same(whole.encode([codecs.sound(wanted)]), [wanted])
@@ -164,7 +162,7 @@ def test_a_graph_whose_codes_are_in_no_codebook_is_told_by_its_file(tmp_path):
 
 
 def test_each_waveform_has_its_codes_or_its_own_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(codec_pieces, "MAX_SECONDS", 3.0)
+    monkeypatch.setattr("sbkit.infer.codec.MAX_SECONDS", 3.0)
     wanted = codecs.drawn(40)
     with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(50, 30), context=None), device="cpu") as codec:
         good, loud, long = codecs.sound(np.minimum(wanted, 9)), np.ones(900, np.float32), np.zeros(60_000, np.float32)

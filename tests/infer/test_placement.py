@@ -20,7 +20,7 @@ from sbkit.infer import backends
 from sbkit.infer.device import DeviceChoice
 from sbkit.infer.engine import Engine
 from sbkit.infer.graph_model import GraphEngine
-from sbkit.infer.interface import Interface
+from sbkit.infer.onnx_session import Interface
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.worker import Worker
 

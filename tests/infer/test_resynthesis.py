@@ -16,8 +16,7 @@ from sbkit.codes import Books, Codes, InvalidCode, writing
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.infer import resynthesis
-from sbkit.infer.file_names import file_name, file_names
-from sbkit.infer.resynthesis import ResynthesizeRequest
+from sbkit.infer.resynthesis import ResynthesizeRequest, file_name, file_names
 from sbkit.system import disk
 
 FRAMES = (3, 120, 1, 55)

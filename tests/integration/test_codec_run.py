@@ -28,7 +28,6 @@ from sbkit.codes import Books, Codes
 from sbkit.data.audio import read_audio
 from sbkit.export import source
 from sbkit.export.layout import CodecConfig as Config
-from sbkit.infer import codec_pieces
 from sbkit.system import disk
 from sbkit.tasks.codec.exported import OTHER_CODES, fingerprint
 
@@ -198,7 +197,7 @@ def test_its_bundle_gives_the_checkpoints_codes_and_sound_alone_in_batches_and_i
     signals = [voice(seconds, i) for i, seconds in enumerate((0.01, 1.0, 3.7, 0.5, 2.2))]
     own = [checkpoints(coder, signal) for signal in signals]
     with sbkit.infer.load(bundle, model=model, device="cpu") as codec:
-        monkeypatch.setattr(codec_pieces, "PIECE_SECONDS", 1.0)
+        monkeypatch.setattr("sbkit.infer.codec.PIECE_SECONDS", 1.0)
         found = codec.encode(signals)
         alike = [mine == theirs for mine, (theirs, _) in zip(found, own, strict=True)]
         assert np.mean(np.concatenate(alike)) >= 1 - OTHER_CODES

@@ -26,7 +26,7 @@ from sbkit.nn import accelerate as accelerating
 from sbkit.nn.accelerate import accelerate, compile_kernels
 from sbkit.nn.fast import fused
 from sbkit.nn.native import library
-from sbkit.system import cache
+from sbkit.system import disk
 
 
 @pytest.fixture(autouse=True)
@@ -474,7 +474,7 @@ def no_openmp(monkeypatch, fresh):
 def no_home(monkeypatch, fresh):
     for name in ("SBKIT_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cache.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr(disk.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     return "no home"
 
 

@@ -14,7 +14,7 @@ import serving
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from sbkit.serve.hosts import Hosts
+from sbkit.serve.access import Hosts
 from sbkit.serve.limits import Limits
 
 INPUTS = 2000

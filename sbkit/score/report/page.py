@@ -19,12 +19,10 @@ from sbkit.score import chunk_size
 from sbkit.score.latency import LATE
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts, sections
-from sbkit.score.report.audio import AudioEmbedder
-from sbkit.score.report.cards import Cards
+from sbkit.score.report.cards import AudioEmbedder, Cards
 from sbkit.score.report.data import RunData, ScoredRun, rate, read
-from sbkit.score.report.findings import findings
+from sbkit.score.report.findings import can_judge, findings, suspects
 from sbkit.score.report.sections import KEY, section
-from sbkit.score.report.suspects import can_judge, suspects
 from sbkit.score.run_files import REPORT
 from sbkit.score.significance import RunComparison, compare
 from sbkit.system.console import atomic_write

@@ -11,13 +11,11 @@ from sbkit.score import chunk_size
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import Confusion
 from sbkit.score.report import charts, groups
-from sbkit.score.report.audio import AudioEmbedder
-from sbkit.score.report.cards import Cards, most_wrong, short
+from sbkit.score.report.cards import AudioEmbedder, Cards, most_wrong, short
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
-from sbkit.score.report.findings import RunFinding
+from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel
 from sbkit.score.report.groups import UtteranceGroup
-from sbkit.score.report.suspects import HONESTLY, NONE_SUSPECTED, NOT_TOLD, SuspectLabel
 from sbkit.score.significance import interval
 
 WORDS_SHOWN = 14

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 
-from sbkit.decode.best_path import best_path
-from sbkit.decode.spans import TokenSpans, collapse
+from sbkit.decode.spans import TokenSpans, best_path, collapse
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.parity import Comparison
 from sbkit.export.vocabulary import Vocabulary

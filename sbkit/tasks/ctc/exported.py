@@ -13,12 +13,11 @@ import torch
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips, choose
-from sbkit.export.companion import Companion
+from sbkit.export.companion import Companion, Target
 from sbkit.export.exported import Exported
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner
-from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary, write_tokens
 from sbkit.tasks.ctc import readme, sherpa, sherpa_stream, speechbrain_folder
 from sbkit.tasks.ctc.compared import LogProbComparison, compared

@@ -26,10 +26,10 @@ from torch.nn import functional
 
 from sbkit.errors import SbkitError
 from sbkit.export import features, layout
+from sbkit.export.companion import Target
 from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
-from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme
 from sbkit.tasks.ctc.compared import compared, reference

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.export.companion import Target
 from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
-from sbkit.export.target import Target
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sbkit.errors import SbkitError
-from sbkit.nn.pretrained.spans import MaskSpans, mask
+from sbkit.nn.pretrained.networks import MaskSpans, mask
 
 
 def runs(row):

@@ -17,8 +17,7 @@ from sbkit.score.markup import tag, text
 from sbkit.score.report import charts, groups
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import ScoredRun, read
-from sbkit.score.report.findings import findings
-from sbkit.score.report.suspects import suspects
+from sbkit.score.report.findings import findings, suspects
 from sbkit.score.utterances import ScoredUtterance
 
 

@@ -12,9 +12,8 @@ from streaming_bundles import exported, sherpa_hears_streams
 
 import sbkit.infer
 from sbkit.cli import main
-from sbkit.decode.best_path import best_path
 from sbkit.decode.greedy_stream import GreedyStream
-from sbkit.decode.spans import collapse
+from sbkit.decode.spans import best_path, collapse
 from sbkit.export import clips, layout, source
 from sbkit.export.layout import Config
 from sbkit.export.runners import open_runner

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer.assembly import words
+from sbkit.infer.assembly import StableWords, words
 from sbkit.infer.decoding import decoder
-from sbkit.infer.stable_words import StableWords
 
 #: With spaces before, behind and amid pieces, alone, and bytes; 1 is silent.
 PIECES = ["<blk>", "<s>", "▁", "a", "b", "▁a", "b▁", "a▁b", "▁▁", "<0xC3>", "<0xA4>"]

@@ -7,7 +7,7 @@ import websockets
 from websockets.sync.client import connect
 
 from sbkit.serve import server
-from sbkit.serve.hosts import Hosts
+from sbkit.serve.access import Hosts
 
 
 @pytest.mark.parametrize("host, allowed", [

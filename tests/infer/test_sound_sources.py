@@ -8,7 +8,7 @@ import soundfile
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sbkit.infer.file_beginnings import Beginning, file_of
+from sbkit.infer.sound_sources import Beginning, file_of
 
 SOUND = 0.1 * np.random.default_rng(0).normal(size=48_000)
 
