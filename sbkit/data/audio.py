@@ -89,34 +89,13 @@ def read_audio(
     Raises ``AudioError`` if the audio is missing, damaged, cut off, empty, too long, or has values that aren't finite.
     """
     name = describe(wav)
-    with open_recording(wav, name, remote) as (file, exact, _):
-        rate, frames = file.samplerate, file.frames
-        first = round(start * rate)
-        if first >= frames:
-            raise AudioError(name, f"is {frames / rate:.2f} s long, so there is nothing from {start:.2f} s on")
-        wanted = frames - first
-        if duration is not None and wanted > (duration + slack) * rate:
-            wanted = round(duration * rate)
-        # If seeking isn't exact, what comes before is decoded too, in the same read: soundfile seeks after each.
-        skipped = max(first - exact, 0)
-        if wanted + skipped > MAX_SECONDS * rate:
-            raise AudioError(name, f"{(skipped + wanted) / rate / 3600:.1f} hours at once; the limit is "
-                                   f"{MAX_SECONDS / 3600:.0f} (read stretches with start and duration)")
-        if first > skipped:
-            file.seek(first - skipped)
-        signal = file.read(skipped + wanted, dtype="float32")[skipped:]
-    missing = wanted - len(signal)
-    if missing > rate * TRUNCATED_SECONDS and missing > wanted * TRUNCATED_SHARE:
-        raise AudioError(name, f"cut off: {len(signal) / rate:.2f} of {wanted / rate:.2f} s can be read")
-    if signal.ndim == 2:
-        signal = to_mono(signal)
+    with open_recording(wav, name, remote) as opened:
+        [signal] = opened.blocks(start, duration, slack)
+        rate = opened.file.samplerate
     to_rate = sample_rate or rate
-    if len(signal) and rate * speed != to_rate:
+    if rate * speed != to_rate:
         signal = resample(signal, rate * speed, to_rate)
-    if not len(signal):
-        raise AudioError(name, "holds no audio")
-    if not np.isfinite(signal.sum()):
-        raise AudioError(name, "holds values that are not finite (NaN or infinite)")
+    check_finite(name, signal)
     return signal
 
 
@@ -128,6 +107,12 @@ def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int 
                         remote=remote)
     check_whole(wav, duration, len(signal) * speed / sample_rate)
     return signal
+
+
+def check_finite(name: str, signal: np.ndarray) -> None:
+    """Raise ``AudioError`` if a signal [S] of ``name`` has values that aren't finite."""
+    if not np.isfinite(signal.sum()):
+        raise AudioError(name, "holds values that are not finite (NaN or infinite)")
 
 
 def check_whole(wav: str, duration: float, seconds: float) -> None:
@@ -155,8 +140,9 @@ def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = 
     whole: raise ``AudioError`` if the file holds less or more audio than its header says
     """
     name = describe(wav)
-    with open_recording(wav, name, remote) as (file, _, frames):
-        if whole and (cause := length_mismatch(*frames(), file.samplerate)) is not None:
+    with open_recording(wav, name, remote) as opened:
+        file = opened.file
+        if whole and (cause := length_mismatch(*opened.frames(), file.samplerate)) is not None:
             raise AudioError(name, cause)
         return file.frames / file.samplerate, file.samplerate, file.channels
 
@@ -210,10 +196,62 @@ class OpenRecording(NamedTuple):
     """An open recording with a plausible header."""
 
     file: soundfile.SoundFile
+    name: str
     exact: int
     """The last frame that can be sought exactly."""
     frames: Callable[[], tuple[int, int]]
     """Gives the frames that its header promises, and those that the file holds."""
+
+    def blocks(self, start: float, duration: float | None, slack: float = 0.0, lost_seconds: float = TRUNCATED_SECONDS,
+               block_seconds: float | None = None) -> Iterator[np.ndarray]:
+        """Decode a stretch, as in ``read_audio``: mono blocks [S], none of them empty.
+
+        lost_seconds: so much of its end may be missing, or a tenth of it if that is more.
+        block_seconds: of each block but the last; None: all is one.
+        """
+        file, name, rate = self.file, self.name, self.file.samplerate
+        first = round(start * rate)
+        if first >= file.frames:
+            raise AudioError(name, f"is {file.frames / rate:.2f} s long, so there is nothing from {start:.2f} s on")
+        wanted = file.frames - first
+        if duration is not None and wanted > (duration + slack) * rate:
+            wanted = round(duration * rate)
+        at = min(first, self.exact)
+        if block_seconds is None and first - at + wanted > MAX_SECONDS * rate:
+            raise AudioError(name, f"{(first - at + wanted) / rate / 3600:.1f} hours at once; the limit is "
+                                   f"{MAX_SECONDS / 3600:.0f} (read stretches with start and duration)")
+        if at:
+            file.seek(at)
+        file.seekable = lambda: False  # otherwise soundfile seeks after each read, which is slow, and inexact for MP3
+        size = wanted if block_seconds is None else round(block_seconds * rate)
+        at += sum(map(len, self._read(first - at, size)))  # where seeking isn't exact, decode what comes before too
+        if at < first:
+            raise AudioError(name, f"cut off: it ends after {at / rate:.2f} of {file.frames / rate:.2f} s, before the "
+                                   f"part from {start:.2f} s on")
+        read = 0
+        for block in self._read(wanted, size):
+            read += len(block)
+            yield to_mono(block)
+        if read < min(wanted, 1) or (wanted - read) / rate > max(lost_seconds, TRUNCATED_SHARE * wanted / rate):
+            raise AudioError(name, f"cut off: {read / rate:.2f} of {wanted / rate:.2f} s can be read")
+        if not read:
+            raise AudioError(name, "holds no audio")
+
+    def _read(self, frames: int, size: int) -> Iterator[np.ndarray]:
+        """Read the next ``frames`` in blocks [S, C] of ``size``; fewer if the recording ends early."""
+        read, rate = 0, self.file.samplerate
+        while read < frames:
+            try:
+                block = self.file.read(min(size, frames - read), dtype="float32", always_2d=True)
+            except soundfile.LibsndfileError as error:
+                if not read:
+                    raise
+                raise AudioError(self.name, f"damaged or cut off after {read / rate:.2f} of {frames / rate:.2f} s: "
+                                            f"{error.error_string}") from None
+            if not len(block):
+                return
+            yield block
+            read += len(block)
 
 
 @contextlib.contextmanager
@@ -245,7 +283,7 @@ def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
         _check_header(name, file.samplerate, file.frames)
         last = max(file.frames - VORBIS_PAGE, 0) if file.subtype == "VORBIS" else file.frames if exact else 0
         size = len(data) if handle is None else os.fstat(handle).st_size
-        yield OpenRecording(file, last, functools.partial(true_length.frames, file, read, size))
+        yield OpenRecording(file, name, last, functools.partial(true_length.frames, file, read, size))
     except soundfile.SoundFileError as error:
         raise AudioError(name, _cause(error, handle, data)) from None
     except OSError as error:
@@ -313,6 +351,8 @@ def _os_cause(error: OSError) -> str:
 
 def to_mono(signal: np.ndarray) -> np.ndarray:
     """The mean of the channels, ``[S, C]`` to ``[S]``; far faster than ``mean(axis=1)``."""
+    if signal.shape[1] == 1:
+        return signal[:, 0]
     out = signal[:, 0].copy()
     for channel in range(1, signal.shape[1]):
         out += signal[:, channel]

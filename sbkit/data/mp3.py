@@ -55,7 +55,7 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
     at = _next_frame(head, 0)
     if at is None:
         return None
-    frame = _frame(head, at)
+    frame = frame_at(head, at)
     assert frame is not None, "one begins there"
     tag = head[at + 4 + frame.side : at + 16 + frame.side]
     if tag[:4] in (b"Xing", b"Info") and tag[7] & 1 and (count := int.from_bytes(tag[8:12], "big")):
@@ -77,13 +77,13 @@ def read_all(read: Callable[[int, int], bytes], start: int = 0) -> bytes:
 
 def with_tag(data: bytes, mp3: Mp3) -> bytes:
     """The same MP3 with a Xing tag in front that has the number of frames."""
-    frame = _frame(data, mp3.first)
+    frame = frame_at(data, mp3.first)
     assert frame is not None, "it was found there"
     header = bytearray(data[mp3.first : mp3.first + 4])
     header[1] |= 1  # no checksum
     header[2] = (header[2] & 0x0F) | 0xE0  # the largest bit rate: room for the tag
     tag = bytes(header)
-    tagged = _frame(tag, 0)
+    tagged = frame_at(tag, 0)
     assert tagged is not None, "a header of a known rate is a frame's"
     side = frame.side if data[mp3.first + 1] & 1 else frame.side - 2
     body = tag + bytes(side) + b"Xing" + (1).to_bytes(4, "big") + mp3.frames.to_bytes(4, "big")
@@ -102,11 +102,11 @@ def after_id3(head: bytes) -> int:
 
 def _walk(data: bytes, at: int, start: int) -> Mp3:
     first, frames, samples, sizes = start + at, 0, 0, set()
-    while (frame := _frame(data, at)) is not None and at + frame.size <= len(data):
+    while (frame := frame_at(data, at)) is not None and at + frame.size <= len(data):
         frames, samples = frames + 1, samples + frame.samples
         sizes.add(frame.size & ~1)  # padding makes a frame of constant bit rate one byte longer
         at += frame.size
-        if _frame(data, at) is None:
+        if frame_at(data, at) is None:
             found = _next_frame(data[at : at + _RESYNC_BYTES], 0)
             if found is None:
                 break
@@ -117,14 +117,15 @@ def _walk(data: bytes, at: int, start: int) -> Mp3:
 def _next_frame(data: bytes, at: int) -> int | None:
     """Offset of the next frame: a header that is followed by another one or by the end of the data."""
     while (at := data.find(b"\xff", at)) >= 0:
-        frame = _frame(data, at)
-        if frame is not None and (at + frame.size + 4 > len(data) or _frame(data, at + frame.size)):
+        frame = frame_at(data, at)
+        if frame is not None and (at + frame.size + 4 > len(data) or frame_at(data, at + frame.size)):
             return at
         at += 1
     return None
 
 
-def _frame(data: bytes, at: int) -> Frame | None:
+def frame_at(data: bytes, at: int) -> Frame | None:
+    """The frame header at an offset; None if there is none."""
     if at + 4 > len(data) or data[at] != 0xFF or data[at + 1] & 0xE6 != 0xE2:  # sync, layer III
         return None
     version, rate, hertz = data[at + 1] >> 3 & 3, data[at + 2] >> 4, data[at + 2] >> 2 & 3

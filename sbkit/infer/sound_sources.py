@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sbkit.data import mp3
 from sbkit.errors import SbkitError, first_line
 
 _AT_ONCE = 1 << 16  # bytes read at most; as many as there are
@@ -143,10 +144,6 @@ _MAGIC = {
     "MP3": ((0, b"ID3"),), "AIFF": ((0, b"FORM"),), "WebM": ((0, b"\x1a\x45\xdf\xa3"),), "MP4": ((4, b"ftyp"),),
     "CAF": ((0, b"caff"),), "AU": ((0, b".snd"),), "AMR": ((0, b"#!AMR"),),
 }
-#: Kilobits per second of an MP3's frame, in MPEG-1 and in the later halves of its rates.
-_KILOBITS = ((32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
-             (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160))
-_HERTZ = (44_100, 48_000, 32_000)
 _LONGEST = 1_443  # the longest frame of an MP3, and the beginning of the next
 
 
@@ -172,12 +169,5 @@ def file_of(begin: bytes) -> str | None:
 
 def _two_frames(begin: bytes) -> bool:
     """Whether this is a frame of an MP3 and the beginning of another: one alone may well be a sample."""
-    if len(begin) < 4 or begin[0] != 0xFF or begin[1] & 0xE6 != 0xE2:  # its mark and its layer
-        return False
-    version, kilobits, hertz = begin[1] >> 3 & 3, begin[2] >> 4, begin[2] >> 2 & 3
-    if version == 1 or kilobits in (0, 15) or hertz == 3:
-        return False
-    first = version == 3
-    rate = _HERTZ[hertz] // {3: 1, 2: 2, 0: 4}[version]
-    size = (144_000 if first else 72_000) * _KILOBITS[not first][kilobits - 1] // rate + (begin[2] >> 1 & 1)
-    return len(begin) > size + 1 and begin[size : size + 2] == begin[:2]
+    frame = mp3.frame_at(begin, 0)
+    return frame is not None and len(begin) > frame.size + 1 and begin[frame.size : frame.size + 2] == begin[:2]
