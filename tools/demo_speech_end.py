@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.score.rates import ErrorRates
 from sbkit.score.significance import interval
 from sbkit.system.console import progress, table
+from sbkit.system.processes import free_port
 
 #: Texts that are spoken, and those of them that are shown.
 TEXTS, SHOWN = 60, 8
@@ -39,7 +39,7 @@ class Said(NamedTuple):
 def main(run: Path, voice: Path, recogniser: Path) -> float:
     """Serve both bundles, send texts of the run's test split round, print what came back; returns the WER."""
     texts = list(Manifest.read(run / "manifests" / "test.csv").texts)[:TEXTS]
-    port = _free_port()
+    port = free_port()
     server = subprocess.Popen([sys.executable, "-m", "sbkit", "serve", f"voice={voice}", f"recogniser={recogniser}",
                                "--port", str(port)], stdout=subprocess.DEVNULL)
     try:
@@ -101,12 +101,6 @@ def _wait(ready: str, server: subprocess.Popen[bytes]) -> None:
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.2)
     raise SystemExit(f"the server was not ready after {_START_SECONDS:g} s")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

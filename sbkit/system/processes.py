@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import random
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+from sbkit.errors import SbkitError
+
+_PORTS = range(20_000, 30_000)
 
 
 def ended_by(number: int) -> str:
@@ -68,10 +73,12 @@ def _stats() -> Iterator[list[str]]:
 
 
 def free_port() -> int:
-    """Find a free port of this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Find a free port that the kernel, which assigns higher ones, gives to nobody else before it is used."""
+    for port in random.Random().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise SbkitError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
 def torchrun_environment(rank: int, world: int, port: int) -> dict[str, str]:

@@ -28,7 +28,7 @@ from speechbrain.utils.distributed import MainProcessContext, ddp_prevent_block
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.train.distributed import ending
 from sbkit.train.distributed.heartbeats import SILENT_SECONDS, Heartbeats
 
@@ -311,6 +311,12 @@ def failing_together() -> Iterator[None]:
         if (code := _caused_by_peer(error)) is not None:
             logger.debug("error after the failure of another rank", exc_info=error)
             _leave(code, grace=0.0)
+        if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
+            lost = SbkitError(f"lost the connection to another rank ({first_line(error)})", exit_code=1,
+                              hint="if nothing else says why, its process was killed or its machine is gone; the same "
+                                   "command resumes from the last checkpoint")
+            announce_failure(lost)
+            raise lost from error
         announce_failure(error)
         raise
 
@@ -349,6 +355,8 @@ def announce_failure(error: BaseException) -> None:
             time.sleep(_POLL_SECONDS)
     except (RuntimeError, OSError) as problem:  # the store is gone: the launcher ends the others
         logger.debug("could not notify the other ranks: %s", problem)
+        if isinstance(error, SbkitError) and not is_main():
+            logger.error("Rank %d failed: %s", rank(), error)
 
 
 def _print_unless_main_does(error: BaseException, until: float) -> None:

@@ -16,16 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sbkit.system.processes import free_port
+
 ROOT = Path(__file__).parents[3]
 TOOLS = ROOT / "tools"
 SCRIPT = Path(__file__).with_name("elastic_worker.py")
 SECONDS = 120  # for what takes a few: these tests share a small machine
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_for(what, process, seconds=SECONDS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import outcomes, results
+from processes import outcomes, programs, results
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
 from sbkit.errors import SbkitError
+from sbkit.system.processes import free_port
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.ranks import PeerFailed
@@ -89,6 +89,29 @@ def test_a_mistake_is_said_once_whichever_ranks_meet_it():
     said = "Rank 1 failed: clip 7 is damaged"
     assert results(mistake, [1]) == [("PeerFailed", []), ("SbkitError", [said])]
     assert results(mistake, [0, 1]) == [("SbkitError", []), ("SbkitError", [])]  # the command says rank 0's
+
+
+def killed(victim):
+    """A program: one of its ranks is killed while others wait for it in an exchange."""
+    ranks.init(torch.device("cpu"))
+    try:
+        with ranks.failing_together():
+            torch.distributed.all_reduce(torch.ones(1))
+            if ranks.rank() == int(victim):
+                os.kill(os.getpid(), signal.SIGKILL)
+            torch.distributed.all_reduce(torch.ones(1))
+    except SbkitError as error:
+        if ranks.rank() == 0:  # as commands do
+            print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_one_line_of_the_ones_that_waited_for_it(victim):
+    ended = programs(3, killed, str(victim))
+    assert [each.returncode for each in ended] == [-signal.SIGKILL if i == victim else 1 for i in range(3)]
+    said = "".join(each.stderr for each in ended)
+    assert "lost the connection to another rank (" in said and "Traceback" not in said, said
 
 
 def spoil(bad, patience, folder):
@@ -233,11 +256,8 @@ INIT = 'ranks.init(torch.device("cpu"))'
     (INIT, ""), (f"dist.init_process_group('gloo'); {INIT}", ""), (INIT, "dist.destroy_process_group()"),
     ("dist.init_process_group('gloo')", "")])
 def test_a_script_of_ones_own_leaves_the_group_at_its_end(joins, leaves):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code = ENDS_AT_ONCE.format(joins=joins, leaves=leaves)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.split("\n")[:2] == ["before 2", "at the end 0"], done
