@@ -67,13 +67,13 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
     state.connection_limit = connection_limit.ConnectionLimit(state.limits.max_connections, state.limits.client_share,
                                                    state.metrics)
     if loaded:
-        state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.add, disk=state.disk)
+        state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.inc, disk=state.disk)
         state.decoders.check()
         folders = folder if isinstance(folder, dict) else dict.fromkeys(names, folder)
         state.registry = registry.load(
             folders, BundleOptions(device=device, threads=1, **options),
-            lambda name, rows: state.metrics.batches.observe(rows, model=name),
-            lambda name, rows: state.metrics.steps.observe(rows, model=name))
+            lambda name, rows: state.metrics.batches.labels(name).observe(rows),
+            lambda name, rows: state.metrics.steps.labels(name).observe(rows))
     listening = bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
         make(state, ApiKeys(keys), tuple(origins), hosts), log_level="error", lifespan="on",

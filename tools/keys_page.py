@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
-from sbkit.recipe.choices import Allowed
 from sbkit.recipe.keys import Declared, Keys
 from sbkit.recipe.names import RUN_OPTIONS
 from sbkit.tasks.codec.keys import CodecKeys
@@ -82,7 +82,7 @@ def _row(key: Declared) -> list[str]:
     return [f"`{key.name}`", kind, _range(key.allowed), "needed" if key.needed else _default(key.default), key.what]
 
 
-def _range(allowed: Allowed | None) -> str:
+def _range(allowed: Container[object] | None) -> str:
     if allowed is None:
         return ""
     return str(allowed).removeprefix("a whole number").removeprefix("a number").strip(" ,")

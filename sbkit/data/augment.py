@@ -97,6 +97,13 @@ class Augment:
         return signal
 
 
+def planned_seconds(augment: object, durations: np.ndarray | float) -> np.ndarray:
+    """How long utterances of training can get in seconds, [N] or a number: a recipe's ``augment`` slows some down, and
+    may crop all."""
+    planned = getattr(augment, "planned", None)
+    return np.asarray(durations, np.float64) if planned is None else planned(durations)
+
+
 class SpeedPerturb:
     """Change speed and pitch together (sox's ``speed``), as part of the resampling while reading, so at no extra cost.
 

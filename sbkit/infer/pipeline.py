@@ -9,13 +9,12 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from sbkit.data.audio import AudioError
 from sbkit.infer.assembly import Assembly, transcript, words
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
-from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import Transcript
@@ -71,7 +70,7 @@ class Pipeline:
         self.engine, self.options = engine, options or Options()
         config = engine.config
         self._chunk_seconds = config.chunk(self.options.chunk_seconds)
-        self._budget = max(self.options.batch_seconds or batch_seconds(engine),
+        self._budget = max(self.options.batch_seconds or batch_seconds(engine.running.device),
                            self._chunk_seconds) * config.sample_rate
         self._frame = config.hop_samples * config.subsampling
         self.decoder = decoder(engine.vocabulary, self.options.search)
@@ -192,18 +191,10 @@ class Pipeline:
             yield Done(index, made, None)
 
 
-class Placed(Protocol):
-    """A model that runs somewhere."""
-
-    @property
-    def running(self) -> Placement:
-        """What was requested, and what actually runs."""
-
-
-def batch_seconds(engine: Placed) -> float:
+def batch_seconds(device: str) -> float:
     """The default audio in one batch, including padding: larger batches outgrow a CPU's caches, smaller ones don't
     fill a GPU."""
-    return 480.0 if engine.running.device != "cpu" else 20.0
+    return 480.0 if device != "cpu" else 20.0
 
 
 def _move(index: int, heard: dict[int, Assembly], ready: dict[int, Assembly]) -> None:

@@ -6,17 +6,11 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import looks_like_number, static
-
-
-class Allowed(Protocol):
-    """The values that a key may have; ``str`` describes them at the end of a sentence."""
-
-    def __contains__(self, value: object, /) -> bool: ...
 
 
 class Range(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sbkit.data.augment import planned_seconds
 from sbkit.data.manifest import Manifest
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
@@ -43,8 +44,7 @@ def _check_longest(built: Built, findings: Findings) -> None:
     most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
     if longest is None or most is None:
         return
-    planned_by = getattr(built.hparams.get("augment"), "planned", float)
-    planned = float(planned_by(longest))
+    planned = float(planned_seconds(built.hparams.get("augment"), longest))
     if planned > most * (1 + 1e-6):
         node = built.nodes["corpus"]
         slowed = f", {planned:g} s when they are slowed down" if planned > longest else ""

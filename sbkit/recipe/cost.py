@@ -16,6 +16,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from sbkit.data.augment import planned_seconds
 from sbkit.nn.accelerate import restore
 from sbkit.recipe import flops
 from sbkit.recipe.batch_size import BatchSize
@@ -133,9 +134,9 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> 
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:
-    """Seconds of the longest utterance that a recipe lets in; the memory of attention grows with its square."""
+    """Seconds of the longest utterance that a recipe trains on; the memory of attention grows with its square."""
     longest = getattr(hparams.get("corpus"), "max_duration", None) or LONGEST
-    return float(longest) * getattr(hparams.get("augment"), "stretch", 1.0)  # slower speech is longer
+    return float(planned_seconds(hparams.get("augment"), longest))
 
 
 def states_per_parameter(opt_class: object) -> int:

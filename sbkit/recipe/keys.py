@@ -9,11 +9,10 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import Allowed
 
 K = TypeVar("K", bound="Keys")
 #: What only sbkit.tasks, a room above this one, has types for.
@@ -32,7 +31,7 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 
 def key(what: str, default: object = dataclasses.MISSING,
-        allowed: Allowed | None = None) -> Any:  # of the field's type, as dataclasses.field says too
+        allowed: Container[object] | None = None) -> Any:  # of the field's type, as dataclasses.field says too
     """Declare a field of ``Keys``.
 
     Arguments
@@ -62,7 +61,7 @@ class Declared(NamedTuple):
     """Its annotation as text."""
     hint: object
     """Its annotation as a type; ``Any`` where that can't be evaluated."""
-    allowed: Allowed | None
+    allowed: Container[object] | None
     default: object
     needed: bool
     """Whether it has no default, so that a recipe must have it."""

@@ -14,7 +14,7 @@ import soundfile
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import Rows, Source, on_hub, open_source
 from sbkit.data.splits import SPLITS
-from sbkit.recipe.cost import longest_utterance
+from sbkit.recipe.cost import LONGEST
 from sbkit.recipe.load import Recipe
 
 #: Steps of an epoch, and rows of a split that is evaluated.
@@ -87,8 +87,7 @@ def _noise(recipe: Recipe, folder: Path, seconds: float) -> None:
     """Clips of noise of several lengths, each in many rows of one split, with texts that differ."""
     numbers, rate, corpus = np.random.default_rng(0), recipe.keys.sample_rate, recipe.keys.corpus
     letters = sorted(set(corpus.text.alphabet or _LETTERS) - {" "})
-    longest = min(longest_utterance(recipe.hparams), recipe.keys.batching.max_batch_seconds)
-    longest = min(longest, corpus.max_duration or longest)
+    longest = min(corpus.max_duration or LONGEST, recipe.keys.batching.max_batch_seconds)
     lengths = [round(share * longest, 2) for share in (1.0, 0.75, 0.5, 0.35)]
     for split in SPLITS:
         wavs = [folder / f"{split}{number}.wav" for number in range(len(lengths))]

@@ -153,9 +153,9 @@ class AccessControl:
         finally:
             shown = path if path in _COUNTED else "/v1/models" if path.startswith("/v1/models/") else "other"
             if scope["type"] == "http":
-                self._metrics.requests.add(path=shown, status=str(answer.status or 499))
+                self._metrics.requests.labels(shown, answer.status or 499).inc()
                 if scope["method"] == "POST":
-                    self._metrics.seconds.observe(time.monotonic() - began, path=shown)
+                    self._metrics.seconds.labels(shown).observe(time.monotonic() - began)
 
     # ------------------------------------------------------------------ checks
 
@@ -200,7 +200,7 @@ class AccessControl:
     # ------------------------------------------------------------------ answers
 
     async def _refuse(self, scope: Scope, answer: _Answer, error: ApiError) -> None:
-        self._metrics.refused.add(reason=error.code or str(error.status))
+        self._metrics.refused.labels(error.code or error.status).inc()
         if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
             await answer.send({"type": "websocket.close", "code": 1008, "reason": error.message[:100]})
             return

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from sbkit.serve.metrics import Metrics
 from sbkit.serve.recognise import recognise
 from sbkit.serve.registry import Registry
 from sbkit.serve.replies import Streamed
-from sbkit.serve.served import Served
 from sbkit.serve.speech import resumed, sound
 from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 
@@ -140,7 +139,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         with contextlib.ExitStack() as stay:
             stay.enter_context(rooms.place(clients.address(request.scope)))
             held = stay.enter_context(contextlib.closing(state.disk.hold(clients.address(request.scope))))
-            upload = Upload(request, state.limits, held)
+            upload = Upload(request, state.limits, held.grow)
             visit = rooms.context(upload.request)
             stay.callback(visit.close)
             try:
@@ -158,7 +157,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
     async def speech(request: Request) -> Response:
         with contextlib.ExitStack() as stay:
             stay.enter_context(rooms.place(clients.address(request.scope)))
-            upload = Upload(request, state.limits, speech_form.MemoryLimit())
+            upload = Upload(request, state.limits, speech_form.limit_size)
             visit = rooms.context(upload.request)
             stay.callback(visit.close)
             try:
@@ -176,7 +175,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
             registry = state.loaded()
             place = floor.place(clients.address(websocket.scope))
         except ApiError as error:
-            state.metrics.refused.add(reason=error.code or str(error.status))
+            state.metrics.refused.labels(error.code or error.status).inc()
             await websocket.send_denial_response(_said(error))
             return
         with place:
@@ -187,7 +186,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         error = invalid(f"{websocket.url.path[:80]}: there is no WebSocket; live speech is at /v1/audio/live",
                         code="unknown_url")
         error.status = 404
-        state.metrics.refused.add(reason=error.code or "")
+        state.metrics.refused.labels(error.code or "").inc()
         await websocket.send_denial_response(_said(error))
 
     return AccessControl(app, keys or ApiKeys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
@@ -221,7 +220,7 @@ def _transcribe(state: State, ask: Form, held: DiskReservation, visit: RequestCo
         except Exception:
             ask.served.check()  # raises for a broken device
             raise
-    state.metrics.audio.add(transcript.duration, model=ask.served.name)
+    state.metrics.audio.labels(ask.served.name).inc(transcript.duration)
     return transcript if ask.stream else replies.reply(transcript, ask.response_format, ask.granularities)
 
 
@@ -249,7 +248,7 @@ def _said(error: ApiError) -> JSONResponse:
 
 def _errors(app: FastAPI, state: State) -> None:
     async def refused(_: Request, error: ApiError) -> Response:
-        state.metrics.refused.add(reason=error.code or str(error.status))
+        state.metrics.refused.labels(error.code or error.status).inc()
         return _said(error)
 
     async def unknown(request: Request, error: HTTPException) -> Response:
@@ -267,25 +266,18 @@ def _errors(app: FastAPI, state: State) -> None:
 
 
 def _count(state: State, rooms: RequestSlots, floor: LiveSessions) -> None:
-    def by_model(read: Callable[[Any], float]) -> Callable[[], dict[metrics.Labels, float]]:
-        return lambda: {(("model", each.name),): read(each) for each in state.registry or ()}
+    def by_model(read: Callable[[Any], float]) -> Callable[[], list[tuple[list[str], float]]]:
+        return lambda: [([each.name], read(each)) for each in state.registry or ()]
 
-    state.metrics.gauges += [
-        metrics.Gauge("sbkit_requests_inside", "Requests running or waiting.", lambda: {(): rooms.inside}),
-        metrics.Gauge("sbkit_live_sessions", "Live sessions.", lambda: {(): floor.inside}),
-        metrics.Gauge("sbkit_signals_waiting", "Signals waiting for a batch.",
-                      by_model(lambda each: each.batcher.waiting)),
-        metrics.Gauge("sbkit_model_device", "1, with the requested device and the one that is used.", lambda: {
-            labels: 1.0 for each in state.registry or () for labels in _placed(each)}),
-        metrics.Gauge("sbkit_device_fault", "1 if the device is broken.",
-                      by_model(lambda each: float(bool(each.fault)))),
-    ]
-
-
-def _placed(served: Served) -> Iterator[metrics.Labels]:
-    for running in served.placements:
-        yield (("model", served.name), ("file", running.file), ("asked", running.asked), ("device", running.device),
-               ("provider", running.provider))
+    gauge = state.metrics.gauge
+    gauge("requests_inside", "Requests running or waiting.", (), lambda: [((), rooms.inside)])
+    gauge("live_sessions", "Live sessions.", (), lambda: [((), floor.inside)])
+    gauge("signals_waiting", "Signals waiting for a batch.", ["model"], by_model(lambda each: each.batcher.waiting))
+    gauge("model_device", "1, with the requested device and the one that is used.",
+          ["model", "file", "asked", "device", "provider"],
+          lambda: [((each.name, used.file, used.asked, used.device, used.provider), 1.0)
+                   for each in state.registry or () for used in each.placements])
+    gauge("device_fault", "1 if the device is broken.", ["model"], by_model(lambda each: float(bool(each.fault))))
 
 
 _FILE = Path(__file__).with_name("page.html")

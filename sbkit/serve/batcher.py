@@ -45,7 +45,7 @@ class Batcher:
                  cost: Callable[[Any], float] | None = None):
         self.engine = engine
         self._rows = _ROWS if batching and engine.config.batching else 1
-        self._budget = budget or (seconds or batch_seconds(engine)) * engine.config.sample_rate
+        self._budget = budget or (seconds or batch_seconds(engine.running.device)) * engine.config.sample_rate
         self._told = log or (lambda rows: None)
         self._lock = threading.Lock()
         self._waiting: deque[_Query] = deque()

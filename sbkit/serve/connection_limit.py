@@ -126,7 +126,7 @@ class ConnectionLimit:
             if scope["path"] in PROBES:
                 await app(scope, receive, send)
                 return
-            self._metrics.refused.add(reason="too_many_connections")
+            self._metrics.refused.labels("too_many_connections").inc()
             error = _full()
             body, headers = _said(error)
             await send({"type": "http.response.start", "status": error.status, "headers": headers})
@@ -143,7 +143,7 @@ class ConnectionLimit:
         return bool(idle)
 
     def _refuse(self, connection: Connection) -> None:
-        self._metrics.refused.add(reason="too_many_connections")
+        self._metrics.refused.labels("too_many_connections").inc()
         self._leaving.add(connection)
         error = _full()
         body, headers = _said(error)

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from fastapi import Request
 from python_multipart.multipart import parse_options_header
@@ -196,25 +196,19 @@ def _yes(value: str | None) -> bool:
     raise invalid(f"stream is {value[:40]!r}, but must be true or false", "stream")
 
 
-class SizeLimit(Protocol):
-    """Room for what is received."""
-
-    def grow(self, size: int) -> None:
-        """Grow to this many bytes; raises ``ApiError`` if there is no room for them."""
-
-
 class Upload:
     """Wraps a request; use :attr:`request` in its place.
 
     Arguments
     ---------
-    held : its room, such as a disk reservation: the length that the request claims, or else what has arrived
+    make_room : is called with the bytes that the request claims, then with those that have arrived; raises
+        ``ApiError`` if there is no room for them
     """
 
-    def __init__(self, request: Request, limits: Limits, held: SizeLimit):
-        self._receive, self._limits, self._held = request.receive, limits, held
+    def __init__(self, request: Request, limits: Limits, make_room: Callable[[int], None]):
+        self._receive, self._limits, self._make_room = request.receive, limits, make_room
         self._came, self._waited, self._whole = 0, 0.0, False
-        held.grow(int(request.headers.get("content-length", "0")))
+        make_room(int(request.headers.get("content-length", "0")))
         self.request = Request(request.scope, self._next)
 
     async def _next(self) -> MutableMapping[str, Any]:
@@ -232,5 +226,5 @@ class Upload:
         self._waited += time.monotonic() - began
         self._came += len(message.get("body", b""))
         self._whole = not message.get("more_body")
-        self._held.grow(self._came)
+        self._make_room(self._came)
         return message

@@ -102,7 +102,7 @@ class LiveSessions:
         except WebSocketDisconnect:
             pass
         except ApiError as error:
-            self._metrics.refused.add(reason=error.code or str(error.status))
+            self._metrics.refused.labels(error.code or error.status).inc()
             await _end(websocket, error, _POLICY)
         except Exception as error:
             _log.exception("session %s failed", websocket.scope[REQUEST_ID])
@@ -111,7 +111,7 @@ class LiveSessions:
             if session is not None:
                 session.close()
                 self.sessions.discard(session)
-                self._metrics.audio.add(session.seconds, model=session.served.name)
+                self._metrics.audio.labels(session.served.name).inc(session.seconds)
 
 
 async def _end(websocket: WebSocket, error: ApiError, code: int) -> None:

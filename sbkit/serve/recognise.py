@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from sbkit.decode.spans import Word
 from sbkit.infer.assembly import Assembly, StableWords, transcript
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.transcript import Transcript
@@ -28,10 +27,10 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
     ---------
     job : cancels it
     audio : learns how much was heard
-    told : called with each new piece of text; all pieces joined are the transcript's text
+    progress : called with each new piece of text; all pieces joined are the transcript's text
     """
     heard, settling = Assembly(), StableWords(served.decoder, served.vocabulary)
-    tell = None if progress is None else _ProgressReporter(served, progress)
+    reported = 0  # words
     waiting: deque[tuple[int, Chunk, Future[Any]]] = deque()
 
     def take() -> None:
@@ -40,8 +39,14 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
         audio.done(heard.samples / served.config.sample_rate)
         new, heard.stretches = heard.stretches, []
         settling.more(new)
-        if tell is not None:
-            tell.more(settling.words)
+        report()
+
+    def report() -> None:
+        nonlocal reported
+        new = settling.words[reported:]
+        if new and progress is not None:
+            progress((served.vocabulary.space if reported else "") + served.vocabulary.text(new))
+            reported += len(new)
 
     chunks = cut(blocks, served.config.sample_rate, served.frame_samples, served.chunk_seconds)
     for number, chunk in enumerate(chunks):
@@ -52,22 +57,5 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
     while waiting:
         take()
     settling.end()
-    if tell is not None:
-        tell.more(settling.words)
+    report()
     return transcript("", heard, settling.words, served.vocabulary)
-
-
-class _ProgressReporter:
-    """Reports the text of settled words as it grows."""
-
-    def __init__(self, served: ServedModel, progress: Callable[[str], None]):
-        self._vocabulary, self._told = served.vocabulary, progress
-        self._count = 0
-
-    def more(self, words: Sequence[Word]) -> None:
-        """Report the words that were not reported yet."""
-        new = words[self._count :]
-        if new:
-            text = self._vocabulary.text(new)
-            self._told(self._vocabulary.space + text if self._count else text)
-            self._count += len(new)

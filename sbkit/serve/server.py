@@ -23,7 +23,7 @@ from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
 
 KEY_VARIABLE = "SBKIT_API_KEY"
-_NEEDED = ("fastapi", "uvicorn", "python_multipart", "websockets")
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "websockets")
 _POLL_SECONDS = 0.2
 #: What uvicorn logs, some with a traceback, whenever a client sends what is refused.
 _CLIENTS_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",
@@ -188,10 +188,10 @@ class _Server:
         request, state = self._request, self.state
         options = BundleOptions(request.model, request.device, request.threads, request.batch_seconds,
                                          request.chunk_seconds, request.batching, request.search)
-        state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.add, disk=state.disk)
+        state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.inc, disk=state.disk)
         loaded = registry.load(self._bundles, options,
-                               lambda name, rows: state.metrics.batches.observe(rows, model=name),
-                               lambda name, rows: state.metrics.steps.observe(rows, model=name))
+                               lambda name, rows: state.metrics.batches.labels(name).observe(rows),
+                               lambda name, rows: state.metrics.steps.labels(name).observe(rows))
         state.decoders.check()
         state.registry = loaded
         for each in loaded:

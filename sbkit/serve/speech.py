@@ -61,10 +61,10 @@ async def sound(visit: RequestContext, ask: SpeechForm, metrics: Metrics) -> Asy
             usage.symbols += len(piece.ids)
             work.done(usage.symbols / ask.speed)
             usage.frames += int(found.frames.sum())
-            metrics.spoken.add(speech.seconds, model=name)
+            metrics.spoken.labels(name).inc(speech.seconds)
             if data:
                 if first:
-                    metrics.first_audio.observe(time.monotonic() - began, model=name)
+                    metrics.first_audio.labels(name).observe(time.monotonic() - began)
                     first = False
                 yield data
         yield usage
@@ -113,7 +113,7 @@ async def resumed(first: bytes | Usage, rest: AsyncGenerator[bytes | Usage, None
     except Exception as error:
         found = failed(request, error)
         _log.exception("request %s failed", request)
-    metrics.cut.add(reason=found.code or str(found.status))
+    metrics.cut.labels(found.code or found.status).inc()
     if not sse:
         raise Cut
     yield replies.event(found.body)

@@ -45,13 +45,10 @@ class SpeechForm:
         return KINDS[self.kind].media_type
 
 
-class MemoryLimit:
-    """Room for the body of a request, in memory."""
-
-    def grow(self, size: int) -> None:
-        """Grow to this many bytes; raises ``ApiError`` 413 if those are too many."""
-        if size > _MAX_BYTES:
-            raise too_large(_MAX_BYTES, param=None)
+def limit_size(size: int) -> None:
+    """Raise ``ApiError`` 413 if a request has more bytes than are kept in memory."""
+    if size > _MAX_BYTES:
+        raise too_large(_MAX_BYTES, param=None)
 
 
 async def read(request: Request, registry: Callable[[], Registry], step: Callable[..., Awaitable[Any]]) -> SpeechForm:

@@ -101,7 +101,7 @@ class RequestContext:
         try:
             return await asyncio.wait_for(reading, max(self.until - time.monotonic(), 0.0))
         except (asyncio.TimeoutError, TimeoutError):
-            self._metrics.cancelled.add(reason="slow upload")
+            self._metrics.cancelled.labels("slow upload").inc()
             raise too_slow(f"took longer than {self._seconds:g} s") from None
 
     def work(self, backlog: Backlog) -> Work:
@@ -159,7 +159,7 @@ class RequestContext:
             if wanted.done():
                 return wanted.result()
             left = self._gone.done()
-            self._metrics.cancelled.add(reason="client left" if left else "deadline")
+            self._metrics.cancelled.labels("client left" if left else "deadline").inc()
             raise ClientDisconnected if left else too_late(self._seconds)
         except (Cancelled, asyncio.CancelledError):
             raise ClientDisconnected from None

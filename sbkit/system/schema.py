@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Container
+from typing import Any, NamedTuple
 
-
-class Schema(Protocol):
-    """The values that a key may have; ``str`` describes them after "must be"."""
-
-    def __contains__(self, value: object, /) -> bool: ...
+#: The values that a key may have; ``str`` describes them after "must be".
+Schema = Container[object]
 
 
 class Integer(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 from hyperpyyaml import load_hyperpyyaml
 from sounds import encoded, speechlike
 
-from sbkit.data.augment import AddNoise, AddReverb, Augment, Crop, Gain, SpeedPerturb
+from sbkit.data.augment import AddNoise, AddReverb, Augment, Crop, Gain, SpeedPerturb, planned_seconds
 from sbkit.errors import SbkitError
 
 SIGNAL = speechlike(1.0)
@@ -213,5 +213,7 @@ def test_the_plan_is_made_from_what_augmentation_leaves_of_the_durations():
     assert Augment([Gain()]).planned(durations) == pytest.approx([0.5, 2, 9])
     assert Augment([SpeedPerturb([0.5])]).planned(durations) == pytest.approx([1, 4, 18])
     assert Augment([SpeedPerturb([0.5]), Gain(), Crop(3.0)]).planned(durations) == pytest.approx([1, 3, 3])
+    assert planned_seconds(Augment([Crop(3.0)]), durations) == pytest.approx(np.minimum(durations, 3))
+    assert planned_seconds(None, durations) == pytest.approx(durations)
     with pytest.raises(SbkitError, match="Crop: seconds"):
         Crop(0)

@@ -25,7 +25,7 @@ def test_auto_says_on_health_and_in_the_metrics_what_it_took_and_why(bundle, mon
         found = httpx.get(f"{server.url}/health").json()["models"]["level"]
         assert (found["asked"], found["device"], found["provider"]) == ("auto", "cpu", "CPUExecutionProvider")
         assert found["note"] == "onnxruntime fell back to CPUExecutionProvider"
-        assert ('sbkit_model_device{model="level",file="model.onnx",asked="auto",device="cpu",'
+        assert ('sbkit_model_device{asked="auto",device="cpu",file="model.onnx",model="level",'
                 'provider="CPUExecutionProvider"} 1') in httpx.get(f"{server.url}/metrics").text
 
 
@@ -55,6 +55,6 @@ def test_the_graph_for_streams_is_told_apart_and_ends_the_start_as_well(tmp_path
         assert found["streams"]["note"] == "an inference of stream.onnx failed there: CUDNN_STATUS_EXECUTION_FAILED"
         told = httpx.get(f"{server.url}/metrics").text
         for file, device in (("model.onnx", "cuda:0"), ("stream.onnx", "cpu")):
-            assert f'file="{file}",asked="auto",device="{device}"' in told
+            assert f'asked="auto",device="{device}",file="{file}"' in told
     with pytest.raises(SbkitError, match=r"^cuda was requested, but an inference of stream\.onnx failed there"):
         registry.load({"level": folder}, BundleOptions(device="cuda"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from sbkit.data.augment import planned_seconds
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
@@ -33,7 +34,7 @@ def hears_all(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         findings.warning("duration", place, key, "utterances of any length are let in, and the encoder hears at most "
                          f"{most:g} s: a longer one would be an error when the corpus is prepared", limit)
         return True
-    longest = float(_planned(keys, corpus.max_duration))
+    longest = float(planned_seconds(keys.augment, corpus.max_duration))
     if longest <= most:
         return True
     slowed = f", {longest:.1f} s when they are slowed down" if longest > corpus.max_duration else ""
@@ -53,17 +54,12 @@ def refuse_longer(keys: EncoderKeys, manifests: Mapping[str, Manifest]) -> None:
 
 def _longer(keys: EncoderKeys, manifests: Mapping[str, Manifest], max_seconds: float) -> Iterator[str]:
     for split, manifest in manifests.items():
-        seconds = _planned(keys, manifest.durations) if split == "train" else manifest.durations
+        seconds = planned_seconds(keys.augment, manifest.durations) if split == "train" else manifest.durations
         places = np.flatnonzero(np.round(seconds * keys.sample_rate) > max_seconds * keys.sample_rate)
         if len(places):
             ids = listed([f"{manifest.ids[int(i)]} ({seconds[i]:.1f} s)" for i in places], limit=3)
             yield (f"{split}: {len(places)} of {len(manifest)} utterances are longer than the {max_seconds:g} s that "
                    f"the encoder hears: {ids}")
-
-
-def _planned(keys: EncoderKeys, durations: np.ndarray | float) -> np.ndarray:
-    """Return how long utterances of training can get, as some are slowed down."""
-    return np.asarray(durations, dtype=np.float64) if keys.augment is None else keys.augment.planned(durations)
 
 
 def _limit(keys: EncoderKeys, most: float) -> float:
