@@ -21,7 +21,7 @@ from sbkit.decode.pieces import Pieces
 from sbkit.decode.spans import WORD_START
 from sbkit.errors import SbkitError
 from sbkit.system.console import table
-from sbkit.system.stdin import standard_input
+from sbkit.system.untrusted import standard_input
 
 if TYPE_CHECKING:
     from sbkit.data.tokens import Tokenizer

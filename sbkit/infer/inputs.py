@@ -15,7 +15,7 @@ from sbkit.data.remote import Remote, check_schemes, scheme_of
 from sbkit.errors import SbkitError
 from sbkit.infer.recordings import Recording
 from sbkit.system import disk
-from sbkit.system.stdin import standard_input
+from sbkit.system.untrusted import standard_input
 
 STDIN = "-"
 

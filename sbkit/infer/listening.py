@@ -24,7 +24,7 @@ from sbkit.infer.lines import Lines
 from sbkit.infer.sound_sources import Microphone, Pcm, SoundSource
 from sbkit.infer.stream import Stream
 from sbkit.infer.stream_engine import StreamEngine
-from sbkit.system.stdin import standard_input
+from sbkit.system.untrusted import standard_input
 
 _STOPPED = 128 + signal.SIGINT
 

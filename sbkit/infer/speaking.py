@@ -23,7 +23,7 @@ from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.infer.worker import Worker
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
-from sbkit.system.stdin import standard_input
+from sbkit.system.untrusted import standard_input
 
 STD = "-"
 _BLOCK = 1 << 16  # characters

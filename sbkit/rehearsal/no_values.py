@@ -26,7 +26,7 @@ from sbkit.nn import ctc
 from sbkit.nn.peek import Peek
 from sbkit.nn.voice import voice
 from sbkit.tasks.codec import task as codec
-from sbkit.tasks.codec.rows import CodecRow
+from sbkit.tasks.codec.results import CodecRow
 from sbkit.train.distributed import parallel, ranks
 
 

@@ -1,4 +1,4 @@
-"""Reading of files that others made: regular ones alone, which end, and no more of them than a bound."""
+"""Reading of files that others made, regular ones alone and no more of them than a bound, and of standard input."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import io
 import json
 import os
 import stat
+import sys
 import zlib
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
+from sbkit.errors import SbkitError
 from sbkit.system import disk
 
 #: No text packs better than this: a language model's shrinks to a fifth. Small ones may.
@@ -89,3 +91,18 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     except zlib.error as error:
         raise OSError(errno.EINVAL, f"its compressed data is damaged: {error}", os.fspath(path)) from None
     return text.getvalue()
+
+
+def standard_input(what: str, hint: str) -> TextIO:
+    """Return standard input; raises if it is closed, or a terminal in which nobody would know that they should type.
+
+    Arguments
+    ---------
+    what : is read from it, such as ``audio``
+    hint : a command that gives it
+    """
+    if sys.stdin is None:
+        raise SbkitError(f"- reads {what} from standard input, but standard input is closed", hint=hint)
+    if sys.stdin.isatty():
+        raise SbkitError(f"- reads {what} from standard input, but that is a terminal", hint=hint)
+    return sys.stdin

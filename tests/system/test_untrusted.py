@@ -1,13 +1,21 @@
 """Files that others made: what isn't a regular file, or is too large, is an error before it is read."""
 
+from __future__ import annotations
+
 import contextlib
 import gzip
 import os
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from sbkit.decode import lm
+from sbkit.errors import SbkitError
+from sbkit.infer import inputs, speaking
 from sbkit.system import untrusted
+from sbkit.system.untrusted import standard_input
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path):
@@ -71,3 +79,22 @@ def test_packed_text_is_unpacked_and_a_bomb_is_not(tmp_path):
     os.truncate(tmp_path / "long.gz", 200 << 20)  # takes no room on the disk
     with pytest.raises(OSError, match="it has a long row of zeros"):
         untrusted.unpack(tmp_path / "long.gz", 1 << 30)
+
+
+@pytest.mark.parametrize("read", [
+    lambda: inputs.collect(["-"]),
+    lambda: list(lm.read_texts(["-"])),
+    lambda: list(speaking.text_bytes(SimpleNamespace(text="-", file=None))),
+], ids=["transcribe", "lm", "speak"])
+def test_a_closed_one_is_told_and_so_is_a_command_that_works(monkeypatch, read):
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it then
+    with pytest.raises(SbkitError, match=r"^- reads \w.* from standard input, but standard input is closed; \w+ .* -"):
+        read()
+
+
+def test_a_terminal_is_told_and_a_pipe_is_read(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(SbkitError, match=r"^- reads audio from standard input, but that is a terminal; cat a$"):
+        standard_input("audio", "cat a")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
+    assert standard_input("audio", "cat a") is sys.stdin

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.tasks.codec.rows import CodecRow
+from sbkit.tasks.codec.results import CodecRow
 from sbkit.tasks.listening import Clock, Drawn
 
 logger = logging.getLogger(__name__)

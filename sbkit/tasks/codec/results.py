@@ -5,14 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from sbkit.score.results import Table
 from sbkit.score.significance import interval
-from sbkit.tasks.codec.rows import CodecRow
 from sbkit.tasks.sound_results import SoundResults, word_rates
+
+
+class CodecRow(NamedTuple):
+    """An utterance; None: not measured."""
+
+    id: str
+    reference: str
+    samples: int
+    mel_distance: float  # decibels
+    codes: np.ndarray  # [T, Q] int32
+    seconds: float | None = None  # that coding and decoding took
+    stoi: float | None = None
+    pesq: float | None = None
+    heard: str | None = None  # by a recogniser in the recording
+    heard_again: str | None = None  # and in what was made of it
+    sound: np.ndarray | None = None  # [S] int16, of the few that a report lets one hear
+
 
 #: Clips in the table of those that lost most.
 WORST = 12

@@ -28,8 +28,7 @@ from sbkit.tasks.asr import TranscribedUtterance, choices
 from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.live import Live
-from sbkit.tasks.ctc.parts import has_its_decoder, has_layers_between
-from sbkit.tasks.ctc.taps import stack, tapped
+from sbkit.tasks.ctc.parts import has_its_decoder, has_layers_between, stack, tapped
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.task import RecognitionTask

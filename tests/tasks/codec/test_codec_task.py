@@ -21,8 +21,7 @@ from sbkit.recipe.check import check
 from sbkit.runs import initial
 from sbkit.tasks.codec import Codec
 from sbkit.tasks.codec.exported import ExportedCodec
-from sbkit.tasks.codec.results import CodecFacts, Resyntheses, perplexity
-from sbkit.tasks.codec.rows import CodecRow
+from sbkit.tasks.codec.results import CodecFacts, CodecRow, Resyntheses, perplexity
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "codec.yaml"
 SMALL = {"n_mels": 20, "size": 16, "hidden": 24, "encoder_layers": 1, "slow_layers": 1, "fast_layers": 1, "noise": 0.0}

@@ -23,9 +23,8 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.train import rng
 from sbkit.train.batches import rows, utterance_ids
-from sbkit.train.diagnose.culprit import find_culprit, replay, report
+from sbkit.train.diagnose.culprit import find_culprit, pack, replay, report, unpack
 from sbkit.train.diagnose.inspection import KeptBatch, examine, measure
-from sbkit.train.diagnose.saved_batch import pack, unpack
 from sbkit.train.freezing import Freezing
 from sbkit.train.step import Loss
 

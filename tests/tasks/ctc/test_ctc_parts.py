@@ -6,7 +6,7 @@ from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.tasks.ctc.taps import tapped
+from sbkit.tasks.ctc.parts import tapped
 
 
 @pytest.fixture
