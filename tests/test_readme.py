@@ -82,6 +82,15 @@ def test_a_command_is_understood(words, monkeypatch):
     load.check_overrides(request.path, request.overrides)
 
 
+@pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page.startswith("docs/"))])
+def test_a_page_exports_to_nothing_that_make_demo_has_made(page):
+    makefile = (ROOT / "Makefile").read_text()
+    [folder] = re.findall(r"^OUT +\?= (.*)$", makefile, re.MULTILINE)
+    assert "sbkit export $(OUT) --to $(OUT)/bundle" in makefile
+    exports = [words for words in commands(page) if words[:2] == ["sbkit", "export"] and "--force" not in words]
+    assert not [words for words in exports if f"{folder}/bundle" in words], "it is refused: the bundle exists"
+
+
 @pytest.mark.slow
 def test_the_worked_example_builds(tmp_path, monkeypatch):
     """The Branchformer, put in the Conformer's place from the command line as the page about models shows it."""
