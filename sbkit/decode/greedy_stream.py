@@ -12,27 +12,76 @@ from sbkit.decode.streaming import Spelling, StreamResult, settled
 _NOTHING = TokenSpans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
-class GreedyStream:
-    """Decodes a stream greedily: its words, times and confidences are those of decoding all of it at once, with pauses
-    that end words (``sbkit.decode.spans.words``). Only a word longer than ``LONGEST_SECONDS`` is ended earlier.
+class SettlingStream:
+    """Writes the tokens of a stream as words, as they come: their words, times and confidences are those of writing all
+    of them at once, with pauses that end words (``sbkit.decode.spans.words``). Only a word longer than
+    ``LONGEST_SECONDS`` is ended earlier.
 
     A word is settled as soon as the next has begun or a pause followed, so that only one word is kept.
     """
 
-    quick = True
-
-    def __init__(self, spelling: Spelling, blank_id: int = 0):
-        self.spelling, self.blank_id = spelling, blank_id
-        self._said = np.ones(len(spelling.symbols), bool)
-        self._said[[blank_id, *spelling.silent]] = False
+    def __init__(self, spelling: Spelling):
+        self.spelling = spelling
         self.reset()
 
     def reset(self) -> None:
         """Begin a fresh stream."""
         self._frames = 0
-        self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may go on
         self._open = _NOTHING  # complete tokens of words that aren't settled
         self._in_line = False  # whether a word of this line was settled
+
+    def hear(self, tokens: TokenSpans, going_on: bool = False) -> list[StreamResult]:
+        """Hear the tokens of words that aren't settled; the last of them may be ``going_on``."""
+        lines = self._lines(tokens)
+        heard = [line for line in map(self._close, lines[:-1]) if line is not None]
+        rest = lines[-1]
+        groups = self.spelling.groups(rest, self.spelling.longest)
+        count, first = settled(groups)
+        words = self.spelling.write(groups[:count], rest)
+        self._in_line |= bool(words)
+        self._open = rest.take(slice(first, len(rest) - going_on))
+        now = StreamResult(words, self.spelling.write(groups[count:], rest), False,
+                           self._frames * self.spelling.frame_seconds)
+        return [*heard, now] if words or now.partial or not heard else heard
+
+    def end(self, tokens: TokenSpans) -> StreamResult:
+        """Settle the last tokens."""
+        words = self.spelling.write(self.spelling.groups(tokens, self.spelling.longest), tokens)
+        over = self._in_line or bool(words)
+        self._open, self._in_line = _NOTHING, False
+        return StreamResult(words, [], over, self._frames * self.spelling.frame_seconds)
+
+    def _lines(self, tokens: TokenSpans) -> list[TokenSpans]:
+        """Split tokens at pauses; the last part, which may be empty, is the line that goes on."""
+        gaps = np.append(tokens.starts[1:], self._frames)[:len(tokens)] - tokens.ends
+        cuts = [0, *(np.flatnonzero(gaps >= self.spelling.pause) + 1).tolist(), len(tokens)]
+        return [tokens.take(slice(start, stop)) for start, stop in pairwise(cuts)]
+
+    def _close(self, line: TokenSpans) -> StreamResult | None:
+        """Settle the rest of a line that a pause ends; None if nothing was said in it."""
+        words = self.spelling.write(self.spelling.groups(line, self.spelling.longest), line)
+        over, self._in_line = self._in_line or bool(words), False
+        if not over:
+            return None
+        return StreamResult(words, [], True,
+                            self.spelling.after_pause(int(line.ends[-1])) * self.spelling.frame_seconds)
+
+
+class GreedyStream(SettlingStream):
+    """Decodes CTC's log-probabilities of a stream greedily."""
+
+    quick = True
+
+    def __init__(self, spelling: Spelling, blank_id: int = 0):
+        self.blank_id = blank_id
+        self._said = np.ones(len(spelling.symbols), bool)
+        self._said[[blank_id, *spelling.silent]] = False
+        super().__init__(spelling)
+
+    def reset(self) -> None:
+        """Begin a fresh stream."""
+        super().reset()
+        self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may go on
 
     def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
         """Hear log-probabilities [T, V]; see ``sbkit.decode.streaming.StreamSearch``."""
@@ -43,26 +92,13 @@ class GreedyStream:
     def decode(self, labels: np.ndarray, confidence: np.ndarray) -> list[StreamResult]:
         """Hear the best labels [T] of frames and their probabilities [T], which ``best_path`` finds for many streams
         at once."""
-        tokens, going_on = self._tokens(labels, confidence)
-        lines = self._lines(tokens)
-        heard = [line for line in map(self._close, lines[:-1]) if line is not None]
-        rest = lines[-1]
-        groups = self.spelling.groups(rest, self.spelling.longest)
-        count, first = settled(groups)
-        words = self.spelling.write(groups[:count], rest)
-        self._in_line |= bool(words)
-        self._open = _part(rest, first, len(rest) - going_on)
-        now = StreamResult(words, self.spelling.write(groups[count:], rest), False,
-                           self._frames * self.spelling.frame_seconds)
-        return [*heard, now] if words or now.partial or not heard else heard
+        return self.hear(*self._tokens(labels, confidence))
 
     def finish(self) -> StreamResult:
         """Settle what is left: the stream is over."""
         tokens, _ = self._tokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
-        words = self.spelling.write(self.spelling.groups(tokens, self.spelling.longest), tokens)
-        over = self._in_line or bool(words)
-        self._open, self._label, self._in_line = _NOTHING, self.blank_id, False
-        return StreamResult(words, [], over, self._frames * self.spelling.frame_seconds)
+        self._label = self.blank_id
+        return self.end(tokens)
 
     def _tokens(self, labels: np.ndarray, confidence: np.ndarray) -> tuple[TokenSpans, bool]:
         """The tokens that aren't settled, and whether the last of them may go on; the frames are counted in."""
@@ -80,25 +116,10 @@ class GreedyStream:
         said = self._said[ids]
         mean = (total[said] / (ends - starts)[said]).astype(np.float32)
         columns = (ids[said], starts[said], ends[said], mean)
-        before = (self._open.ids, self._open.starts, self._open.ends, self._open.confidence)
-        return TokenSpans(*map(np.concatenate, zip(before, columns, strict=True))), bool(said[-1])
-
-    def _lines(self, tokens: TokenSpans) -> list[TokenSpans]:
-        """Split tokens at pauses; the last part, which may be empty, is the line that goes on."""
-        gaps = np.append(tokens.starts[1:], self._frames)[:len(tokens)] - tokens.ends
-        cuts = [0, *(np.flatnonzero(gaps >= self.spelling.pause) + 1).tolist(), len(tokens)]
-        return [_part(tokens, start, stop) for start, stop in pairwise(cuts)]
-
-    def _close(self, line: TokenSpans) -> StreamResult | None:
-        """Settle the rest of a line that a pause ends; None if nothing was said in it."""
-        words = self.spelling.write(self.spelling.groups(line, self.spelling.longest), line)
-        over, self._in_line = self._in_line or bool(words), False
-        if not over:
-            return None
-        return StreamResult(words, [], True,
-                            self.spelling.after_pause(int(line.ends[-1])) * self.spelling.frame_seconds)
+        return joined(self._open, TokenSpans(*columns)), bool(said[-1])
 
 
-def _part(spans: TokenSpans, start: int, stop: int) -> TokenSpans:
-    return TokenSpans(spans.ids[start:stop], spans.starts[start:stop], spans.ends[start:stop],
-                      spans.confidence[start:stop])
+def joined(*several: TokenSpans) -> TokenSpans:
+    """Put tokens one after the other."""
+    columns = zip(*((each.ids, each.starts, each.ends, each.confidence) for each in several), strict=True)
+    return TokenSpans(*map(np.concatenate, columns))

@@ -32,6 +32,10 @@ class TokenSpans:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def take(self, chosen: np.ndarray | slice) -> TokenSpans:
+        """Select tokens."""
+        return TokenSpans(self.ids[chosen], self.starts[chosen], self.ends[chosen], self.confidence[chosen])
+
 
 @dataclass(frozen=True)
 class Word:

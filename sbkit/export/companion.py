@@ -30,7 +30,7 @@ class Companion(ABC):
     files: ClassVar[Mapping[str, str]]
     #: Names of inputs and outputs, in order, and of their dynamic dimensions.
     inputs: ClassVar[Mapping[str, tuple[str, ...]]]
-    outputs: ClassVar[Mapping[str, tuple[str, ...]]]
+    outputs: Mapping[str, tuple[str, ...]]
 
     @abstractmethod
     def trace(self) -> torch.export.ExportedProgram:

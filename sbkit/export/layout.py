@@ -51,6 +51,9 @@ DECODERS = {ONNX: "decoder.onnx", TORCH: "decoder.pt2"}
 #: Names of a graph's inputs, [B, S] float32 and [B] int64, and of a recogniser's outputs, [B, T, V] float32, [B] int64.
 INPUTS = ("signals", "lengths")
 OUTPUTS = ("log_probs", "frames")
+#: The outputs of a transducer, [B, T, J] float32, [B] int64; and the files of its prediction and its joint network.
+STATES = ("states", "frames")
+PREDICTION, JOINER = "decoder.onnx", "joiner.onnx"
 #: The same of a voice: ids of symbols [B, U] and their numbers [B], int64, speakers [B] int64, speeds [B] float32; and
 #: samples from -1 to 1 [B, S] float32, their numbers [B] int64, and frames of each symbol [B, U].
 VOICE_INPUTS = ("text", "lengths", "speaker", "speed")
@@ -61,7 +64,7 @@ CODES = ("codes", "frames")
 
 FORMAT, VERSION = "sbkit bundle", 1
 #: Kinds of bundles, by how they are run.
-CTC, GRAPH, VOICE, CODEC = "ctc", "graph", "voice", "codec"
+CTC, TRANSDUCER, GRAPH, VOICE, CODEC = "ctc", "transducer", "graph", "voice", "codec"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
 #: Buffers get as large as these say, so there are bounds: bytes of a configuration (10,000 symbols have 200 kB) and of
@@ -70,6 +73,7 @@ TYPES = ("float32", "int64")
 #: that a voice is given at once (an hour's), tokens (the largest vocabularies have 260,000), and numbers in the state
 #: of a stream.
 MAX_BYTES, MAX_RATE, MAX_SECONDS, MAX_FRAME_SECONDS, MAX_CHUNK_SECONDS = 1 << 24, 768_000, 60, 1, 600
+MAX_JOINT, MAX_CONTEXT = 1 << 16, 16
 MAX_TEXT, MAX_TOKENS, MAX_STATE = 50_000, 1_000_000, 1 << 26
 #: Rules of a text that replace, and the characters of each: a language's own have 14, and two characters.
 _MAX_RULES, _MAX_RULE = 1000, 100
@@ -212,6 +216,8 @@ class Config(Bundle):
     """The configuration of a CTC recogniser, whose outputs are log-probabilities of tokens."""
 
     kind, what = CTC, "a speech recogniser"
+    outputs: ClassVar[tuple[str, str]] = OUTPUTS
+    """Names of the graph's outputs, [B, T, ...] float32 and the numbers of frames [B] int64."""
     use = "use it: sbkit transcribe {} FILES..."
     hop_samples: int = value(Integer())
     """Samples between two feature frames."""
@@ -236,6 +242,11 @@ class Config(Bundle):
         if values.get("streaming") is not None:
             values["streaming"] = _made(Streaming, values["streaming"], f"{path}: streaming")
         return super().of(values, path)
+
+    @property
+    def width(self) -> int:
+        """The number of values that the graph gives for a frame."""
+        return self.vocabulary
 
     def window(self, chunk: int) -> int:
         """Return the samples of a stream's window for a chunk of so many output frames."""
@@ -279,6 +290,26 @@ class Config(Bundle):
                     ("before", self.streaming.before, most), ("after", self.streaming.after, size),
                     ("the window of the largest of chunks", self.window(max(self.streaming.chunks)), most)):
                 _refuse(f"{path}: streaming", name, samples, Integer(0, bound))
+
+
+@dataclass(kw_only=True)
+class TransducerConfig(Config):
+    """The configuration of a transducer: its model gives states of frames, from which two further graphs predict."""
+
+    kind = TRANSDUCER
+    outputs = STATES
+    joint_size: int = value(Integer(maximum=MAX_JOINT))
+    """Number of values of a state, J."""
+    context: int = value(Integer(maximum=MAX_CONTEXT))
+    """The number of last tokens that the next one is predicted from; blanks stand for those before the first."""
+    decoder: str = value(FILE)
+    """ONNX, the last tokens [N, context] int64 to states [N, J]."""
+    joiner: str = value(FILE)
+    """ONNX, a frame's state [N, J] and that of the last tokens [N, J] to scores of the next one [N, V]."""
+
+    @property
+    def width(self) -> int:
+        return self.joint_size
 
 
 @dataclass(kw_only=True)

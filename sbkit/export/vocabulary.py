@@ -24,16 +24,17 @@ class Vocabulary:
     ---------
     symbols : the tokens in order of their ids, with ``▁`` for the space before a word
     config : the bundle's configuration
+    folder : the bundle, where its decoder needs more of its files
     """
 
-    def __init__(self, symbols: Sequence[str], config: Config):
-        self.symbols, self.config = list(symbols), config
+    def __init__(self, symbols: Sequence[str], config: Config, folder: Path | None = None):
+        self.symbols, self.config, self.folder = list(symbols), config, folder
         self._silent = {config.blank_id, *config.silent_ids}
 
     @classmethod
     def read(cls, folder: Path, config: Config) -> Vocabulary:
         """Read the vocabulary of the bundle in ``folder``."""
-        return cls(read_tokens(folder / TOKENS, config.vocabulary), config)
+        return cls(read_tokens(folder / TOKENS, config.vocabulary), config, folder)
 
     def __len__(self) -> int:
         return len(self.symbols)

@@ -13,7 +13,7 @@ from sbkit.decode.search_options import check_weight
 from sbkit.decode.spans import TokenSpans, best_path, collapse
 from sbkit.decode.streaming import StreamSearch
 from sbkit.errors import SbkitError
-from sbkit.export.layout import ByKind, Config
+from sbkit.export.layout import ByKind, Config, TransducerConfig
 from sbkit.export.vocabulary import Vocabulary
 
 Kept = Any  # what a decoder keeps of a stretch, which only that decoder reads
@@ -141,8 +141,15 @@ def _ctc(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
     return Beam(vocabulary, search) if search else Greedy(vocabulary)
 
 
+def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
+    from sbkit.infer.transducer import decoder
+
+    return decoder(vocabulary, search)
+
+
 #: What makes the decoder of each kind of recogniser, given its vocabulary and the options of a search, if any.
-DECODERS: ByKind[Callable[[Vocabulary, Mapping[str, Any] | None], Decoder]] = ByKind({Config: _ctc})
+DECODERS: ByKind[Callable[[Vocabulary, Mapping[str, Any] | None], Decoder]] = ByKind({
+    Config: _ctc, TransducerConfig: _transducer})
 
 
 def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:

@@ -85,7 +85,7 @@ class Engine(BundleEngine):
 
     def _outputs(self) -> Sequence[str]:
         """The names of the model's outputs."""
-        return layout.OUTPUTS
+        return self.config.outputs
 
     def _interface(self) -> Interface:
         samples = max(self.config.min_samples, self.config.sample_rate // 2)
@@ -94,9 +94,9 @@ class Engine(BundleEngine):
 
     def _check_width(self, path: Path) -> None:
         width = self._ready.width
-        if width is not None and width != len(self.vocabulary):
-            raise SbkitError(f"{path} gives {width} scores per frame, but {layout.TOKENS} has {len(self.vocabulary)} "
-                             "tokens", hint="do both come from the same export?")
+        if width is not None and width != self.config.width:
+            raise SbkitError(f"{path} gives {width} values per frame, but {self.config.width} were exported",
+                             hint="do all files come from the same export?")
 
     def _run(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         if not self.config.batching:
@@ -119,9 +119,9 @@ class Engine(BundleEngine):
         if log_probs.ndim != 3 or frames.ndim != 1 or min(len(log_probs), len(frames)) < count:
             raise SbkitError(f"the model gives {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
                              hint="export it again")
-        if log_probs.shape[2] != len(self.vocabulary):
-            raise SbkitError(f"the model gives {log_probs.shape[2]} scores per frame, but there are "
-                             f"{len(self.vocabulary)} tokens")
+        if log_probs.shape[2] != self.config.width:
+            raise SbkitError(f"the model gives {log_probs.shape[2]} values per frame, but {self.config.width} were "
+                             "exported")
         return [log_probs[i, : frames[i]] for i in range(count)]
 
     # ------------------------------------------------------------------ shapes

@@ -17,7 +17,7 @@ from sbkit.infer.onnx_session import Interface
 
 #: A stream's state: an array for each name in config.json, without the dimension of the batch.
 State = list[np.ndarray]
-_SAMPLES, _FRAMES, _LOG_PROBS, _COUNTS, _NEXT = "samples", "frames", "log_probs", "counts", "next_"
+_SAMPLES, _FRAMES, _COUNTS, _NEXT = "samples", "frames", "counts", "next_"
 
 
 def interface(config: Config, chunk: int) -> Interface:
@@ -27,7 +27,7 @@ def interface(config: Config, chunk: int) -> Interface:
     example: dict[str, np.ndarray] = {_SAMPLES: np.zeros((1, config.window(chunk)), np.float32),
                                       _FRAMES: np.zeros(1, np.int64)}
     example |= {name: np.zeros((1, *part["shape"]), part["type"]) for name, part in parts.items()}
-    return Interface(example, [_LOG_PROBS, _COUNTS, *(_NEXT + name for name in parts)])
+    return Interface(example, [config.outputs[0], _COUNTS, *(_NEXT + name for name in parts)])
 
 
 class StreamBatch:
@@ -41,7 +41,7 @@ class StreamBatch:
 
     def __init__(self, config: Config, max_streams: int):
         assert config.streaming is not None, "asked of models that take streams"
-        self._vocabulary = config.vocabulary
+        self._width = config.width
         # Kept for all steps: fresh memory of this size would be zeroed by the system each time.
         self._states = [np.zeros((max_streams, *part["shape"]), part["type"])
                         for part in config.streaming.state.values()]
@@ -77,9 +77,9 @@ class StreamBatch:
         return [row[:count].copy() for row, count in zip(log_probs, counts.tolist(), strict=True)]
 
     def _check(self, log_probs: np.ndarray) -> None:
-        if log_probs.shape[2] != self._vocabulary:
-            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} scores per frame, but there are "
-                             f"{self._vocabulary} tokens", hint="do both come from the same export?")
+        if log_probs.shape[2] != self._width:
+            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} values per frame, but {self._width} "
+                             "were exported", hint="do all files come from the same export?")
 
 
 class Session:

@@ -29,8 +29,7 @@ from sbkit.export.runners import RUNNERS
 from sbkit.runs import restore
 from sbkit.tasks.ctc import CTC, sherpa
 from sbkit.tasks.ctc import exported as recogniser
-from sbkit.tasks.ctc.compared import reference
-from sbkit.tasks.recognise.graph import OUTPUTS
+from sbkit.tasks.recognise.graph import OUTPUTS, reference
 from sbkit.tasks.task import Task
 
 pytestmark = pytest.mark.slow  # each export takes some seconds

@@ -18,7 +18,7 @@ from sbkit.decode.spans import collapse
 from sbkit.export.layout import CONFIG, Config
 from sbkit.export.windows import Windows
 from sbkit.runs.restore import load_run
-from sbkit.tasks.ctc.compared import reference
+from sbkit.tasks.recognise.graph import reference
 
 pytestmark = pytest.mark.slow  # its export takes some seconds
 CHUNKS = {320: 8, 640: 16, 1280: 32}

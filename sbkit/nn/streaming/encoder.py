@@ -49,6 +49,7 @@ class StreamingEncoder(nn.Module):
         """The last encoder frames of a chunk, which the next one begins with."""
         self.normalize, self.frontend = recognizer.normalize, recognizer.frontend
         self.encoder, self.head = recognizer.encoder, recognizer.head
+        self.scores_tokens = recognizer.scores_tokens
         self.subsampling: int = recognizer.frontend.subsampling
         """Feature frames per encoder frame."""
         self._front = [part.shape[1:] for part in self.frontend.state(1)]
@@ -60,7 +61,8 @@ class StreamingEncoder(nn.Module):
         return EncoderState(kept.keys, kept.values, kept.convolution, front, kept.seen)
 
     def forward(self, features: Tensor, frames: Tensor, state: EncoderState) -> tuple[Tensor, Tensor, EncoderState]:
-        """Compute log-probabilities [B, T', V], how many of T' are said by this chunk [B], and the next state.
+        """Compute log-probabilities [B, T', V], or what else the head gives, how many of T' are said [B], and the next
+        state.
 
         A stream is fed chunks of equal size, each of which begins with the frames that were ``ahead`` in the one before
         and that it didn't say. Its last one has fewer real frames and says all of them; after it, its row must begin
@@ -77,10 +79,10 @@ class StreamingEncoder(nn.Module):
         counts = torch.div(frames + self.subsampling - 1, self.subsampling, rounding_mode="floor")
         x, kept = layers.step(self.encoder, x, counts, Kept(state.keys, state.values, state.convolution, state.seen),
                               self.ahead)
-        log_probs = self.head(x).float().log_softmax(-1)
+        found = self.head(x).float()
         after = EncoderState(kept.keys, kept.values, kept.convolution, front, kept.seen)
         said = counts - self.ahead * (frames == features.shape[1])
-        return log_probs, said, _moved(frames > 0, after, state)
+        return found.log_softmax(-1) if self.scores_tokens else found, said, _moved(frames > 0, after, state)
 
     def _in_front(self, feats: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Run the front end: [B, T, F] and its packed state to [B, T', D], and its state for the next chunk."""

@@ -22,6 +22,7 @@ class StreamingParts(Protocol):
     frontend: Layer
     encoder: Layer
     head: Layer
+    scores_tokens: bool
     chunks: Chunks | None
 
 

@@ -86,7 +86,7 @@ class DecoderGraph(Companion):
 
     name, files = "decoder", layout.DECODERS
     inputs: ClassVar[Mapping[str, tuple[str, ...]]] = OUTPUTS
-    outputs: ClassVar[Mapping[str, tuple[str, ...]]] = {"signals": ("batch", "samples"), "lengths": ("batch",)}
+    outputs: Mapping[str, tuple[str, ...]] = {"signals": ("batch", "samples"), "lengths": ("batch",)}
 
     def __init__(self, coder: Coder):
         self.coder, self.min_frames = coder, 1

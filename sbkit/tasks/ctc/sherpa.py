@@ -32,8 +32,8 @@ from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme
-from sbkit.tasks.ctc.compared import compared, reference
-from sbkit.tasks.recognise.graph import Graph
+from sbkit.tasks.ctc.compared import compared
+from sbkit.tasks.recognise.graph import Graph, reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 if TYPE_CHECKING:

@@ -31,8 +31,9 @@ from sbkit.nn.chunks import Chunks
 from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.system.environment import version_of
 from sbkit.tasks.ctc import readme
-from sbkit.tasks.ctc.compared import compared, reference
+from sbkit.tasks.ctc.compared import compared
 from sbkit.tasks.ctc.sherpa import SherpaOutput, imported
+from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 

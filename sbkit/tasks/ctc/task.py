@@ -66,7 +66,7 @@ class CTC(RecognitionTask):
 
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
-    head, heads = "ctc_lin", ("ctc_lin", "seq_lin")
+    heads = ("ctc_lin", "seq_lin")
     loss_name, repeats, live_test = "CTC", True, Live
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: CTCKeys
@@ -76,6 +76,9 @@ class CTC(RecognitionTask):
         if isinstance(self.decoder, JointSearch) and not self.joint:
             raise SbkitError("the recipe's decoder is a JointSearch, but ctc_weight: 1.0 trains no attention decoder",
                              hint="set ctc_weight below 1, such as 0.3, or use another decoder")
+
+    def head(self) -> nn.Module:
+        return self.keys.ctc_lin
 
     # ------------------------------------------------------------ the check
 

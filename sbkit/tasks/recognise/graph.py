@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -46,6 +49,7 @@ class Graph(nn.Module):
             if part is not None:
                 exportable(part)
         self.factor, self.shift = closed_form(recognizer.frontend_rule)
+        self.scores_tokens = recognizer.scores_tokens
         self.encodes, self.takes_lengths = hasattr(self.encoder, "encode"), recognizer.takes_lengths
         for name in _UNUSED:
             if self.encodes and hasattr(self.encoder, name):
@@ -57,8 +61,8 @@ class Graph(nn.Module):
         return (frames + self.shift) // self.factor
 
     def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities [B, T, V], or encoder states without a head, and frame counts [B] of waveforms
-        [B, S] and sample counts [B]."""
+        """Compute log-probabilities [B, T, V], or what else the head gives, or encoder states without a head, and frame
+        counts [B] of waveforms [B, S] and sample counts [B]."""
         lengths = lengths.clamp(max=signals.shape[1])
         feats, frames = (signals, lengths) if self.features is None else self.features(signals, lengths)
         if self.normalize is not None:
@@ -75,7 +79,9 @@ class Graph(nn.Module):
             encoded = self.encoder(feats, frames) if self.takes_lengths else self.encoder(feats)
             frames = self.encoder.frames(frames) if hasattr(self.encoder, "frames") else frames
         encoded = encoded[0] if isinstance(encoded, tuple) else encoded
-        return (encoded if self.head is None else self.head(encoded).float().log_softmax(-1)), frames
+        if self.head is not None:
+            encoded = self.head(encoded).float()
+        return encoded.log_softmax(-1) if self.head is not None and self.scores_tokens else encoded, frames
 
 
 def closed_form(rule: LengthRule) -> tuple[int, int]:
@@ -95,3 +101,22 @@ def trace(graph: Graph) -> torch.export.ExportedProgram:
     if isinstance(graph.features, features.Traced):
         features.refuse_transforms(program, graph.front_name)
     return program
+
+
+def reference(recognizer: Recognizer, at_least: int = 1,
+              chunks: DynChunkTrainConfig | None = None) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from a waveform [S] to the checkpoint's log-probabilities [T, V], or
+    what else its head gives, one utterance at a time.
+
+    at_least : shorter waveforms are padded with zeros to this many samples, as in every runtime
+    chunks : what a frame sees; None: the whole utterance
+    """
+
+    @torch.no_grad()
+    def run(signal: np.ndarray) -> np.ndarray:
+        signals = torch.from_numpy(signal)[None]
+        signals = torch.nn.functional.pad(signals, (0, max(0, at_least - len(signal))))
+        found, frames = recognizer.outputs(signals, torch.tensor([len(signal)]), chunks)
+        return found[0, : int(frames[0])].numpy()
+
+    return run

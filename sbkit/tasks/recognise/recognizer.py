@@ -51,6 +51,8 @@ class Recognizer:
         Samples between two frames of ``features``.
     chunks : Chunks, optional
         What the encoder learns to see, if it is to run live.
+    scores_tokens : bool
+        Whether the head's outputs are scores of tokens, from which log-probabilities are made.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class Recognizer:
         hop_samples: int = 160,
         n_features: int = 80,
         chunks: Chunks | None = None,
+        scores_tokens: bool = True,
     ):
         self.encoder: Any = encoder  # with whatever methods its class has
         self.compute_features = features
         self.head: Any = head  # None, or what scores states
+        self.scores_tokens = scores_tokens
         self.frontend, self.normalize, self.augment = frontend, normalize, augment
         self.hop_samples, self.chunks = hop_samples, chunks
         self.frontend_rule = LengthRule.probe(frontend, n_features) if frontend else LengthRule.identity()
@@ -77,11 +81,11 @@ class Recognizer:
         self._encoder_rule: Callable[..., Any] | None = None if encodes else getattr(encoder, "frames", None)
 
     @classmethod
-    def of(cls, keys: EncoderKeys, head: nn.Module | None = None) -> Recognizer:
+    def of(cls, keys: EncoderKeys, head: nn.Module | None = None, scores_tokens: bool = True) -> Recognizer:
         """Put a recipe's features, front end, encoder and head together."""
         return cls(features=keys.compute_features, encoder=getattr(keys, keys.encoder_key), head=head,
                    frontend=keys.CNN, normalize=keys.normalize, augment=keys.spec_augment, n_features=keys.n_mels,
-                   hop_samples=keys.hop_samples, chunks=keys.chunks)
+                   hop_samples=keys.hop_samples, chunks=keys.chunks, scores_tokens=scores_tokens)
 
     @property
     def subsampling(self) -> int:
@@ -174,11 +178,13 @@ class Recognizer:
         """
         return self.encoder.decode(tokens, encoded, frames)[0]
 
-    def log_probs(self, signals: Tensor, samples: Tensor,
-                  chunks: DynChunkTrainConfig | None = None) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities [B, T', V] in fp32 and frame counts [B] from waveforms [B, S]."""
+    def outputs(self, signals: Tensor, samples: Tensor,
+                chunks: DynChunkTrainConfig | None = None) -> tuple[Tensor, Tensor]:
+        """Compute log-probabilities [B, T', V], or whatever else the head gives, in fp32, and frame counts [B] from
+        waveforms [B, S]."""
         encoded, frames = self.encode(*self.features(signals, samples), chunks)
-        return self.head(encoded).float().log_softmax(-1), frames
+        found = self.head(encoded).float()
+        return found.log_softmax(-1) if self.scores_tokens else found, frames
 
 
 def by_rows(layer: Callable[..., Tensor], at_once: int, x: Tensor, *more: Tensor) -> Tensor:

@@ -14,11 +14,15 @@ from sbkit.nn.streaming import requirements
 from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.tasks.recognise.recognizer import Recognizer
 
-#: Names of inputs and outputs, and their open dimensions.
+#: Names of inputs, and their open dimensions.
 INPUTS = {"samples": ("batch", "samples"), "frames": ("batch",), **dict.fromkeys(EncoderState._fields, ("batch",))}
-OUTPUTS = {"log_probs": ("batch", "chunk"), "counts": ("batch",),
-           **{f"next_{name}": ("batch",) for name in EncoderState._fields}}
 _BATCH = 2  # that is traced; sizes of 0 and 1 would become constants
+
+
+def outputs(scores: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of the outputs, of which the first is ``scores``, and their open dimensions."""
+    return {scores: ("batch", "chunk"), "counts": ("batch",),
+            **{f"next_{name}": ("batch",) for name in EncoderState._fields}}
 
 
 class StreamingGraph(nn.Module):

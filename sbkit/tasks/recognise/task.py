@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from speechbrain.core import Stage
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
+from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from sbkit.data.batch import Batch
@@ -38,10 +40,10 @@ class RecognitionTask(ASR):
     a limited left context. A test is of whole utterances unless an evaluation asks for chunks.
     """
 
-    head: ClassVar[str]
-    """The key of what follows the encoder frame by frame."""
     heads: ClassVar[tuple[str, ...]]
     """The keys of what gives scores of tokens."""
+    scores_tokens: ClassVar[bool] = True
+    """Whether ``head`` gives scores of tokens, frame by frame."""
     loss_name: ClassVar[str]
     """As messages call the loss."""
     repeats: ClassVar[bool]
@@ -54,13 +56,17 @@ class RecognitionTask(ASR):
         if isinstance(self.keys.normalize, GlobalNorm):
             feature_statistics.load(self.keys.normalize)
         # Built now, since it tries the layers out: in the first forward, a search for a step's culprit would see that.
-        self.recognizer = Recognizer.of(self.keys, getattr(self.keys, self.head))
+        self.recognizer = Recognizer.of(self.keys, self.head(), self.scores_tokens)
         if self.keys.chunks is not None and self.keys.chunks.ahead:
             requirements.refuse(requirements.of_step(self.recognizer))
         self.decoder = self.keys.decoder
         self.tested_in: DynChunkTrainConfig | None = None
         """What each frame sees in a test; None: the whole utterance."""
         self.live: LiveTest | None = None
+
+    @abstractmethod
+    def head(self) -> nn.Module:
+        """Return what follows the encoder frame by frame."""
 
     # ------------------------------------------------------------ before there is a model
 

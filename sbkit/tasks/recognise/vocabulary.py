@@ -18,12 +18,14 @@ _INDICES = ("blank_index", "bos_index", "eos_index")
 
 
 def token_tables(keys: EncoderKeys, heads: Iterable[object]) -> TokenTables:
-    """Return the tensors of all heads' last layers and of the decoder's embedding, and what their rows stand for."""
+    """Return the tensors of all heads' last layers and embeddings and of the decoder's embedding, and what their rows
+    stand for."""
     encoder = getattr(keys, keys.encoder_key)
     layers: list[nn.Module] = []
     for head in heads:
         if isinstance(head, nn.Module):
             layers += [layer for layer in head.modules() if isinstance(layer, nn.Linear)][-1:]
+            layers += [layer for layer in head.modules() if isinstance(layer, nn.Embedding)]
     target = getattr(encoder, "custom_tgt_module", None)
     if isinstance(target, nn.Module):
         layers += [layer for layer in target.modules() if isinstance(layer, nn.Embedding)]

@@ -228,7 +228,7 @@ def test_samples_in_pieces_of_any_size_give_what_the_whole_waveform_does(sizes, 
     bank = FilterBank(n_mels=BANDS, snip_edges=False)
     whole = Recognizer(bank, model.encoder, model.head, model.frontend, norm, n_features=BANDS, chunks=chunks)
     signal = 0.1 * torch.randn(9_317, generator=torch.Generator().manual_seed(3))
-    [expected], [count] = whole.log_probs(signal[None], torch.tensor([len(signal)]), config)
+    [expected], [count] = whole.outputs(signal[None], torch.tensor([len(signal)]), config)
     found = live(whole, signal, sizes, config)
     assert len(found) == count == -(-58 // EACH)
     torch.testing.assert_close(found, expected[:count], atol=1e-4, rtol=1e-4)

@@ -40,9 +40,9 @@ def test_a_model_whose_corpus_is_not_prepared_takes_stand_ins_alone(data, tmp_pa
     assert not made.task.is_prepared(made.keys)
     found = brain(made)
     with pytest.raises(SbkitError, match="no mean and deviation"):
-        found.recognizer.log_probs(torch.randn(1, 16_000), torch.tensor([16_000]))
+        found.recognizer.outputs(torch.randn(1, 16_000), torch.tensor([16_000]))
     batch = found.stand_in(2, 1.0, noise=True)
-    assert found.recognizer.log_probs(batch.signals, batch.signal_lengths)[0].isfinite().all()
+    assert found.recognizer.outputs(batch.signals, batch.signal_lengths)[0].isfinite().all()
 
 
 def test_a_run_with_checkpoints_computes_nothing(data, tmp_path, monkeypatch):
@@ -55,7 +55,7 @@ def test_a_run_with_checkpoints_computes_nothing(data, tmp_path, monkeypatch):
     again = brain(prepared(tmp_path, data))
     again.checkpointer.recover_if_possible()
     assert torch.equal(again.recognizer.normalize.mean, found.recognizer.normalize.mean)
-    again.recognizer.log_probs(torch.randn(1, 16_000), torch.tensor([16_000]))
+    again.recognizer.outputs(torch.randn(1, 16_000), torch.tensor([16_000]))
 
 
 @pytest.fixture(scope="module")

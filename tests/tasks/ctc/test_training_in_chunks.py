@@ -119,7 +119,7 @@ def test_a_frame_hears_nothing_behind_its_chunk():
     x = batch([160]).signals
     later = torch.cat([x[:, :64], x[:, 64:] + 1.0], 1)
     with torch.no_grad():
-        one, other = (made.recognizer.log_probs(each, torch.tensor([160]), CHUNKS.config(4))[0] for each in (x, later))
+        one, other = (made.recognizer.outputs(each, torch.tensor([160]), CHUNKS.config(4))[0] for each in (x, later))
     assert torch.equal(one[:, :8], other[:, :8]) and not torch.allclose(one[:, 8], other[:, 8])
 
 

@@ -21,9 +21,8 @@ from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import LengthRule
-from sbkit.tasks.ctc.compared import reference
 from sbkit.tasks.recognise import graph as recogniser
-from sbkit.tasks.recognise.graph import OUTPUTS
+from sbkit.tasks.recognise.graph import OUTPUTS, reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 MELS, LABELS = 16, 9
@@ -200,7 +199,7 @@ def test_a_program_says_on_a_card_what_the_recogniser_says(name, tmp_path):
     module = moved(torch.export.load(tmp_path / "m.pt2"), torch.device("cuda", 0)).module()
     signal = torch.from_numpy(sound(24_001))[None]
     with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
-        expected = model.log_probs(signal, torch.tensor([24_001]))[0]
+        expected = model.outputs(signal, torch.tensor([24_001]))[0]
         found = module(signal.cuda(), torch.tensor([24_001]).cuda())[0].cpu()
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
 
@@ -210,9 +209,9 @@ def test_the_recogniser_is_left_as_it_was():
     kinds = {name: type(layer) for name, layer in model.encoder.named_modules()}
     signal = torch.from_numpy(sound(9_000))[None]
     with torch.no_grad():
-        before = model.log_probs(signal, torch.tensor([9_000]))[0]
+        before = model.outputs(signal, torch.tensor([9_000]))[0]
         made = recogniser.Graph(model)
-        after = model.log_probs(signal, torch.tensor([9_000]))[0]
+        after = model.outputs(signal, torch.tensor([9_000]))[0]
     assert torch.equal(before, after)
     assert kinds == {name: type(layer) for name, layer in model.encoder.named_modules()}
     assert not any("decoder" in name for name, _ in made.named_parameters()), "the attention decoder stays at home"

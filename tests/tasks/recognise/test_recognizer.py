@@ -45,9 +45,9 @@ def test_an_utterance_scores_the_same_alone_and_in_any_batch(model):
     signals = torch.zeros(4, 48000)
     for row, n in enumerate(samples):
         signals[row, :n] = 0.1 * torch.randn(n)
-    together, frames = model.log_probs(signals, torch.tensor(samples))
+    together, frames = model.outputs(signals, torch.tensor(samples))
     for row, n in enumerate(samples):
-        alone, [count] = model.log_probs(signals[row : row + 1, :n], torch.tensor([n]))
+        alone, [count] = model.outputs(signals[row : row + 1, :n], torch.tensor([n]))
         assert count == frames[row] == alone.shape[1]
         torch.testing.assert_close(together[row, :count], alone[0], atol=1e-4, rtol=1e-4)
 
@@ -55,12 +55,12 @@ def test_an_utterance_scores_the_same_alone_and_in_any_batch(model):
 @torch.no_grad()
 def test_a_batch_in_pieces_comes_out_as_the_whole(model, monkeypatch):
     signals, samples = 0.1 * torch.randn(5, 16000), torch.tensor([16000, 16000, 9000, 8000, 16000])
-    whole, _ = model.log_probs(signals, samples)
+    whole, _ = model.outputs(signals, samples)
     seen, features = [], model.compute_features.forward
     monkeypatch.setattr(model.compute_features, "forward",
                         lambda rows, *lengths: seen.append(len(rows)) or features(rows, *lengths))
     monkeypatch.setattr(recognizer, "FRAMES_AT_ONCE", 250)  # two utterances of a second
-    pieces, _ = model.log_probs(signals, samples)
+    pieces, _ = model.outputs(signals, samples)
     assert seen == [2, 2, 1]
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
 
@@ -85,7 +85,7 @@ def test_frames_of_a_number_of_samples(model):
 
 @torch.no_grad()
 def test_log_probs_are_normalised_fp32(model):
-    scores, _ = model.log_probs(torch.randn(1, 8000), torch.tensor([8000]))
+    scores, _ = model.outputs(torch.randn(1, 8000), torch.tensor([8000]))
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores.exp().sum(-1), torch.ones(scores.shape[:2]))
 

@@ -12,9 +12,9 @@ from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
 from sbkit.export.runners import open_runner
 from sbkit.nn.kaldi import FilterBank
-from sbkit.tasks.ctc.compared import reference
-from sbkit.tasks.ctc.streams import run
-from sbkit.tasks.recognise.streaming_graph import INPUTS, OUTPUTS, StreamingGraph
+from sbkit.tasks.recognise.graph import reference
+from sbkit.tasks.recognise.streaming_graph import INPUTS, StreamingGraph, outputs
+from sbkit.tasks.recognise.streams import run
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def written(model, tmp_path_factory):
     """The files of each format."""
     folder, program = tmp_path_factory.mktemp("stream"), StreamingGraph(model).trace()
     paths = {name: folder / file for name, file in layout.STREAMS.items()}
-    graph.write_onnx(program, paths["onnx"], INPUTS, OUTPUTS, {})
+    graph.write_onnx(program, paths["onnx"], INPUTS, outputs("log_probs"), {})
     graph.quantize(paths["onnx"], paths["int8"])
     graph.write_torch(program, paths["torch"])
     return paths

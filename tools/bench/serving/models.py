@@ -76,7 +76,7 @@ def feed_forward(folder: Path, width: int, layers: int) -> Path:
 def streaming(folder: Path) -> Path:
     """Make a recogniser of hparams/streaming.yaml, at its size, with graphs for recordings and for streams."""
     from sbkit.export import graph
-    from sbkit.tasks.ctc import streams
+    from sbkit.tasks.recognise import streams
     from sbkit.tasks.recognise.graph import INPUTS, OUTPUTS, Graph, trace
 
     with tempfile.TemporaryDirectory() as aside:
@@ -85,7 +85,7 @@ def streaming(folder: Path) -> Path:
     config = Config(sample_rate=RATE, hop_samples=model.hop_samples, subsampling=model.subsampling,
                     vocabulary=len(LETTERS), language="en", models={each: layout.MODELS[each] for each in _FORMATS})
     graph.write_onnx(trace(Graph(model)), folder / layout.MODELS[layout.ONNX], INPUTS, OUTPUTS, {})
-    live = streams.Streams(model, str)
+    live = streams.Streams(model, layout.OUTPUTS[0])
     graph.write_onnx(live.trace(), folder / layout.STREAMS[layout.ONNX], live.inputs, live.outputs, {})
     for files in (layout.MODELS, layout.STREAMS):
         graph.quantize(folder / files[layout.ONNX], folder / files[layout.INT8])

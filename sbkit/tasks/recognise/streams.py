@@ -16,16 +16,20 @@ from sbkit.export import layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.layout import Config
+from sbkit.export.parity import Comparison
 from sbkit.export.runners import Call, Runner, open_runner
-from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window, Windows
 from sbkit.nn.chunks import Seen
 from sbkit.nn.streaming.layers import in_turn
-from sbkit.tasks.ctc.compared import LogProbComparison, compared, reference
 from sbkit.tasks.recognise import streaming_graph
+from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 _NOTHING = Window(np.zeros(0, np.float32), 0)
+
+
+#: Builds the comparison of clips with what a function gives for each, given the bundle's folder.
+Compare = Callable[[ComparisonClips, Config, Path, Callable[[np.ndarray], np.ndarray]], Comparison]
 
 
 class Streams(Companion):
@@ -34,14 +38,16 @@ class Streams(Companion):
     Arguments
     ---------
     recognizer : one that can't run on a stream is refused
-    decode : token ids to text, by the checkpoint's own tokenizer
+    scores : the name of what the graph gives
+    compare : makes the comparison with the checkpoint in chunks, for an export
     """
 
     name, files = "stream", layout.STREAMS
-    inputs, outputs = streaming_graph.INPUTS, streaming_graph.OUTPUTS
+    inputs = streaming_graph.INPUTS
 
-    def __init__(self, recognizer: Recognizer, decode: Callable[[list[int]], str]):
-        self.recognizer, self.decode = recognizer, decode
+    def __init__(self, recognizer: Recognizer, scores: str, compare: Compare | None = None):
+        self.recognizer, self.compare = recognizer, compare
+        self.outputs = streaming_graph.outputs(scores)
         self.graph = streaming_graph.StreamingGraph(recognizer)
 
     def trace(self) -> torch.export.ExportedProgram:
@@ -56,13 +62,13 @@ class Streams(Companion):
                 "chunks": ",".join(map(str, self.graph.chunks)), "left": str(self.graph.step.left),
                 "ahead": str(self.graph.step.ahead)}
 
-    def comparisons(self, clips: ComparisonClips, config: Config, folder: Path) -> Mapping[str, LogProbComparison]:
-        vocabulary, chunks = Vocabulary.read(folder, config), self.recognizer.chunks
-        assert chunks is not None, "others are refused"
+    def comparisons(self, clips: ComparisonClips, config: Config, folder: Path) -> Mapping[str, Comparison]:
+        chunks = self.recognizer.chunks
+        assert chunks is not None and self.compare is not None, "others are refused"
         check_steps(self.recognizer, torch.from_numpy(clips.alone[-1].signal))
-        return {_runner(config, size): compared(clips, vocabulary,
-                                                reference(self.recognizer, chunks=chunks.config(size)),
-                                                self.decode, config.sample_rate) for size in self.graph.chunks}
+        return {_runner(config, size): self.compare(clips, config, folder,
+                                                    reference(self.recognizer, chunks=chunks.config(size)))
+                for size in self.graph.chunks}
 
     def runners(self, name: str, path: Path, config: Config) -> Mapping[str, Runner]:
         call = open_runner(name, path)
@@ -86,7 +92,7 @@ def check_steps(recognizer: Recognizer, signal: Tensor) -> None:
                     for states in (learnt, stepped))
     if not torch.allclose(apart, other, atol=1e-3, rtol=1e-3):
         raise SbkitError("the encoder gives something else step by step, as a stream is heard, than in the chunks that "
-                         "it learnt in: log-probabilities differ by up to "
+                         "it learnt in: outputs differ by up to "
                          f"{float((apart - other).abs().max()):.2g}",
                          hint="code of yours changes what its layers compute; without that it can run on a stream")
 

@@ -1,0 +1,105 @@
+"""Greedy decoding of a transducer, for a whole batch or a stream; needs only numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from sbkit.decode.greedy_stream import SettlingStream, joined
+from sbkit.decode.spans import TokenSpans
+from sbkit.decode.streaming import Spelling, StreamResult
+from sbkit.errors import SbkitError
+
+#: Tokens in one frame, after which the next begins whatever is likely: speech has fewer.
+MOST_IN_A_FRAME = 5
+
+
+class Joint(Protocol):
+    """A transducer's prediction and joint network."""
+
+    context: int
+    """The number of last tokens that the prediction depends on."""
+    blank: int
+
+    def predict(self, tokens: np.ndarray) -> np.ndarray:
+        """Map the last tokens [N, context] to states [N, J]."""
+
+    def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        """Map states [N, J] of both to log-probabilities [N, V] of the next token, or of the blank."""
+
+
+class Greedy:
+    """Decodes several utterances or streams at once, frame by frame: the likeliest token, until that is the blank.
+
+    An utterance's tokens don't depend on the others, and neither on how its frames were cut into pieces.
+
+    Arguments
+    ---------
+    count : utterances, each of which begins
+    """
+
+    def __init__(self, joint: Joint, count: int = 1):
+        self.joint = joint
+        self._last = np.full((count, joint.context), joint.blank, np.int64)
+        self._predicted = joint.predict(self._last)
+        self._frames = np.zeros(count, np.int64)
+
+    def feed(self, encoded: Sequence[np.ndarray]) -> list[TokenSpans]:
+        """Hear the next states [T, J] of each; returns the tokens in them, whose frames count from the first of all."""
+        found: list[list[tuple[int, int, float]]] = [[] for _ in encoded]
+        lengths = np.array([len(each) for each in encoded])
+        for frame in range(int(lengths.max(initial=0))):
+            rows = np.flatnonzero(lengths > frame)
+            states = np.stack([encoded[row][frame] for row in rows.tolist()])
+            for _ in range(MOST_IN_A_FRAME):
+                log_probs = self.joint.join(states, self._predicted[rows])
+                best = log_probs.argmax(-1)
+                probability = np.take_along_axis(log_probs, best[:, None], -1)[:, 0]
+                if not np.isfinite(probability).all():
+                    raise SbkitError("the model's output is not a number",
+                                     hint="its weights may be damaged, or the precision too low")
+                said = np.flatnonzero(best != self.joint.blank)
+                if not len(said):
+                    break
+                rows, states, best = rows[said], states[said], best[said]
+                for row, token, each in zip(rows, best.tolist(), probability[said].tolist(), strict=True):
+                    found[row].append((token, int(self._frames[row]) + frame, float(np.exp(each))))
+                self._last[rows] = np.concatenate([self._last[rows, 1:], best[:, None]], 1)
+                self._predicted[rows] = self.joint.predict(self._last[rows])
+        self._frames += lengths
+        return [spans_of(each) for each in found]
+
+
+class TransducerStream(SettlingStream):
+    """Decodes a transducer's stream greedily."""
+
+    quick = False
+
+    def __init__(self, spelling: Spelling, joint: Joint):
+        self.joint = joint
+        super().__init__(spelling)
+
+    def reset(self) -> None:
+        """Begin a fresh stream."""
+        super().reset()
+        self._greedy = Greedy(self.joint)
+
+    def feed(self, states: np.ndarray) -> list[StreamResult]:
+        """Hear states [T, J]; see ``sbkit.decode.streaming.StreamSearch``."""
+        [spans] = self._greedy.feed([states])
+        self._frames += len(states)
+        silent = np.isin(spans.ids, list(self.spelling.silent))
+        return self.hear(joined(self._open, spans.take(~silent)))
+
+    def finish(self) -> StreamResult:
+        """Settle what is left: the stream is over."""
+        return self.end(self._open)
+
+
+def spans_of(found: Sequence[tuple[int, int, float]]) -> TokenSpans:
+    """Make the tokens of an utterance from the id, the frame and the probability of each."""
+    ids, frames, confidence = zip(*found, strict=True) if found else ((), (), ())
+    starts = np.array(frames, np.int64)
+    return TokenSpans(np.array(ids, np.int64), starts, starts + 1, np.array(confidence, np.float32))

@@ -1,0 +1,131 @@
+"""The transducer's loss and its prediction network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sbkit.nn.guard import guard_indices
+
+_NEVER = -1e30  # the logarithm of an impossible event; finite, so that the difference of two is not NaN
+
+
+class TransducerHead(nn.Module):
+    """Prediction and joint network: what may follow the last tokens, and a frame of the encoder.
+
+    The prediction network is an embedding and a convolution over the last ``context`` tokens. Since nothing else is
+    remembered, a search keeps only tokens, and so does a stream.
+
+    Arguments
+    ---------
+    vocabulary : tokens; ``blank`` stands for those before the first
+    encoder_size : D of the encoder's states
+    size : J, the size of the states that are joined
+    """
+
+    def __init__(self, vocabulary: int, encoder_size: int, size: int = 256, context: int = 2, blank: int = 0):
+        super().__init__()
+        self.vocabulary, self.size, self.context, self.blank = vocabulary, size, context, blank
+        self.of_encoder = nn.Linear(encoder_size, size)
+        self.embedding = nn.Embedding(vocabulary, size)
+        self.convolution = nn.Conv1d(size, size, context, groups=max(1, size // 4), bias=False)
+        self.of_prediction = nn.Linear(size, size)
+        self.out = nn.Linear(size, vocabulary)
+
+    def begun(self, tokens: Tensor) -> Tensor:
+        """Put blanks before tokens [B, U], from which the first is predicted: [B, context + U]."""
+        return functional.pad(tokens, (self.context, 0), value=self.blank)
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        """Map tokens [B, context - 1 + U] to states [B, U, J], each of the ``context`` tokens up to it."""
+        embedded = self.embedding(tokens).transpose(1, 2)
+        return self.of_prediction(functional.relu(self.convolution(embedded).transpose(1, 2)))
+
+    def join(self, encoded: Tensor, predicted: Tensor) -> Tensor:
+        """Map states [..., J] of ``of_encoder`` and of :meth:`predict` to scores [..., V] of what follows both."""
+        return self.out(torch.tanh(encoded + predicted))
+
+
+def transducer_loss(logits: Tensor, targets: Tensor, frames: Tensor, target_lengths: Tensor, blank: int = 0,
+                    ids: Sequence[str] | None = None) -> Tensor:
+    """Compute each utterance's negative log-likelihood [B], summed over all paths, without waiting for a device.
+
+    Arguments
+    ---------
+    logits : [B, T, U + 1, V] scores of what follows frame t and u tokens
+    targets : [B, U] int64 labels; padding may have any value
+    frames, target_lengths : [B] int64, numbers of frames, at least 1, and of labels
+    ids : the utterances, for the messages of ``sbkit.nn.guard``
+    """
+    targets = guard_indices(targets, logits.shape[3], name="transducer labels", ids=ids, lengths=target_lengths,
+                            forbidden=(blank,))
+    with torch.autocast(logits.device.type, enabled=False):
+        return _NegLogLikelihood.apply(logits.float(), targets, frames, target_lengths, blank)
+
+
+class _NegLogLikelihood(torch.autograd.Function):
+    """Sums over the lattice of frames and tokens, in fp64: every probability is a difference of large sums."""
+
+    @staticmethod
+    def forward(ctx: Any,  # torch's context of a function
+                logits: Tensor, targets: Tensor, frames: Tensor, lengths: Tensor, blank: int) -> Tensor:
+        total = logits.logsumexp(-1)
+        silent = (logits[..., blank] - total).double()
+        said = (logits[:, :, :-1].gather(3, targets[:, None, :, None].expand(-1, logits.shape[1], -1, 1))[..., 0]
+                - total[:, :, :-1]).double()
+        # Beyond an utterance's end nothing is said: its last blank leads out of the lattice.
+        time = torch.arange(logits.shape[1], device=logits.device)
+        token = torch.arange(logits.shape[2], device=logits.device)
+        inside = (time < frames[:, None])[:, :, None] & (token <= lengths[:, None])[:, None]
+        last = (time == frames[:, None] - 1)[:, :, None] & (token == lengths[:, None])[:, None]
+        silent = silent.where(inside, 0.0)
+        said = said.where((inside & (token < lengths[:, None])[:, None])[:, :, :-1], _NEVER)
+        before = _sums(silent, said)
+        likelihood = before.masked_fill(~last, 0.0).sum((1, 2)) + silent.masked_fill(~last, 0.0).sum((1, 2))
+        ctx.blank = blank
+        ctx.save_for_backward(logits, total, targets, silent, said, before, inside, last, likelihood)
+        return -likelihood.float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, total, targets, silent, said, before, inside, last, likelihood = ctx.saved_tensors
+        after = _sums_back(silent, said, last)
+        here = likelihood[:, None, None]
+        following = functional.pad(after[:, 1:], (0, 0, 0, 1), value=_NEVER).where(~last, 0.0)
+        of_silent = ((before + silent + following - here).exp() * inside).float()
+        of_said = functional.pad((before[:, :, :-1] + said + after[:, :, 1:] - here).exp().float(), (0, 1))
+        scale = grads[0][:, None, None]
+        of_silent, of_said = of_silent * scale, of_said * scale
+        grad = (logits - total[..., None]).exp_().mul_((of_silent + of_said)[..., None])
+        grad[..., ctx.blank] -= of_silent
+        index = functional.pad(targets, (0, 1), value=ctx.blank)[:, None, :, None].expand(-1, logits.shape[1], -1, 1)
+        grad.scatter_add_(3, index, -of_said[..., None])
+        return grad, None, None, None, None
+
+
+def _sums(silent: Tensor, said: Tensor) -> Tensor:
+    """Logarithms of the sum over all paths to each point of the lattice, for log-probabilities of a blank [B, T, U + 1]
+    and of the next token [B, T, U].
+
+    One token after the other: over time, what was said before is a plain sum once the blanks since are divided out.
+    """
+    blanks = functional.pad(silent.cumsum(1), (0, 0, 1, 0))[:, :-1]
+    rows = [blanks[:, :, 0]]
+    for u in range(said.shape[2]):
+        rows.append(torch.logcumsumexp(rows[-1] + said[:, :, u] - blanks[:, :, u + 1], 1) + blanks[:, :, u + 1])
+    return torch.stack(rows, 2)
+
+
+def _sums_back(silent: Tensor, said: Tensor, last: Tensor) -> Tensor:
+    """The same from each point to the end, which the blank at ``last`` [B, T, U + 1] reaches."""
+    end = silent.where(last, _NEVER)
+    blanks = silent.where(~last, 0.0).flip(1).cumsum(1).flip(1)  # from a frame on
+    rows: list[Tensor] = []
+    for u in range(silent.shape[2] - 1, -1, -1):
+        begins = end[:, :, u] if not rows else torch.logaddexp(end[:, :, u], rows[-1] + said[:, :, u])
+        rows.append(torch.logcumsumexp((begins - blanks[:, :, u]).flip(1), 1).flip(1) + blanks[:, :, u])
+    return torch.stack(rows[::-1], 2)

@@ -1,0 +1,95 @@
+"""The export of a recogniser whose encoder sbkit puts together: its graphs, its configuration and its vocabulary."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sbkit.data.corpus import Corpus
+from sbkit.errors import SbkitError
+from sbkit.export import graph, layout
+from sbkit.export.clips import ComparisonClips, choose
+from sbkit.export.companion import Companion, OwnBundle
+from sbkit.export.exported import Exported
+from sbkit.export.layout import Config
+from sbkit.export.parity import Comparison
+from sbkit.export.vocabulary import write_tokens
+from sbkit.tasks.recognise.graph import Graph, trace
+from sbkit.tasks.recognise.keys import EncoderKeys
+from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.streams import Streams
+from sbkit.tasks.recognise.window import longest_seconds
+
+logger = logging.getLogger(__name__)
+
+_MIN_CHUNK, _MAX_CHUNK = 10.0, 30.0  # seconds of audio to give a model at once
+_SPACED = 0.1  # the share of texts with a space above which spaces separate words
+
+
+@dataclass
+class ExportedRecognizer(Exported):
+    """A recogniser to export, whose graph maps waveforms to what its head gives for each frame."""
+
+    graph: Graph
+    recognizer: Recognizer = field(kw_only=True)
+    keys: EncoderKeys = field(kw_only=True)
+
+    judges_words = True
+
+    @abstractmethod
+    def compared(self, clips: ComparisonClips, config: OwnBundle, folder: Path,
+                 reference: Callable[[np.ndarray], Any]) -> Comparison:
+        """Make the comparison of clips with what ``reference`` gives for each, from the files in ``folder``."""
+
+    @property
+    def companions(self) -> Sequence[Companion]:
+        """The graph for streams, if the model learnt in chunks."""
+        if self.recognizer.chunks is None:
+            return ()
+        try:
+            return (Streams(self.recognizer, next(iter(self.outputs)), self.compared),)
+        except SbkitError as error:
+            logger.warning("The bundle is for whole recordings alone: %s", error)
+            return ()
+
+    def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
+        return choose(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
+
+    def trace(self) -> torch.export.ExportedProgram:
+        return trace(self.graph)
+
+    def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> Config:
+        return Config(**self.described(program, clips))
+
+    def described(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> dict[str, Any]:
+        """Return what a configuration says of every recogniser."""
+        keys, model, tokenizer = self.keys, self.recognizer, self.keys.tokenizer
+        ends = keys.bos_index, keys.eos_index, getattr(tokenizer, "bos_id", None), getattr(tokenizer, "eos_id", None)
+        most = longest_seconds(model.encoder)
+        texts = [clip.text for clip in clips.alone if clip.text]
+        spaced = not texts or sum(" " in text for text in texts) > _SPACED * len(texts)
+        return {
+            "sample_rate": keys.sample_rate, "hop_samples": model.hop_samples, "subsampling": model.subsampling,
+            "vocabulary": len(tokenizer.pieces()), "blank_id": keys.blank_index,
+            "silent_ids": sorted({i for i in ends if i is not None and i > 0}),
+            "word_separator": "▁" if spaced else None, "min_samples": graph.least_samples(program),
+            "chunk_seconds": round(min(max(clips.longest, _MIN_CHUNK), most or _MAX_CHUNK, _MAX_CHUNK), 2),
+            "longest_seconds": most}
+
+    def write_beside(self, folder: Path, config: OwnBundle) -> None:
+        """Write tokens.txt."""
+        write_tokens(folder / layout.TOKENS, self.keys.tokenizer.pieces(), config.blank_id)
+
+    def metadata(self, config: Config) -> dict[str, str]:
+        return {"sample_rate": str(config.sample_rate), "subsampling_factor": str(config.subsampling),
+                "vocab_size": str(config.vocabulary), "blank_id": str(config.blank_id), "comment": "made by sbkit"}
+
+    def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> Comparison:
+        return self.compared(clips, config, folder, self.reference(config))

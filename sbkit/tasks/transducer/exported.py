@@ -1,0 +1,161 @@
+"""The export of a transducer: the encoder's graph, and those of its prediction and its joint network."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sbkit.decode.spans import TokenSpans
+from sbkit.decode.transducer import Greedy, Joint
+from sbkit.export import graph, layout
+from sbkit.export.clips import ComparisonClips
+from sbkit.export.layout import TransducerConfig
+from sbkit.export.parity import Comparison, ParityResult
+from sbkit.export.runners import Runner
+from sbkit.export.vocabulary import Vocabulary
+from sbkit.infer.transducer import OnnxJoint
+from sbkit.nn.transducer import TransducerHead
+from sbkit.tasks.recognise.exported import ExportedRecognizer
+from sbkit.tasks.recognise.graph import Graph
+from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.transducer import readme
+from sbkit.tasks.transducer.keys import TransducerKeys
+from sbkit.tasks.transducer.task import TorchJoint
+
+OUTPUTS = {"states": ("batch", "frames"), "frames": ("batch",)}
+_ROWS = 2  # that are traced; sizes of 0 and 1 would become constants
+_TIE = 1e-3  # tokens whose log-probabilities differ by no more than this count as equal
+
+
+class Prediction(nn.Module):
+    """The last tokens [N, context] to states [N, J]."""
+
+    def __init__(self, head: TransducerHead):
+        super().__init__()
+        self.head = copy.deepcopy(head).eval().requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head.predict(tokens)[:, 0]
+
+
+class Joiner(Prediction):
+    """States of a frame and of the last tokens, [N, J] each, to scores of the next token [N, V]."""
+
+    def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:  # type: ignore[override]  # another graph
+        return self.head.join(encoded, predicted)
+
+
+class TransducerComparison(Comparison):
+    """Compares the encoder's states, the scores of all that a search asks for, and the words in them.
+
+    The scores are those on the path of the checkpoint's own search, so that they can be compared one by one; the words
+    are of a search of one's own, in the bundle's graphs.
+
+    Arguments
+    ---------
+    reference : runs the checkpoint's encoder on a waveform [S]
+    own, exported : prediction and joint network of the checkpoint, and of the bundle
+    words : tokens to text, by the bundle's vocabulary
+    decode : ids to text, by the checkpoint's tokenizer
+    """
+
+    what = "states or log-probabilities"
+
+    def __init__(self, clips: ComparisonClips, reference: Callable[[np.ndarray], np.ndarray], sample_rate: float,
+                 own: Joint, exported: Joint, words: Callable[[TokenSpans], str], decode: Callable[[list[int]], str]):
+        self._exported = exported
+        self._paths: dict[bytes, SearchPath] = {}
+
+        def expected(signal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            states = reference(signal)
+            path = self._paths[signal.tobytes()] = SearchPath.of(_search(own, states), len(states), own)
+            return states, path.scores(own, states)
+
+        super().__init__(clips, expected, sample_rate, lambda output: words(_search(exported, output[0])),
+                         lambda output: decode(_search(own, output[0]).ids.tolist()), ("states", "log_probs"))
+
+    def add(self, name: str, run: Runner, size: int, batches: bool = True) -> ParityResult:
+        def both(signals: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+            return [(states, self._paths[signal.tobytes()].scores(self._exported, states))
+                    for signal, states in zip(signals, run(signals), strict=True)]
+
+        return super().add(name, both, size, batches)
+
+    def tied(self, expected: Any, found: Any) -> bool:  # pairs of arrays
+        del found
+        best = np.partition(expected[1], -2)[:, -2:]
+        return bool((best[:, 1] - best[:, 0] <= _TIE).any())
+
+
+class SearchPath(NamedTuple):
+    """What a search asks a joint network in an utterance."""
+
+    frames: np.ndarray
+    """The frame [N] of each question: as often as it has tokens, and once more."""
+    tokens: np.ndarray
+    """The last tokens [N, context] of each."""
+
+    @classmethod
+    def of(cls, spans: TokenSpans, frames: int, joint: Joint) -> SearchPath:
+        asked = np.sort(np.concatenate([spans.starts, np.arange(frames)]))
+        said = np.arange(len(asked)) - asked  # each frame before has been left once
+        history = np.concatenate([np.full(joint.context, joint.blank), spans.ids]).astype(np.int64)
+        return cls(asked, np.lib.stride_tricks.sliding_window_view(history, joint.context)[said].copy())
+
+    def scores(self, joint: Joint, states: np.ndarray) -> np.ndarray:
+        """Ask a joint network all of that: log-probabilities [N, V]."""
+        return joint.join(states[self.frames], joint.predict(self.tokens))
+
+
+def _search(joint: Joint, states: np.ndarray) -> TokenSpans:
+    return Greedy(joint).feed([states])[0]
+
+
+@dataclass
+class ExportedTransducer(ExportedRecognizer):
+    """A transducer to export."""
+
+    keys: TransducerKeys = field(kw_only=True)
+
+    @classmethod
+    def of(cls, recognizer: Recognizer, keys: TransducerKeys) -> ExportedTransducer:
+        """Export the recogniser of a run, which is in evaluation mode and stays as it is."""
+        return cls(Graph(recognizer), OUTPUTS, keys.sample_rate, recognizer=recognizer, keys=keys,
+                   from_forward=lambda scores: (scores.states.float(), scores.frames))
+
+    def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> TransducerConfig:
+        head = self.keys.transducer
+        return TransducerConfig(**self.described(program, clips), joint_size=head.size, context=head.context,
+                                decoder=layout.PREDICTION, joiner=layout.JOINER)
+
+    def write_beside(self, folder: Path, config: TransducerConfig) -> None:
+        """Write tokens.txt, and the graphs of the prediction and the joint network."""
+        super().write_beside(folder, config)
+        head, rows = self.keys.transducer, ("rows",)
+        first, second = torch.zeros(2, _ROWS, head.size)  # one tensor twice would be traced as one input
+        for name, module, inputs, output in (
+                (config.decoder, Prediction(head), {"tokens": torch.zeros(_ROWS, head.context, dtype=torch.int64)},
+                 "predicted"),
+                (config.joiner, Joiner(head), {"encoded": first, "predicted": second}, "scores")):
+            program = graph.trace_module(module, tuple(inputs.values()), dict.fromkeys(inputs, (0,)))
+            graph.write_onnx(program, folder / name, dict.fromkeys(inputs, rows), {output: rows},
+                             self.metadata(config) | {"context_size": str(head.context)})
+
+    def compared(self, clips: ComparisonClips, config: TransducerConfig, folder: Path,
+                 reference: Callable[[np.ndarray], np.ndarray]) -> TransducerComparison:
+        vocabulary = Vocabulary.read(folder, config)
+        return TransducerComparison(
+            clips, reference, config.sample_rate, TorchJoint(self.keys.transducer, self.keys.blank_index),
+            OnnxJoint(folder, config), lambda spans: vocabulary.text(vocabulary.words(spans)),
+            self.keys.tokenizer.decode)
+
+    def readme(self, name: str, config: TransducerConfig, comparison: Comparison,
+               of_targets: Sequence[str] = ()) -> str:
+        return readme.text(name, config, comparison)

@@ -1,0 +1,33 @@
+"""Keys that the transducer task reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sbkit.recipe.choices import Range
+from sbkit.recipe.keys import Problem, key
+from sbkit.tasks.recognise.keys import EncoderKeys
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sbkit.nn.transducer import TransducerHead
+
+
+@dataclass(kw_only=True)
+class TransducerKeys(EncoderKeys):
+    """Keys of the prediction and joint network, and of the CTC loss beside that of the transducer."""
+
+    transducer: TransducerHead = key("prediction and joint network, a sbkit.nn.transducer.TransducerHead")
+    ctc_lin: nn.Module | None = key("a CTC head, encoder states to scores [B, T, V], for its share of the loss", None)
+    ctc_weight: float = key("CTC's share of the loss: it makes the encoder learn sooner; 0: the transducer alone", 0.0,
+                            Range(0, 1))
+
+    def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
+        if (self.ctc_weight > 0) != (self.ctc_lin is not None):
+            yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, and ctc_lin is "
+                          f"{'missing' if self.ctc_lin is None else 'there, which nothing would train'}",
+                          "write ctc_weight: 0.3 and a ctc_lin, or ctc_weight: 0 and ctc_lin: null")

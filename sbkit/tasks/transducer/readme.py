@@ -1,0 +1,101 @@
+"""The README.md of a transducer's bundle: what it is, and how to use it in each format."""
+
+from __future__ import annotations
+
+from sbkit.decode.transducer import MOST_IN_A_FRAME
+from sbkit.export import layout
+from sbkit.export.layout import TransducerConfig
+from sbkit.export.parity import Comparison
+from sbkit.export.readme import PROGRAM, compared
+
+_SEARCH = """### From states to words
+
+```python
+import numpy as np, onnxruntime
+decoder, joiner = map(onnxruntime.InferenceSession, ("{decoder}", "{joiner}"))
+symbols = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]  # of each token: symbol, id
+
+def text(states):  # [frames, {size}] of one recording
+    said, last = [], [{blank}] * {context}
+    predicted = decoder.run(None, {{"tokens": np.array([last])}})[0]
+    for state in states:
+        for _ in range({most}):  # tokens in one frame
+            best = int(joiner.run(None, {{"encoded": state[None], "predicted": predicted}})[0].argmax())
+            if best == {blank}:
+                break
+            said, last = [*said, best], [*last[1:], best]
+            predicted = decoder.run(None, {{"tokens": np.array([last])}})[0]
+    said = [symbols[each] for each in said if each not in {silent}]
+    return {joined}
+```
+
+`{decoder}` maps the last tokens [rows, {context}] int64 to states [rows, {size}], `{joiner}` a frame's state and that
+of the last tokens to scores [rows, {vocabulary}] of the next one.
+"""
+_USE = {
+    layout.ONNX: """### ONNX Runtime, without sbkit
+
+```python
+import soundfile
+session = onnxruntime.InferenceSession("model.onnx")        # model.int8.onnx: smaller, 8-bit weights
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
+states, frames = session.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})
+print(text(states[0, :frames[0]]))
+```
+
+Inputs: `signals` [batch, samples] float32, shorter ones padded with zeros, and `lengths` [batch] int64. Outputs:
+`states` [batch, frames, {size}], one every {frame:g} ms, and `frames` [batch], how many belong to each.
+""",
+    layout.TORCH: """### PyTorch
+
+```python
+import torch
+model = torch.export.load("model.pt2").module()
+states, frames = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
+```
+
+""" + PROGRAM,
+}
+_STREAMS = """### Streams
+
+```
+sbkit listen {name}
+```
+
+{files}: a chunk of a stream and a state in, `states` of its frames and the next state out, in chunks of {milliseconds}
+ms; config.json has the sizes under `streaming`.
+"""
+
+
+def text(name: str, config: TransducerConfig, comparison: Comparison) -> str:
+    """Write the whole file as a string."""
+    joined = '"".join(said).replace("▁", "")' if config.word_separator is None else \
+        f'" ".join("".join(said).replace("{config.word_separator}", " ").split())'
+    values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "size": config.joint_size,
+              "frame": 1000 * config.frame_seconds, "decoder": config.decoder, "joiner": config.joiner,
+              "blank": config.blank_id, "context": config.context, "joined": joined, "most": MOST_IN_A_FRAME,
+              "silent": sorted({config.blank_id, *config.silent_ids})}
+    parts = [f"""# {name}
+
+Speech recognition{f" ({config.language})" if config.language else ""} with a transducer at {config.sample_rate} Hz,
+trained by sbkit{f" (experiment {config.trained['experiment']})" if config.trained.get("experiment") else ""}.
+
+```
+sbkit transcribe {name} FILES...
+```
+
+```python
+import sbkit.infer
+model = sbkit.infer.load("{name}")
+print(model.transcribe("clip.mp3").text)
+```
+""", _SEARCH.format(**values)]
+    parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+    if config.streaming is not None and config.streaming.models:
+        parts.append(_STREAMS.format(
+            name=name, files=", ".join(f"`{file}`" for file in config.streaming.models.values()),
+            milliseconds=", ".join(f"{1000 * size * config.frame_seconds:g}" for size in config.streaming.chunks)))
+    if not config.batching:
+        parts.append("Run one utterance at a time: layers of this model see a batch's padding.\n")
+    parts.append(compared(comparison))
+    return "\n".join(parts)

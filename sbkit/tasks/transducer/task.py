@@ -1,0 +1,167 @@
+"""Speech recognition with a transducer (RNN-T), alone or with CTC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from speechbrain.core import Stage
+from torch import Tensor, nn
+
+from sbkit.data.batch import Batch
+from sbkit.decode.spans import TokenSpans
+from sbkit.decode.transducer import Greedy
+from sbkit.nn.ctc import ctc_loss
+from sbkit.nn.transducer import TransducerHead, transducer_loss
+from sbkit.recipe.build import Built
+from sbkit.recipe.source import Findings
+from sbkit.runs.initial.source import TokenTables
+from sbkit.tasks.asr import TranscribedUtterance
+from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.recognise.live import LiveTest, Text
+from sbkit.tasks.recognise.parts import parts_fit
+from sbkit.tasks.recognise.task import RecognitionTask
+from sbkit.tasks.recognise.vocabulary import token_tables
+from sbkit.tasks.transducer.keys import TransducerKeys
+from sbkit.train.monitor.timing import section
+from sbkit.train.step import Loss
+
+if TYPE_CHECKING:
+    from sbkit.tasks.transducer.exported import ExportedTransducer
+
+
+class TransducerScores(NamedTuple):
+    """The model's outputs for a batch."""
+
+    states: Tensor  # [B, T, J] of the encoder, as they are joined
+    frames: Tensor  # [B] int64
+    joined: Tensor  # [B, T, U + 1, V] scores of what follows each frame and token
+    ctc: Tensor | None  # [B, T, V] scores of the CTC head
+    live: Sequence[tuple[Tensor, Tensor | None]] = ()  # what ``LiveTest.scores`` returns, in a test in chunks
+
+
+class TorchJoint:
+    """Prediction and joint network of a model, for a search.
+
+    Arguments
+    ---------
+    blank : its id
+    """
+
+    def __init__(self, head: TransducerHead, blank: int):
+        self.head, self.context, self.blank = head, head.context, blank
+        self._device = head.out.weight.device
+
+    @torch.no_grad()
+    def predict(self, tokens: np.ndarray) -> np.ndarray:
+        """Map the last tokens [N, context] to states [N, J]."""
+        return self.head.predict(torch.from_numpy(tokens).to(self._device))[:, 0].float().cpu().numpy()
+
+    @torch.no_grad()
+    def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        """Map states [N, J] of both to log-probabilities [N, V]."""
+        joined = self.head.join(*(torch.from_numpy(each).to(self._device) for each in (encoded, predicted)))
+        return joined.float().log_softmax(-1).cpu().numpy()
+
+
+def decoded(keys: TransducerKeys, states: Tensor, frames: Tensor) -> list[TokenSpans]:
+    """Decode encoder states [B, T, J] greedily."""
+    rows = states.float().cpu().numpy()
+    joint = TorchJoint(keys.transducer, keys.blank_index)
+    return Greedy(joint, len(rows)).feed([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])
+
+
+class TransducerLive(LiveTest):
+    """Hears each utterance of a test in chunks of each size that was asked for; tokens never change."""
+
+    keys: TransducerKeys
+
+    def scored(self, encoded: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.model.head(encoded), None if self.keys.ctc_lin is None else self.keys.ctc_lin(encoded)
+
+    def of_ctc(self, scores: tuple[Tensor, Tensor | None]) -> Tensor | None:
+        return scores[1]
+
+    def texts(self, scores: tuple[Tensor, Tensor | None], frames: Tensor, cuts: Sequence[Sequence[int]], search: object,
+              live: bool) -> list[list[Text]]:
+        return self.beginnings(decoded(self.keys, scores[0], frames), cuts)
+
+
+class Transducer(RecognitionTask):
+    """The Brain of ``hparams/transducer.yaml``.
+
+    ``ctc_weight: 0.3`` gives that share of the loss to a CTC head on the same encoder, which makes it learn sooner and
+    isn't used afterwards. Both are sums over utterances, divided by the tokens of the whole optimizer step.
+    """
+
+    Keys: ClassVar[type[TaskKeys]] = TransducerKeys
+    parts = ("transducer", "ctc_lin", "modules")
+    heads, scores_tokens = ("ctc_lin",), False
+    loss_name, repeats, live_test = "the transducer's CTC", True, TransducerLive
+    loss_of_tokens: ClassVar[str] = "ctc"
+    keys: TransducerKeys
+
+    @classmethod
+    def check_parts(cls, keys: TransducerKeys, built: Built, findings: Findings) -> bool:
+        return parts_fit(keys, built, findings)
+
+    def head(self) -> nn.Module:
+        return self.keys.transducer.of_encoder
+
+    def token_tables(self) -> TokenTables:
+        return token_tables(self.keys, [self.keys.transducer, self.keys.ctc_lin])
+
+    # ------------------------------------------------------------ training
+
+    def compute_forward(self, batch: Batch, stage: Stage) -> TransducerScores:
+        """Compute scores [B, T, U + 1, V] of waveforms [B, S] and the tokens of their texts [B, U]."""
+        model, head = self.recognizer, self.keys.transducer
+        with section("features"):
+            feats, heard = model.features(batch.signals, batch.signal_lengths, training=stage == Stage.TRAIN,
+                                          counted=batch.weight != 0)
+        encoded, frames = model.encode(feats, heard, self.visible_context(stage, batch))
+        states, ctc = self.scored(encoded)
+        predicted = head.predict(head.begun(batch.tokens))
+        joined = head.join(states[:, :, None], predicted[:, None])
+        live = self.live.scores(feats, heard, (states, ctc)) if self.live is not None and stage == Stage.TEST else ()
+        return TransducerScores(states, frames, joined, ctc, live)
+
+    def scored(self, encoded: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Compute the states that are joined [B, T, J], and the CTC head's scores [B, T, V] if there is one."""
+        return self.recognizer.head(encoded), None if self.keys.ctc_lin is None else self.keys.ctc_lin(encoded)
+
+    def compute_objectives(self, scores: TransducerScores, batch: Batch, stage: Stage) -> Loss:
+        """Compute the loss, summed over the batch, and the number of its tokens."""
+        total = transducer_loss(scores.joined, batch.tokens, scores.frames, batch.token_lengths,
+                                self.keys.blank_index, batch.ids).sum()
+        tokens, extras = batch.token_lengths.sum(), None
+        if scores.ctc is not None:
+            ctc = ctc_loss(scores.ctc, batch.tokens, scores.frames, batch.token_lengths, self.keys.blank_index,
+                           ids=batch.ids)
+            total = torch.lerp(total, ctc.total, self.keys.ctc_weight)
+            extras = {self.loss_of_tokens: (ctc.total, (batch.token_lengths * ctc.feasible).sum())}
+        if stage == Stage.TRAIN:
+            return Loss(total, tokens, extras)
+        self._transcribe(scores, batch)
+        return Loss(total, tokens)
+
+    # ------------------------------------------------------------ transcripts
+
+    def exported(self, run: Path) -> ExportedTransducer:
+        from sbkit.tasks.transducer.exported import ExportedTransducer
+
+        return ExportedTransducer.of(self.recognizer, self.keys)
+
+    def _transcribe(self, scores: TransducerScores, batch: Batch) -> None:
+        if not batch.weight:  # a placeholder for an empty batch
+            return
+        if self.live is not None and scores.live:
+            self.rows += self.live.rows(scores.live, scores.frames, batch, None)
+            return
+        for name, text, spans in zip(batch.ids, batch.texts, decoded(self.keys, scores.states, scores.frames),
+                                     strict=True):
+            self.rows.append(TranscribedUtterance(name, text, self.keys.tokenizer.decode(spans.ids.tolist()),
+                                                  float(spans.confidence.mean()) if len(spans) else None))
