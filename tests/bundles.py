@@ -40,19 +40,31 @@ def voiced(ids: list[int]) -> np.ndarray:
     return np.repeat(np.array(ids, dtype=np.float32) / LEVELS, FRAME)
 
 
-def make(folder: Path, width: int | None = None, torch_too: bool = False, streams: bool = False, **changes) -> Path:
+def make_transducer(folder: Path, streams: bool = True) -> Path:
+    """Write the same model as a transducer, whose states are the scores: none says the last token again."""
+    from sbkit.export.layout import JOINER, PREDICTION, TransducerConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_prediction(folder / PREDICTION)
+    _write_joiner(folder / JOINER)
+    return make(folder, streams=streams, kind=TransducerConfig, scores="states", joint_size=len(PIECES), context=2,
+                decoder=PREDICTION, joiner=JOINER)
+
+
+def make(folder: Path, width: int | None = None, torch_too: bool = False, streams: bool = False,
+         kind: type[Config] = Config, scores: str = "log_probs", **changes) -> Path:
     """Write the bundle."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_onnx(folder / "model.onnx", width or len(PIECES))
+    write_onnx(folder / "model.onnx", width or len(PIECES), scores)
     write_tokens(folder / layout.TOKENS, PIECES, 0)
     options = {"sample_rate": RATE, "hop_samples": 160, "subsampling": 4, "vocabulary": len(PIECES), "language": "en",
                "silent_ids": [1, 2], "chunk_seconds": 20.0, "models": {"onnx": "model.onnx"}}
-    config = Config(**(options | changes))
+    config = kind(**(options | changes))
     if torch_too:
         write_torch(folder / "model.pt2")
         config.models["torch"] = "model.pt2"
     if streams:
-        write_stream_onnx(folder / "stream.onnx")
+        write_stream_onnx(folder / "stream.onnx", scores)
         config.streaming = Streaming(
             chunks=[4, 8, 16], left=1, overlap=OVERLAP, before=BEFORE, after=80 + OVERLAP - BEFORE,
             state={"level": {"type": "float32", "shape": [1]}, "seen": {"type": "int64", "shape": []}},
@@ -65,7 +77,7 @@ def make(folder: Path, width: int | None = None, torch_too: bool = False, stream
     return folder
 
 
-def write_onnx(path: Path, width: int) -> None:
+def write_onnx(path: Path, width: int, scores: str = "log_probs") -> None:
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -83,8 +95,8 @@ def write_onnx(path: Path, width: int) -> None:
         helper.make_node("Unsqueeze", ["loud", "last"], ["column"]),
         helper.make_node("Sub", ["column", "tokens"], ["off"]),
         helper.make_node("Mul", ["off", "off"], ["square"]),
-        helper.make_node("Mul", ["square", "sharp"], ["scores"]),
-        helper.make_node("LogSoftmax", ["scores"], ["log_probs"], axis=-1),
+        helper.make_node("Mul", ["square", "sharp"], ["sharpened"]),
+        helper.make_node("LogSoftmax", ["sharpened"], [scores], axis=-1),
         helper.make_node("Div", ["lengths", "frame"], ["whole"]),
         helper.make_node("Add", ["whole", "one"], ["frames"]),
     ]
@@ -93,7 +105,7 @@ def write_onnx(path: Path, width: int) -> None:
             helper.make_tensor_value_info("signals", TensorProto.FLOAT, ["batch", "samples"]),
             helper.make_tensor_value_info("lengths", TensorProto.INT64, ["batch"]),
         ], [
-            helper.make_tensor_value_info("log_probs", TensorProto.FLOAT, ["batch", "t", width]),
+            helper.make_tensor_value_info(scores, TensorProto.FLOAT, ["batch", "t", width]),
             helper.make_tensor_value_info("frames", TensorProto.INT64, ["batch"]),
         ], [numpy_helper.from_array(value, name) for name, value in constants.items()])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
@@ -101,7 +113,7 @@ def write_onnx(path: Path, width: int) -> None:
     onnx.save(model, path)
 
 
-def write_stream_onnx(path: Path) -> None:
+def write_stream_onnx(path: Path, scores: str = "log_probs") -> None:
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -121,7 +133,7 @@ def write_stream_onnx(path: Path) -> None:
         node("Slice", ["line", "minus", "far", "one", "one"], ["last"]),
         node("Mul", ["late", "levels"], ["loud"]), node("Unsqueeze", ["loud", "minus"], ["column"]),
         node("Sub", ["column", "tokens"], ["off"]), node("Mul", ["off", "off"], ["square"]),
-        node("Mul", ["square", "sharp"], ["scores"]), node("LogSoftmax", ["scores"], ["log_probs"], axis=-1),
+        node("Mul", ["square", "sharp"], ["sharpened"]), node("LogSoftmax", ["sharpened"], [scores], axis=-1),
         node("Add", ["frames", "three"], ["more"]), node("Div", ["more", "four"], ["counts"]),
         node("Greater", ["frames", "none"], ["moves"]), node("Unsqueeze", ["moves", "minus"], ["rows"]),
         node("Where", ["rows", "last", "level"], ["next_level"]), node("Add", ["seen", "counts"], ["next_seen"]),
@@ -131,9 +143,42 @@ def write_stream_onnx(path: Path) -> None:
         value("samples", real, ["batch", "samples"]), value("frames", number, ["batch"]),
         value("level", real, ["batch", 1]), value("seen", number, ["batch"]),
     ], [
-        value("log_probs", real, ["batch", "chunk", len(PIECES)]), value("counts", number, ["batch"]),
+        value(scores, real, ["batch", "chunk", len(PIECES)]), value("counts", number, ["batch"]),
         value("next_level", real, ["batch", 1]), value("next_seen", number, ["batch"]),
     ], [numpy_helper.from_array(constant, name) for name, constant in constants.items()])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.checker.check_model(model)
+    onnx.save(model, path)
+
+
+def _write_prediction(path: Path) -> None:
+    from onnx import TensorProto, helper
+
+    table = np.diag(np.full(len(PIECES), -100.0, np.float32))
+    nodes = [helper.make_node("Gather", ["tokens", "last"], ["spoken"], axis=1),
+             helper.make_node("Gather", ["table", "spoken"], ["predicted"])]
+    _save(path, nodes, {"last": np.array(-1, np.int64), "table": table},
+          [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["rows", 2])], "predicted")
+
+
+def _write_joiner(path: Path) -> None:
+    """Of all that is unlikely, the blank comes first."""
+    from onnx import TensorProto, helper
+
+    nodes = [helper.make_node("Max", ["encoded", "least"], ["likely"]),
+             helper.make_node("Add", ["likely", "predicted"], ["scores"])]
+    _save(path, nodes, {"least": np.array(-15.0, np.float32)},
+          [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", len(PIECES)])
+           for name in ("encoded", "predicted")], "scores")
+
+
+def _save(path: Path, nodes: list, constants: dict[str, np.ndarray], inputs: list, output: str) -> None:
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    outputs = [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["rows", len(PIECES)])]
+    graph = helper.make_graph(nodes, path.stem, inputs, outputs,
+                              [numpy_helper.from_array(value, name) for name, value in constants.items()])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.checker.check_model(model)
     onnx.save(model, path)

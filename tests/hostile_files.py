@@ -141,8 +141,12 @@ def spoil(rng: random.Random, path: Path) -> None:
 # ---------------------------------------------------------------- kinds: what is made, and how it is used
 
 
-def recogniser(folder: Path) -> Callable[[], None]:
-    bundles.make(folder, streams=True)
+def transducer(folder: Path) -> Callable[[], None]:
+    return recogniser(folder, bundles.make_transducer)
+
+
+def recogniser(folder: Path, make: Callable[..., Path] = bundles.make) -> Callable[[], None]:
+    make(folder, streams=True)
 
     def use() -> None:
         with sbkit.infer.load(folder, device="cpu", threads=1) as model:
@@ -269,8 +273,8 @@ def codes(folder: Path) -> Callable[[], None]:
     return use
 
 
-KINDS = {each.__name__: each for each in (recogniser, voice, codec, kenlm, arpa_text, arpa_packed, manifest, spaced,
-                                          json_lines, codes)}
+KINDS = {each.__name__: each for each in (recogniser, transducer, voice, codec, kenlm, arpa_text, arpa_packed, manifest,
+                                          spaced, json_lines, codes)}
 
 
 # ---------------------------------------------------------------- a run

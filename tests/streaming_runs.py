@@ -15,18 +15,17 @@ RECIPE = Path(__file__).parents[1] / "hparams" / "streaming.yaml"
 SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 2, "d_ffn": 16, "cnn_channels": 4, "num_workers": 0}
 
 
-def recipe(folder: Path, data: Path, **keys: object) -> Recipe:
+def recipe(folder: Path, data: Path, path: Path = RECIPE, **keys: object) -> Recipe:
     """The recipe with a small model."""
-    return load.open_recipe(load.load(RECIPE,
-                                      {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}),
-                            RECIPE)
+    return load.open_recipe(load.load(path, {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}),
+                            path)
 
 
-def prepared(folder: Path, data: Path, **keys: object) -> Recipe:
+def prepared(folder: Path, data: Path, path: Path = RECIPE, **keys: object) -> Recipe:
     """A recipe whose corpus was prepared as a run does it, read again as its other ranks do."""
-    made = recipe(folder, data, **keys)
+    made = recipe(folder, data, path, **keys)
     follows = made.task.prepare(made.keys, made.keys.corpus.prepare(show_progress=False), {})
-    made = recipe(folder, data, **{**keys, **follows})
+    made = recipe(folder, data, path, **{**keys, **follows})
     made.task.encoder(made.keys)
     return made
 
@@ -38,12 +37,12 @@ def brain(made: Recipe) -> Any:  # of the recipe's own task
     return found
 
 
-def saved(folder: Path, data: Path, change: Callable[[Any], object], **keys: object) -> Path:
+def saved(folder: Path, data: Path, change: Callable[[Any], object], path: Path = RECIPE, **keys: object) -> Path:
     """A run as training leaves it, with one checkpoint of a model after this change of it."""
-    made = prepared(folder, data, **keys)
+    made = prepared(folder, data, path, **keys)
     overrides = {**SMALL, **keys, "output_folder": str(folder), "data_folder": str(data),
                  "output_neurons": made.keys.output_neurons}
-    (folder / "hyperparams.yaml").write_text("# from:\n# x\n" + load.merged(RECIPE, overrides))
+    (folder / "hyperparams.yaml").write_text("# from:\n# x\n" + load.merged(path, overrides))
     found = brain(made)
     change(found)
     found.checkpointer.save_checkpoint(meta={"WER": 50.0, "epoch": 1})
@@ -51,9 +50,9 @@ def saved(folder: Path, data: Path, change: Callable[[Any], object], **keys: obj
     return folder
 
 
-def trained(folder: Path, data: Path, **keys: object) -> Path:
+def trained(folder: Path, data: Path, path: Path = RECIPE, **keys: object) -> Path:
     """A run with a checkpoint, whose statistics are not those of its corpus and whose frames don't sound alike."""
-    return saved(folder, data, _as_if_trained, **keys)
+    return saved(folder, data, _as_if_trained, path, **keys)
 
 
 def _as_if_trained(brain: Any) -> None:  # of the recipe's own task

@@ -64,7 +64,8 @@ def transducer_loss(logits: Tensor, targets: Tensor, frames: Tensor, target_leng
     targets = guard_indices(targets, logits.shape[3], name="transducer labels", ids=ids, lengths=target_lengths,
                             forbidden=(blank,))
     with torch.autocast(logits.device.type, enabled=False):
-        return _NegLogLikelihood.apply(logits.float(), targets, frames, target_lengths, blank)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return _NegLogLikelihood.apply(logits, targets, frames, target_lengths, blank)
 
 
 class _NegLogLikelihood(torch.autograd.Function):
@@ -88,7 +89,7 @@ class _NegLogLikelihood(torch.autograd.Function):
         likelihood = before.masked_fill(~last, 0.0).sum((1, 2)) + silent.masked_fill(~last, 0.0).sum((1, 2))
         ctx.blank = blank
         ctx.save_for_backward(logits, total, targets, silent, said, before, inside, last, likelihood)
-        return -likelihood.float()
+        return -likelihood.to(logits.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,8 +97,8 @@ class _NegLogLikelihood(torch.autograd.Function):
         after = _sums_back(silent, said, last)
         here = likelihood[:, None, None]
         following = functional.pad(after[:, 1:], (0, 0, 0, 1), value=_NEVER).where(~last, 0.0)
-        of_silent = ((before + silent + following - here).exp() * inside).float()
-        of_said = functional.pad((before[:, :, :-1] + said + after[:, :, 1:] - here).exp().float(), (0, 1))
+        of_silent = ((before + silent + following - here).exp() * inside).to(logits.dtype)
+        of_said = functional.pad((before[:, :, :-1] + said + after[:, :, 1:] - here).exp().to(logits.dtype), (0, 1))
         scale = grads[0][:, None, None]
         of_silent, of_said = of_silent * scale, of_said * scale
         grad = (logits - total[..., None]).exp_().mul_((of_silent + of_said)[..., None])

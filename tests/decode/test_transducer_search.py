@@ -1,0 +1,69 @@
+"""Greedy decoding of a transducer: alone and in a batch, whole and in pieces, as tokens and as words of a stream."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_joint import PIECES, Joint, drawn
+
+from sbkit.decode.spans import words
+from sbkit.decode.streaming import Spelling
+from sbkit.decode.transducer import MOST_IN_A_FRAME, Greedy, TransducerStream
+from sbkit.errors import SbkitError
+
+
+def plain(joint, states):
+    """The same for one utterance, token by token."""
+    last, found = [0, 0], []
+    for frame, state in enumerate(states):
+        for _ in range(MOST_IN_A_FRAME):
+            log_probs = joint.join(state[None], joint.predict(np.array([last])))[0]
+            best = int(log_probs.argmax())
+            if best == joint.blank:
+                break
+            found.append((best, frame, float(np.exp(log_probs[best]))))
+            last = [last[1], best]
+    return found
+
+
+def listed(spans):
+    assert (spans.ends == spans.starts + 1).all()
+    return list(zip(spans.ids.tolist(), spans.starts.tolist(), spans.confidence.tolist(), strict=True))
+
+
+@given(st.integers(0, 100), st.lists(st.integers(0, 12), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=40)
+def test_utterances_of_a_batch_are_decoded_as_alone(seed, lengths):
+    joint, states = Joint(seed), drawn(seed, *lengths)
+    for spans, alone in zip(Greedy(joint, len(states)).feed(states), states, strict=True):
+        assert [each[:2] for each in listed(spans)] == [each[:2] for each in plain(joint, alone)]
+        np.testing.assert_allclose(spans.confidence, [each[2] for each in plain(joint, alone)], rtol=1e-5)
+
+
+@given(st.integers(0, 100), st.lists(st.integers(0, 9), max_size=8))
+@settings(deadline=None, max_examples=40)
+def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, pieces):
+    joint, [states] = Joint(seed), drawn(seed, sum(pieces))
+    spelling = Spelling(PIECES, 0.25, {0}, "▁")  # a pause is three frames
+    stream, heard, at = TransducerStream(spelling, joint), [], 0
+    for piece in pieces:
+        heard += stream.feed(states[at:at + piece])
+        at += piece
+    heard.append(stream.finish())
+    [spans] = Greedy(joint).feed([states])
+    assert [word for each in heard for word in each.settled] == \
+        words(spans, PIECES.__getitem__, 0.25, skip={0}, pause=spelling.pause)
+    stream.reset()
+    assert stream.finish().settled == []
+
+
+def test_a_frame_says_no_more_than_speech_can():
+    [spans] = Greedy(Joint(blank=-50.0)).feed(drawn(0, 3))
+    assert spans.starts.tolist() == [frame for frame in range(3) for _ in range(MOST_IN_A_FRAME)]
+
+
+def test_what_is_no_number_is_refused():
+    states = drawn(0, 4)
+    states[0][2] = np.nan
+    with pytest.raises(SbkitError, match="not a number"):
+        Greedy(Joint()).feed(states)

@@ -1,0 +1,84 @@
+"""A transducer's export: three graphs that are held against the checkpoint, and words of all of them together."""
+
+import json
+
+import numpy as np
+import pytest
+from random_joint import Joint, drawn
+from run_folders import corpus
+from streaming_runs import RECIPE, trained
+
+from sbkit.cli import main
+from sbkit.decode.transducer import MOST_IN_A_FRAME, Greedy
+from sbkit.infer import load
+from sbkit.tasks.transducer import exported
+from sbkit.tasks.transducer.exported import SearchPath
+
+TRANSDUCER = RECIPE.with_name("transducer.yaml")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    home = tmp_path_factory.mktemp("transducer")
+    (home / "run").mkdir()
+    return trained(home / "run", corpus(home / "data", train=6, dev=2, test=3), TRANSDUCER, num_encoder_layers=1,
+                   joint_size=12)
+
+
+class Recorder:
+    """A joint network that keeps what it was asked, one row at a time."""
+
+    def __init__(self, joint):
+        self.joint, self.context, self.blank = joint, joint.context, joint.blank
+        self.states, self.answers = [], []
+
+    def predict(self, tokens):
+        return self.joint.predict(tokens)
+
+    def join(self, encoded, predicted):
+        found = self.joint.join(encoded, predicted)
+        self.states.append(encoded[0])
+        self.answers.append(found[0])
+        return found
+
+
+def test_the_path_of_a_search_asks_what_the_search_asked():
+    recorder, [states] = Recorder(Joint(blank=6.0)), drawn(0, 60)
+    [spans] = Greedy(recorder).feed([states])
+    path = SearchPath.of(spans, len(states), recorder)
+    assert np.bincount(path.frames).max() in range(3, MOST_IN_A_FRAME), "some frames have several tokens"
+    np.testing.assert_array_equal(states[path.frames], recorder.states)
+    np.testing.assert_allclose(path.scores(recorder.joint, states), recorder.answers, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_all_three_graphs_are_compared_and_the_bundle_is_used(run, tmp_path, capsys):
+    assert main(["export", str(run), "--to", str(tmp_path / "bundle"), "--clips", "3", "--formats", "onnx"]) == 0
+    facts = json.loads((tmp_path / "bundle" / "parity.json").read_text())
+    assert facts["formats"]["onnx"]["difference"] < 1e-3 and facts["formats"]["onnx"]["words_changed"] == 0
+    assert set(facts["stream"]) == {"320 ms", "640 ms", "1280 ms"}
+    assert {"model.onnx", "decoder.onnx", "joiner.onnx", "stream.onnx", "tokens.txt"} <= \
+        {path.name for path in (tmp_path / "bundle").iterdir()}
+    with load(tmp_path / "bundle", device="cpu") as model:
+        signal = np.random.default_rng(0).normal(scale=0.1, size=32_000).astype(np.float32)
+        whole = model.transcribe(signal)
+        assert whole.duration == 2.0 and model.engine.config.kind == "transducer"
+    page = (tmp_path / "bundle" / "README.md").read_text()
+    code = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    search = next(part for part in code if "def text(states)" in part)
+    names = {}
+    exec(search.replace('("decoder.onnx", "joiner.onnx")', repr(tuple(str(tmp_path / "bundle" / name) for name in (
+        "decoder.onnx", "joiner.onnx")))).replace('"tokens.txt"', repr(str(tmp_path / "bundle" / "tokens.txt"))), names)
+    with load(tmp_path / "bundle", device="cpu") as model:
+        [states] = model.engine.run([signal])
+        assert names["text"](states) == whole.text
+
+
+@pytest.mark.slow
+def test_a_joint_network_that_was_written_wrongly_is_not_published(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(exported.Joiner, "forward",
+                        lambda self, encoded, predicted: self.head.join(encoded, 1.01 * predicted))
+    assert main(["export", str(run), "--to", str(tmp_path / "bundle"), "--clips", "3", "--formats", "onnx"]) == 2
+    told = capsys.readouterr().err
+    assert "does not match the checkpoint" in told and "log_probs, frame" in told
+    assert not (tmp_path / "bundle").exists()
