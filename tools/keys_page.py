@@ -12,6 +12,7 @@ from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.recognise.keys import EncoderKeys
+from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.train.keys import ScriptKeys, TrainKeys
 
@@ -35,6 +36,8 @@ CHAPTERS = (
     Chapter("Recognisers", RecogniserKeys, "Tasks that hear words have those above and these."),
     Chapter("Encoders", EncoderKeys, "Recognisers whose encoder sbkit puts together have those above and these."),
     Chapter("CTC", CTCKeys, "`brain: !name:sbkit.tasks.ctc.CTC` has those above and these."),
+    Chapter("Transducer", TransducerKeys,
+            "`brain: !name:sbkit.tasks.transducer.Transducer` has those of recognisers and encoders and these."),
     Chapter("Codec", CodecKeys, "`brain: !name:sbkit.tasks.codec.Codec` has those of every task and these."),
     Chapter("Voice", TTSKeys, "`brain: !name:sbkit.tasks.tts.TTS` has those of every task and these."),
 )

@@ -95,7 +95,8 @@ class Engine(BundleEngine):
     def _check_width(self, path: Path) -> None:
         width = self._ready.width
         if width is not None and width != self.config.width:
-            raise SbkitError(f"{path} gives {width} values per frame, but {self.config.width} were exported",
+            raise SbkitError(f"{path} gives {width} values per frame, but {layout.CONFIG} says "
+                             f"{self.config.width}",
                              hint="do all files come from the same export?")
 
     def _run(self, signals: list[np.ndarray]) -> list[np.ndarray]:
@@ -120,8 +121,8 @@ class Engine(BundleEngine):
             raise SbkitError(f"the model gives {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
                              hint="export it again")
         if log_probs.shape[2] != self.config.width:
-            raise SbkitError(f"the model gives {log_probs.shape[2]} values per frame, but {self.config.width} were "
-                             "exported")
+            raise SbkitError(f"the model gives {log_probs.shape[2]} values per frame, but {layout.CONFIG} says "
+                             f"{self.config.width}")
         return [log_probs[i, : frames[i]] for i in range(count)]
 
     # ------------------------------------------------------------------ shapes

@@ -78,8 +78,8 @@ class StreamBatch:
 
     def _check(self, log_probs: np.ndarray) -> None:
         if log_probs.shape[2] != self._width:
-            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} values per frame, but {self._width} "
-                             "were exported", hint="do all files come from the same export?")
+            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} values per frame, but config.json "
+                             f"says {self._width}", hint="do all files come from the same export?")
 
 
 class Session:

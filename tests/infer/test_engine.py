@@ -277,7 +277,7 @@ def test_compile_is_for_torch(bundle):
 
 def test_a_width_that_is_not_the_tables_is_refused_at_start(tmp_path):
     folder = bundles.make(tmp_path / "b", width=len(bundles.PIECES) + 4)
-    with pytest.raises(SbkitError, match=r"34 scores per frame, but tokens.txt has 30 tokens"):
+    with pytest.raises(SbkitError, match=r"34 values per frame, but config.json says 30"):
         Engine(folder)
 
 
@@ -285,7 +285,7 @@ def test_a_width_that_shows_only_when_it_runs_is_refused_too(bundle):
     with Engine(bundle, device="cpu") as engine:
         wide = engine.backend
         engine.backend = lambda *a: (np.zeros((1, 3, 99), np.float32), np.array([3]))
-        with pytest.raises(SbkitError, match="99 scores per frame, but there are 30 tokens"):
+        with pytest.raises(SbkitError, match=r"99 values per frame, but config\.json says 30"):
             engine.run([bundles.say("a")])
         engine.backend = wide
 
