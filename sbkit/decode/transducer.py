@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,11 +23,32 @@ class Joint(Protocol):
     """The number of last tokens that the prediction depends on."""
     blank: int
 
-    def predict(self, tokens: np.ndarray) -> np.ndarray:
+    def predict(self, tokens: np.ndarray, /) -> np.ndarray:
         """Map the last tokens [N, context] to states [N, J]."""
 
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         """Map states [N, J] of both to log-probabilities [N, V] of the next token, or of the blank."""
+
+
+class GraphJoint:
+    """A joint network of two graphs.
+
+    Arguments
+    ---------
+    decoder : maps the last tokens [N, context] to states [N, J]
+    joiner : maps states [N, J] of both to scores [N, V]
+    """
+
+    def __init__(self, decoder: Callable[[np.ndarray], np.ndarray],
+                 joiner: Callable[[np.ndarray, np.ndarray], np.ndarray], context: int, blank: int):
+        self.predict, self._joiner, self.context, self.blank = decoder, joiner, context, blank
+
+    def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        """Map states [N, J] of both to log-probabilities [N, V]."""
+        scores = self._joiner(encoded, predicted)
+        scores = scores - scores.max(-1, keepdims=True)
+        found: np.ndarray = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+        return found
 
 
 class Greedy:

@@ -10,57 +10,40 @@ from typing import Any
 import numpy as np
 
 from sbkit.decode.spans import TokenSpans
-from sbkit.decode.transducer import Greedy, TransducerStream
+from sbkit.decode.transducer import GraphJoint, Greedy, Joint, TransducerStream
 from sbkit.errors import SbkitError
 from sbkit.export.layout import TransducerConfig
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer import formats
 from sbkit.infer.decoding import DecodedTokens
 from sbkit.infer.device import Device
-from sbkit.infer.onnx_session import Interface, Session, open_session
+from sbkit.infer.onnx_session import Interface, open_session
 
 #: The number of rows in an example; a graph takes any number.
 _ROWS = 2
 
 
-class OnnxJoint:
-    """Prediction and joint network of a bundle, on the CPU: they take one frame after the other.
-
-    Arguments
-    ---------
-    folder : of the bundle
-    """
-
-    def __init__(self, folder: Path, config: TransducerConfig):
-        self.context, self.blank = config.context, config.blank_id
-        states = np.zeros((_ROWS, config.joint_size), np.float32)
-        self._decoder = _opened(folder / config.decoder, config,
-                                Interface({"tokens": np.zeros((_ROWS, config.context), np.int64)}, ["predicted"]))
-        self._joiner = _opened(folder / config.joiner, config,
-                               Interface({"encoded": states, "predicted": states}, ["scores"]))
-        for what, found, width in (
-                (config.decoder, self.predict(np.zeros((_ROWS, config.context), np.int64)), config.joint_size),
-                (config.joiner, self.join(states, states), config.vocabulary)):
-            if found.shape != (_ROWS, width):
-                raise SbkitError(f"{folder / what} gives {list(found.shape)} for {_ROWS} rows, but must give "
-                                 f"{[_ROWS, width]}", hint="do its files come from the same export?")
-
-    def predict(self, tokens: np.ndarray) -> np.ndarray:
-        """Map the last tokens [N, context] to states [N, J]."""
-        found: np.ndarray = self._decoder.run(None, {"tokens": tokens})[0]
-        return found
-
-    def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-        """Map states [N, J] of both to log-probabilities [N, V]."""
-        scores = self._joiner.run(None, {"encoded": encoded, "predicted": predicted})[0]
-        scores = scores - scores.max(-1, keepdims=True)
-        found: np.ndarray = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-        return found
+def joint(folder: Path, config: TransducerConfig) -> GraphJoint:
+    """Open the prediction and the joint network of a bundle, on the CPU: they take one frame after the other."""
+    tokens, states = np.zeros((_ROWS, config.context), np.int64), np.zeros((_ROWS, config.joint_size), np.float32)
+    decoder = _opened(folder / config.decoder, config, Interface({"tokens": tokens}, ["predicted"]), config.joint_size)
+    joiner = _opened(folder / config.joiner, config, Interface({"encoded": states, "predicted": states}, ["scores"]),
+                     config.vocabulary)
+    return GraphJoint(decoder, joiner, config.context, config.blank_id)
 
 
-def _opened(path: Path, config: TransducerConfig, interface: Interface) -> Session:
+def _opened(path: Path, config: TransducerConfig, interface: Interface, width: int) -> Callable[..., np.ndarray]:
     formats.check_file(path, config)
-    return open_session(path, Device(), 1, interface, spin=False).session
+    session = open_session(path, Device(), 1, interface, spin=False).session
+
+    def run(*inputs: np.ndarray) -> np.ndarray:
+        found: np.ndarray = session.run(None, dict(zip(interface.inputs, inputs, strict=True)))[0]
+        return found
+
+    if (found := run(*interface.inputs.values())).shape != (_ROWS, width):
+        raise SbkitError(f"{path} gives {list(found.shape)} for {_ROWS} rows, but must give {[_ROWS, width]}",
+                         hint="do its files come from the same export?")
+    return run
 
 
 Stretch = tuple[TokenSpans, int]
@@ -73,7 +56,7 @@ class GreedyTransducer:
     at_once = 1
     joins = False
 
-    def __init__(self, vocabulary: Vocabulary, joint: OnnxJoint):
+    def __init__(self, vocabulary: Vocabulary, joint: Joint):
         self._spelling, self._joint = vocabulary.spelling, joint
 
     def keep(self, states: np.ndarray) -> Stretch:
@@ -104,4 +87,4 @@ def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> GreedyT
     if search:
         raise SbkitError(f"a transducer is decoded greedily, so it takes no {', '.join(sorted(search))}",
                          hint="leave it out, or use a CTC model for a search with a language model or hot words")
-    return GreedyTransducer(vocabulary, OnnxJoint(vocabulary.folder, config))
+    return GreedyTransducer(vocabulary, joint(vocabulary.folder, config))

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from sbkit.decode.spans import TokenSpans
-from sbkit.decode.transducer import Greedy, Joint
+from sbkit.decode.transducer import GraphJoint, Greedy, Joint
 from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.layout import TransducerConfig
 from sbkit.export.parity import Comparison, ParityResult
-from sbkit.export.runners import Runner
+from sbkit.export.runners import Runner, open_runner
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer.transducer import OnnxJoint
 from sbkit.nn.transducer import TransducerHead
 from sbkit.tasks.recognise.exported import ExportedRecognizer
 from sbkit.tasks.recognise.graph import Graph
@@ -153,8 +152,13 @@ class ExportedTransducer(ExportedRecognizer):
         vocabulary = Vocabulary.read(folder, config)
         return TransducerComparison(
             clips, reference, config.sample_rate, TorchJoint(self.keys.transducer, self.keys.blank_index),
-            OnnxJoint(folder, config), lambda spans: vocabulary.text(vocabulary.words(spans)),
+            self._written(folder, config), lambda spans: vocabulary.text(vocabulary.words(spans)),
             self.keys.tokenizer.decode)
+
+    def _written(self, folder: Path, config: TransducerConfig) -> Joint:
+        decoder, joiner = (open_runner(layout.ONNX, folder / name) for name in (config.decoder, config.joiner))
+        return GraphJoint(lambda tokens: decoder(tokens)[0], lambda *states: joiner(*states)[0], config.context,
+                          config.blank_id)
 
     def readme(self, name: str, config: TransducerConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:
