@@ -51,7 +51,7 @@ class GraphJoint:
         return found
 
 
-class Greedy:
+class TransducerSearch:
     """Decodes several utterances or streams at once, frame by frame: the likeliest token, until that is the blank.
 
     An utterance's tokens don't depend on the others, and neither on how its frames were cut into pieces.
@@ -105,7 +105,7 @@ class TransducerStream(SettlingStream):
     def reset(self) -> None:
         """Begin a fresh stream."""
         super().reset()
-        self._greedy = Greedy(self.joint)
+        self._greedy = TransducerSearch(self.joint)
 
     def feed(self, states: np.ndarray) -> list[StreamResult]:
         """Hear states [T, J]; see ``sbkit.decode.streaming.StreamSearch``."""

@@ -1,9 +1,11 @@
-"""Decoders of log-probabilities: the best label of every frame, or a search with language model and hot words."""
+"""Decoders of what a recogniser gives: the best label of every frame, a search with language model and hot words, and
+a transducer's search with the two further graphs of its bundle. They need no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,10 +14,16 @@ from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.search_options import check_weight
 from sbkit.decode.spans import TokenSpans, best_path, collapse
 from sbkit.decode.streaming import StreamSearch
+from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch, TransducerStream
 from sbkit.errors import SbkitError
 from sbkit.export.layout import ByKind, Config, TransducerConfig
 from sbkit.export.vocabulary import Vocabulary
+from sbkit.infer import formats
+from sbkit.infer.device import Device
+from sbkit.infer.onnx_session import Interface, open_session
 
+#: The number of rows in an example; a graph takes any number.
+_ROWS = 2
 Kept = Any  # what a decoder keeps of a stretch, which only that decoder reads
 
 
@@ -136,15 +144,75 @@ class Beam:
         return BeamStream(self._search, self._spelling)
 
 
+Stretch = tuple[TokenSpans, int]
+"""The tokens of a stretch, and the number of its frames."""
+
+
+class GreedyTransducer:
+    """Greedy decoding of a transducer; each stretch begins like an utterance."""
+
+    at_once = 1
+    joins = False
+
+    def __init__(self, vocabulary: Vocabulary, joint: Joint):
+        self._spelling, self._joint = vocabulary.spelling, joint
+
+    def keep(self, states: np.ndarray) -> Stretch:
+        return TransducerSearch(self._joint).feed([states])[0], len(states)
+
+    def tokens(self, recordings: Sequence[Sequence[Stretch]]) -> list[list[DecodedTokens]]:
+        found = []
+        for stretches in recordings:
+            begins = accumulate((frames for _, frames in stretches), initial=0)
+            found.append([DecodedTokens(begin, spans) for begin, (spans, _) in zip(begins, stretches, strict=False)])
+        return found
+
+    def frames(self, kept: Stretch) -> int:
+        return kept[1]
+
+    def after(self, stretches: Sequence[Stretch], frame: int) -> list[Any]:
+        ends = accumulate(map(self.frames, stretches))
+        return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
+
+    def stream(self) -> TransducerStream:
+        return TransducerStream(self._spelling, self._joint)
+
+
 def _ctc(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
     check_weight(search or {})
     return Beam(vocabulary, search) if search else Greedy(vocabulary)
 
 
 def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
-    from sbkit.infer.transducer import decoder
+    config = vocabulary.config
+    assert isinstance(config, TransducerConfig) and vocabulary.folder is not None, "of a bundle of this kind"
+    if search:
+        raise SbkitError(f"a transducer is decoded greedily, so it takes no {', '.join(sorted(search))}",
+                         hint="leave it out, or use a CTC model for a search with a language model or hot words")
+    return GreedyTransducer(vocabulary, _joint(vocabulary.folder, config))
 
-    return decoder(vocabulary, search)
+
+def _joint(folder: Path, config: TransducerConfig) -> GraphJoint:
+    """Open the prediction and the joint network of a bundle, on the CPU: they take one frame after the other."""
+    tokens, states = np.zeros((_ROWS, config.context), np.int64), np.zeros((_ROWS, config.joint_size), np.float32)
+    decoder = _opened(folder / config.decoder, config, Interface({"tokens": tokens}, ["predicted"]), config.joint_size)
+    joiner = _opened(folder / config.joiner, config, Interface({"encoded": states, "predicted": states}, ["scores"]),
+                     config.vocabulary)
+    return GraphJoint(decoder, joiner, config.context, config.blank_id)
+
+
+def _opened(path: Path, config: TransducerConfig, interface: Interface, width: int) -> Callable[..., np.ndarray]:
+    formats.check_file(path, config)
+    session = open_session(path, Device(), 1, interface, spin=False).session
+
+    def run(*inputs: np.ndarray) -> np.ndarray:
+        found: np.ndarray = session.run(None, dict(zip(interface.inputs, inputs, strict=True)))[0]
+        return found
+
+    if (found := run(*interface.inputs.values())).shape != (_ROWS, width):
+        raise SbkitError(f"{path} gives {list(found.shape)} for {_ROWS} rows, but must give {[_ROWS, width]}",
+                         hint="do its files come from the same export?")
+    return run
 
 
 #: What makes the decoder of each kind of recogniser, given its vocabulary and the options of a search, if any.

@@ -92,7 +92,8 @@ class _NegLogLikelihood(torch.autograd.Function):
         return -likelihood.to(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any,  # torch's context of a function
+                 *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, total, targets, silent, said, before, inside, last, likelihood = ctx.saved_tensors
         after = _sums_back(silent, said, last)
         here = likelihood[:, None, None]

@@ -8,7 +8,7 @@ from random_joint import PIECES, Joint, drawn
 
 from sbkit.decode.spans import words
 from sbkit.decode.streaming import Spelling
-from sbkit.decode.transducer import MOST_IN_A_FRAME, Greedy, TransducerStream
+from sbkit.decode.transducer import MOST_IN_A_FRAME, TransducerSearch, TransducerStream
 from sbkit.errors import SbkitError
 
 
@@ -35,7 +35,7 @@ def listed(spans):
 @settings(deadline=None, max_examples=40)
 def test_utterances_of_a_batch_are_decoded_as_alone(seed, lengths):
     joint, states = Joint(seed), drawn(seed, *lengths)
-    for spans, alone in zip(Greedy(joint, len(states)).feed(states), states, strict=True):
+    for spans, alone in zip(TransducerSearch(joint, len(states)).feed(states), states, strict=True):
         assert [each[:2] for each in listed(spans)] == [each[:2] for each in plain(joint, alone)]
         np.testing.assert_allclose(spans.confidence, [each[2] for each in plain(joint, alone)], rtol=1e-5)
 
@@ -50,7 +50,7 @@ def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, pieces):
         heard += stream.feed(states[at:at + piece])
         at += piece
     heard.append(stream.finish())
-    [spans] = Greedy(joint).feed([states])
+    [spans] = TransducerSearch(joint).feed([states])
     assert [word for each in heard for word in each.settled] == \
         words(spans, PIECES.__getitem__, 0.25, skip={0}, pause=spelling.pause)
     stream.reset()
@@ -58,7 +58,7 @@ def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, pieces):
 
 
 def test_a_frame_says_no_more_than_speech_can():
-    [spans] = Greedy(Joint(blank=-50.0)).feed(drawn(0, 3))
+    [spans] = TransducerSearch(Joint(blank=-50.0)).feed(drawn(0, 3))
     assert spans.starts.tolist() == [frame for frame in range(3) for _ in range(MOST_IN_A_FRAME)]
 
 
@@ -66,4 +66,4 @@ def test_what_is_no_number_is_refused():
     states = drawn(0, 4)
     states[0][2] = np.nan
     with pytest.raises(SbkitError, match="not a number"):
-        Greedy(Joint()).feed(states)
+        TransducerSearch(Joint()).feed(states)

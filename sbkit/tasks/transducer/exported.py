@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sbkit.decode.spans import TokenSpans
-from sbkit.decode.transducer import GraphJoint, Greedy, Joint
+from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch
 from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.layout import TransducerConfig
@@ -26,7 +26,7 @@ from sbkit.tasks.recognise.graph import Graph
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transducer import readme
 from sbkit.tasks.transducer.keys import TransducerKeys
-from sbkit.tasks.transducer.task import TorchJoint
+from sbkit.tasks.transducer.search import TorchJoint
 
 OUTPUTS = {"states": ("batch", "frames"), "frames": ("batch",)}
 _ROWS = 2  # that are traced; sizes of 0 and 1 would become constants
@@ -114,7 +114,7 @@ class SearchPath(NamedTuple):
 
 
 def _search(joint: Joint, states: np.ndarray) -> TokenSpans:
-    return Greedy(joint).feed([states])[0]
+    return TransducerSearch(joint).feed([states])[0]
 
 
 @dataclass

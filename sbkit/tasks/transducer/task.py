@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from speechbrain.core import Stage
 from torch import Tensor, nn
 
 from sbkit.data.batch import Batch
-from sbkit.decode.spans import TokenSpans
-from sbkit.decode.transducer import Greedy
 from sbkit.nn.ctc import ctc_loss
-from sbkit.nn.transducer import TransducerHead, transducer_loss
+from sbkit.nn.transducer import transducer_loss
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.runs.initial.source import TokenTables
@@ -26,6 +23,7 @@ from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.task import RecognitionTask
 from sbkit.tasks.recognise.vocabulary import token_tables
 from sbkit.tasks.transducer.keys import TransducerKeys
+from sbkit.tasks.transducer.search import decoded
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
@@ -41,37 +39,6 @@ class TransducerScores(NamedTuple):
     joined: Tensor  # [B, T, U + 1, V] scores of what follows each frame and token
     ctc: Tensor | None  # [B, T, V] scores of the CTC head
     live: Sequence[tuple[Tensor, Tensor | None]] = ()  # what ``LiveTest.scores`` returns, in a test in chunks
-
-
-class TorchJoint:
-    """Prediction and joint network of a model, for a search.
-
-    Arguments
-    ---------
-    blank : its id
-    """
-
-    def __init__(self, head: TransducerHead, blank: int):
-        self.head, self.context, self.blank = head, head.context, blank
-        self._device = head.out.weight.device
-
-    @torch.no_grad()
-    def predict(self, tokens: np.ndarray) -> np.ndarray:
-        """Map the last tokens [N, context] to states [N, J]."""
-        return self.head.predict(torch.from_numpy(tokens).to(self._device))[:, 0].float().cpu().numpy()
-
-    @torch.no_grad()
-    def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-        """Map states [N, J] of both to log-probabilities [N, V]."""
-        joined = self.head.join(*(torch.from_numpy(each).to(self._device) for each in (encoded, predicted)))
-        return joined.float().log_softmax(-1).cpu().numpy()
-
-
-def decoded(keys: TransducerKeys, states: Tensor, frames: Tensor) -> list[TokenSpans]:
-    """Decode encoder states [B, T, J] greedily."""
-    rows = states.float().cpu().numpy()
-    joint = TorchJoint(keys.transducer, keys.blank_index)
-    return Greedy(joint, len(rows)).feed([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])
 
 
 class TransducerLive(LiveTest):

@@ -9,7 +9,7 @@ from run_folders import corpus
 from streaming_runs import RECIPE, trained
 
 from sbkit.cli import main
-from sbkit.decode.transducer import MOST_IN_A_FRAME, Greedy
+from sbkit.decode.transducer import MOST_IN_A_FRAME, TransducerSearch
 from sbkit.infer import load
 from sbkit.tasks.transducer import exported
 from sbkit.tasks.transducer.exported import SearchPath
@@ -44,7 +44,7 @@ class Recorder:
 
 def test_the_path_of_a_search_asks_what_the_search_asked():
     recorder, [states] = Recorder(Joint(blank=6.0)), drawn(0, 60)
-    [spans] = Greedy(recorder).feed([states])
+    [spans] = TransducerSearch(recorder).feed([states])
     path = SearchPath.of(spans, len(states), recorder)
     assert np.bincount(path.frames).max() in range(3, MOST_IN_A_FRAME), "some frames have several tokens"
     np.testing.assert_array_equal(states[path.frames], recorder.states)

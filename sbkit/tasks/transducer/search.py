@@ -1,0 +1,43 @@
+"""The search of a transducer that is being trained or tested."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbkit.decode.spans import TokenSpans
+from sbkit.decode.transducer import TransducerSearch
+from sbkit.nn.transducer import TransducerHead
+from sbkit.tasks.transducer.keys import TransducerKeys
+
+
+class TorchJoint:
+    """Prediction and joint network of a model, for a search.
+
+    Arguments
+    ---------
+    blank : its id
+    """
+
+    def __init__(self, head: TransducerHead, blank: int):
+        self.head, self.context, self.blank = head, head.context, blank
+        self._device = head.out.weight.device
+
+    @torch.no_grad()
+    def predict(self, tokens: np.ndarray) -> np.ndarray:
+        """Map the last tokens [N, context] to states [N, J]."""
+        return self.head.predict(torch.from_numpy(tokens).to(self._device))[:, 0].float().cpu().numpy()
+
+    @torch.no_grad()
+    def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        """Map states [N, J] of both to log-probabilities [N, V]."""
+        joined = self.head.join(*(torch.from_numpy(each).to(self._device) for each in (encoded, predicted)))
+        return joined.float().log_softmax(-1).cpu().numpy()
+
+
+def decoded(keys: TransducerKeys, states: Tensor, frames: Tensor) -> list[TokenSpans]:
+    """Decode encoder states [B, T, J] greedily."""
+    rows = states.float().cpu().numpy()
+    search = TransducerSearch(TorchJoint(keys.transducer, keys.blank_index), len(rows))
+    return search.feed([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])
