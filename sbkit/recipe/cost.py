@@ -42,6 +42,10 @@ WORKSPACE = 64 << 20
 BLOCK = 512
 #: Seconds of the longest utterance if the corpus sets no limit.
 LONGEST = 20.0
+#: What a GPU copies for as long as it computes these: inputs that are not contiguous.
+_COPYING = {getattr(torch.ops.aten, name) for name in (
+    "native_layer_norm", "native_layer_norm_backward", "convolution", "convolution_backward", "cumsum",
+    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")}
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafactor": 0}
 
 
@@ -89,8 +93,11 @@ class Measured:
     peak_bytes: int | None = None
 
 
-class _Alive(Arithmetic):
-    """Counts operations, and the bytes of the tensors that are alive at the same time."""
+class Alive(Arithmetic):
+    """Counts operations, and the bytes of the tensors that are alive at the same time.
+
+    Among them are those that a GPU's kernels make for themselves, where that is known.
+    """
 
     def __init__(self, weights: Sequence[torch.Tensor] = ()) -> None:
         super().__init__(weights)
@@ -104,6 +111,11 @@ class _Alive(Arithmetic):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
+        if func._overloadpacket in _COPYING:
+            copied = [each for each in args if isinstance(each, torch.Tensor) and not _is_dense(each)]
+            if func._overloadpacket is torch.ops.aten._softmax_backward_data:
+                copied.append(args[1])  # gradient times output
+            self.peak = max(self.peak, self.now + sum(each.numel() * each.element_size() for each in copied))
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -120,6 +132,11 @@ class _Alive(Arithmetic):
         self.now -= size
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether convolutions and norms take it as it lies in memory."""
+    return tensor.is_contiguous() or tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> BatchCost:
     """Count the cost of one micro-batch of the longest utterances by running it on stand-ins."""
     hparams = traced.built.hparams
@@ -127,7 +144,7 @@ def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> 
     utterances = max(1, int(batch_seconds / longest))
     brain = build_brain(type(traced.brain), hparams, precision="fp32" if precision == "fp32" else "bf16")
     try:
-        counted = flops.run(brain, utterances, longest, _Alive, gpu=gpu_stand_ins())
+        counted = flops.run(brain, utterances, longest, Alive, gpu=gpu_stand_ins())
     finally:
         restore(nn.ModuleDict(owned.roots))
     return BatchCost(utterances, longest, counted.peak, float(counted.operations))
@@ -160,8 +177,8 @@ class CostEstimate:
     """Hours of computation for 100 hours of audio; None if the speed of the device is unknown."""
     device: str
     measured: Measured | None = None
-    recomputes: bool = False
-    """Whether activations are recomputed in backward, which the count doesn't take into account."""
+    inexact: Sequence[str] = ()
+    """Why the count of memory is too high, if it is."""
     unfreezes: int = 0
     """Steps after which all temporarily frozen parts are trained; the estimate is for the time after that."""
 
@@ -220,9 +237,13 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
         hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
     freeze = hparams.get("freeze")
     turns = [value for value in flattened(freeze).values() if value is not True] if freeze else []
+    layers = [layer for root in owned.roots.values() for layer in root.modules()]
+    inexact = [f"{what} needs less memory than is counted here{why}" for what, why, applies in (
+        ("activation_checkpointing", "", hparams.get("activation_checkpointing")),
+        ("an LSTM or GRU", ": what cuDNN keeps of it isn't known", any(isinstance(each, nn.RNNBase) for each in layers))
+    ) if applies]
     return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
-                        weights, cost, hours, str(device), measured, bool(hparams.get("activation_checkpointing")),
-                        int(max(turns, default=0)))
+                        weights, cost, hours, str(device), measured, inexact, int(max(turns, default=0)))
 
 
 def section(estimate: CostEstimate, audio: TrainingAudio | None, planned: float,
@@ -265,6 +286,7 @@ def section(estimate: CostEstimate, audio: TrainingAudio | None, planned: float,
         "hours_per_100_hours": estimate.hours_per_100, "audio_hours_per_epoch": audio and audio.epoch_hours,
         "epochs": audio and audio.epochs, "measured": estimate.measured is not None, "device": estimate.device,
         "measured_bytes": estimate.measured.peak_bytes if estimate.measured is not None else None,
+        "inexact": list(estimate.inexact),
     }
     return Section("Cost", ["what", "how much"], rows, _remarks(estimate), values)
 
@@ -286,9 +308,8 @@ def _remarks(estimate: CostEstimate) -> list[str]:
     measured = estimate.measured
     if measured is None:
         amount = estimate.cost.operations / estimate.cost.batch_seconds / 1e9
-        less = ["activation_checkpointing needs less memory than is counted here"] if estimate.recomputes else []
         return [f"memory is counted on stand-ins; the time is an estimate from {amount:.2g} GFLOP a second of audio "
-                "(--measure runs a few steps)", *less, *_unfreezing(estimate)]
+                "(--measure runs a few steps)", *estimate.inexact, *_unfreezing(estimate)]
     remarks = [f"measured: a step of {measured.batch_seconds:g} s of audio takes {measured.step_seconds:.2f} s on "
                f"{measured.device}"]
     if measured.peak_bytes:

@@ -147,6 +147,12 @@ def test_what_the_null_card_has_not_is_no_error_and_is_told_beside_what_needs_a_
     assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("left out: the null card has no")
 
 
+def test_an_estimate_that_is_too_high_is_told_beside_what_needs_a_card():
+    checked = {"errors": [], "warnings": [], "sections": {"bill": {"values": {"inexact": ["an LSTM needs less"]}}}}
+    report = assemble("recipe.yaml", [{"launch": "prepare", "rank": 0, "report": checked}], 1, CARDS["H100"], 0.0)
+    assert report.notes[0] == "an LSTM needs less"
+
+
 @pytest.mark.parametrize(("card_ms", "said", "advised"), [
     (9.0, "not bound by launches", 0), (2.0, ": bound by launches", 1), (0.01, "too little to fill one", 0)])
 def test_a_larger_batch_is_advised_only_where_the_host_is_late_for_work_that_fills_a_card(card_ms, said, advised):

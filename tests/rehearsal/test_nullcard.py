@@ -253,6 +253,56 @@ for layer in (torch.nn.LSTM(5, 8, 3, bidirectional=True, proj_size=3), torch.nn.
 
 @pytest.mark.slow
 @on_a_card
+def test_what_the_libraries_ask_for_beside_their_outputs_is_no_number_by_chance(tmp_path):
+    assert run("""
+norm, scores = torch.nn.BatchNorm1d(32).cuda(), torch.zeros(20, 2, 5, device="cuda", requires_grad=True)
+x = torch.zeros(4, 32, 1000, device="cuda", requires_grad=True)
+norm(x).sum().backward()
+targets, *lengths = [torch.full((many,), size, dtype=torch.int32, device="cuda")
+                     for many, size in ((6, 1), (2, 20), (2, 3))]
+torch.nn.functional.ctc_loss(scores.log_softmax(-1), targets, *lengths).backward()
+print(json.dumps([torch.cuda.max_memory_allocated() < 4 * 4 * x.numel(), x.grad is not None, lacks(), errors()]))
+""", tmp_path) == [[True, True, [], []]]
+
+
+@pytest.mark.slow
+@on_a_card
+def test_what_kernels_copy_for_themselves_is_in_the_estimate_of_memory(tmp_path):
+    found = run("""
+from torch.nn import functional as F
+from sbkit.recipe import cost, gpu_step, trace
+
+def made(*shape):
+    return torch.zeros(shape, device="cuda", requires_grad=True)
+
+def columns(*shape):
+    return made(*shape).transpose(1, 2)
+
+WAYS = {"norm": lambda: F.layer_norm(columns(8, 512, 2048), (512,), made(512), made(512)),
+        "convolution": lambda: F.conv1d(columns(8, 2048, 512), made(512, 512, 3)),
+        "image": lambda: F.conv2d(made(4, 32, 512, 64).to(memory_format=torch.channels_last), made(8, 32, 3, 3)),
+        "softmax": lambda: F.softmax(columns(8, 512, 2048), -1).square(),
+        "log_softmax": lambda: F.log_softmax(columns(8, 512, 2048), -1),
+        "cumsum": lambda: columns(8, 512, 2048).cumsum(-1)}
+for name, compute in WAYS.items():
+    def loss():
+        return compute().transpose(1, 2).square().sum()
+    loss().backward()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    with trace.stand_ins(), cost.Alive() as counted:
+        gpu_step.backward(loss)
+    print(json.dumps([name, counted.peak, peak]))
+""", tmp_path)
+    assert len(found) == 6
+    for name, counted, peak in found:
+        assert counted == pytest.approx(peak, rel=0.05), name
+
+
+@pytest.mark.slow
+@on_a_card
 def test_an_allocator_that_maps_memory_piece_by_piece_is_not_used(tmp_path):
     [found] = run("print(json.dumps([torch.ones(1 << 20, device='cuda').numel(), lacks()]))", tmp_path,
                   PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")

@@ -75,6 +75,14 @@ API cudnnGetRNNTempSpaceSizes(void*, const Rnn* rnn, int, const Steps* steps, si
   if (reserve) *reserve = states * rnn->layers * (rnn->gates() + 2);
   return 0;
 }
+
+// Batch norms and cuDNN's CTC loss: the tables that they ask for beside their outputs are unknown, and taken as none.
+#define ASKS_NOTHING(name, ...) API name(void*, __VA_ARGS__, size_t* bytes) { *bytes = 0; return 0; }
+ASKS_NOTHING(cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize, int, int, void*, void*, void*, void*, void*)
+ASKS_NOTHING(cudnnGetBatchNormalizationBackwardExWorkspaceSize, int, int, void*, void*, void*, void*, void*, void*, void*)
+ASKS_NOTHING(cudnnGetBatchNormalizationTrainingExReserveSpaceSize, int, int, void*, void*)
+ASKS_NOTHING(cudnnGetCTCLossWorkspaceSize_v8, int, void*, void*, void*)
+
 API cudnnBackendCreateDescriptor(int, void** made) { return create(made); }
 // A plan has one engine, without workspace and shared memory: one descriptor where some are asked for, and zeros.
 API cudnnBackendGetAttribute(void*, int, int type, int64_t asked, int64_t* count, void* values) {
