@@ -14,6 +14,7 @@ import soundfile
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import Rows, Source, on_hub, open_source
 from sbkit.data.splits import SPLITS
+from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.cost import LONGEST
 from sbkit.recipe.load import Recipe
 
@@ -45,10 +46,12 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
     """Write a corpus that fits the recipe, and return the overrides by which a run uses it.
 
     world : ranks of the run, for which an epoch has ``STEPS`` steps
+
+    Among them is a ``text`` of random words, if there are such.
     """
     keys, corpus = recipe.keys, recipe.keys.corpus
     batching = keys.batching
-    step = min(batching.update_seconds, 1.2 * world * batching.max_batch_seconds)
+    step, text = min(batching.update_seconds, 1.2 * world * batching.max_batch_seconds), ""
     if _is_there(corpus):
         mine = copy.copy(corpus)
         mine.folder, mine.source, mine.report = folder, _First(_opened(corpus, folder)), None
@@ -56,12 +59,12 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
         step = min(step, float(kept["train"].durations.sum()) / STEPS)
         what = f"the first rows of {corpus.source}"
     else:
-        _noise(recipe, folder, max(STEPS * step, world * batching.max_batch_seconds))
+        text = _noise(recipe, folder, max(STEPS * step, world * batching.max_batch_seconds))
         what = "noise and random words"
     options = {"source": str(folder), "folder": str(folder.parent / "manifests"), "language": corpus.language,
                "min_duration": corpus.min_duration, "max_duration": corpus.max_duration}
     given = ", ".join(f"{name}: {value}" for name, value in options.items() if value is not None)
-    return {"what": what, "step_seconds": step, "words": [
+    return {"what": what, "text": text, "step_seconds": step, "words": [
         "--corpus", f"!new:sbkit.data.corpus.Corpus {{{given}}}", "--batching.step_seconds", f"{step:g}",
         "--batching.least_steps", "0", "--num_workers", "1"]}
 
@@ -83,8 +86,21 @@ def _opened(corpus: Corpus, folder: Path) -> Source:
                        data_root=corpus.data_root, show_progress=False)
 
 
-def _noise(recipe: Recipe, folder: Path, seconds: float) -> None:
-    """Clips of noise of several lengths, each in many rows of one split, with texts that differ."""
+def refuse_words(recipe: Recipe, text: str) -> None:
+    """Raise if the task knows its words before it sees a corpus, and this text, which stands in for one, has others."""
+    task, keys = recipe.task, recipe.keys
+    encoder = task.encoder(keys) if text and task.is_prepared(keys) else None
+    try:
+        if encoder is not None:
+            encoder.encode(text)
+    except Exception as error:  # each task has its own
+        raise SbkitError(f"there is no corpus {keys.corpus.source or ''} on this machine, and {task.__name__} has no "
+                         f"tokens for the random words that stand in for one: {first_line(error)}",
+                         hint="rehearse it with a corpus; a few recordings are enough") from error
+
+
+def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
+    """Clips of noise of several lengths, each in many rows of one split, with texts that differ; returns one."""
     numbers, rate, corpus = np.random.default_rng(0), recipe.keys.sample_rate, recipe.keys.corpus
     letters = sorted(set(corpus.text.alphabet or _LETTERS) - {" "})
     longest = min(corpus.max_duration or LONGEST, recipe.keys.batching.max_batch_seconds)
@@ -103,3 +119,4 @@ def _noise(recipe: Recipe, folder: Path, seconds: float) -> None:
                 text = " ".join("".join(word) for word in np.array_split(drawn, max(2, len(drawn) // 5)))
                 out.writerow((f"{split}-{row}", length, wavs[row % len(wavs)], text))
                 written, row = written + length, row + 1
+    return text

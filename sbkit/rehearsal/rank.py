@@ -133,9 +133,13 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
     written["warnings"] = [each for each in written["warnings"]
                            if each["code"] != "unread-key" or each["key"] in unread]
     diary.write("report", written)
-    if failed is not None and not report.errors:
+    if report.errors:
+        return 1
+    if failed is not None:
         raise failed
-    return 1 if report.errors else 0
+    diary.enter("corpus")
+    corpus.refuse_words(recipe, made["text"])
+    return 0
 
 
 # ------------------------------------------------------------------------------------------- one step, measured

@@ -209,6 +209,16 @@ def test_what_the_null_card_lacks_is_no_error_and_says_what_was_not_reached(home
 
 
 @pytest.mark.slow
+def test_a_task_that_knows_its_words_is_refused_without_a_corpus(home):
+    report = rehearse(home, "spotter.yaml", "--data_folder", "nowhere", code=1, cards="H100")
+    [error] = report["errors"]
+    assert error["message"].startswith("there is no corpus nowhere on this machine, and Spotter has no tokens for the "
+                                       "random words that stand in for one: '")
+    assert error["file"].endswith("spotter.py") and "rehearse it with a corpus" in error["suggestion"]
+    assert stages(report)["corpus"] == "wrong" and stages(report)["check"] == "ok"
+
+
+@pytest.mark.slow
 def test_a_process_that_crashes_is_named_with_its_stage_and_line(home):
     report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Crashing", code=1, cards="H100")
     assert places(report) == {("crash", "crashes")}
