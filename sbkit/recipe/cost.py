@@ -134,7 +134,7 @@ class Alive(Arithmetic):
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether convolutions and norms take it as it lies in memory."""
-    return tensor.is_contiguous() or tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> BatchCost:

@@ -1,17 +1,24 @@
 """What is found in the diaries of a launch, whose processes do something simple here."""
 
+import contextlib
 import faulthandler
 import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from sbkit.recipe import flops
 from sbkit.rehearsal import rank, run, watch
 from sbkit.rehearsal.cards import CARDS
 from sbkit.rehearsal.report import assemble
+from sbkit.train.memory import trials
+
+CTC = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 
 
 def launched(live, folder, monkeypatch, name="train", world=2):
@@ -145,6 +152,29 @@ def test_what_the_null_card_has_not_is_no_error_and_is_told_beside_what_needs_a_
     assert all(stage in warning.message for stage in ("steps", "validation", "export", "cudnnRNN"))
     assert "1 warning" in report.verdict()
     assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("left out: the null card has no")
+
+
+@pytest.mark.parametrize(("said", "left_out"), [
+    ("Could not run 'aten::rare' with arguments from the 'CUDA' backend", True), ("my layer has no such mode", False)])
+def test_the_count_of_flops_is_left_out_only_where_stand_ins_lack_an_operation(said, left_out, tmp_path, monkeypatch):
+    class Measured(Exception):
+        """The count is over."""
+
+    class Trial:
+        brain, edges, batching = None, [1.0], SimpleNamespace(max_batch_seconds=1.0)
+
+        def batch(self, count, seconds):
+            raise Measured
+
+    def count(*given):
+        raise NotImplementedError(said)
+
+    monkeypatch.setattr(trials, "trial", lambda *given: contextlib.nullcontext(Trial()))
+    monkeypatch.setattr(flops, "run", count)
+    diary = watch.Diary(tmp_path, "measure", 0)
+    with pytest.raises(Measured if left_out else NotImplementedError):
+        rank.measure({"words": [str(CTC)]}, diary)
+    assert ("skip" in diary.path.read_text()) == left_out
 
 
 def test_an_estimate_that_is_too_high_is_told_beside_what_needs_a_card():

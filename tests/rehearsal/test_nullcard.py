@@ -216,6 +216,25 @@ print(json.dumps([greedy.align(scores, *given).ids, greedy.greedy(scores, given[
 
 @pytest.mark.slow
 @on_a_card
+def test_a_voice_speaks_a_frame_though_nothing_computed_how_many(tmp_path):
+    assert run("""
+from sbkit.nn.codec import CodecDecoder, FiniteScalars, WaveHead
+from sbkit.nn.voice import CodeHead, Durations, FrameDecoder, TextEncoder
+from sbkit.nn.voice.voice import VoiceModel
+from sbkit.rehearsal import no_values
+no_values.install()
+quantiser = FiniteScalars([4, 3], 2)
+voice = VoiceModel(TextEncoder(12, 16, 24, 1), Durations(16, 12, 16, 1), FrameDecoder(16, 20, 24, 1),
+                   CodeHead(20, quantiser), quantiser, CodecDecoder(quantiser.size, 12, 16, 1, 1, fold=2),
+                   WaveHead(12, 40, 160)).eval()
+given = torch.ones(2, 3, dtype=torch.long), torch.tensor([3, 2]), torch.tensor([0, 0]), torch.ones(2)
+sound, samples, frames = voice.cuda()(*(each.cuda() for each in given))
+print(json.dumps([list(sound.shape), samples.tolist(), list(frames.shape)]))
+""", tmp_path) == [[[2, 80], [80, 80], [2, 3]]]
+
+
+@pytest.mark.slow
+@on_a_card
 def test_weights_are_still_there_once_ranks_have_taken_those_of_the_first(tmp_path):
     found = run(RANKS + """
 from sbkit.rehearsal import no_values
