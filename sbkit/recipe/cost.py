@@ -45,7 +45,7 @@ LONGEST = 20.0
 #: What a GPU copies for as long as it computes these: inputs that are not contiguous.
 _COPYING = {getattr(torch.ops.aten, name) for name in (
     "native_layer_norm", "native_layer_norm_backward", "convolution", "convolution_backward", "cumsum",
-    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data")}
+    "_softmax", "_log_softmax", "_log_softmax_backward_data")}
 _STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafactor": 0}
 
 
@@ -111,11 +111,12 @@ class Alive(Arithmetic):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
+        beside: list[torch.Tensor] = []
         if func._overloadpacket in _COPYING:
-            copied = [each for each in args if isinstance(each, torch.Tensor) and not _is_dense(each)]
-            if func._overloadpacket is torch.ops.aten._softmax_backward_data:
-                copied.append(args[1])  # gradient times output
-            self.peak = max(self.peak, self.now + sum(each.numel() * each.element_size() for each in copied))
+            beside = [each for each in args if isinstance(each, torch.Tensor) and not _is_dense(each)]
+        elif func._overloadpacket is torch.ops.aten._softmax_backward_data:
+            beside = [args[1]]  # its gradient times it
+        self.peak = max(self.peak, self.now + sum(each.numel() * each.element_size() for each in beside))
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
