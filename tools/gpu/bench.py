@@ -27,7 +27,7 @@ from sbkit.rehearsal import nullcard
 from sbkit.system import processes
 
 from . import corpus
-from .check import DRY_RUN, NOT_SHOWN, OK, SHORT, Check, Observation, Result, complete
+from .check import DRY_RUN, NOT_SHOWN, OK, SHORT, Check, Observation, Result, complete, without_values
 
 T = TypeVar("T")
 
@@ -269,6 +269,7 @@ class CheckProcess:
         seen = self._folder / "seen.jsonl"
         lines = [json.loads(line) for line in seen.read_text(encoding="utf-8").splitlines()] if seen.exists() else []
         found = [Observation(**line) for line in lines if "note" not in line]
+        found = without_values(self.check, found) if nullcard.active() else found
         return Result(self.check, complete(self.check, found, how, late, self._cards),
                       [line["note"] for line in lines if "note" in line], seconds, str(self._log))
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from sbkit.rehearsal import nullcard
 from tools.gpu.bench import Bench, CheckProcess
-from tools.gpu.check import DRY_RUN, FAILED, NOT_RUN, OK, SHORT, Check, Expect
+from tools.gpu.check import DRY_RUN, FAILED, NOT_RUN, NOT_SHOWN, OK, SHORT, Check, Expect
 
-EXPECTS = Expect("one", "the first", "good"), Expect("two", "the second", "good")
+EXPECTS = Expect("one", "the first", "good", on_null=True), Expect("two", "the second", "good")
 
 
 @pytest.fixture
@@ -35,6 +36,12 @@ def test_what_a_check_finds_is_handed_over(run):
 
 def test_a_dry_run_does_not_judge_what_only_a_card_can_reach(run):
     assert [each.verdict for each in run("well", dry_run=True).seen] == [OK, DRY_RUN]
+
+
+def test_a_null_card_shows_what_needs_neither_values_nor_speed(run, monkeypatch):
+    monkeypatch.setattr(nullcard, "active", lambda: True)
+    assert [(each.seen, each.verdict) for each in run("well").seen] == [
+        ("fine", OK), ("a null card can't show it: slow", NOT_SHOWN)]
 
 
 def test_a_crash_and_an_error_are_told_and_what_was_found_before_stays(run):
