@@ -111,7 +111,7 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
 
 
 def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
-    from sbkit.runs.layout import REPORT
+    from sbkit.score.run_files import REPORT
 
     columns, max_wer = [name for name, _ in results[0].results.lines_of_table()[0]], request.max_wer
     rows = []

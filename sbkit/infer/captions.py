@@ -62,18 +62,11 @@ class Plain(Captions):
             self._out.flush()
 
 
-class Json(Captions):
-    """Writes a JSON object in a line for each change: ``partial``, ``final``, and ``end`` at last.
-
-    Arguments
-    ---------
-    text : joins words
-    out : where to
-    """
+class Json(Plain):
+    """Writes a JSON object in a line for each change: ``partial``, ``final``, and ``end`` at last."""
 
     def __init__(self, text: Callable[[Sequence[Word]], str], out: TextIO):
-        super().__init__(out)
-        self._text = text
+        super().__init__(text, out)
         self._shown = ("", "")
 
     def show(self, line: TranscriptLine) -> None:

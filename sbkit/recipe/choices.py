@@ -36,18 +36,6 @@ class Range(NamedTuple):
         return kind + (f", {self.minimum:g} or more" if self.minimum > -math.inf else "")
 
 
-class OneOf(NamedTuple):
-    """A choice of texts."""
-
-    options: tuple[str, ...]
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, str) and value in self.options
-
-    def __str__(self) -> str:
-        return " or ".join(self.options)
-
-
 class Texts(NamedTuple):
     """A list of texts."""
 

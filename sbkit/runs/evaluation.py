@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.runs.layout import EVALUATIONS, RESULT
 from sbkit.score import chunk_size
 from sbkit.score.report import write_report
 from sbkit.score.results import Results
+from sbkit.score.run_files import EVALUATIONS, RESULT
 from sbkit.system.console import atomic_write
 from sbkit.system.environment import command, describe
 

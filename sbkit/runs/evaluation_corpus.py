@@ -22,7 +22,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.evaluation import CheckpointResult, EvaluateRequest, writing
 from sbkit.runs.keys import RunKeys
-from sbkit.runs.layout import CORPORA
+from sbkit.score.run_files import CORPORA
 from sbkit.train.distributed import ranks
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import Any
 
 from sbkit.data.lock import Lock
 from sbkit.errors import SbkitError
-from sbkit.runs.layout import HELD
+from sbkit.score.run_files import HELD
 from sbkit.system import disk, processes
 from sbkit.system.environment import command
 from sbkit.train.distributed import ending, ranks

@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.runs.bundles import Bundles
-from sbkit.runs.layout import ENVIRONMENT, RECIPE
+from sbkit.score.run_files import ENVIRONMENT, RECIPE
 from sbkit.system import disk
 from sbkit.system.environment import inventory
 

@@ -19,8 +19,8 @@ from sbkit.recipe.arguments import import_beside
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import BASE
 from sbkit.runs import pretrained
-from sbkit.runs.layout import RECIPE
 from sbkit.score.metric import Metric, Order
+from sbkit.score.run_files import RECIPE
 from sbkit.train.averaging import EMA, load_mean, weights_among
 from sbkit.train.checkpoint import Checkpointer
 

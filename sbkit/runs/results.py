@@ -12,9 +12,9 @@ from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.runs.keys import RunKeys
-from sbkit.runs.layout import RECIPE, TESTED
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, describe_unread
+from sbkit.score.run_files import RECIPE, TESTED
 from sbkit.system.console import atomic_write
 from sbkit.train.monitor.metrics import MetricsLog
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.runs.layout import BEFORE_START, MANIFESTS, RECIPE, TESTED
+from sbkit.score.run_files import BEFORE_START, MANIFESTS, RECIPE, TESTED
 from sbkit.system import disk
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,8 @@
-"""Names in a run's folder that packages below ``sbkit.runs`` use; ``sbkit.runs.layout`` has them all."""
+"""The names of the files and folders in a run's output folder that several rooms use.
+
+The recipe says where checkpoints, the tokenizer and the log of epochs go (``save`` and ``train_log.txt`` in all shipped
+recipes), and ``log-config.yaml`` says where the log goes: ``log.txt``.
+"""
 
 RECIPE = "hyperparams.yaml"
 """SpeechBrain's name for the resolved recipe."""
@@ -14,3 +18,10 @@ NUMBERS = "test_results.json"
 """Results of a task that has only numbers and tables; in an evaluation's folder without ``test_``."""
 REPORT = "report.html"
 CULPRITS, TENSORBOARD = "culprits", "tensorboard"
+ENVIRONMENT = "env.log"
+HELD = ".held-{}.json"
+"""Records who holds the folder; numbered."""
+BEFORE_START = ".before-this-start"
+"""Backup of what a start overwrites, kept until training begins."""
+TESTED = "tested.json"
+"""Records that the run is complete, and for which recipe, options and data."""

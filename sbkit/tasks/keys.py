@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE, OneOf
+from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE
 from sbkit.recipe.keys import key
+from sbkit.system.schema import Enumerated
 from sbkit.train.keys import TrainKeys
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class RecogniserKeys(TaskKeys):
     tokenizer: Tokenizer = key("a sbkit.data.tokens.Tokenizer")
     output_neurons: int = key("the size of the vocabulary; with characters it follows from the text", allowed=SIZE)
     init_tokenizer: str = key("new: one is made from this corpus, and rows of pieces that both have are taken; keep: "
-                              "that of init_from", "new", OneOf(("new", "keep")))
+                              "that of init_from", "new", Enumerated(("new", "keep")))
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
         "what masks features [B, T, F] in training, given the frames of each utterance [B] too, such as "
         "sbkit.nn.spec_augment.SpecAugment", None)

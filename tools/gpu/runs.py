@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from sbkit.runs.layout import METRICS, TESTED
+from sbkit.score.run_files import METRICS, TESTED
 
 from . import brains
 from .bench import CHECKOUT, ProgramFailed

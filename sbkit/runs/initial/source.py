@@ -27,8 +27,8 @@ from sbkit.runs.initial.files import (
     tensors_in,
 )
 from sbkit.runs.initial.names import SavedNames, encoders
-from sbkit.runs.layout import RECIPE
 from sbkit.score.metric import Metric, Order
+from sbkit.score.run_files import RECIPE
 from sbkit.system import untrusted
 from sbkit.train.averaging import average, weights_in
 from sbkit.train.checkpoint import Checkpointer
