@@ -166,6 +166,8 @@ def find_culprit(folder: str | os.PathLike[str]) -> Path:
         saved = [path.parent for path in parent.glob("step-*/culprit.json")]
         if saved:
             return max(saved, key=lambda path: ((path / "culprit.json").stat().st_mtime, path.name))
+    if not folder.is_dir():
+        raise SbkitError(f"{folder} does not exist", hint="name the output_folder of a run, or a culprit in it")
     raise SbkitError(f"{folder} holds no culprit (looked for {CULPRITS}/step-N-rank-R/culprit.json)",
                      hint="a run saves one when a loss or gradient is not finite")
 

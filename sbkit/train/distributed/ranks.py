@@ -313,8 +313,8 @@ def failing_together() -> Iterator[None]:
             _leave(code, grace=0.0)
         if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
             lost = SbkitError(f"lost the connection to another rank ({first_line(error)})", exit_code=1,
-                              hint="if nothing else says why, its process was killed or its machine is gone; the same "
-                                   "command resumes from the last checkpoint")
+                              hint="if nothing else says why, its process was killed or its machine is gone; run the "
+                                   "same command again")
             announce_failure(lost)
             raise lost from error
         announce_failure(error)

@@ -266,6 +266,8 @@ def test_a_replay_with_another_model_is_refused(tmp_path):
 def test_a_run_without_culprits_and_a_damaged_one(tmp_path):
     with pytest.raises(SbkitError, match="holds no culprit"):
         find_culprit(tmp_path)
+    with pytest.raises(SbkitError, match="nowhere does not exist; name the output_folder of a run"):
+        find_culprit(tmp_path / "nowhere")
     report(Recipe(), tmp_path, [KeptBatch(clips())], step=5)
     (tmp_path / "culprits/step-5-rank-0/culprit.json").write_text("{", encoding="utf-8")
     with pytest.raises(SbkitError, match="is damaged"):
