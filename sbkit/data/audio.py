@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import soundfile
@@ -50,6 +50,8 @@ NO_LENGTH = 2**40
 VORBIS_PAGE = 2**18
 #: The number of shards that one process keeps open.
 OPEN_SHARDS = 64
+
+Duration = TypeVar("Duration", float, np.ndarray)
 
 _MEMBER = re.compile(r"^(?P<path>.+)\?offset=(?P<offset>\d+)&size=(?P<size>\d+)$")
 
@@ -122,7 +124,7 @@ def check_whole(wav: str, duration: float, seconds: float) -> None:
         raise AudioError(wav, f"{missing:.2f} of its {duration:.2f} s are missing")
 
 
-def longer(duration: float) -> float:
+def longer(duration: Duration) -> Duration:
     """Seconds by which a recording may be longer than its row's ``duration``, a number or an array, and be read whole.
     """
     return LONGER_SECONDS + LONGER_SHARE * duration

@@ -14,6 +14,7 @@ neither on the number of workers nor on where a run was stopped.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import logging
@@ -40,6 +41,9 @@ _KEPT_RESPONSES = 128
 
 class Augment:
     """A list of augmentations, applied in this order. ``SpeedPerturb`` must be the first: it happens while reading.
+
+    An augmentation whose attribute ``aligned`` is true also changes the signals that a task declares as aligned with
+    the recording, with the same random numbers; any other changes the recording alone.
 
     Slower speech is longer, and a crop shorter, so that the plan of batches is made from the durations that ``planned``
     returns: then they never exceed ``max_batch_seconds``.
@@ -92,9 +96,20 @@ class Augment:
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Waveform ``[S]`` float32 to waveform ``[S]`` float32."""
+        return self.together([signal], rng)[0]
+
+    def together(self, signals: Sequence[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
+        """Augment the first of several aligned waveforms ``[S]``, and the others by the stages that are ``aligned``.
+        """
+        first, *others = signals
         for stage in self.stages:
-            signal = stage(signal, rng)
-        return signal
+            if getattr(stage, "aligned", False):  # each draws the same numbers
+                others = [stage(other, copy.deepcopy(rng)) for other in others]
+            first = stage(first, rng)
+            if any(len(other) != len(first) for other in others):
+                raise SbkitError(f"augment: {type(stage).__name__} changes the length of a recording, and not that of "
+                                 "its aligned signals", hint="give it the attribute aligned = True")
+        return [first, *others]
 
 
 def planned_seconds(augment: object, durations: np.ndarray | float) -> np.ndarray:
@@ -140,6 +155,8 @@ class Crop:
     sample_rate: of the waveforms; set by the loader.
     """
 
+    aligned = True
+
     def __init__(self, seconds: float, sample_rate: int | None = None):
         check_number("Crop: seconds", seconds, above=0)
         self.seconds, self.sample_rate = seconds, sample_rate
@@ -159,6 +176,8 @@ class Gain:
     low_db, high_db: range of the gain.
     prob: probability that an utterance is changed.
     """
+
+    aligned = True
 
     def __init__(self, low_db: float = -10.0, high_db: float = 6.0, prob: float = 1.0):
         _check_range("Gain", low_db=low_db, high_db=high_db)

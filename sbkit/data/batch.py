@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from speechbrain.dataio.batch import PaddedData
 
 SAMPLE_RATE = 16_000
-#: The id of the only row of a stand-in batch, whose weight is 0.
+#: The id of the rows of a stand-in batch, whose weight is 0.
 STAND_IN = "<stand-in>"
 
 
@@ -29,10 +29,12 @@ class Batch:
     signal_lengths: Tensor
     """``[B]`` int64, in samples."""
     tokens: Tensor
-    """``[B, U]`` int64, 0-padded."""
+    """``[B, U]`` int64, 0-padded; ``[B, 0]`` where the task has no encoder."""
     token_lengths: Tensor
     """``[B]`` int64."""
     texts: list[str]
+    columns: dict[str, Any] = field(default_factory=dict)  # of types that their declarations say
+    """What the task declares besides, by name: B texts, numbers ``[B]``, or ``Padded`` signals."""
     step: int = 0
     micro: int = 0
     micros: int = 1
@@ -77,11 +79,11 @@ class Batch:
 
     def repeated(self, times: int) -> Batch:
         """A batch with all rows ``times`` times in a row, for a model that sees several views of each utterance."""
+        longer = self._map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
         return dataclasses.replace(
-            self, ids=self.ids * times, texts=self.texts * times, signals=self.signals.repeat(times, 1),
-            signal_lengths=self.signal_lengths.repeat(times), tokens=self.tokens.repeat(times, 1),
-            token_lengths=self.token_lengths.repeat(times),
-        )
+            longer, ids=self.ids * times, texts=self.texts * times,
+            columns={name: column * times if isinstance(column, list) else column
+                     for name, column in longer.columns.items()})
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from which a GPU can copy while it computes."""
@@ -89,22 +91,27 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""
-        return [self.signals, self.signal_lengths, self.tokens, self.token_lengths]
+        columns = [column if isinstance(column, tuple) else (column,) for column in self.columns.values()]
+        return [self.signals, self.signal_lengths, self.tokens, self.token_lengths,
+                *(tensor for column in columns for tensor in column if isinstance(tensor, Tensor))]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return dataclasses.replace(
             self, signals=change(self.signals), signal_lengths=change(self.signal_lengths),
             tokens=change(self.tokens), token_lengths=change(self.token_lengths),
-        )
+            columns={name: type(column)(*map(change, column)) if isinstance(column, tuple) else
+                     change(column) if isinstance(column, Tensor) else column
+                     for name, column in self.columns.items()})
 
 
-def stand_in(*, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:
-    """A batch of weight 0: one second of faint noise and one token, so that every loss stays finite."""
-    signals = 1e-3 * torch.randn(1, sample_rate, generator=torch.Generator().manual_seed(0))
+def stand_in(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:
+    """A batch of weight 0: a second of faint noise and a token in each row, so that every loss stays finite."""
+    signals = 1e-3 * torch.randn(utterances, sample_rate, generator=torch.Generator().manual_seed(0))
     return Batch(
-        ids=[STAND_IN], signals=signals, signal_lengths=torch.tensor([sample_rate]),
-        tokens=torch.ones(1, int(tokens), dtype=torch.long), token_lengths=torch.tensor([int(tokens)]),
-        texts=[""], weight=0.0, samples=0, sample_rate=sample_rate, **place,
+        ids=[STAND_IN] * utterances, signals=signals, signal_lengths=torch.full((utterances,), sample_rate),
+        tokens=torch.ones(utterances, int(tokens), dtype=torch.long),
+        token_lengths=torch.full((utterances,), int(tokens)), texts=[""] * utterances, weight=0.0, samples=0,
+        sample_rate=sample_rate, **place,
     )
 
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 import sbkit
 from sbkit.data import exclusions
+from sbkit.data.columns import Declared, SignalColumn
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number, texts
@@ -25,7 +26,7 @@ from sbkit.data.prepare import MISSING, UNDECODABLE, RowLimits, SplitReport, pre
 from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NOWHERE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_hub, open_source
-from sbkit.data.sources.base import check_columns
+from sbkit.data.sources.base import check_columns, no_column, pick
 from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
@@ -93,7 +94,7 @@ class Corpus:
                 ("limit_splits", limit_splits), ("skip_short_texts", skip_short_texts), ("only", only)))
         self.short_text = short_text
         self.check_audio = check_audio
-        self.columns = check_columns(columns)
+        self.columns = dict(columns or {})
         self.data_root = data_root
         self.schemes = None if schemes is None else check_schemes("corpus: schemes", texts("corpus: schemes", schemes))
         self.url_megabytes, self.url_seconds = url_megabytes, url_seconds
@@ -105,6 +106,7 @@ class Corpus:
             raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is no voice of espeak-ng", hint="such as en-us+f2")
         self.report: dict[str, Any] | None = None
         self._needs_text = True
+        self._declared: Declared = {}
         self._check()
 
     def _check(self) -> None:
@@ -150,7 +152,7 @@ class Corpus:
     # ---------------------------------------------------------------- prepare
 
     def prepare(self, show_progress: bool = True, needed: Sequence[str] = (),
-                needs_text: bool = True) -> dict[str, Manifest]:
+                needs_text: bool = True, columns: Declared | None = None) -> dict[str, Manifest]:
         """Prepare the corpus and return manifests by split; those on disk are reused if nothing has changed.
 
         A change is one of the options, of the size or date of lists, tables and archives, or of recordings that were
@@ -162,11 +164,12 @@ class Corpus:
         ---------
         needed : splits that the source must have; if it lacks one, that is an error before any audio is read
         needs_text : whether rows without a text are left out
+        columns : those that the task declares; rows that lack one are left out
         """
-        self._needs_text = needs_text
+        self._needs_text, self._declared = needs_text, columns or {}
+        check_columns(self.columns, self._declared)
         with locked(self.folder / ".lock"):
             source = self._open(show_progress)
-            source.needs_text = needs_text
             fingerprint = self._fingerprint(source)
             ready = self._read_ready(source, fingerprint)
             if ready is not None:
@@ -236,12 +239,29 @@ class Corpus:
 
     def _open(self, show_progress: bool) -> Source:
         source = self.source
-        if isinstance(source, Source):
-            return source
         if source is None:
             source = self._demo(show_progress)
-        return open_source(source, language=self.language, columns=self.columns, cache=self.cache_folder,
-                           data_root=self.data_root, show_progress=show_progress)
+        opened = source if isinstance(source, Source) else open_source(
+            source, language=self.language, columns=self.columns, cache=self.cache_folder, data_root=self.data_root,
+            show_progress=show_progress)
+        opened.needs_text = self._needs_text
+        opened.wanted = {name: isinstance(column, SignalColumn) for name, column in self._declared.items()}
+        return opened
+
+    def check_declared(self, needs_text: bool, columns: Declared) -> None:
+        """Refuse a local source that lacks a column, as far as that is seen without reading or unpacking it."""
+        self._needs_text, self._declared = needs_text, columns
+        check_columns(self.columns, columns)
+        given = self.source
+        elsewhere = isinstance(given, (str, Path)) and (on_hub(given) or Path(given).is_file())
+        if not columns or given is None or elsewhere:
+            return
+        source = self._open(show_progress=False)
+        for name in (name for names in choose_splits(source, self.only, self.splits).values() for name in names):
+            header = source.header(name)
+            for role in source.wanted if header is not None else ():
+                if pick(role, header or (), self.columns) is None:
+                    raise no_column(f"{source.where} [{name}]", role, header or (), self.columns)
 
     def _demo(self, show_progress: bool) -> Path:
         """Make the demo corpus, once per user."""
@@ -269,6 +289,7 @@ class Corpus:
             "data_root": None if self.data_root is None else str(self.data_root),
             **({} if self.only == SPLITS else {"only": self.only}),
             **({} if self._needs_text else {"needs_text": False}),
+            **({"declared": {name: repr(column) for name, column in self._declared.items()}} if self._declared else {}),
             **({} if self.schemes is None else {"schemes": self.schemes}),
             **{name: getattr(self, name) for name in ("url_megabytes", "url_seconds")
                if getattr(self, name) != getattr(NOWHERE, name.removeprefix("url_"))},
@@ -322,7 +343,7 @@ class Corpus:
             manifests[split], reports[split] = prepare_split(
                 split, rows.pop(split), self.text, self._limits(split), taken=taken if split == "train" else (),
                 listings=listings, check_audio=self.check_audio, journal=journal, workers=self.workers,
-                remote=self.remote, show_progress=show)
+                remote=self.remote, columns=self._declared, show_progress=show)
             self._refuse_empty(reports[split])
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
         ordered = [split for split in SPLITS if split in manifests]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import re
@@ -67,7 +68,7 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
     A byte order mark, Windows line ends and blank lines are tolerated; column names are stripped.
     """
     path = Path(path)
-    try:
+    with _plain_errors(path):
         skip, header_line = _first_line(path)
         names = _header(path, header_line, delimiter, quoted)
         if quoted and f"{delimiter} " in header_line:
@@ -76,6 +77,19 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
         if not wanted:
             return Delimited(path, {}, header=names)
         return _read_arrow(path, names, wanted, skip, delimiter, quoted)
+
+
+def header(path: str | Path, *, delimiter: str = ",", quoted: bool = True) -> list[str]:
+    """Read the names of a file's columns alone."""
+    path = Path(path)
+    with _plain_errors(path):
+        return _header(path, _first_line(path)[1], delimiter, quoted)
+
+
+@contextlib.contextmanager
+def _plain_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise SbkitError(f"{path}, line 1: not UTF-8 ({error.reason})", hint="save it as UTF-8") from None
     except FileNotFoundError:

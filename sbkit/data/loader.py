@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
+from sbkit.data.columns import BatchColumns
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
@@ -99,7 +100,8 @@ class _Loader:
         self._requests = _Requests()
         parallel: dict[str, Any] = {}
         if workers:
-            batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize)
+            signals = 1 + len(reader.columns.signals)
+            batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize * signals)
             parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
                         "persistent_workers": True, "timeout": timeout, "worker_init_fn": quiet_worker}
         self._loader = Workers(
@@ -183,6 +185,7 @@ class TrainLoader(_Loader):
     rank, world: which part of each step to read.
     min_micros: least number of micro-batches per step (gradient accumulation).
     augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass over the corpus, utterance).
+    columns: what else a batch holds.
     reading: ``workers`` (processes; 0: this one), ``pin_memory``, ``prefetch`` (micro-batches per worker), ``timeout``
         (seconds without a batch before the run ends), ``max_damaged_share`` and ``damaged_floor`` (how many damaged
         recordings a run tolerates).
@@ -194,16 +197,20 @@ class TrainLoader(_Loader):
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, plan: Plan, *, rank: int = 0,
                  world: int = 1, min_micros: int = 1, augment: Augment | None = None,
-                 sample_rate: int = SAMPLE_RATE, **reading: Any):
+                 columns: BatchColumns | None = None, sample_rate: int = SAMPLE_RATE, **reading: Any):
         if len(plan.durations) != len(manifest):
             raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
         if augment is not None:
             augment.check()
+        if columns is not None:
+            columns.check_classes(manifest)
         self.plan, self.rank, self.world, self.min_micros = plan, rank, world, min_micros
         self._epoch: tuple[int, EpochPlan] | None = None
         most = plan.batching.max_batch_seconds
-        reader = Reader(manifest, tokenizer, augment=augment, seed=plan.batching.seed, sample_rate=sample_rate,
-                        round_to=round(plan.round_seconds * sample_rate), max_samples=int(most * sample_rate))
+        reader = Reader(manifest, tokenizer, augment=augment, columns=columns, seed=plan.batching.seed,
+                        sample_rate=sample_rate, round_to=round(plan.round_seconds * sample_rate),
+                        max_samples=int(most * sample_rate),
+                        least=plan.batching.min_batch_utterances)
         super().__init__(reader, most, **reading)
 
     def steps(self, epoch: int = 1) -> int:
@@ -245,12 +252,11 @@ class EvalLoader(_Loader):
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, max_batch_seconds: float,
                  max_batch_utterances: int | None = None, rank: int = 0, world: int = 1,
-                 sample_rate: int = SAMPLE_RATE, **reading: Any):
-        batches = eval_batches(manifest.durations, max_batch_seconds, world, max_batch_utterances)
-        self.batches = batches[rank::world]
-        longest = float(manifest.durations.max(initial=0.0))
-        super().__init__(Reader(manifest, tokenizer, sample_rate=sample_rate),
-                         max(max_batch_seconds, longest), **reading)
+                 columns: BatchColumns | None = None, sample_rate: int = SAMPLE_RATE, **reading: Any):
+        reader = Reader(manifest, tokenizer, columns=columns, sample_rate=sample_rate)
+        seconds = reader.columns.longest(manifest, manifest.durations)
+        self.batches = eval_batches(seconds, max_batch_seconds, world, max_batch_utterances)[rank::world]
+        super().__init__(reader, max(max_batch_seconds, float(seconds.max(initial=0.0))), **reading)
 
     def __len__(self) -> int:
         """The number of batches of this rank."""

@@ -15,12 +15,14 @@ import pyarrow.compute as pc
 
 from sbkit.data.delimited import read_delimited
 from sbkit.data.remote import NOWHERE, Remote
-from sbkit.errors import SbkitError, shown
+from sbkit.errors import SbkitError, shown, shown_names
 from sbkit.system.console import atomic_write
 
 REQUIRED = ("ID", "duration", "wav", "wrd")
 #: Columns that a manifest uses itself; metadata must have other names.
 OWN = (*REQUIRED, "spk_id", "start")
+#: What follows the name of a column of recordings, in the name of that of their durations.
+SECONDS = "_seconds"
 _ROWS_PER_BLOCK = 200_000
 _DATA_ROOT = r"^\$(data_root|\{data_root\})"
 
@@ -143,6 +145,19 @@ class Manifest:
             text=self.texts[i], speaker=self.speakers[i],
             meta={name: column[i] for name, column in self.meta.items()},
         )
+
+    def column(self, name: str) -> Column:
+        """The texts [N] of ``speaker``, ``text`` or ``id``, or of a metadata column."""
+        own = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
+        if name not in own:
+            raise SbkitError(f"the manifest has no column {name!r} (its columns: {shown_names(own)})",
+                             hint="prepare the corpus again")
+        return own[name]
+
+    def seconds(self, name: str) -> np.ndarray:
+        """Seconds [N] of the recordings in a metadata column, which preparation has measured."""
+        column = self.column(f"{name}{SECONDS}").arrow
+        return to_seconds(Path("the manifest"), f"{name}{SECONDS}", pa.chunked_array([column]))
 
     def digest(self) -> str:
         """Hash what is said, by whom and for how long; the same for a corpus that was moved to another place."""

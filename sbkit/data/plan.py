@@ -1,45 +1,38 @@
-"""The plan of an epoch: which utterances are in which optimizer step, derived from durations alone.
+"""The plan of an epoch: which utterances are in which optimizer step, derived from durations and labels alone.
 
-The steps depend only on (durations, their rounding, batching, epoch). Ranks, workers and micro-batches decide who
-computes which part of a step, never what is in it, so a run on eight GPUs with accumulation takes the same optimizer
-steps as a run on one. Step N is found without going through the steps before it, so resuming costs nothing.
+The steps depend only on (durations, their rounding, labels, batching, epoch). Ranks, workers and micro-batches decide
+who computes which part of a step, never what is in it, so a run on eight GPUs with accumulation takes the same
+optimizer steps as a run on one. Step N is found without going through the steps before it, so resuming costs nothing.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from sbkit.data.buckets import bucket_edges
+from sbkit.data.label_groups import LabelGroups
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 
 if TYPE_CHECKING:
     from sbkit.data.augment import Augment
+    from sbkit.data.columns import BatchColumns
     from sbkit.data.manifest import Manifest
 
-#: The cost of a step besides its audio, as a share of a full step. It balances padding, which more buckets reduce,
-#: against incomplete steps, of which each bucket adds half a one on average.
-STEP_COST = 0.05
-MAX_BUCKETS = 200
-#: In a bucket of fewer steps, the utterances would hardly be mixed.
-MIN_STEPS_PER_BUCKET = 2
-#: A corpus of few steps whose padding exceeds this share gets narrower buckets: these (steps per bucket, cost of a
-#: step) are tried in turn until the padding is below. With one step per bucket, every epoch has the same steps in
-#: another order. A corpus of fewer than ``MIN_STEPS`` full steps is left alone: for it, full steps matter more.
-MAX_PADDING, MIN_STEPS = 0.02, 10
-NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
 #: Seconds to whose multiples batches are padded, which makes shapes recur. On a CPU oneDNN generates code for each new
 #: number of frames (in bf16 20 ms a step, and memory), and on a GPU ``--compile`` records each shape. Without it cuDNN
 #: and cuFFT make a plan for each new shape, in a few milliseconds, so half as much rounding is enough there: with
 #: lengths as in Common Voice it pads 1.4 %, and of 3,900 batches of an epoch 155 have a new shape instead of 3,500.
 ROUND_SECONDS, CARD_ROUND_SECONDS = 0.32, 0.16
-#: Candidates for edges between buckets; more candidates take time and hardly reduce padding.
-EDGE_CANDIDATES = 600
+#: What is shorter than so many of these is rounded to multiples of a half, a quarter and so on: 12 % of padding at
+#: most, and so many shapes more for each half of the length.
+UNITS = 8
+Length = TypeVar("Length", float, np.ndarray)
 
 
 @dataclass
@@ -54,6 +47,11 @@ class Batching:
     buckets: number of groups of similar duration, from which steps are drawn, at most 200; ``null``: the number with
         the least cost of padding and incomplete steps, or more if padding exceeds 2 %.
     max_batch_utterances: a second limit on a micro-batch; ``null``: none.
+    min_batch_utterances: the least utterances of a micro-batch, such as 2 for BatchNorm on one vector per utterance.
+    clips_per: ``{speaker: 4}`` draws each step as 4 clips of each of several speakers, or of another column's values:
+        as many as ``step_seconds`` holds if all clips are as long as the longest (``Crop`` makes them so). A
+        micro-batch has all 4 or none. Speakers with fewer clips are left out, and of the others the clips that fill no
+        step, which are different ones in each epoch.
     seed: seed of the order of utterances and steps.
     sort: with ``ascending`` or ``descending``, the first epoch (epoch 1) is ordered by duration and later
         ones are shuffled; with ``null`` or ``random``, all epochs are shuffled.
@@ -68,6 +66,8 @@ class Batching:
     step_seconds: float | None = None
     buckets: int | None = None
     max_batch_utterances: int | None = None
+    min_batch_utterances: int = 1
+    clips_per: Mapping[str, int] | None = None
     seed: int = 1234
     sort: str | None = None
     round_seconds: float | None = None
@@ -77,6 +77,9 @@ class Batching:
         for name in ("max_batch_seconds", "step_seconds", "buckets", "max_batch_utterances"):
             check_number(f"batching: {name}", getattr(self, name), above=0, optional=name != "max_batch_seconds",
                          whole=name in ("buckets", "max_batch_utterances"))
+        check_number("batching: min_batch_utterances", self.min_batch_utterances, above=0, whole=True)
+        if self.clips_per is not None:
+            self._check_clips_per()
         check_number("batching: round_seconds", self.round_seconds, minimum=0, optional=True)
         check_number("batching: least_steps", self.least_steps, minimum=0, whole=True)
         check_number("batching: seed", self.seed, whole=True)
@@ -85,6 +88,22 @@ class Batching:
                              hint="it is one of ascending, descending, random")
         if self.step_seconds is None:
             self.step_seconds = self.max_batch_seconds
+
+    def _check_clips_per(self) -> None:
+        given = self.clips_per
+        if not isinstance(given, Mapping) or len(given) != 1:
+            raise SbkitError(f"batching: clips_per is {given!r}",
+                             hint="expected a column and how many clips of each of its values, such as {speaker: 4}")
+        for name, clips in given.items():
+            check_number(f"batching: clips_per: {name}", clips, above=0, whole=True)
+        if self.buckets is not None or self.sort not in (None, "random"):
+            raise SbkitError("batching: clips_per draws by labels, and buckets and sort by duration",
+                             hint="leave these out")
+
+    @property
+    def clips(self) -> int:
+        """The number of clips that stay together."""
+        return next(iter(self.clips_per.values())) if self.clips_per else 1
 
     @property
     def update_seconds(self) -> float:
@@ -99,6 +118,11 @@ class Batching:
         return ROUND_SECONDS if device_type == "cpu" or compiled else CARD_ROUND_SECONDS
 
 
+def unit_of(length: Length, unit: float) -> Length:
+    """What a length is rounded to multiples of: ``unit``, halved until ``UNITS`` of it are no longer."""
+    return unit * 2.0 ** np.minimum(0, np.floor(np.log2(length / (UNITS * unit))))
+
+
 class Plan:
     """The buckets and step sizes of a corpus, from which ``epoch(e)`` makes the steps of an epoch.
 
@@ -107,6 +131,7 @@ class Plan:
     durations: ``[N]``, seconds of each utterance; the attribute ``durations`` has them rounded up.
     batching: see ``Batching``.
     ids: names of utterances for error messages.
+    labels: ``[N]``, a number of each utterance's label, for ``Batching.clips_per``.
     round_seconds: the ``Batching.rounding`` of the device. Buckets and batches are made from rounded durations, so
         that few shapes occur.
     epochs: epochs over which ``Batching.least_steps`` are spread: those that the run was to have when it began.
@@ -119,35 +144,51 @@ class Plan:
     """
 
     def __init__(self, durations: Sequence[float] | np.ndarray, batching: Batching,
-                 ids: Sequence[str] | None = None, round_seconds: float = 0.0, epochs: int | None = None):
+                 ids: Sequence[str] | None = None, round_seconds: float = 0.0, epochs: int | None = None,
+                 labels: np.ndarray | None = None):
         self.batching, self.round_seconds = batching, round_seconds
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
         if round_seconds:
-            rounded = (np.ceil(self.durations / round_seconds - 1e-4) * round_seconds).astype(np.float32)
+            units = unit_of(self.durations, round_seconds)
+            rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
             self.durations = np.maximum(self.durations, np.minimum(rounded, np.float32(batching.max_batch_seconds)))
-        edges = _edges(self.durations, batching)
+        self.groups = None if labels is None else LabelGroups(labels, self.durations, batching)
+        if self.groups is not None:
+            self.edges = np.array([self.groups.longest])
+            lengths = np.full(self.groups.steps, self.groups.labels_per_step * batching.clips)
+        else:
+            self.edges, lengths = self._buckets()
+        self._bounds = np.concatenate([[0], np.cumsum(lengths)])
+        self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
+        """How often an epoch goes through the corpus."""
+
+    def _buckets(self) -> tuple[np.ndarray, np.ndarray]:
+        """The edges of the buckets, and how many utterances each step has."""
+        batching, least = self.batching, self.batching.min_batch_utterances
+        edges = bucket_edges(self.durations, batching)
         # The bucket of each utterance; small integers sort in linear time.
         self._bucket = np.searchsorted(edges, self.durations, side="left").astype(np.uint16)
         sizes = np.bincount(self._bucket, minlength=len(edges))
         steps = np.empty(len(edges), dtype=np.int64)
         for k, (size, longest) in enumerate(zip(sizes.tolist(), edges.tolist(), strict=True)):
-            fits = max(1, int(batching.update_seconds / longest + 1e-6))
-            steps[k] = -(-size // fits)
+            fits = max(least, int(batching.update_seconds / longest + 1e-6))
+            steps[k] = min(-(-size // fits), size // least)
         # The utterances of a bucket are spread evenly over its steps, so that the last step isn't nearly empty.
         parts = [np.diff(np.arange(n + 1) * size // n) for n, size in zip(steps, sizes, strict=True) if n]
-        lengths = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        self._bounds = np.concatenate([[0], np.cumsum(lengths)])
-        self.edges = edges
-        self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
-        """How often an epoch goes through the corpus."""
+        return edges, np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     @classmethod
     def of(cls, train: Manifest, batching: Batching, augment: Augment | None, epochs: int,
-           round_seconds: float = 0.0) -> Plan:
-        """Make the plan of a run, for utterances that ``augment`` may make longer or shorter."""
+           round_seconds: float = 0.0, columns: BatchColumns | None = None) -> Plan:
+        """Make the plan of a run, for utterances that ``augment`` may make longer or shorter, with the signals of
+        ``columns``."""
         durations = train.durations if augment is None else augment.planned(train.durations)
-        return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs)
+        durations = durations if columns is None else columns.longest(train, durations)
+        labels = None
+        for name in batching.clips_per or ():
+            labels = train.column(name).arrow.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+        return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs, labels=labels)
 
     def __len__(self) -> int:
         """The number of steps in an epoch."""
@@ -155,7 +196,7 @@ class Plan:
 
     def epoch(self, epoch: int) -> EpochPlan:
         """The plan of one epoch, counted from 1; every epoch, and every pass in it, is shuffled differently."""
-        steps, size = len(self._bounds) - 1, len(self.durations)
+        steps, size = len(self._bounds) - 1, int(self._bounds[-1])
         passes = [self._pass(self.passes * (epoch - 1) + number) for number in range(1, self.passes + 1)]
         bounds = [self._bounds[:1], *(self._bounds[1:] + i * size for i in range(self.passes))]
         return EpochPlan(
@@ -169,6 +210,8 @@ class Plan:
     def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The utterances of one pass over the corpus, bucket by bucket, and the order of its steps."""
         rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
+        if self.groups is not None:
+            return self.groups.draw(rng), rng.permutation(self.groups.steps)
         members = rng.permutation(len(self.durations))
         members = members[np.argsort(self._bucket[members], kind="stable")]
         order = rng.permutation(len(self._bounds) - 1)
@@ -213,16 +256,18 @@ class EpochPlan:
     def largest_micro_batch(self, i: int, world: int = 1, min_micros: int = 1) -> float:
         """Seconds, padding included, of the largest micro-batch of step ``i`` on any rank."""
         parts, _ = self._parts(i, world, min_micros)
-        return max(len(part) * float(self.durations[part[0]]) for part in parts)
+        return max(len(part) * float(self.durations[part].max()) for part in parts)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
-        members = self.step(i)
-        members = members[np.argsort(-self.durations[members], kind="stable")]
-        seconds = self.durations[members].tolist()
-        batching = self.batching
-        max_utterances = batching.max_batch_utterances or len(seconds)
-        cuts = _cut(seconds, batching.max_batch_seconds, max_utterances)
+        batching, clips = self.batching, self.batching.clips
+        members = self.step(i).reshape(-1, clips)  # what stays together
+        longest = self.durations[members].max(1)
+        order = np.argsort(-longest, kind="stable")
+        members, seconds = members[order], (clips * longest[order]).tolist()
+        most = (batching.max_batch_utterances or members.size) // clips
+        least = -(-batching.min_batch_utterances // clips)
+        cuts = _cut(seconds, batching.max_batch_seconds, least, most)
         assert cuts is not None, "the number of runs isn't limited here"
         micros = max(min_micros, -(-len(cuts) // world))
         allowed = micros * world
@@ -231,29 +276,33 @@ class EpochPlan:
         best = cuts
         while high - low > 0.01 * high:
             middle = (low + high) / 2
-            cuts = _cut(seconds, middle, max_utterances, allowed)
+            cuts = _cut(seconds, middle, least, most, allowed)
             if cuts is None:
                 low = middle
             else:
                 best, high = cuts, middle
-        return [members[a:b] for a, b in best], micros
+        return [members[a:b].ravel() for a, b in best], micros
 
 
-def _cut(seconds: list[float], cost: float, max_utterances: int,
+def _cut(seconds: list[float], cost: float, least: int, most: int,
          allowed: int | None = None) -> list[tuple[int, int]] | None:
-    """Cut descending durations into runs of at most ``cost`` seconds, padding included.
+    """Cut descending durations into runs of at most ``cost`` seconds, padding included, of ``least`` to ``most``.
 
-    None if that takes more than ``allowed`` runs.
+    None if that takes more than ``allowed`` runs. Where ``least`` requires it, a run has more seconds: at most those of
+    ``2 * least - 1``, which ``max_batch_seconds`` holds.
     """
     cuts: list[tuple[int, int]] = []
     start, total = 0, len(seconds)
     cost *= 1 + 1e-6  # durations are float32
     while start < total:
-        if allowed is not None and (len(cuts) == allowed or seconds[start] > cost):
+        if allowed is not None and (len(cuts) == allowed or least * seconds[start] > cost):
             return None
-        stop = min(start + min(max(1, int(cost / seconds[start])), max_utterances), total)
-        cuts.append((start, stop))
-        start = stop
+        size = min(max(least, int(cost / seconds[start])), most, total - start)
+        left = total - start - size
+        if 0 < left < least:  # too few for a run of their own
+            size = total - start - least if total - start >= 2 * least else total - start
+        cuts.append((start, start + size))
+        start += size
     return cuts
 
 
@@ -275,83 +324,19 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
             f"holds at once: {some(long)}",
             hint="raise max_batch_seconds, or prepare with a smaller max_duration",
         )
-
-
-def _edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
-    """Upper edges of the buckets, ascending: as many as ``batching`` says, or the number of least cost."""
-    ordered = np.sort(durations)
-    total = float(ordered.sum(dtype=np.float64))
-    # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
-    places = np.linspace(0, len(ordered) - 1, EDGE_CANDIDATES // 2).astype(np.int64)
-    levels = np.linspace(ordered[0], ordered[-1], EDGE_CANDIDATES // 2, dtype=np.float32)
-    at_levels = np.searchsorted(ordered, levels, side="right") - 1
-    candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
-    below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
-    if batching.buckets is not None:
-        return _few_buckets(candidates, below, batching, total)
-    edges = _few_buckets(candidates, below, batching, total)
-    for least, step_cost in NARROWER if total >= MIN_STEPS * batching.update_seconds else ():
-        sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
-        if 1 - total / float(sizes @ edges.astype(np.float64)) <= MAX_PADDING:
-            break
-        edges = _full_steps(candidates, below, batching.update_seconds, least, step_cost)
-    return edges
-
-
-def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, total: float) -> np.ndarray:
-    """The edges with the least padding for ``batching.buckets``; if that is null, for the number of least cost.
-
-    Dynamic programming finds the best choice among the candidates; a bucket costs its members times its edge.
-    """
-    max_buckets = batching.buckets
-    if max_buckets is None:
-        max_buckets = max(1, int(total / batching.update_seconds / MIN_STEPS_PER_BUCKET))
-    max_buckets = min(max_buckets, MAX_BUCKETS, len(candidates))
-    # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
-    cost = below * candidates
-    back, totals = [], [cost[-1]]
-    # step[i, j]: one bucket from behind candidate i up to candidate j.
-    step = (below[None, :] - below[:, None]) * candidates[None, :]
-    step[np.tril_indices(len(candidates))] = math.inf
-    options = np.empty_like(step)
-    for _ in range(max_buckets - 1):
-        np.add(cost[:, None], step, out=options)
-        previous = np.argmin(options, axis=0)
-        better = options[previous, np.arange(len(candidates))]
-        back.append(np.where(better < cost, previous, -1))
-        cost = np.minimum(cost, better)
-        totals.append(cost[-1])
-    if batching.buckets is None:
-        halves = np.arange(1, max_buckets + 1) / 2
-        best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * batching.update_seconds * halves))
-        back = back[:best]
-    chosen, j = [len(candidates) - 1], len(candidates) - 1
-    for previous in reversed(back):
-        if previous[j] >= 0:
-            j = int(previous[j])
-            chosen.append(j)
-    return candidates[chosen[::-1]]
-
-
-def _full_steps(candidates: np.ndarray, below: np.ndarray, step_seconds: float, least: int,
-                step_cost: float) -> np.ndarray:
-    """Edges for small corpora: every bucket has at least ``least`` full steps, and their number follows from the cost.
-
-    Dynamic programming finds the best choice among the candidates; a bucket costs its padded seconds and its steps.
-    """
-    fits = np.maximum(1, np.floor(step_seconds / candidates + 1e-6))
-    before = np.concatenate([[0.0], below])
-    sizes = below[None, :] - before[:-1, None]  # [i, j]: of the bucket from candidate i to candidate j
-    steps = np.ceil(sizes / fits)
-    cost = sizes * candidates + step_cost * step_seconds * steps
-    cost[(sizes <= 0) | ((steps < least) & (before[:-1, None] > 0))] = math.inf
-    best, previous = np.zeros(len(before)), np.zeros(len(before), np.int64)
-    for j in range(len(candidates)):
-        costs = best[: j + 1] + cost[: j + 1, j]
-        previous[j + 1] = np.argmin(costs)
-        best[j + 1] = costs[previous[j + 1]]
-    chosen, j = [], len(candidates)
-    while j:
-        chosen.append(j - 1)
-        j = int(previous[j])
-    return candidates[chosen[::-1]]
+    least = -(-batching.min_batch_utterances // batching.clips)
+    together = (2 * least - 1) * batching.clips  # that many can be cut into batches of the least size, whatever is left
+    if together == 1:
+        return
+    if len(durations) < batching.min_batch_utterances:
+        raise SbkitError(f"the training set has {len(durations)} utterances, and min_batch_utterances is "
+                         f"{batching.min_batch_utterances}", hint="lower it")
+    if (batching.max_batch_utterances or together) < together:
+        raise SbkitError(f"max_batch_utterances is {batching.max_batch_utterances}", hint=f"with min_batch_utterances "
+                         f"and clips_per as they are, it is {together} or more")
+    long = np.flatnonzero(together * durations > batching.max_batch_seconds * (1 + 1e-6))
+    if len(long):
+        raise SbkitError(
+            f"max_batch_seconds ({batching.max_batch_seconds:g} s) must hold {together} utterances of any length, "
+            f"because of min_batch_utterances or clips_per, and doesn't hold so many like {some(long)}",
+            hint=f"raise it to {together * float(durations.max()):g}, or crop or leave out longer ones")

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import pyarrow.compute as pc
 
 from sbkit.data import exclusions
 from sbkit.data.audio import longer
-from sbkit.data.manifest import Column, Manifest, join
+from sbkit.data.columns import Declared, LabelColumn
+from sbkit.data.manifest import SECONDS, Column, Manifest, join
 from sbkit.data.measure import measure
 from sbkit.data.presence import existing, refused
 from sbkit.data.remote import NOWHERE, Remote
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 #: Reasons for which a row is left out; only the first that applies is counted.
 MALFORMED, REFUSED, MISSING, UNDECODABLE = "malformed row", "refused URL", "missing clip", "undecodable"
 REASONS = (MALFORMED, REFUSED, "repeated id", "also in dev or test", MISSING, "no text", UNDECODABLE,
-           "too short", "too long", "alphabet", "few words")
+           "too short", "too long", "alphabet", "few words", "empty column", "signals of different length")
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
 _EXAMPLES = 10
@@ -81,7 +83,7 @@ class SplitReport:
 def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, taken: Sequence[pa.Array] = (),
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
                   journal: Path | None = None, workers: int | None = None, remote: Remote = NOWHERE,
-                  show_progress: bool = True) -> tuple[Manifest, SplitReport]:
+                  columns: Declared = MappingProxyType({}), show_progress: bool = True) -> tuple[Manifest, SplitReport]:
     """Make the manifest of a split: normalise texts, measure recordings, leave out unusable and unwanted rows.
 
     Arguments
@@ -92,6 +94,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
     journal : where measured durations are stored, see :func:`sbkit.data.measure.measure`
     remote : which URLs may be opened
+    columns : those that the task declares; a row that lacks one is left out
     """
     rows = _with_starts(rows)
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
@@ -143,10 +146,36 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if limits.min_words:
         leave_out("few words", np.array([count_words(text) < limits.min_words for text in texts], bool))
 
+    meta = dict(rows.meta)
+    for name, column in columns.items():
+        if isinstance(column, LabelColumn):
+            empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
+            details.update((int(i), name) for i in np.flatnonzero((why == 0) & empty))
+            leave_out("empty column", empty)
+            continue
+        wavs = rows.column(name)
+        gone = refused(wavs, remote) | ~existing(wavs, listings)
+        details.update((int(i), f"{name}: {wavs[i]}") for i in np.flatnonzero((why == 0) & gone).tolist())
+        leave_out(MISSING, gone)
+        left = np.flatnonzero(why == 0)
+        found, causes = measure(list(wavs.take(left)), workers=workers, journal=journal, remote=remote,
+                                what=f"{split}: {name}", show_progress=show_progress and len(left) >= _WORTH_A_BAR)
+        seconds = np.full(len(rows), np.nan)
+        seconds[left] = found
+        details.update((int(left[i]), f"{name}: {cause}") for i, cause in causes.items())
+        leave_out(UNDECODABLE, ~(seconds > 0))
+        if not column.aligned:
+            meta[name + SECONDS] = Column([f"{each:.3f}" for each in seconds.tolist()])
+            continue
+        apart = _apart(rows, durations, seconds)
+        details.update((int(i), f"{name}: {seconds[i]:.2f} s, and {durations[i]:.2f} s from {rows.starts[i]:.2f} s on "
+                        "are needed") for i in np.flatnonzero((why == 0) & apart).tolist())
+        leave_out("signals of different length", apart)
+
     kept = np.flatnonzero(why == 0)
     everything = Manifest(
         ids=rows.ids, durations=np.nan_to_num(durations), wavs=rows.wavs, texts=texts, speakers=rows.speakers,
-        starts=rows.starts, meta=rows.meta, remote=remote)
+        starts=rows.starts, meta=meta, remote=remote)
     manifest = everything.select(kept)
     report.kept, report.hours = len(manifest), manifest.hours
     report.outside_alphabet = dict(outside.most_common(100))
@@ -216,6 +245,12 @@ def _correct(durations: np.ndarray, rows: Rows, at: np.ndarray, found: np.ndarra
     return wrong
 
 
+def _apart(rows: Rows, durations: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Which rows have an aligned signal of so many seconds [N] that doesn't go with their recording."""
+    excess = durations - (seconds - rows.starts)
+    return (excess if rows.segments else np.abs(excess)) > longer(durations)
+
+
 def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.ndarray,
              details: dict[int, str]) -> None:
     if rows.malformed:
@@ -229,7 +264,8 @@ def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.nda
             continue
         ids = list(rows.ids.take(at))
         notes = [details.get(i, "") for i in at.tolist()]
-        shown = notes if reason != MISSING else list(rows.wavs.take(at[:_EXAMPLES]))
+        shown = notes if reason != MISSING else [note or rows.wavs[i] for note, i in zip(
+            notes[:_EXAMPLES], at[:_EXAMPLES].tolist(), strict=True)]
         examples = [f"{id_}: {detail}" if detail else id_
                     for id_, detail in zip(ids[:_EXAMPLES], shown, strict=False)]
         report.left_out[reason] = {"count": len(at), "hours": round(float(np.nansum(durations[at])) / 3600, 3),

@@ -20,7 +20,9 @@ from torch.utils.data import Dataset
 from sbkit.data.audio import AudioError, read_utterance, will_need
 from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, Batch, stand_in
+from sbkit.data.columns import BatchColumns, Padded
 from sbkit.data.manifest import Manifest
+from sbkit.data.plan import unit_of
 from sbkit.errors import SbkitError
 
 #: Seconds that a worker continues after SIGTERM, so that its run can end in order.
@@ -51,14 +53,21 @@ class Reader(Dataset[Any]):
 
     Arguments
     ---------
-    round_to: batches are padded to a multiple of so many samples, unless they would then have more than ``max_samples``
-        samples in all; 0: no rounding
+    round_to: batches are padded to a multiple of so many samples (of a half of it and so on if they are short), unless
+        they would then have more than ``max_samples`` samples in all; 0: no rounding
+    least: utterances that a batch has at least; one of which fewer can be read becomes a stand-in
+    columns: what else a batch holds
     """
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, augment: Augment | None = None,
-                 seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, max_samples: int = 0):
+                 seed: int = 0, sample_rate: int = SAMPLE_RATE, round_to: int = 0, max_samples: int = 0,
+                 columns: BatchColumns | None = None, least: int = 1):
+        self.columns = columns or BatchColumns({})
+        self._seconds = {name: manifest.seconds(name)
+                         for name, column in self.columns.signals.items() if not column.aligned}
         self.manifest, self.tokenizer, self.augment = manifest, tokenizer, augment
         self.seed, self.sample_rate, self.round_to, self.max_samples = seed, sample_rate, round_to, max_samples
+        self.least = least
         self.reading = torch.full((1,), -1)
         """The row that each worker process read last, in shared memory."""
         if augment is not None:
@@ -82,47 +91,72 @@ class Reader(Dataset[Any]):
         """Read the batch of a request; recordings that can't be read are left out and named in ``batch.damaged``."""
         place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros,
                                  "largest_micro_batch": request.largest_micro_batch}
-        ids, texts, signals, damaged = [], [], [], []
+        ids, texts, read, damaged = [], [], [], []
+        labels: dict[str, list[str]] = {name: [] for name in self.columns.labels}
         rows = request.rows.tolist()
         if self._sharded:
             will_need(self.manifest.wavs[row] for row in rows)
         for row in rows:
             name = self.manifest.ids[row]
             try:
-                signals.append(self.signal(row, name, request.pass_number))
+                read.append(self.signals(row, name, request.pass_number))
             except AudioError as error:
                 damaged.append((name, str(error)))
                 continue
             ids.append(name)
             texts.append(self.manifest.texts[row])
-        if not ids:
-            empty = stand_in(tokens=self.tokenizer is not None, sample_rate=self.sample_rate, **place)
+            for column, values in labels.items():
+                values.append(self.manifest.column(column)[row])
+        if len(ids) < self.least:
+            empty = stand_in(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate,
+                             **place)
             empty.damaged = damaged
+            empty.columns = self.columns.stand_in(empty.signals, empty.signal_lengths)
             return empty
+        signals, *others = zip(*read, strict=True)
         lengths = [len(signal) for signal in signals]
+        columns: dict[str, Any] = {name: self.columns.label(name, values) for name, values in labels.items()}
+        for name, several in zip(self.columns.signals, others, strict=True):
+            sizes = [len(signal) for signal in several]
+            columns[name] = Padded(_pad(several, torch.float32, self._width(sizes)), torch.tensor(sizes))
         tokens = [self.tokenizer.encode(text) for text in texts] if self.tokenizer else [[] for _ in texts]
         return Batch(
             ids=ids, signals=_pad(signals, torch.float32, self._width(lengths)), signal_lengths=torch.tensor(lengths),
             tokens=_pad(tokens, torch.int64), token_lengths=torch.tensor([len(line) for line in tokens]),
-            texts=texts, damaged=damaged, samples=sum(lengths), sample_rate=self.sample_rate, **place,
+            texts=texts, columns=columns, damaged=damaged, samples=sum(lengths), sample_rate=self.sample_rate, **place,
         )
 
     def _width(self, lengths: list[int]) -> int:
         """The number of samples to which each row of the batch is padded."""
         longest = max(lengths)
-        rounded = -(-longest // self.round_to) * self.round_to if self.round_to else longest
+        unit = max(1, int(unit_of(longest, self.round_to))) if self.round_to else 1
+        rounded = -(-longest // unit) * unit
         return rounded if rounded * len(lengths) <= self.max_samples else longest
 
-    def signal(self, row: int, name: str, pass_number: int) -> np.ndarray:
-        """The waveform of one utterance, ``[S]`` float32, augmented for this pass over the corpus."""
+    def signals(self, row: int, name: str, pass_number: int) -> list[np.ndarray]:
+        """The waveforms of one utterance, ``[S]`` float32 each, augmented for this pass over the corpus: its recording,
+        and those of the columns of signals."""
         manifest, worker = self.manifest, torch.utils.data.get_worker_info()
         self.reading[worker.id if worker else 0] = row
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
         rng = None if self.augment is None else self.augment.rng(self.seed, pass_number, name)
         speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
-        signal = read_utterance(manifest.wavs[row], start, duration, sample_rate=self.sample_rate,
-                                speed=speed, remote=manifest.remote)
-        return signal if self.augment is None or rng is None else self.augment(signal, rng)
+
+        def read(wav: str, start: float, duration: float, speed: float = 1.0) -> np.ndarray:
+            return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
+                                  remote=manifest.remote)
+
+        wavs = {other: manifest.column(other)[row] for other in self.columns.signals}
+        together = {other: read(wavs[other], start, duration, speed)
+                    for other, column in self.columns.signals.items() if column.aligned}
+        apart = {other: read(wavs[other], 0.0, float(seconds[row])) for other, seconds in self._seconds.items()}
+        aligned = [read(manifest.wavs[row], start, duration, speed), *together.values()]
+        shortest = min(map(len, aligned))  # their files may differ by some samples
+        aligned = [signal[:shortest] for signal in aligned]
+        if self.augment is not None and rng is not None:
+            aligned = self.augment.together(aligned, rng)
+        found = apart | dict(zip(together, aligned[1:], strict=True))
+        return [aligned[0], *(found[other] for other in wavs)]
 
 
 @dataclass

@@ -13,6 +13,8 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.data.augment import planned_seconds
+from sbkit.data.columns import BatchColumns
+from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
 from sbkit.data.splits import SPLITS
@@ -21,6 +23,7 @@ from sbkit.nn import attention_kernel
 from sbkit.recipe import batch_size, cost, devices, learning, ownership, parts, trace
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
+from sbkit.recipe.keys import TaskClass
 from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
@@ -88,7 +91,7 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         if traced.task is not None:
             traced.task.check_outputs(traced, findings)
             start = traced.task.check_start(traced, findings)
-        _check_corpus(built, findings, starting)
+        _check_corpus(built, traced.task, findings, starting)
         labels, note = _check_prepared(traced, findings) if not starting else (None, "")
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
         bill_section = _cost(owned, traced, findings, report, run_opts, starting, measure)
@@ -204,16 +207,28 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check_corpus(built: Built, findings: Findings, starting: bool = False) -> None:
-    """Check that the longest utterances fit into a batch, and that the source exists.
+def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: bool = False) -> None:
+    """Check that the longest utterances fit into a batch, and that the source exists and has the task's columns.
 
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
-    corpus: object = built.hparams.get("corpus")
+    corpus: Any = built.hparams.get("corpus")  # of any class with check_there
     node = built.nodes.get("corpus")
     if node is None or not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
         return
     _check_longest(built, findings)
+    _check_source(corpus, node, findings, starting)
+    there = not any(finding.code == "no-corpus" for finding in findings)
+    if task is not None and there and isinstance(corpus, Corpus):
+        try:
+            corpus.check_declared(task.needs_text(), task.columns)
+        except SbkitError as error:
+            at = "columns" if "columns" in node.value else "source"
+            findings.error("columns", node.place_of(at), node.key_of(at), error.message, error.hint or "")
+
+
+def _check_source(corpus: Any, node: Node, findings: Findings, starting: bool) -> None:
+    """Check that the source exists."""
     # Of the demo corpus, only the language can be none that there is.
     argument = "source" if getattr(corpus, "source", None) is not None else "language"
     if argument not in node.value:
@@ -259,6 +274,8 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
         return None, "labels: the vocabulary is wrong"
     try:
         manifests = {split: Manifest.read(path) for split, path in paths.items() if path.exists()}
+        if "train" in manifests:
+            BatchColumns(traced.task.columns, traced.keys).check_classes(manifests["train"])
         return traced.task.check_labels(traced.keys, manifests, findings, traced.built.nodes), ""
     except SbkitError as error:
         node = traced.built.nodes["corpus"]

@@ -34,7 +34,7 @@ class _First(Source):
         return self.source.names()
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        self.source.needs_text = self.needs_text
+        self.source.ask_as(self)
         rows = self.source.read(name, show_progress)
         return rows.take(np.arange(min(len(rows), STEPS * ROWS)))
 
@@ -55,7 +55,8 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
     if _is_there(corpus):
         mine = copy.copy(corpus)
         mine.folder, mine.source, mine.report = folder, _First(_opened(corpus, folder)), None
-        kept = mine.prepare(show_progress=False, needed=SPLITS, needs_text=recipe.task.needs_text())
+        kept = mine.prepare(show_progress=False, needed=SPLITS, needs_text=recipe.task.needs_text(),
+                            columns=recipe.task.columns)
         step = min(step, float(kept["train"].durations.sum()) / STEPS)
         what = f"the first rows of {corpus.source}"
     else:

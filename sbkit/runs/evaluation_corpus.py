@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from speechbrain.core import Stage
 
+from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader
 from sbkit.data.manifest import Manifest
@@ -43,13 +44,13 @@ def corpus(request: EvaluateRequest, recipe: Recipe) -> tuple[str, Path, Remote]
     else:
         split = "test"
         source = own.source if request.on is None else request.on
-        name, corpus = prepare(request, own, source, recipe.task.needs_text())
+        name, corpus = prepare(request, own, source, recipe.task.needs_text(), recipe.task.columns)
     recipe.task.check_manifest(recipe.keys, split, corpus.manifest(split))
     return name, corpus.manifest_path(split), corpus.remote
 
 
-def prepare(request: EvaluateRequest, own: Corpus,
-            source: Named | Source | None, needs_text: bool = True) -> tuple[str, Corpus]:
+def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None, needs_text: bool = True,
+            columns: Declared | None = None) -> tuple[str, Corpus]:
     """Prepare the split to score: the run's own, or another corpus's with texts normalised by the run's rules."""
     title = request.name or (Path(str(source).split("?")[0]).name.split(".")[0] if source else "demo")
     if isinstance(source, Source):
@@ -76,7 +77,7 @@ def prepare(request: EvaluateRequest, own: Corpus,
             title += f"-{split}"
         corpus = corpus_of(split, corpora / title)
         with writing(corpora):
-            corpus.prepare(needs_text=needs_text)
+            corpus.prepare(needs_text=needs_text, columns=columns)
     print(corpus.summary(), file=sys.stderr)
     return title, corpus
 
@@ -117,7 +118,8 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
     """Score this rank's share: fills ``brain.rows``, returns the unreadable recordings and the loss."""
     keys = recipe.keys
     loader = EvalLoader(
-        manifest, recipe.task.encoder(keys), max_batch_seconds=request.max_batch_seconds or _batch_seconds(keys),
+        manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
+        max_batch_seconds=request.max_batch_seconds or _batch_seconds(keys),
         rank=ranks.rank(), world=ranks.world_size(), pin_memory=torch.device(brain.device).type == "cuda",
         workers=keys.num_workers if request.workers is None else request.workers, sample_rate=keys.sample_rate,
     )

@@ -53,7 +53,7 @@ def prepare_data(recipe: Recipe, overrides: dict[str, Any], bundles: Bundles) ->
     Returns the overrides that follow from the corpus.
     """
     corpus, task = recipe.keys.corpus, recipe.task
-    found = corpus.prepare(needed=SPLITS, needs_text=task.needs_text())
+    found = corpus.prepare(needed=SPLITS, needs_text=task.needs_text(), columns=task.columns)
     print(corpus.summary(), file=sys.stderr)
     manifests = {split: found[split] for split in SPLITS}
     follows = task.prepare(recipe.keys, manifests, overrides)

@@ -15,6 +15,7 @@ import yaml
 from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, Checkpoint
 from speechbrain.utils.epoch_loop import EpochCounter
 
+from sbkit.data.columns import BatchColumns
 from sbkit.data.loader import EvalLoader, TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Plan
@@ -50,12 +51,13 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
     brain.utilisation = _utilisation(brain, device, train)
     _log_setup(brain, device)
-    batching = keys.batching
-    reading = {"rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
+    batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)
+    reading = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
     epochs = keys.epoch_counter.limit
     begun = ranks.run_on_main(steps_begun, brain.checkpointer, keys.epoch_counter)
-    plan = Plan.of(train, batching, keys.augment, begun.epochs, batching.rounding(device.type, brain.compile))
+    plan = Plan.of(train, batching, keys.augment, begun.epochs, batching.rounding(device.type, brain.compile),
+                   columns)
     brain.train_state.epochs = begun.epochs
     steps = begun.steps(len(plan), epochs)
     if plan.passes > 1 and ranks.is_main():

@@ -19,6 +19,7 @@ import torch
 from speechbrain.core import Stage
 
 from sbkit.data.batch import Batch
+from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
@@ -69,6 +70,8 @@ class Task(Brain):
     Keys: ClassVar[type[TaskKeys]] = TaskKeys
     parts: ClassVar[tuple[str, ...]] = ("modules",)
     """Keys whose objects are needed to send a batch through the model."""
+    columns: ClassVar[Declared] = {}
+    """Columns of the corpus that ``batch.columns`` holds, by name: ``LabelColumn`` and ``SignalColumn``."""
     metric: ClassVar[Metric] = Metric("loss")
     keys: TaskKeys
 
@@ -181,13 +184,14 @@ class Task(Brain):
         noise : fill it with noise and random labels, because the values matter; otherwise they may be anything
         """
         samples, labels = round(seconds * self.keys.sample_rate), max(1, round(seconds * self.labels_per_second))
-        size = (utterances, samples)
+        size, lengths = (utterances, samples), torch.full((utterances,), samples)
+        signals = 0.1 * torch.randn(size) if noise else torch.empty(size)
         return Batch(
             ids=[f"stand-in {i}" for i in range(utterances)], texts=[""] * utterances, samples=utterances * samples,
-            signals=0.1 * torch.randn(size) if noise else torch.empty(size),
-            signal_lengths=torch.full((utterances,), samples), tokens=self.stand_in_labels((utterances, labels), noise),
-            token_lengths=torch.full((utterances,), labels), sample_rate=self.keys.sample_rate,
-        )
+            signals=signals, signal_lengths=lengths,
+            columns=BatchColumns(self.columns, self.keys).stand_in(signals, lengths, noise=noise),
+            tokens=self.stand_in_labels((utterances, labels), noise),
+            token_lengths=torch.full((utterances,), labels), sample_rate=self.keys.sample_rate)
 
     @property
     def labels_per_second(self) -> float:
@@ -354,8 +358,10 @@ class Task(Brain):
         samples : its length, after which it is padded
         """
         batch = self.stand_in(1, samples / self.keys.sample_rate, noise=True)
-        return dataclasses.replace(batch, ids=["clip"], signals=signal[None], samples=samples,
-                                   signal_lengths=torch.tensor([samples]))
+        lengths = torch.tensor([samples])
+        return dataclasses.replace(
+            batch, ids=["clip"], signals=signal[None], samples=samples, signal_lengths=lengths,
+            columns=BatchColumns(self.columns, self.keys).stand_in(signal[None], lengths, noise=True))
 
     def exported(self, run: Path) -> Exported | None:
         """Return what ``sbkit export`` writes; None if the task can't be exported.

@@ -82,8 +82,10 @@ def rows(batch: object, start: int, stop: int) -> object:
 def _cut(value: object, start: int, stop: int, size: int) -> Any:  # of the same type as the value
     if isinstance(value, torch.Tensor):
         return value[start:stop] if value.dim() and len(value) == size else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # SpeechBrain's PaddedData
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # SpeechBrain's PaddedData, and Padded
         return type(value)(*(_cut(inner, start, stop, size) for inner in value))
     if isinstance(value, (list, tuple)):
         return value[start:stop] if len(value) == size else value
+    if isinstance(value, dict):
+        return {key: _cut(inner, start, stop, size) for key, inner in value.items()}
     return value

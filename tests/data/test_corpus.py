@@ -236,7 +236,7 @@ def test_what_is_not_there_is_named(release, tmp_path, options, message):
 @pytest.mark.parametrize(("options", "message"), [
     ({"splits": {"valid": "dev"}}, "splits names 'valid'"),
     ({"limit_splits": ["all"]}, "limit_splits names 'all'"),
-    ({"check_audio": "none"}, "use sample or all"), ({"columns": {"sound": "x"}}, "unknown role 'sound'"),
+    ({"check_audio": "none"}, "use sample or all"),
     ({"text": {"upper": True}}, "no 'upper'"), ({"text": "upper"}, "text is 'upper'; expected"),
     ({"splits": ["train"]}, "splits is "), ({"splits": {"train": 3}}, "splits: train is 3; it must be a text"),
     ({"only": "tests"}, "only names 'tests'"), ({"only": []}, "only names no split"),
@@ -245,6 +245,12 @@ def test_what_is_not_there_is_named(release, tmp_path, options, message):
 def test_wrong_options_are_named_at_once(options, message):
     with pytest.raises(SbkitError, match=message):
         Corpus("/nowhere", **options)
+
+
+def test_a_role_that_the_task_does_not_declare_is_refused(release, tmp_path):
+    for act in (lambda corpus: corpus.prepare(), lambda corpus: corpus.check_declared(True, {})):
+        with pytest.raises(SbkitError, match=r"unknown role 'sound'; roles are id, audio, .*, duration, start$"):
+            act(Corpus(release, folder=tmp_path / "m", columns={"sound": "x"}))
 
 
 @pytest.mark.parametrize(("source", "message"), [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.data.plan import Batching, Plan
+from sbkit.data.plan import Batching, Plan, unit_of
 from sbkit.errors import SbkitError
 
 
@@ -151,7 +151,8 @@ def test_rounded_durations_make_few_shapes_and_no_more_steps():
         shapes.append({(len(step), round(float(plan.durations[step].max()), 3)) for step in steps})
         padded.append(sum(len(step) * float(plan.durations[step].max()) for step in steps))
         if rounded:
-            assert all(abs(width / 0.32 - round(width / 0.32)) < 1e-2 for _, width in shapes[-1])
+            units = [(width, 0.32 if width >= 2.56 else 0.16 if width >= 1.28 else 0.08) for _, width in shapes[-1]]
+            assert all(abs(width / unit - round(width / unit)) < 1e-2 for width, unit in units)
     assert 5 * len(shapes[1]) < len(shapes[0]) and padded[1] < 1.06 * padded[0]
 
 
@@ -215,6 +216,136 @@ def test_the_first_epoch_can_be_sorted(sort, direction):
         assert ascending == (epoch == 1)
 
 
+@settings(max_examples=200, deadline=None)
+@given(durations, st.floats(1, 600), st.integers(1, 9), st.integers(1, 4), st.integers(2, 5), st.integers(0, 9),
+       st.one_of(st.none(), st.integers(9, 12)), st.sampled_from([0, 0.32]))
+def test_no_micro_batch_has_fewer_utterances_than_asked_for(seconds, step, world, min_micros, least, room, utts,
+                                                            rounded):
+    most = (2 * least - 1) * max(seconds) + room
+    batching = Batching(most, step, min_batch_utterances=least, max_batch_utterances=utts)
+    if len(seconds) < least:
+        with pytest.raises(SbkitError, match=f"has {len(seconds)} utterances, and min_batch_utterances is {least}"):
+            Plan(seconds, batching)
+        return
+    try:
+        plan = Plan(seconds, batching, round_seconds=rounded)
+    except SbkitError:  # rounded up, the longest don't fit
+        assert rounded
+        return
+    epoch = plan.epoch(1)
+    steps = steps_of(plan, 1)
+    assert sorted(i for members in steps for i in members) == list(range(len(seconds)))
+    for i, members in enumerate(steps):
+        longest = max(plan.durations[i] for i in members)
+        assert len(members) >= least and (len(members) < 2 * least or longest * len(members) <= step * (1 + 1e-5))
+        shares = [epoch.share(i, rank, world, min_micros) for rank in range(world)]
+        assert len({len(share) for share in shares}) == 1
+        parts = [part for share in shares for part in share if len(part)]
+        assert sorted(np.concatenate(parts).tolist()) == sorted(members)
+        for part in parts:
+            assert least <= len(part) <= (utts or len(part))
+            assert plan.durations[part].max() * len(part) <= most * (1 + 1e-5)
+
+
+def test_a_batch_that_can_not_hold_the_least_utterances_is_refused():
+    with pytest.raises(SbkitError, match=r"max_batch_seconds \(20 s\) must hold 3 utterances.*like long \(8\.00 s\); "
+                                         "raise it to 24,"):
+        Plan([2.0, 8.0, 3.0], Batching(20, min_batch_utterances=2), ids=["a", "long", "c"])
+    with pytest.raises(SbkitError, match=r"max_batch_utterances is 2; .* it is 3 or more"):
+        Plan([2.0, 8.0, 3.0], Batching(30, min_batch_utterances=2, max_batch_utterances=2))
+
+
+def steps_by_counting(counts, labels_per_step, clips):
+    """The most steps of so many labels that groups of so many clips can fill, tried one after the other."""
+    steps = 0
+    while sum(min(count // clips, steps + 1) for count in counts) >= labels_per_step * (steps + 1):
+        steps += 1
+    return steps
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=12), st.integers(1, 5), st.integers(2, 6), st.integers(1, 4),
+       st.integers(1, 3), st.integers(1, 30))
+def test_each_step_has_as_many_clips_of_as_many_labels_on_any_ranks(counts, clips, wanted, world, min_micros, epoch):
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
+    seconds = np.full(len(labels), 0.5)
+    batching = Batching(6, 0.5 * clips * wanted, clips_per={"speaker": clips})
+    if sum(count >= clips for count in counts) < wanted:
+        with pytest.raises(SbkitError, match="clips_per: "):
+            Plan(seconds, batching, labels=labels)
+        return
+    plan = Plan(seconds, batching, labels=labels)
+    steps = steps_of(plan, epoch)
+    assert len(steps) == len(plan) == steps_by_counting(counts, wanted, clips)
+    heard = [i for members in steps for i in members]
+    assert len(set(heard)) == len(heard)
+    for number, members in enumerate(steps):
+        groups = labels[members].reshape(wanted, clips)
+        assert (groups == groups[:, :1]).all() and len(set(groups[:, 0].tolist())) == wanted
+        parts = [part for rank in range(world) for part in plan.epoch(epoch).share(number, rank, world, min_micros)]
+        assert sorted(np.concatenate(parts).tolist()) == sorted(members)
+        assert all((labels[part].reshape(-1, clips) == labels[part].reshape(-1, clips)[:, :1]).all() for part in parts)
+
+
+def test_labels_are_drawn_anew_in_each_epoch_and_none_is_left_out_for_good():
+    draw = np.random.default_rng(1)
+    labels, seconds = draw.integers(0, 30, 700), draw.uniform(1, 3, 700)
+    batching = Batching(60, 120, clips_per={"speaker": 4})
+    plan, again = (Plan(seconds, batching, labels=labels) for _ in range(2))
+    epochs = [steps_of(plan, epoch) for epoch in range(1, 30)]
+    assert epochs[6] == steps_of(again, 7)
+    assert not any(epochs[0] == other for other in epochs[1:])
+    heard = np.bincount([i for steps in epochs for members in steps for i in members], minlength=700)
+    assert heard.min() > 15, "each is heard in most epochs"
+    together = [len({labels[i] for i in members}) for steps in epochs for members in steps]
+    assert set(together) == {10}
+    longer = Batching(60, 120, clips_per={"speaker": 4}, least_steps=3 * len(plan))
+    twice = Plan(seconds, longer, labels=labels, epochs=2)
+    assert twice.passes == 2 and len(twice) == 2 * len(plan)
+    for number in (0, 1):
+        made = twice.epoch(1)
+        assert [made.step(number * len(plan) + i).tolist() for i in range(len(plan))] == steps_of(plan, number + 1)
+
+
+def test_mistakes_about_labels_are_named():
+    labels = np.array([0, 0, 0, 1, 1, 1, 2])
+    with pytest.raises(SbkitError, match=r"step_seconds \(10 s\) holds 5 times 2 clips of 1 s, each of another "
+                                         "speaker, and 2 have so many clips; lower step_seconds to 4"):
+        Plan(np.ones(7), Batching(10, 10, clips_per={"speaker": 2}), labels=labels)
+    with pytest.raises(SbkitError, match=r"holds 1 times 2 clips .* raise step_seconds to 4 or more"):
+        Plan(np.ones(7), Batching(10, 2, clips_per={"speaker": 2}), labels=labels)
+    with pytest.raises(SbkitError, match="0 values of the column mood have 9 clips or more"):
+        Plan(np.ones(7), Batching(10, 10, clips_per={"mood": 9}), labels=labels)
+    with pytest.raises(SbkitError, match=r"must hold 4 utterances of any length.* raise it to 4,"):
+        Plan(np.ones(7), Batching(3, 10, clips_per={"speaker": 4}), labels=labels)
+    for wrong in ("speaker", {}, {"speaker": 2, "mood": 2}, 4):
+        with pytest.raises(SbkitError, match=r"clips_per is .* such as {speaker: 4}"):
+            Batching(10, clips_per=wrong)
+    with pytest.raises(SbkitError, match=r"clips_per: speaker is 1\.5; it must be a whole number"):
+        Batching(10, clips_per={"speaker": 1.5})
+    with pytest.raises(SbkitError, match="clips_per draws by labels"):
+        Batching(10, clips_per={"speaker": 2}, sort="ascending")
+    assert Plan(np.ones(7), Batching(10, 4, clips_per={"speaker": 2}), labels=labels).groups.left_out == 1
+
+
+@pytest.mark.parametrize("unit", [0.32, 0.16])
+def test_short_clips_are_rounded_by_less(unit):
+    """Clips of 0.44 s were padded by 28 % when all were rounded to multiples of 0.32 s."""
+    seconds = np.clip(np.random.default_rng(0).normal(0.44, 0.08, 3000), 0.25, 0.7)
+    plan = Plan(seconds, Batching(20, 20), round_seconds=unit)
+    padded = sum(float(plan.durations[step].max()) * len(step) for step in steps_of(plan, 1))
+    assert 1 - seconds.sum() / padded < 0.07
+    widths = {round(float(plan.durations[step].max()), 3) for step in steps_of(plan, 1)}
+    assert len(widths) <= 14
+
+
+@given(st.floats(0.01, 100), st.floats(0.01, 100))
+def test_what_is_longer_is_rounded_to_no_less(a, b):
+    low, high = sorted((a, b))
+    rounded = [float(np.ceil(each / unit_of(each, 0.32) - 1e-4) * unit_of(each, 0.32)) for each in (low, high)]
+    assert rounded[0] <= rounded[1] * (1 + 1e-6) and low * (1 - 1e-3) <= rounded[0] <= low * 1.126 + 0.32 * (low > 2.56)
+
+
 def test_one_utterance_is_a_plan():
     plan = Plan([3.0], Batching(10))
     assert steps_of(plan, 1) == [[0]] and padding_share(plan) == 0
@@ -248,7 +379,7 @@ def test_two_million_utterances_are_planned_in_3_seconds_and_1_gb():
     code = """
 import re, time
 import numpy as np
-from sbkit.data.plan import Batching, Plan
+from sbkit.data.plan import Batching, Plan, unit_of
 seconds = np.clip(np.random.default_rng(0).lognormal(1.5, 0.45, 2_000_000), 0.8, 30).astype(np.float32)
 start = time.process_time()  # of this process alone, however busy the machine is
 epoch = Plan(seconds, Batching(200, 1600)).epoch(5)

@@ -318,7 +318,7 @@ class Corpus:
     def __init__(self, text):
         self.manifests = {split: [text] for split in preparation.SPLITS}
 
-    def prepare(self, needed, needs_text):
+    def prepare(self, needed, needs_text, columns):
         return self.manifests
 
     def summary(self):

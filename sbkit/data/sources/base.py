@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from sbkit.data.manifest import Column
 from sbkit.errors import SbkitError, shown_names
@@ -56,6 +57,13 @@ class Rows:
         """Whether any row is a segment of a longer recording."""
         return bool((self.starts > 0).any())
 
+    def column(self, name: str) -> Column:
+        """A column by its role."""
+        own = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
+        if name not in own or (name == "speaker" and not pc.any(pc.not_equal(self.speakers.arrow, "")).as_py()):
+            raise no_column(self.origin, name, [each for each in own if each != name], {})
+        return own[name]
+
     def take(self, at: np.ndarray) -> Rows:
         """The rows with the indices ``at``, and all malformed ones."""
         return replace(
@@ -71,11 +79,22 @@ class Source(ABC):
     where: str
     needs_text = True
     """Whether it has to have texts; otherwise they may all be missing."""
+    wanted: Mapping[str, bool] = {}
+    """Further roles that some column has to have, besides those in ``ALIASES``, and whether it has recordings."""
 
     @property
     def needed(self) -> tuple[str, ...]:
         """The roles that some column has to have."""
-        return ("audio", "text") if self.needs_text else ("audio",)
+        return ("audio", *(("text",) if self.needs_text else ()), *self.wanted)
+
+    def header(self, name: str) -> list[str] | None:
+        """The names of a split's columns, if they are found without reading it; None if not."""
+        del name
+        return None
+
+    def ask_as(self, other: Source) -> None:
+        """Need the same roles as another source, which reads this one."""
+        self.needs_text, self.wanted = other.needs_text, other.wanted
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -132,22 +151,28 @@ def pick(role: str, available: Iterable[str], columns: Mapping[str, str]) -> str
     available = list(available)
     if role in columns:
         return columns[role] if columns[role] in available else None
-    return next((name for name in ALIASES[role] if name in available), None)
+    return next((name for name in names_of(role) if name in available), None)
 
 
-def check_columns(columns: Mapping[str, str] | None) -> dict[str, str]:
-    """Refuse roles that don't exist; return the mapping of roles to names as a dict."""
+def names_of(role: str) -> tuple[str, ...]:
+    """The names by which the column with a role is recognised."""
+    return ALIASES.get(role) or META_ALIASES.get(role) or (role,)
+
+
+def check_columns(columns: Mapping[str, str] | None, declared: Iterable[str] = ()) -> dict[str, str]:
+    """Refuse roles that neither every corpus has nor the task declares as columns; return them with their names."""
     columns = dict(columns or {})
     for role in columns:
-        if role not in ALIASES:
+        if role not in ALIASES and role not in declared:
             raise SbkitError(f"corpus: columns names the unknown role {role!r}",
-                             hint=f"roles are {', '.join(ALIASES)}")
+                             hint=f"roles are {', '.join([*ALIASES, *declared])}")
     return columns
 
 
 def no_column(where: object, role: str, available: Iterable[str], columns: Mapping[str, str]) -> SbkitError:
     """The error for a role that no column has."""
-    wanted = repr(columns[role]) if role in columns else "any of " + ", ".join(map(repr, ALIASES[role]))
+    names = [columns[role]] if role in columns else names_of(role)
+    wanted = ("any of " if len(names) > 1 else "") + ", ".join(map(repr, names))
     return SbkitError(
         f"{where} has no column for the {role}: looked for {wanted} among {shown_names(available) or 'none'}",
         hint=f"name it in the corpus's columns, e.g. columns: {{{role}: NAME}}")

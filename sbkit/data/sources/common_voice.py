@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sbkit.data.delimited import read_delimited
+from sbkit.data.delimited import header, read_delimited
 from sbkit.data.manifest import Column, join, to_seconds
 from sbkit.data.sources.base import META_ALIASES, Rows, Source, blank, stamp
 from sbkit.errors import SbkitError
@@ -50,13 +50,17 @@ class CommonVoice(Source):
     def fingerprint(self) -> list[Any]:
         return [self.kind, *map(stamp, [*sorted(self.folder.glob("*.tsv")), self.clips])]
 
+    def header(self, name: str) -> list[str]:
+        return header(self.folder / f"{name}.tsv", delimiter="\t", quoted=False)
+
     @property
     def _durations_file(self) -> Path:
         return self.folder / "clip_durations.tsv"
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         path = self.folder / f"{name}.tsv"
-        tsv = read_delimited(path, delimiter="\t", quoted=False, only=_COLUMNS)
+        further = [role for role in self.wanted if role not in (*META_ALIASES, "speaker", "text", "id")]
+        tsv = read_delimited(path, delimiter="\t", quoted=False, only={*_COLUMNS, *further})
         clips, sentences = (Column(tsv.need(column, hint=_HINT)) for column in ("path", "sentence"))
         clip_names = _file_names(clips.arrow)
         speakers = tsv.find("client_id")
@@ -65,6 +69,7 @@ class CommonVoice(Source):
             column = tsv.find(*theirs)
             if column is not None:
                 meta[ours] = Column(column)
+        meta.update({role: Column(tsv.need(role)) for role in further})
         self._check_language(meta.get("language"))
         return Rows(
             origin=str(path),

@@ -28,7 +28,8 @@ _SHARD_BYTES = 1 << 30
 SHARD_ROWS = 50_000
 
 #: Gives the rows of a dataset from a row number on, in tables with the columns id, path, bytes, text, speaker,
-#: duration, start and "meta <name>"; all are texts except for ``bytes`` (binary).
+#: duration, start, "meta <name>" and "audio <name>"; all are texts except for ``bytes`` (binary) and the last, further
+#: recordings with ``bytes`` and ``path``.
 Tables = Callable[[int], Iterator[pa.Table]]
 
 
@@ -104,14 +105,18 @@ class ShardWriter:
             # For a segment, the duration says where it ends; otherwise the audio is more reliable than a list.
             row["duration"] = listed if listed < left and segment else left
         row["name"] = PurePosixPath(path).stem or f"{number:08d}"
+        for key in [key for key in row if key.startswith("audio ")]:
+            other, name = row.pop(key) or {}, key.removeprefix("audio ")
+            inside, where = other.get("bytes"), other.get("path") or ""
+            row[f"meta {name}"] = self._append(inside, where, number, f".{name}") if inside else where
         self.rows.append(row)
 
-    def _append(self, data: bytes, path: str, number: int) -> str:
+    def _append(self, data: bytes, path: str, number: int, name: str = "") -> str:
         if self.file is None:
             self.file = tempfile.NamedTemporaryFile(  # noqa: SIM115 (open for as long as the shard is)
                 dir=self.path.parent, prefix=f".{self.path.name}.", delete=False)
         offset = self.file.tell() + tar.BLOCK
-        tar.append(self.file, f"{number:08d}.{tar.suffix(data, path)}", data)
+        tar.append(self.file, f"{number:08d}{name}.{tar.suffix(data, path)}", data)
         return f"{os.path.abspath(self.path)}?offset={offset}&size={len(data)}"
 
     @property

@@ -45,6 +45,10 @@ class FileSource(Source):
     def read_file(self, path: Path, show_progress: bool) -> Rows:
         """The rows of one file."""
 
+    def with_paths(self, meta: Mapping[str, Column], file: Path) -> dict[str, Column]:
+        """Further columns, of which those of recordings have absolute paths."""
+        return {name: self.locate(column, file) if self.wanted.get(name) else column for name, column in meta.items()}
+
     def locate(self, wavs: Column, file: Path) -> Column:
         """Make paths absolute: ``$data_root`` and relative ones start from ``data_root``, by default the file's folder.
 
@@ -86,7 +90,11 @@ class Mixed(Source):
     def intact(self) -> bool:
         return all(part.intact() for part in self._all())
 
+    def header(self, name: str) -> list[str] | None:
+        found = [part.header(part.names()[0]) for part in self.parts[name]]
+        return None if None in found else sorted(set.intersection(*(set(each or ()) for each in found)))
+
     def read(self, name: str, show_progress: bool = True) -> Rows:
         for part in self.parts[name]:
-            part.needs_text = self.needs_text
+            part.ask_as(self)
         return join_rows([part.read(part.names()[0], show_progress) for part in self.parts[name]])

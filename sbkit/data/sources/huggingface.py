@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, no_column, pick, stamp
 from sbkit.data.sources.embedded import is_stored, store_rows
@@ -59,8 +60,8 @@ class HuggingFace(Source):
     @property
     def folder(self) -> Path:
         """The folder of this version of the dataset; other versions have other folders."""
-        without = [] if self.needs_text else ["text"]
-        facts = json.dumps([_FORMAT, self.fingerprint(), dict(self.columns), *without], sort_keys=True).encode()
+        needs = [*([] if self.needs_text else ["text"]), *([dict(self.wanted)] if self.wanted else [])]
+        facts = json.dumps([_FORMAT, self.fingerprint(), dict(self.columns), *needs], sort_keys=True).encode()
         return self.cache / f"{self._label()}-{hashlib.sha256(facts).hexdigest()[:12]}"
 
     def _label(self) -> str:
@@ -70,7 +71,7 @@ class HuggingFace(Source):
         origin = f"{self.where} [{name}]"
         try:
             dataset = self.load(name)
-            layout = _Layout(origin, dataset, self.columns, self.needed)
+            layout = _Layout(origin, dataset, self.columns, self.needed, self.wanted)
             total = len(dataset) if hasattr(dataset, "__len__") else None
             return store_rows(layout.tables, self.folder, _NO_NAME.sub("-", name), origin, total=total,
                               show_progress=show_progress)
@@ -216,6 +217,14 @@ class SavedToDisk(HuggingFace):
         except (OSError, ValueError, KeyError) as error:
             raise self.unreadable(str(self.path / "dataset_dict.json"), error) from error
 
+    def header(self, name: str) -> list[str] | None:
+        single = not (self.path / "dataset_dict.json").is_file()
+        try:
+            info = (self.path if single else self.path / name) / "dataset_info.json"
+            return list(json.loads(info.read_text(encoding="utf-8"))["features"])
+        except (OSError, ValueError, KeyError, TypeError):  # reading it finds out
+            return None
+
     def load(self, name: str) -> datasets.Dataset:
         import datasets
 
@@ -253,6 +262,12 @@ class Parquet(HuggingFace):
     def fingerprint(self) -> list[Any]:
         return [self.kind, [stamp(path) for paths in self.files.values() for path in paths]]
 
+    def header(self, name: str) -> list[str] | None:
+        try:
+            return list(pq.read_schema(self.files[name][0]).names)
+        except (OSError, pa.ArrowInvalid):  # reading it finds out
+            return None
+
     def load(self, name: str) -> datasets.IterableDataset:
         import datasets
 
@@ -265,7 +280,7 @@ class _Layout:
     """The roles of a dataset's columns, and its rows in tables with our columns."""
 
     def __init__(self, origin: str, dataset: datasets.Dataset | datasets.IterableDataset,
-                 columns: Mapping[str, str], needed: Sequence[str]):
+                 columns: Mapping[str, str], needed: Sequence[str], wanted: Mapping[str, bool]):
         import datasets
 
         features = dataset.features or {}
@@ -273,20 +288,22 @@ class _Layout:
             if isinstance(feature, datasets.Audio):
                 dataset = dataset.cast_column(name, datasets.Audio(decode=False))
         schema = dataset.features.arrow_schema if features else self._first(dataset).schema
-        self.roles = {role: pick(role, schema.names, columns) for role in ALIASES}
+        self.roles = {role: pick(role, schema.names, columns) for role in dict.fromkeys((*ALIASES, *wanted))}
         audio = [field.name for field in schema if pa.types.is_struct(field.type)
                  and {"bytes", "path"} <= {child.name for child in field.type.fields}]
         if "audio" not in columns and audio and self.roles["audio"] not in audio:
-            self.roles["audio"] = audio[0]
+            self.roles["audio"] = next((name for name in audio if name not in self.roles.values()), audio[0])
         for role in needed:
             if self.roles[role] is None:
                 raise no_column(origin, role, schema.names, columns)
         self.meta = {ours: next((name for name in theirs if name in schema.names), None)
                      for ours, theirs in META_ALIASES.items()}
+        self.meta.update({role: self.roles[role] for role in wanted if role not in ALIASES})
+        self.audio = [role for role, recordings in wanted.items() if recordings and self.roles[role] in audio]
         self.labels = {name: feature.names for name, feature in features.items()
                        if isinstance(feature, datasets.ClassLabel)}
-        wanted = {*filter(None, self.roles.values()), *filter(None, self.meta.values())}
-        self.dataset = dataset.select_columns([name for name in schema.names if name in wanted])
+        used = {*filter(None, self.roles.values()), *filter(None, self.meta.values())}
+        self.dataset = dataset.select_columns([name for name in schema.names if name in used])
 
     @staticmethod
     def _first(dataset: datasets.Dataset | datasets.IterableDataset) -> pa.Table:
@@ -308,7 +325,9 @@ class _Layout:
         for role in ("id", "text", "speaker", "duration", "start"):
             columns[role] = self._text(table, self.roles[role])
         for ours, theirs in self.meta.items():
-            if theirs is not None:
+            if ours in self.audio:
+                columns[f"audio {ours}"] = table.column(theirs).combine_chunks()
+            elif theirs is not None:
                 columns[f"meta {ours}"] = self._text(table, theirs)
         return pa.table(columns)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sbkit.data.manifest import Column
-from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, no_column, unique_ids
+from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, names_of, no_column, unique_ids
 from sbkit.data.sources.files import FileSource
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 from sbkit.system.console import progress
 
 _WORTH_A_BAR = 50e6  # bytes
+_HEADER_ROWS = 100  # that show which columns there are
 #: Bytes of a line, and of a file that has to be read as a whole: ten million utterances.
 _MAX_LINE_BYTES, _MAX_BYTES = 1 << 24, 1 << 31
 
@@ -31,8 +33,14 @@ class JsonLines(FileSource):
     kind = "JSON lines"
     suffixes = (".jsonl", ".json", ".ndjson")
 
+    def header(self, name: str) -> list[str]:
+        items = (item for _, item in itertools.islice(_objects(self.files[name]), _HEADER_ROWS))
+        return list(dict.fromkeys(key for item in items if isinstance(item, dict) for key in item))
+
     def read_file(self, path: Path, show_progress: bool) -> Rows:
-        names = {role: (self.columns[role],) if role in self.columns else ALIASES[role] for role in ALIASES}
+        further = tuple(role for role in self.wanted if role not in ALIASES)
+        names = {role: (self.columns[role],) if role in self.columns else names_of(role)
+                 for role in (*ALIASES, *META_ALIASES, *further)}
         utterances: list[_Utterance] = []
         malformed: list[tuple[str, str]] = []
         keys: dict[str, None] = {}  # all names that occur, for the error about a missing role
@@ -48,7 +56,7 @@ class JsonLines(FileSource):
                 keys.update(dict.fromkeys(item))
                 for role in found:
                     found[role] |= values[role] is not None
-                utterances.append(_utterance(values, item))
+                utterances.append(_utterance(values, {*META_ALIASES, *further}))
             except (TypeError, ValueError, OverflowError) as error:
                 malformed.append((f"{path.name} line {line}", str(error)))
         for role, there in found.items():
@@ -59,13 +67,14 @@ class JsonLines(FileSource):
             named = unique_ids(map(_derived_id, utterances))
         else:
             named = [_derived_id(u) if id_ is None else id_ for id_, u in zip(ids, utterances, strict=True)]
-        meta = {name: Column([u.meta[name] for u in utterances]) for name in META_ALIASES
-                if any(u.meta[name] for u in utterances)}
+        meta = {name: Column([u.meta[name] for u in utterances]) for name in dict.fromkeys((*META_ALIASES, *further))
+                if name in further or any(u.meta[name] for u in utterances)}
         return Rows(
             origin=str(path), ids=Column(named), wavs=self.locate(Column([u.audio for u in utterances]), path),
             texts=Column([u.text for u in utterances]), speakers=Column([u.speaker for u in utterances]),
             durations=np.array([u.duration for u in utterances], float),
-            starts=np.array([u.start for u in utterances], float), meta=meta, malformed=malformed)
+            starts=np.array([u.start for u in utterances], float), meta=self.with_paths(meta, path),
+            malformed=malformed)
 
 
 class _Utterance(NamedTuple):
@@ -78,7 +87,7 @@ class _Utterance(NamedTuple):
     meta: dict[str, str]
 
 
-def _utterance(values: dict[str, Any], item: dict[str, Any]) -> _Utterance:
+def _utterance(values: dict[str, Any], further: Iterable[str]) -> _Utterance:
     if values["audio"] is None:
         raise ValueError("no audio path")
     start = float(values["start"] or 0.0)
@@ -88,7 +97,7 @@ def _utterance(values: dict[str, Any], item: dict[str, Any]) -> _Utterance:
     return _Utterance(
         None if values["id"] is None else _text(values["id"]), _text(values["audio"]), _text(values["text"]),
         _text(values["speaker"]), duration, start,
-        {name: _text(_first(item, theirs)) for name, theirs in META_ALIASES.items()})
+        {name: _text(values[name]) for name in further})
 
 
 def _derived_id(utterance: _Utterance) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.manifest import Column
-from sbkit.data.sources.base import Rows, Source, blank, stamp
+from sbkit.data.sources.base import ALIASES, Rows, Source, blank, stamp
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 
@@ -71,11 +71,13 @@ class LJSpeech(Source):
             texts=Column([self._text(row) for row in rows]),
             speakers=blank(len(rows)) if speakers is None else Column([row[speakers] for row in rows]),
             durations=np.full(len(rows), np.nan), starts=np.zeros(len(rows)),
+            meta={role: Column([row[self.columns[role]] for row in rows]) for role in self.wanted
+                  if role not in ALIASES and role in self.columns},
             malformed=malformed if name == "train" else [])
 
     def _number(self, role: str, given: object) -> int:
         """Return the place of a field that the corpus's ``columns`` name, counted from 0."""
-        if role not in _ROLES:
+        if role in ALIASES and role not in _ROLES:
             raise SbkitError(f"corpus: columns names the {role}, which {self.path} has no field for",
                              hint=f"roles are {', '.join(_ROLES)}")
         if not str(given).isdecimal() or int(str(given)) < 1:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 
-from sbkit.data.delimited import Delimited, read_delimited
+from sbkit.data.delimited import Delimited, header, read_delimited
 from sbkit.data.manifest import OWN, Column, to_seconds
-from sbkit.data.sources.base import Rows, blank, no_column, pick, unique_ids
+from sbkit.data.sources.base import ALIASES, Rows, blank, no_column, pick, unique_ids
 from sbkit.data.sources.files import FileSource
 
 # Recipes with segments in samples have columns start and stop; a quotient below this isn't a sample rate.
@@ -26,10 +26,13 @@ class SpeechBrainCsv(FileSource):
     kind = "SpeechBrain CSV"
     suffixes = (".csv",)
 
+    def header(self, name: str) -> list[str]:
+        return header(self.files[name])
+
     def read_file(self, path: Path, show_progress: bool) -> Rows:
         csv = read_delimited(path)
         roles = {role: pick(role, csv.columns, self.columns)
-                 for role in ("id", "audio", "text", "speaker", "duration", "start")}
+                 for role in dict.fromkeys(("id", "audio", "text", "speaker", "duration", "start", *self.wanted))}
         for role in self.needed:
             if roles[role] is None:
                 raise no_column(path, role, csv.columns, self.columns)
@@ -43,14 +46,16 @@ class SpeechBrainCsv(FileSource):
         if "start" in column:
             starts, durations = _segments(path, csv, there["start"], durations)
         used = {*there.values(), "stop"}
+        meta = {f"source_{name}" if name in OWN else name: Column(values)
+                for name, values in csv.columns.items() if name not in used}
+        meta.update({role: Column(column[role]) for role in self.wanted if role not in ALIASES})
         return Rows(
             origin=str(path),
             ids=Column(column["id"]) if "id" in column else Column(unique_ids(_stems(wavs))),
             wavs=self.locate(wavs, path), texts=Column(column["text"]) if "text" in column else blank(len(csv)),
             speakers=Column(column["speaker"]) if "speaker" in column else blank(len(csv)),
             durations=durations, starts=starts,
-            meta={f"source_{name}" if name in OWN else name: Column(values)
-                  for name, values in csv.columns.items() if name not in used},
+            meta=self.with_paths(meta, path),
             malformed=[(f"{path.name} line {line}", what) for line, what in csv.malformed])
 
 

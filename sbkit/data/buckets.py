@@ -1,0 +1,121 @@
+"""Edges between buckets of utterances of similar duration: with the least padding and the fewest incomplete steps."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sbkit.data.plan import Batching
+
+#: The cost of a step besides its audio, as a share of a full step. It balances padding, which more buckets reduce,
+#: against incomplete steps, of which each bucket adds half a one on average.
+STEP_COST = 0.05
+MAX_BUCKETS = 200
+#: In a bucket of fewer steps, the utterances would hardly be mixed.
+MIN_STEPS_PER_BUCKET = 2
+#: A corpus of few steps whose padding exceeds this share gets narrower buckets: these (steps per bucket, cost of a
+#: step) are tried in turn until the padding is below. With one step per bucket, every epoch has the same steps in
+#: another order. A corpus of fewer than ``MIN_STEPS`` full steps is left alone: for it, full steps matter more.
+MAX_PADDING, MIN_STEPS = 0.02, 10
+NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
+#: Candidates for edges between buckets; more candidates take time and hardly reduce padding.
+EDGE_CANDIDATES = 600
+
+
+def bucket_edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
+    """Upper edges of the buckets, ascending: as many as ``batching`` says, or the number of least cost; no bucket has
+    fewer utterances than a batch must have."""
+    edges = _cheapest_edges(durations, batching)
+    if batching.min_batch_utterances == 1:
+        return edges
+    kept, waiting = [], 0
+    for edge, size in zip(edges.tolist(), np.bincount(np.searchsorted(edges, durations)).tolist(), strict=True):
+        waiting += size
+        if waiting >= batching.min_batch_utterances:
+            kept.append(edge)
+            waiting = 0
+    if waiting:
+        kept[-1] = edges[-1]
+    return np.array(kept, edges.dtype)
+
+
+def _cheapest_edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
+    ordered = np.sort(durations)
+    total = float(ordered.sum(dtype=np.float64))
+    # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
+    places = np.linspace(0, len(ordered) - 1, EDGE_CANDIDATES // 2).astype(np.int64)
+    levels = np.linspace(ordered[0], ordered[-1], EDGE_CANDIDATES // 2, dtype=np.float32)
+    at_levels = np.searchsorted(ordered, levels, side="right") - 1
+    candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
+    below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
+    if batching.buckets is not None:
+        return _few_buckets(candidates, below, batching, total)
+    edges = _few_buckets(candidates, below, batching, total)
+    for least, step_cost in NARROWER if total >= MIN_STEPS * batching.update_seconds else ():
+        sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
+        if 1 - total / float(sizes @ edges.astype(np.float64)) <= MAX_PADDING:
+            break
+        edges = _full_steps(candidates, below, batching.update_seconds, least, step_cost)
+    return edges
+
+
+def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, total: float) -> np.ndarray:
+    """The edges with the least padding for ``batching.buckets``; if that is null, for the number of least cost.
+
+    Dynamic programming finds the best choice among the candidates; a bucket costs its members times its edge.
+    """
+    max_buckets = batching.buckets
+    if max_buckets is None:
+        max_buckets = max(1, int(total / batching.update_seconds / MIN_STEPS_PER_BUCKET))
+    max_buckets = min(max_buckets, MAX_BUCKETS, len(candidates))
+    # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
+    cost = below * candidates
+    back, totals = [], [cost[-1]]
+    # step[i, j]: one bucket from behind candidate i up to candidate j.
+    step = (below[None, :] - below[:, None]) * candidates[None, :]
+    step[np.tril_indices(len(candidates))] = math.inf
+    options = np.empty_like(step)
+    for _ in range(max_buckets - 1):
+        np.add(cost[:, None], step, out=options)
+        previous = np.argmin(options, axis=0)
+        better = options[previous, np.arange(len(candidates))]
+        back.append(np.where(better < cost, previous, -1))
+        cost = np.minimum(cost, better)
+        totals.append(cost[-1])
+    if batching.buckets is None:
+        halves = np.arange(1, max_buckets + 1) / 2
+        best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * batching.update_seconds * halves))
+        back = back[:best]
+    chosen, j = [len(candidates) - 1], len(candidates) - 1
+    for previous in reversed(back):
+        if previous[j] >= 0:
+            j = int(previous[j])
+            chosen.append(j)
+    return candidates[chosen[::-1]]
+
+
+def _full_steps(candidates: np.ndarray, below: np.ndarray, step_seconds: float, least: int,
+                step_cost: float) -> np.ndarray:
+    """Edges for small corpora: every bucket has at least ``least`` full steps, and their number follows from the cost.
+
+    Dynamic programming finds the best choice among the candidates; a bucket costs its padded seconds and its steps.
+    """
+    fits = np.maximum(1, np.floor(step_seconds / candidates + 1e-6))
+    before = np.concatenate([[0.0], below])
+    sizes = below[None, :] - before[:-1, None]  # [i, j]: of the bucket from candidate i to candidate j
+    steps = np.ceil(sizes / fits)
+    cost = sizes * candidates + step_cost * step_seconds * steps
+    cost[(sizes <= 0) | ((steps < least) & (before[:-1, None] > 0))] = math.inf
+    best, previous = np.zeros(len(before)), np.zeros(len(before), np.int64)
+    for j in range(len(candidates)):
+        costs = best[: j + 1] + cost[: j + 1, j]
+        previous[j + 1] = np.argmin(costs)
+        best[j + 1] = costs[previous[j + 1]]
+    chosen, j = [], len(candidates)
+    while j:
+        chosen.append(j - 1)
+        j = int(previous[j])
+    return candidates[chosen[::-1]]

@@ -1,0 +1,76 @@
+"""Steps of several clips of each of several labels (P x K): exactly so many, all different, drawn anew in each pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+
+if TYPE_CHECKING:
+    from sbkit.data.plan import Batching
+
+
+class LabelGroups:
+    """Groups of ``clips`` clips with one label, of which each step has ``labels_per_step`` with different labels.
+
+    A pass over the corpus makes as many groups of each label as it has clips for, at most one for each step, and has as
+    many steps as can be filled.
+
+    Arguments
+    ---------
+    labels: ``[N]``, a number of each utterance's label, from 0 on.
+    durations: ``[N]``, seconds.
+
+    >>> from sbkit.data.plan import Batching
+    >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), Batching(4, 4, clips_per={"speaker": 2}))
+    >>> groups.labels_per_step, groups.steps, groups.draw(np.random.default_rng(0)).shape
+    (2, 1, (4,))
+    """
+
+    def __init__(self, labels: np.ndarray, durations: np.ndarray, batching: Batching):
+        (name, self.clips), = (batching.clips_per or {}).items()
+        self.labels, self.sizes = labels, np.bincount(labels)
+        possible = self.sizes // self.clips
+        enough = possible > 0
+        self.left_out = int(self.sizes[~enough].sum())
+        """The number of utterances whose label has too few, so that they are in no step."""
+        self.longest = float(durations[enough[labels]].max(initial=0.0))
+        fits = int(batching.update_seconds / (self.clips * max(self.longest, 1e-6)) + 1e-6)
+        self.labels_per_step = fits
+        what = f"step_seconds ({batching.update_seconds:g} s) holds {fits} times {self.clips} clips of " \
+               f"{self.longest:g} s"
+        if enough.sum() < 2:
+            raise SbkitError(f"clips_per: {int(enough.sum())} values of the column {name} have {self.clips} clips or "
+                             "more", hint="lower the number, or is it the right column?")
+        if fits < 2:
+            raise SbkitError(f"clips_per: {what}, and a step needs two values of {name} to tell apart",
+                             hint=f"raise step_seconds to {2 * self.clips * self.longest:g} or more, or crop the clips")
+        if fits > enough.sum():
+            raise SbkitError(
+                f"clips_per: {what}, each of another {name}, and {int(enough.sum())} have so many clips",
+                hint=f"lower step_seconds to {int(enough.sum()) * self.clips * self.longest:g}")
+        # How many steps can each have that many groups with different labels: it is so up to a number, and not beyond.
+        low, high = 1, int(possible.sum()) // fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            if np.minimum(possible, middle).sum() >= fits * middle:
+                low = middle
+            else:
+                high = middle - 1
+        self.steps = low
+        self._taken = self.clips * np.minimum(possible, low)
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        """The utterances of one pass, step by step and group by group, ``[steps * labels_per_step * clips]``."""
+        order = rng.permutation(len(self.sizes))  # of the labels
+        members = rng.permutation(len(self.labels))
+        members = members[np.argsort(np.argsort(order)[self.labels[members]], kind="stable")]
+        sizes = self.sizes[order]
+        place = np.arange(len(members)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within its label
+        groups = members[place < np.repeat(self._taken[order], sizes)].reshape(-1, self.clips)
+        chosen = np.sort(rng.permutation(len(groups))[: self.labels_per_step * self.steps])
+        # Dealt out like cards: a label's groups are neighbours, and no more than steps, so that no step gets two.
+        dealt = groups[chosen].reshape(self.labels_per_step, self.steps, self.clips)
+        return dealt.transpose(1, 0, 2).ravel()

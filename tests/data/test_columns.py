@@ -1,0 +1,256 @@
+"""Columns that a task declares: from any kind of list into manifests, from there into batches, checked on the way."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import corpora
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sounds import encoded, speechlike
+
+from sbkit.data.augment import Augment, Crop, Gain, SpeedPerturb
+from sbkit.data.batch import Batch
+from sbkit.data.columns import BatchColumns, LabelColumn, Padded, SignalColumn
+from sbkit.data.corpus import Corpus
+from sbkit.data.loader import EvalLoader, TrainLoader
+from sbkit.data.plan import Batching, Plan
+from sbkit.errors import SbkitError
+from sbkit.train import batches
+
+CLIPS = 12
+SECONDS = [0.5 + 0.05 * i for i in range(CLIPS)]
+DECLARED = {"speaker": LabelColumn("speakers"), "mood": LabelColumn(), "clean": SignalColumn(),
+            "voice": SignalColumn(aligned=False)}
+
+
+class Keys:
+    speakers = ("s0", "s1", "s2")
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory):
+    """Recordings, each with a clean one of its length and a longer one of its speaker's voice."""
+    folder = tmp_path_factory.mktemp("sounds")
+    for i, seconds in enumerate(SECONDS):
+        for kind, length in (("noisy", seconds), ("clean", seconds), ("voice", 2 + 0.1 * i)):
+            sound = speechlike(length, seed=i + 100 * (kind == "voice"))
+            (folder / f"{kind}{i}.wav").write_bytes(encoded(sound, 16000))
+    return folder
+
+
+def rows(sounds, **changed):
+    """A list of these recordings, with relative paths."""
+    found = []
+    for i, seconds in enumerate(SECONDS):
+        found.append({"ID": f"u{i}", "duration": f"{seconds}", "wav": f"noisy{i}.wav", "spk_id": f"s{i % 3}",
+                      "mood": ("glad", "sad")[i % 2], "clean_wav": f"clean{i}.wav", "voice": f"voice{i}.wav"})
+        found[-1].update(changed.get(f"u{i}", {}))
+    return found
+
+
+def write(kind, folder, listed, sounds):
+    folder.mkdir(parents=True, exist_ok=True)
+    named = [{**row, "ID": f"train-{row['ID']}"} for row in listed]
+    if kind == "csv":
+        with open(folder / "train.csv", "w", newline="") as file:
+            out = csv.DictWriter(file, named[0].keys())
+            out.writeheader()
+            out.writerows(named)
+    elif kind == "jsonl":
+        (folder / "train.jsonl").write_text("\n".join(map(json.dumps, named)))
+    else:  # as datasets on the hub have recordings
+        for row in named:
+            for name in ("wav", "clean_wav", "voice"):
+                row[name] = {"bytes": (sounds / row[name]).read_bytes(), "path": row[name]}
+        pq.write_table(pa.Table.from_pylist(named), folder / "train.parquet")
+    return Corpus(str(folder), folder=folder / "manifests", data_root=str(sounds), columns={"clean": "clean_wav"},
+                  only=("train",))
+
+
+def prepared(corpus, declared=None):
+    return corpus.prepare(show_progress=False, needs_text=False, columns=DECLARED if declared is None else declared)
+
+
+@pytest.fixture(scope="module")
+def manifest(sounds, tmp_path_factory):
+    return prepared(write("csv", tmp_path_factory.mktemp("list"), rows(sounds), sounds))["train"]
+
+
+def loader(manifest, *, augment=None, keys=Keys, declared=DECLARED, **options):
+    columns = BatchColumns(declared, keys)
+    plan = Plan.of(manifest, Batching(12, 12), augment, 1, columns=columns)
+    return TrainLoader(manifest, None, plan, augment=augment, columns=columns, **{"workers": 0, **options})
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_every_kind_of_list_gives_the_same_batches(kind, sounds, manifest, tmp_path):
+    found = prepared(write(kind, tmp_path, rows(sounds), sounds))["train"]
+    assert list(found.column("mood")) == ["glad", "sad"] * (CLIPS // 2)
+    assert found.seconds("voice").tolist() == pytest.approx([2 + 0.1 * i for i in range(CLIPS)], abs=1e-3)
+    for made, known in zip(loader(found).at(1), loader(manifest).at(1), strict=True):
+        assert made.ids == known.ids
+        for a, b in zip(made.tensors(), known.tensors(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_it_is_prepared_once_and_again_when_the_task_declares_others(sounds, tmp_path, caplog):
+    corpus = write("csv", tmp_path, rows(sounds), sounds)
+    assert len(prepared(corpus)["train"]) == CLIPS
+    with caplog.at_level("INFO"):
+        prepared(corpus)
+        assert "prepared already" in caplog.text
+        assert "voice_seconds" not in prepared(corpus, {"clean": SignalColumn()})["train"].meta
+    assert "preparing" in caplog.text
+
+
+def test_common_voice_keeps_a_column_of_its_own(tmp_path):
+    folder = corpora.common_voice(tmp_path / "cv", train=["one two"] * 3, dev=["three"], test=["four"])
+    lines = (folder / "train.tsv").read_text().splitlines()
+    assert "mood" not in lines[0]
+    for tsv in (folder / f"{split}.tsv" for split in ("train", "dev", "test")):
+        head, *others = tsv.read_text().splitlines()
+        tsv.write_text("\n".join([f"{head}\tmood", *(f"{line}\tm{i}" for i, line in enumerate(others))]) + "\n")
+    found = Corpus(folder, folder=tmp_path / "m").prepare(show_progress=False, columns={
+        "mood": LabelColumn(), "speaker": LabelColumn()})
+    assert set(found["train"].column("mood")) <= {f"m{i}" for i in range(len(lines))} and len(found["train"])
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(sounds, tmp_path):
+    corpus = write("csv", tmp_path / "csv", rows(sounds), sounds)
+    wanted = {"accent": LabelColumn(), "clean": SignalColumn()}
+    for act in (lambda: corpus.check_declared(False, wanted), lambda: prepared(corpus, wanted)):
+        with pytest.raises(SbkitError, match="has no column for the accent: looked for any of 'accents', 'accent' "
+                                             "among ID, duration, wav, spk_id, mood, clean_wav, voice; name it in the"):
+            act()
+    for kind in ("jsonl", "parquet"):
+        other = write(kind, tmp_path / kind, rows(sounds), sounds)
+        with pytest.raises(SbkitError, match="no column for the colour: looked for 'colour' among ID, duration"):
+            other.check_declared(False, {"colour": LabelColumn(), "clean": SignalColumn()})
+    corpus.check_declared(False, DECLARED)
+    assert not list((tmp_path / "csv").glob("manifests/*.csv")), "a check prepares nothing"
+
+
+def test_a_recordings_folder_has_no_columns(sounds, tmp_path):
+    corpus = Corpus(str(sounds), folder=tmp_path / "m", splits={"train": "train"}, only=("train",))
+    with pytest.raises(SbkitError, match="no column for the speaker"):
+        prepared(corpus, {"speaker": LabelColumn()})
+
+
+def test_rows_that_lack_something_are_counted_and_named(sounds, tmp_path):
+    changed = {"u1": {"mood": " "}, "u2": {"clean_wav": "gone.wav"}, "u3": {"clean_wav": "voice3.wav"},
+               "u4": {"voice": "broken.wav"}}
+    (sounds / "broken.wav").write_bytes(b"RIFF no sound")
+    corpus = write("csv", tmp_path, rows(sounds, **changed), sounds)
+    found = prepared(corpus)
+    assert set(found["train"].ids) == {f"train-u{i}" for i in (0, *range(5, CLIPS))}
+    left_out = corpus.report["splits"]["train"]["left_out"]
+    examples = {reason: entry["examples"][0] for reason, entry in left_out.items() if entry["count"] == 1}
+    assert examples["empty column"] == "train-u1: mood"
+    assert examples["missing clip"] == f"train-u2: clean: {sounds}/gone.wav"
+    assert examples["signals of different length"].startswith("train-u3: clean: 2.30 s, and 0.65 s from 0.00 s on")
+    assert examples["undecodable"].startswith("train-u4: voice: ")
+
+
+@pytest.mark.parametrize("augment", [None, Augment([SpeedPerturb([0.8, 1.1]), Crop(0.4), Gain()])])
+def test_an_aligned_signal_is_cut_and_sped_up_as_its_recording_is(manifest, augment):
+    """The clean recordings here have the samples of the others, so that each batch must have the same twice."""
+    lengths = set()
+    for batch in loader(manifest, augment=augment).at(1):
+        clean = batch.columns["clean"]
+        assert torch.equal(clean.data, batch.signals) and torch.equal(clean.lengths, batch.signal_lengths)
+        lengths.update(batch.signal_lengths.tolist())
+    assert len(lengths) == CLIPS if augment is None else max(lengths) <= 6400
+
+
+def test_noise_is_on_the_recording_alone(manifest):
+    class Noise:
+        def __call__(self, signal, rng):
+            return signal + rng.standard_normal(len(signal)).astype(np.float32)
+
+    plain = {name: row for batch in loader(manifest, augment=Augment([Gain()])).at(1)
+             for name, row in zip(batch.ids, batch.columns["clean"].data, strict=True)}
+    for batch in loader(manifest, augment=Augment([Gain(), Noise()])).at(1):
+        assert not torch.allclose(batch.signals, batch.columns["clean"].data, atol=0.1)
+        for name, row in zip(batch.ids, batch.columns["clean"].data, strict=True):
+            assert torch.equal(row, plain[name])
+
+
+def test_a_stage_that_would_part_them_is_named(manifest):
+    class Half:
+        def __call__(self, signal, rng):
+            return signal[::2]
+
+    with pytest.raises(SbkitError, match=r"Half changes the length of a recording.*aligned = True"):
+        next(loader(manifest, augment=Augment([Half()])).at(1))
+
+
+def test_a_signal_with_a_length_of_its_own_is_whole_and_planned(manifest):
+    made = loader(manifest)
+    assert made.plan.durations.tolist() == pytest.approx([2 + 0.1 * i for i in range(CLIPS)], abs=1e-3)
+    for batch in made.at(1):
+        for name, size in zip(batch.ids, batch.columns["voice"].lengths.tolist(), strict=True):
+            assert size == round(16_000 * (2 + 0.1 * int(name.rpartition("u")[2])))
+        data = batch.columns["voice"].data
+        assert data.shape[0] * data.shape[1] <= 12 * 16_000
+    for batch in EvalLoader(manifest, None, max_batch_seconds=4, columns=BatchColumns(DECLARED, Keys), workers=0):
+        assert batch.columns["voice"].data.numel() <= 4 * 16_000
+
+
+def test_labels_are_numbers_of_the_recipes_list_or_texts(manifest):
+    known = dict(zip(manifest.ids, manifest.speakers, strict=True))
+    for batch in loader(manifest, workers=1).at(1):
+        assert [f"s{number}" for number in batch.columns["speaker"].tolist()] == [known[name] for name in batch.ids]
+        assert batch.columns["speaker"].dtype == torch.int64 and set(batch.columns["mood"]) <= {"glad", "sad"}
+
+
+def test_a_label_that_the_recipe_does_not_list_is_refused_in_training_and_minus_one_in_a_test(manifest):
+    class Fewer:
+        speakers = ("s2", "s0")
+
+    with pytest.raises(SbkitError, match=r"speakers doesn't list 's1', the speaker of train-u1 and of 3 more rows"):
+        loader(manifest, keys=Fewer)
+    found = {name: number for batch in EvalLoader(manifest, None, max_batch_seconds=8, workers=0,
+                                                  columns=BatchColumns(DECLARED, Fewer))
+             for name, number in zip(batch.ids, batch.columns["speaker"].tolist(), strict=True)}
+    assert [found[f"train-u{i}"] for i in range(3)] == [1, -1, 0]
+
+
+@pytest.mark.parametrize("listed", [None, [], "s1", 3])
+def test_a_key_without_a_list_is_named(listed):
+    with pytest.raises(SbkitError, match=r"speakers is .*the list of all values of the column speaker"):
+        BatchColumns(DECLARED, type("Wrong", (), {"speakers": listed}))
+
+
+def test_a_damaged_signal_leaves_its_row_out(manifest, sounds):
+    wavs = list(manifest.meta["clean"])
+    wavs[4] = str(sounds / "broken.wav")
+    (sounds / "broken.wav").write_bytes(b"RIFF no sound")
+    damaged = manifest.replace(meta={**manifest.meta, "clean": wavs})
+    made = loader(damaged)
+    names = [name for batch in made.at(1) for name in batch.ids]
+    assert len(names) == CLIPS - 1 and list(made.damaged) == ["train-u4"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 400), st.integers(1, 3))
+def test_all_that_handles_batches_handles_their_columns(utterances, samples, times):
+    signals, lengths = torch.randn(utterances, samples), torch.full((utterances,), samples)
+    columns = BatchColumns(DECLARED, Keys)
+    batch = Batch(ids=[f"{i}" for i in range(utterances)], signals=signals, signal_lengths=lengths,
+                  tokens=torch.zeros(utterances, 0, dtype=torch.long), token_lengths=torch.zeros(utterances),
+                  texts=[""] * utterances, columns=columns.stand_in(signals, lengths, noise=True))
+    assert batch.columns["speaker"].max() < 3 and batch.columns["mood"] == [""] * utterances
+    assert len(batch.tensors()) == 9 and {each.device.type for each in batch.to("meta").tensors()} == {"meta"}
+    longer = batch.repeated(times)
+    part = batches.rows(longer, utterances * (times - 1), utterances * times)
+    assert isinstance(part.columns["clean"], Padded) and len(part.columns["mood"]) == utterances
+    for a, b in zip(part.tensors(), batch.tensors(), strict=True):
+        assert torch.equal(a, b)
+    assert batches.largest(batch) == utterances * samples
