@@ -34,7 +34,9 @@ class Batch:
     """``[B]`` int64."""
     texts: list[str]
     columns: dict[str, Any] = field(default_factory=dict)  # of types that their declarations say
-    """What the task declares besides, by name: B texts, numbers ``[B]``, or ``Padded`` signals."""
+    """What the task declares besides, by name: B texts, or ``Padded`` signals."""
+    labels: dict[str, Tensor] = field(default_factory=dict)
+    """``[B]`` int64, the numbers of texts of ``columns`` in a list of the recipe."""
     step: int = 0
     micro: int = 0
     micros: int = 1
@@ -91,17 +93,16 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""
-        columns = [column if isinstance(column, tuple) else (column,) for column in self.columns.values()]
-        return [self.signals, self.signal_lengths, self.tokens, self.token_lengths,
-                *(tensor for column in columns for tensor in column if isinstance(tensor, Tensor))]
+        return [self.signals, self.signal_lengths, self.tokens, self.token_lengths, *self.labels.values(),
+                *(tensor for column in self.columns.values() if isinstance(column, tuple) for tensor in column)]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return dataclasses.replace(
             self, signals=change(self.signals), signal_lengths=change(self.signal_lengths),
             tokens=change(self.tokens), token_lengths=change(self.token_lengths),
-            columns={name: type(column)(*map(change, column)) if isinstance(column, tuple) else
-                     change(column) if isinstance(column, Tensor) else column
-                     for name, column in self.columns.items()})
+            columns={name: type(column)(*map(change, column)) if isinstance(column, tuple) else column
+                     for name, column in self.columns.items()},
+            labels={name: change(numbers) for name, numbers in self.labels.items()})
 
 
 def stand_in(*, utterances: int = 1, tokens: bool = True, sample_rate: int = SAMPLE_RATE, **place: Any) -> Batch:

@@ -18,12 +18,12 @@ from sbkit.errors import SbkitError, shown
 
 @dataclass(frozen=True)
 class LabelColumn:
-    """A column of labels, such as speakers: a batch has B texts, or numbers ``[B]`` int64.
+    """A column of labels, such as speakers: ``batch.columns`` has B texts.
 
     Arguments
     ---------
-    classes: the key of the recipe whose list has all labels of the training set; a batch then has each label's place
-        there, and -1 in dev and test for a label that it doesn't have. ``None``: the texts.
+    classes: the key of the recipe whose list has all labels of the training set; ``batch.labels`` then has the place of
+        each text there, ``[B]`` int64, and -1 in dev and test for one that it doesn't have.
     """
 
     classes: str | None = None
@@ -31,7 +31,7 @@ class LabelColumn:
 
 @dataclass(frozen=True)
 class SignalColumn:
-    """A column of recordings, such as the clean one of a noisy one: a batch has ``Padded`` signals.
+    """A column of recordings, such as the clean one of a noisy one: ``batch.columns`` has ``Padded`` signals.
 
     Arguments
     ---------
@@ -62,9 +62,9 @@ class BatchColumns:
     def __init__(self, declared: Declared, keys: object = None):
         self.declared = dict(declared)
         self.signals = {name: column for name, column in declared.items() if isinstance(column, SignalColumn)}
-        self.labels = {name: column.classes for name, column in declared.items() if isinstance(column, LabelColumn)}
+        self.texts = {name: column.classes for name, column in declared.items() if isinstance(column, LabelColumn)}
         self.classes: dict[str, Sequence[str]] = {}
-        for name, key in self.labels.items():
+        for name, key in self.texts.items():
             if key is None:
                 continue
             listed = getattr(keys, key, None)
@@ -82,7 +82,7 @@ class BatchColumns:
             if not known.all():
                 row = int(np.flatnonzero(~known)[0])
                 raise SbkitError(
-                    f"{self.labels[name]} doesn't list {shown(column[row])}, the {name} of {train.ids[row]} and of "
+                    f"{self.texts[name]} doesn't list {shown(column[row])}, the {name} of {train.ids[row]} and of "
                     f"{int((~known).sum()) - 1:,} more rows of the training set", hint="list all of them")
 
     def longest(self, manifest: Manifest, durations: np.ndarray) -> np.ndarray:
@@ -92,20 +92,17 @@ class BatchColumns:
                 durations = np.maximum(durations, manifest.seconds(name))
         return durations
 
-    def label(self, name: str, values: Sequence[str]) -> Tensor | list[str]:
-        """What a batch has of a column of labels with these values."""
-        if name not in self._numbers:
-            return list(values)
-        return torch.tensor([self._numbers[name].get(value, -1) for value in values])
+    def labels(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+        """The numbers ``[B]`` of texts by column, for columns with classes."""
+        return {name: torch.tensor([numbers.get(text, -1) for text in texts[name]])
+                for name, numbers in self._numbers.items()}
 
     def stand_in(self, signals: Tensor, lengths: Tensor, *, noise: bool = False) -> dict[str, Any]:
-        """Make valid columns for a batch of these signals that has no corpus; with ``noise``, random ones."""
-        found: dict[str, Any] = {}
-        for name in self.declared:
-            if name in self.signals:
-                found[name] = Padded(0.1 * torch.randn(signals.shape) if noise else signals.clone(), lengths.clone())
-            elif name in self.classes:
-                found[name] = torch.randint(len(self.classes[name]) if noise else 1, (len(signals),))
-            else:
-                found[name] = [""] * len(signals)
-        return found
+        """Make valid ``columns`` and ``labels`` for a batch of these signals that has no corpus; with ``noise``, random
+        ones."""
+        columns: dict[str, Any] = {
+            name: Padded(0.1 * torch.randn(signals.shape) if noise else signals.clone(), lengths.clone())
+            if name in self.signals else [""] * len(signals) for name in self.declared}
+        labels = {name: torch.randint(len(values) if noise else 1, (len(signals),))
+                  for name, values in self.classes.items()}
+        return {"columns": columns, "labels": labels}

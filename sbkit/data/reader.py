@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -92,7 +93,7 @@ class Reader(Dataset[Any]):
         place: dict[str, Any] = {"step": request.step, "micro": request.micro, "micros": request.micros,
                                  "largest_micro_batch": request.largest_micro_batch}
         ids, texts, read, damaged = [], [], [], []
-        labels: dict[str, list[str]] = {name: [] for name in self.columns.labels}
+        columns: dict[str, Any] = {name: [] for name in self.columns.texts}
         rows = request.rows.tolist()
         if self._sharded:
             will_need(self.manifest.wavs[row] for row in rows)
@@ -105,17 +106,16 @@ class Reader(Dataset[Any]):
                 continue
             ids.append(name)
             texts.append(self.manifest.texts[row])
-            for column, values in labels.items():
-                values.append(self.manifest.column(column)[row])
+            for column in self.columns.texts:
+                columns[column].append(self.manifest.column(column)[row])
         if len(ids) < self.least:
             empty = stand_in(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate,
                              **place)
-            empty.damaged = damaged
-            empty.columns = self.columns.stand_in(empty.signals, empty.signal_lengths)
-            return empty
+            further = self.columns.stand_in(empty.signals, empty.signal_lengths)
+            return dataclasses.replace(empty, damaged=damaged, **further)
         signals, *others = zip(*read, strict=True)
         lengths = [len(signal) for signal in signals]
-        columns: dict[str, Any] = {name: self.columns.label(name, values) for name, values in labels.items()}
+        labels = self.columns.labels(columns)
         for name, several in zip(self.columns.signals, others, strict=True):
             sizes = [len(signal) for signal in several]
             columns[name] = Padded(_pad(several, torch.float32, self._width(sizes)), torch.tensor(sizes))
@@ -123,7 +123,8 @@ class Reader(Dataset[Any]):
         return Batch(
             ids=ids, signals=_pad(signals, torch.float32, self._width(lengths)), signal_lengths=torch.tensor(lengths),
             tokens=_pad(tokens, torch.int64), token_lengths=torch.tensor([len(line) for line in tokens]),
-            texts=texts, columns=columns, damaged=damaged, samples=sum(lengths), sample_rate=self.sample_rate, **place,
+            texts=texts, columns=columns, labels=labels, damaged=damaged, samples=sum(lengths),
+            sample_rate=self.sample_rate, **place,
         )
 
     def _width(self, lengths: list[int]) -> int:

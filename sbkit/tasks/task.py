@@ -71,7 +71,8 @@ class Task(Brain):
     parts: ClassVar[tuple[str, ...]] = ("modules",)
     """Keys whose objects are needed to send a batch through the model."""
     columns: ClassVar[Declared] = {}
-    """Columns of the corpus that ``batch.columns`` holds, by name: ``LabelColumn`` and ``SignalColumn``."""
+    """Columns of the corpus that batches hold besides recordings and texts, by name: ``LabelColumn`` or
+    ``SignalColumn``."""
     metric: ClassVar[Metric] = Metric("loss")
     keys: TaskKeys
 
@@ -189,7 +190,7 @@ class Task(Brain):
         return Batch(
             ids=[f"stand-in {i}" for i in range(utterances)], texts=[""] * utterances, samples=utterances * samples,
             signals=signals, signal_lengths=lengths,
-            columns=BatchColumns(self.columns, self.keys).stand_in(signals, lengths, noise=noise),
+            **BatchColumns(self.columns, self.keys).stand_in(signals, lengths, noise=noise),
             tokens=self.stand_in_labels((utterances, labels), noise),
             token_lengths=torch.full((utterances,), labels), sample_rate=self.keys.sample_rate)
 
@@ -361,7 +362,7 @@ class Task(Brain):
         lengths = torch.tensor([samples])
         return dataclasses.replace(
             batch, ids=["clip"], signals=signal[None], samples=samples, signal_lengths=lengths,
-            columns=BatchColumns(self.columns, self.keys).stand_in(signal[None], lengths, noise=True))
+            **BatchColumns(self.columns, self.keys).stand_in(signal[None], lengths, noise=True))
 
     def exported(self, run: Path) -> Exported | None:
         """Return what ``sbkit export`` writes; None if the task can't be exported.

@@ -203,11 +203,13 @@ def test_a_signal_with_a_length_of_its_own_is_whole_and_planned(manifest):
         assert batch.columns["voice"].data.numel() <= 4 * 16_000
 
 
-def test_labels_are_numbers_of_the_recipes_list_or_texts(manifest):
+def test_labels_are_texts_and_numbers_in_the_recipes_list(manifest):
     known = dict(zip(manifest.ids, manifest.speakers, strict=True))
     for batch in loader(manifest, workers=1).at(1):
-        assert [f"s{number}" for number in batch.columns["speaker"].tolist()] == [known[name] for name in batch.ids]
-        assert batch.columns["speaker"].dtype == torch.int64 and set(batch.columns["mood"]) <= {"glad", "sad"}
+        assert batch.columns["speaker"] == [known[name] for name in batch.ids]
+        assert [f"s{number}" for number in batch.labels["speaker"].tolist()] == batch.columns["speaker"]
+        assert batch.labels["speaker"].dtype == torch.int64 and batch.labels.keys() == {"speaker"}
+        assert set(batch.columns["mood"]) <= {"glad", "sad"}
 
 
 def test_a_label_that_the_recipe_does_not_list_is_refused_in_training_and_minus_one_in_a_test(manifest):
@@ -218,7 +220,7 @@ def test_a_label_that_the_recipe_does_not_list_is_refused_in_training_and_minus_
         loader(manifest, keys=Fewer)
     found = {name: number for batch in EvalLoader(manifest, None, max_batch_seconds=8, workers=0,
                                                   columns=BatchColumns(DECLARED, Fewer))
-             for name, number in zip(batch.ids, batch.columns["speaker"].tolist(), strict=True)}
+             for name, number in zip(batch.ids, batch.labels["speaker"].tolist(), strict=True)}
     assert [found[f"train-u{i}"] for i in range(3)] == [1, -1, 0]
 
 
@@ -245,8 +247,8 @@ def test_all_that_handles_batches_handles_their_columns(utterances, samples, tim
     columns = BatchColumns(DECLARED, Keys)
     batch = Batch(ids=[f"{i}" for i in range(utterances)], signals=signals, signal_lengths=lengths,
                   tokens=torch.zeros(utterances, 0, dtype=torch.long), token_lengths=torch.zeros(utterances),
-                  texts=[""] * utterances, columns=columns.stand_in(signals, lengths, noise=True))
-    assert batch.columns["speaker"].max() < 3 and batch.columns["mood"] == [""] * utterances
+                  texts=[""] * utterances, **columns.stand_in(signals, lengths, noise=True))
+    assert batch.labels["speaker"].max() < 3 and batch.columns["mood"] == [""] * utterances
     assert len(batch.tensors()) == 9 and {each.device.type for each in batch.to("meta").tensors()} == {"meta"}
     longer = batch.repeated(times)
     part = batches.rows(longer, utterances * (times - 1), utterances * times)
