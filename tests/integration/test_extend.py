@@ -44,6 +44,21 @@ def corpus(folder):
         (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
 
 
+def pairs(folder):
+    """Recordings with a hum of each speaker's, and what they were before noise was added."""
+    for split, count in (("train", 48), ("dev", 9), ("test", 9)):
+        lines = ["ID,duration,wav,spk_id,clean_wav"]
+        for i in range(count):
+            seconds, drawn = 0.5 + 0.05 * (i % 7), np.random.default_rng(i)
+            clean = tone(WORDS[i % 3], seconds, 1000 * len(split) + i)
+            names = [f"wavs/{split}{i}{kind}.wav" for kind in ("", "-clean")]
+            (folder / "wavs").mkdir(parents=True, exist_ok=True)
+            soundfile.write(folder / names[0], clean + 0.1 * drawn.standard_normal(len(clean)), 16_000)
+            soundfile.write(folder / names[1], clean, 16_000)
+            lines.append(f"{split}{i},{seconds},{names[0]},s{i % 3},{names[1]}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with the page's two files and a corpus."""
@@ -51,6 +66,7 @@ def home(tmp_path_factory):
     for name, text in files().items():
         (folder / name).write_text(text)
     corpus(folder / "data")
+    pairs(folder / "pairs")
     return folder
 
 
@@ -156,6 +172,42 @@ def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
         assert python("-c", code, *clips, cwd=tmp_path).strip() == f"{list(WORDS)} False"
     assert "gives no words" in processes.sbkit("transcribe", home / "bundle", clips[0], cwd=tmp_path, code=2,
                                                **ENVIRONMENT).stderr
+
+
+@pytest.fixture(scope="module")
+def voices(home):
+    python("-m", "sbkit", "train", "voices.yaml", "--noprogressbar", cwd=home)
+    return home / "results" / "voices"
+
+
+@pytest.mark.slow
+def test_pairs_and_labels_are_checked_and_learnt_from(home, voices):
+    report = json.loads(sbkit(home, "check", "voices.yaml", "--json"))
+    assert report["errors"] == report["warnings"] == []
+    assert json.loads((voices / "test_results.json").read_text())["stats"]["accuracy"] == 1
+    assert "accuracy" in sbkit(home, "evaluate", voices, "--split", "dev")
+    wrong = sbkit(home, "check", "voices.yaml", "--corpus.columns", "{clean: dry}", "--json", code=1)
+    (error,) = json.loads(wrong)["errors"]
+    assert error["code"] == "columns" and "'dry' among ID, duration, wav, spk_id, clean_wav" in error["message"]
+
+
+@pytest.mark.slow
+def test_killed_with_pairs_and_labels_it_comes_back_as_if_nothing_had_happened(home, voices):
+    words = ("train", "voices.yaml", "--noprogressbar", "--no-check", "--ckpt_interval_steps", "1",
+             "--ckpt_interval_minutes", "0", "--output_folder", "results/voices-killed")
+    processes.killed(lambda: len(list((home / "results" / "voices-killed" / "save").glob("CKPT+*"))) > 1, *words,
+                     cwd=home, **ENVIRONMENT)
+    sbkit(home, *words)
+    for name, value in weights(voices).items():
+        assert torch.equal(weights(home / "results" / "voices-killed")[name], value)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_from_pairs_and_labels_what_one_learns(home, voices):
+    folder = home / "results" / "voices-two"
+    sbkit(home, "train", "voices.yaml", "--noprogressbar", "--no-check", "--output_folder", folder, ranks=2)
+    for name, value in weights(folder).items():
+        torch.testing.assert_close(value, weights(voices)[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
