@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from sbkit.data.plan import Batching
 
 #: The cost of a step besides its audio, as a share of a full step. It balances padding, which more buckets reduce,
 #: against incomplete steps, of which each bucket adds half a one on average.
@@ -25,16 +21,16 @@ NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
 EDGE_CANDIDATES = 600
 
 
-def bucket_edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
-    """Upper edges of the buckets, ascending: as many as ``batching`` says, or the number of least cost; no bucket has
-    fewer utterances than a batch must have."""
-    edges = _cheapest_edges(durations, batching)
-    if batching.min_batch_utterances == 1:
+def bucket_edges(durations: np.ndarray, step_seconds: float, buckets: int | None = None, least: int = 1) -> np.ndarray:
+    """Upper edges of the buckets, ascending: ``buckets`` of them, or the number of least cost; no bucket has fewer
+    utterances than ``least``."""
+    edges = _cheapest_edges(durations, step_seconds, buckets)
+    if least == 1:
         return edges
     kept, waiting = [], 0
     for edge, size in zip(edges.tolist(), np.bincount(np.searchsorted(edges, durations)).tolist(), strict=True):
         waiting += size
-        if waiting >= batching.min_batch_utterances:
+        if waiting >= least:
             kept.append(edge)
             waiting = 0
     if waiting:
@@ -42,7 +38,7 @@ def bucket_edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
     return np.array(kept, edges.dtype)
 
 
-def _cheapest_edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
+def _cheapest_edges(durations: np.ndarray, step_seconds: float, buckets: int | None) -> np.ndarray:
     ordered = np.sort(durations)
     total = float(ordered.sum(dtype=np.float64))
     # Candidates: equal shares of the utterances, and equal steps of duration for the tails.
@@ -51,25 +47,26 @@ def _cheapest_edges(durations: np.ndarray, batching: Batching) -> np.ndarray:
     at_levels = np.searchsorted(ordered, levels, side="right") - 1
     candidates = np.unique(ordered[np.concatenate([places, at_levels[at_levels >= 0], [len(ordered) - 1]])])
     below = np.searchsorted(ordered, candidates, side="right").astype(np.float64)
-    if batching.buckets is not None:
-        return _few_buckets(candidates, below, batching, total)
-    edges = _few_buckets(candidates, below, batching, total)
-    for least, step_cost in NARROWER if total >= MIN_STEPS * batching.update_seconds else ():
+    edges = _few_buckets(candidates, below, step_seconds, buckets, total)
+    if buckets is not None:
+        return edges
+    for least, step_cost in NARROWER if total >= MIN_STEPS * step_seconds else ():
         sizes = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0)
         if 1 - total / float(sizes @ edges.astype(np.float64)) <= MAX_PADDING:
             break
-        edges = _full_steps(candidates, below, batching.update_seconds, least, step_cost)
+        edges = _full_steps(candidates, below, step_seconds, least, step_cost)
     return edges
 
 
-def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, total: float) -> np.ndarray:
-    """The edges with the least padding for ``batching.buckets``; if that is null, for the number of least cost.
+def _few_buckets(candidates: np.ndarray, below: np.ndarray, step_seconds: float, buckets: int | None,
+                 total: float) -> np.ndarray:
+    """The edges with the least padding for ``buckets``; if that is None, for the number of least cost.
 
     Dynamic programming finds the best choice among the candidates; a bucket costs its members times its edge.
     """
-    max_buckets = batching.buckets
+    max_buckets = buckets
     if max_buckets is None:
-        max_buckets = max(1, int(total / batching.update_seconds / MIN_STEPS_PER_BUCKET))
+        max_buckets = max(1, int(total / step_seconds / MIN_STEPS_PER_BUCKET))
     max_buckets = min(max_buckets, MAX_BUCKETS, len(candidates))
     # cost[k][j]: candidates 0..j in k+1 buckets, the last of which ends at j.
     cost = below * candidates
@@ -85,9 +82,9 @@ def _few_buckets(candidates: np.ndarray, below: np.ndarray, batching: Batching, 
         back.append(np.where(better < cost, previous, -1))
         cost = np.minimum(cost, better)
         totals.append(cost[-1])
-    if batching.buckets is None:
+    if buckets is None:
         halves = np.arange(1, max_buckets + 1) / 2
-        best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * batching.update_seconds * halves))
+        best = int(np.argmin(np.array(totals) * (1 + STEP_COST) + STEP_COST * step_seconds * halves))
         back = back[:best]
     chosen, j = [len(candidates) - 1], len(candidates) - 1
     for previous in reversed(back):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 
 from sbkit.errors import SbkitError
-
-if TYPE_CHECKING:
-    from sbkit.data.plan import Batching
 
 
 class LabelGroups:
@@ -22,24 +19,25 @@ class LabelGroups:
     ---------
     labels: ``[N]``, a number of each utterance's label, from 0 on.
     durations: ``[N]``, seconds.
+    clips_per: the name of the column of labels, and the number of clips.
+    step_seconds: what a step holds, padding included.
 
-    >>> from sbkit.data.plan import Batching
-    >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), Batching(4, 4, clips_per={"speaker": 2}))
+    >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), {"speaker": 2}, step_seconds=4)
     >>> groups.labels_per_step, groups.steps, groups.draw(np.random.default_rng(0)).shape
     (2, 1, (4,))
     """
 
-    def __init__(self, labels: np.ndarray, durations: np.ndarray, batching: Batching):
-        (name, self.clips), = (batching.clips_per or {}).items()
+    def __init__(self, labels: np.ndarray, durations: np.ndarray, clips_per: Mapping[str, int], step_seconds: float):
+        (name, self.clips), = clips_per.items()
         self.labels, self.sizes = labels, np.bincount(labels)
         possible = self.sizes // self.clips
         enough = possible > 0
         self.left_out = int(self.sizes[~enough].sum())
         """The number of utterances whose label has too few, so that they are in no step."""
         self.longest = float(durations[enough[labels]].max(initial=0.0))
-        fits = int(batching.update_seconds / (self.clips * max(self.longest, 1e-6)) + 1e-6)
+        fits = int(step_seconds / (self.clips * max(self.longest, 1e-6)) + 1e-6)
         self.labels_per_step = fits
-        what = f"step_seconds ({batching.update_seconds:g} s) holds {fits} times {self.clips} clips of " \
+        what = f"step_seconds ({step_seconds:g} s) holds {fits} times {self.clips} clips of " \
                f"{self.longest:g} s"
         if enough.sum() < 2:
             raise SbkitError(f"clips_per: {int(enough.sum())} values of the column {name} have {self.clips} clips or "

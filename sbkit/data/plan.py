@@ -106,6 +106,12 @@ class Batching:
         return next(iter(self.clips_per.values())) if self.clips_per else 1
 
     @property
+    def together(self) -> int:
+        """The utterances that a batch must have room for: so many or more can always be cut into batches of the least
+        size, and of whole ``clips_per``."""
+        return (2 * -(-self.min_batch_utterances // self.clips) - 1) * self.clips
+
+    @property
     def update_seconds(self) -> float:
         """``step_seconds`` as a number, which it is once the object is built."""
         assert self.step_seconds is not None
@@ -149,11 +155,14 @@ class Plan:
         self.batching, self.round_seconds = batching, round_seconds
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
+        # Of durations that aren't rounded: how many labels a step has doesn't depend on the device.
+        self.groups = None if labels is None else LabelGroups(
+            labels, self.durations, batching.clips_per or {}, batching.update_seconds)
         if round_seconds:
             units = unit_of(self.durations, round_seconds)
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
-            self.durations = np.maximum(self.durations, np.minimum(rounded, np.float32(batching.max_batch_seconds)))
-        self.groups = None if labels is None else LabelGroups(labels, self.durations, batching)
+            most = np.float32(batching.max_batch_seconds / batching.together)
+            self.durations = np.maximum(self.durations, np.minimum(rounded, most))
         if self.groups is not None:
             self.edges = np.array([self.groups.longest])
             lengths = np.full(self.groups.steps, self.groups.labels_per_step * batching.clips)
@@ -166,7 +175,7 @@ class Plan:
     def _buckets(self) -> tuple[np.ndarray, np.ndarray]:
         """The edges of the buckets, and how many utterances each step has."""
         batching, least = self.batching, self.batching.min_batch_utterances
-        edges = bucket_edges(self.durations, batching)
+        edges = bucket_edges(self.durations, batching.update_seconds, batching.buckets, least)
         # The bucket of each utterance; small integers sort in linear time.
         self._bucket = np.searchsorted(edges, self.durations, side="left").astype(np.uint16)
         sizes = np.bincount(self._bucket, minlength=len(edges))
@@ -324,8 +333,7 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
             f"holds at once: {some(long)}",
             hint="raise max_batch_seconds, or prepare with a smaller max_duration",
         )
-    least = -(-batching.min_batch_utterances // batching.clips)
-    together = (2 * least - 1) * batching.clips  # that many can be cut into batches of the least size, whatever is left
+    together = batching.together
     if together == 1:
         return
     if len(durations) < batching.min_batch_utterances:
