@@ -227,7 +227,8 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
             findings.error("columns", node.place_of(at), node.key_of(at), error.message, error.hint or "")
 
 
-def _check_source(corpus: Any, node: Node, findings: Findings, starting: bool) -> None:
+def _check_source(corpus: Any,  # of any class with check_there
+                  node: Node, findings: Findings, starting: bool) -> None:
     """Check that the source exists."""
     # Of the demo corpus, only the language can be none that there is.
     argument = "source" if getattr(corpus, "source", None) is not None else "language"
