@@ -14,7 +14,8 @@ from sbkit.data.manifest import Manifest
 if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus
 
-_BEYOND = 1.25  # length of the long clip, as a multiple of the longest training utterance
+#: Length of the long clip, as a multiple of the longest training utterance.
+BEYOND = 1.25
 _SYNTHETIC_SECONDS = (0.05, 0.3, 1.0, 2.2, 4.7, 9.5)
 
 
@@ -61,7 +62,7 @@ def choose(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: flo
     if not clips:
         clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
-    clips.append(_long(clips, longest * _BEYOND, sample_rate, max_seconds))
+    clips.append(_long(clips, longest * BEYOND, sample_rate, max_seconds))
     clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
     return ComparisonClips(clips, origin, longest)
 

@@ -20,6 +20,8 @@ from sbkit.recipe.load import Recipe
 
 #: Steps of an epoch, and rows of a split that is evaluated.
 STEPS, ROWS = 5, 12
+#: Lengths of clips, as shares of the longest; those of tests, on which exported graphs run on the CPU, are short.
+_LENGTHS, _OF_TESTS = (1.0, 0.75, 0.5, 0.35), 0.2
 _LETTERS, _LETTERS_PER_SECOND = "abcdefghijklmnopqrstuvwxyz", 8
 _FIELDS = "ID", "duration", "wav", "wrd"
 
@@ -105,8 +107,8 @@ def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
     numbers, rate, corpus = np.random.default_rng(0), recipe.keys.sample_rate, recipe.keys.corpus
     letters = sorted(set(corpus.text.alphabet or _LETTERS) - {" "})
     longest = min(corpus.max_duration or LONGEST, recipe.keys.batching.max_batch_seconds)
-    lengths = [round(share * longest, 2) for share in (1.0, 0.75, 0.5, 0.35)]
     for split in SPLITS:
+        lengths = [round(share * longest * (_OF_TESTS if split == "test" else 1), 2) for share in _LENGTHS]
         wavs = [folder / f"{split}{number}.wav" for number in range(len(lengths))]
         for wav, length in zip(wavs, lengths, strict=True):
             wav.parent.mkdir(exist_ok=True)

@@ -307,9 +307,10 @@ class _Planted(Exception):
 
 def export(job: Mapping[str, Any], diary: Diary) -> int:
     """Export the run, and open the exported program on the card."""
-    from sbkit.export import bundle
+    from sbkit.export import bundle, clips
 
     diary.enter("export")
+    clips.BEYOND = 0.0  # the graphs run on this machine's CPU, for minutes if they are large
     run, to = Path(job["folder"], "run"), Path(job["folder"], "bundle")
     bundle.export(bundle.ExportRequest(run, to, clips=2), BundleLoader())
     if (to / "model.pt2").is_file():
