@@ -22,7 +22,8 @@ from sbkit.recipe.load import Recipe
 STEPS, ROWS = 5, 12
 #: Lengths of clips, as shares of the longest; those of tests, on which exported graphs run on the CPU, are short.
 _LENGTHS, _OF_TESTS = (1.0, 0.75, 0.5, 0.35), 0.2
-_LETTERS, _LETTERS_PER_SECOND = "abcdefghijklmnopqrstuvwxyz", 8
+# Letters that any vocabulary in Latin script has, since other models may have to write the words.
+_LETTERS, _LETTERS_PER_SECOND = "adehilnorstu", 8
 _FIELDS = "ID", "duration", "wav", "wrd"
 
 
@@ -105,7 +106,8 @@ def refuse_words(recipe: Recipe, text: str) -> None:
 def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
     """Clips of noise of several lengths, each in many rows of one split, with texts that differ; returns one."""
     numbers, rate, corpus = np.random.default_rng(0), recipe.keys.sample_rate, recipe.keys.corpus
-    letters = sorted(set(corpus.text.alphabet or _LETTERS) - {" "})
+    known = set(corpus.text.alphabet or _LETTERS) - {" "}
+    letters = sorted(_LETTERS if known.issuperset(_LETTERS) else known)
     longest = min(corpus.max_duration or LONGEST, recipe.keys.batching.max_batch_seconds)
     for split in SPLITS:
         lengths = [round(share * longest * (_OF_TESTS if split == "test" else 1), 2) for share in _LENGTHS]
