@@ -27,8 +27,10 @@ from sbkit.system.processes import ended_by, free_port, session_seconds, torchru
 RANKS = 2
 #: Seconds in which all ranks must end once one has failed, and after which processes that don't compute hang.
 END, IDLE = 20.0, 15.0
-#: The share of a core below which a process counts as waiting.
-WAITS = 0.05
+#: Seconds that a rank waits for others in a collective: more than it takes to see that they hang, on a busy machine too.
+PATIENCE = 600
+#: The share of a core below which a process counts as waiting, and of the time above which it waits for a core.
+WAITS, WANTS = 0.05, 0.5
 #: What is launched as soon as what it follows has gone well; the first three have one process.
 AFTER = {"prepare": (), "measure": ("prepare",), "export": ("resume",), "train": ("prepare",), "resume": ("train",),
          "fail": ("measure", "train")}
@@ -52,7 +54,8 @@ def rehearse(words: Sequence[str], count: int, card: Card) -> list[Line]:
         job = {"folder": made, "world": min(count, RANKS), "words": [*words, "--device", "cuda"]}
         (folder / "job.json").write_text(json.dumps(job))
         path = os.pathsep.join(filter(None, [str(Path(sbkit.__file__).parent.parent), os.environ.get("PYTHONPATH")]))
-        environment = nullcard.environment(card, count, base={**os.environ, "PYTHONPATH": path}) | {
+        environment = nullcard.environment(
+            card, count, base={**os.environ, "PYTHONPATH": path}, patience=PATIENCE) | {
             "TORCH_FR_BUFFER_SIZE": "20000", "TMPDIR": made, "OMP_NUM_THREADS": "1"}
         with open(folder / "server.log", "w") as log:
             process = subprocess.Popen([sys.executable, "-m", "sbkit.rehearsal.run", made], env=environment,
@@ -126,7 +129,7 @@ class Launch:
 
         self.name, self.folder, self.started = name, Path(job["folder"]), time.monotonic()
         self.world = 1 if name in ALONE else job["world"]
-        self.hangs, self._last = False, (self.started, 0, 0.0)
+        self.hangs, self._last = False, (self.started, 0, 0.0, 0.0)
         port, self.processes = free_port(), list[BaseProcess]()
         for rank in range(self.world):
             place = torchrun_environment(rank, self.world, port) if self.world > 1 else {}
@@ -152,13 +155,15 @@ class Launch:
         ready = sum("ready" in line for line in lines)
         if self.name == "train" and ready == self.world:
             return True
-        now, (then, count, before) = time.monotonic(), self._last
+        now, (then, count, computed_then, wanted_then) = time.monotonic(), self._last
         if now - then < 1:
             return False
-        computed = sum(session_seconds(process.pid or 0) for process in self.processes)
+        computed, waited = map(sum, zip(*(session_seconds(each.pid or 0) for each in self.processes), strict=True))
+        wanted = computed + waited  # less than then if threads have ended
         busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # whoever computes gets no more than such a share
-        if len(lines) > count or computed - before > (WAITS * (now - then) + 0.5) / busy:
-            self._last = now, len(lines), computed
+        if len(lines) > count or computed - computed_then > (WAITS * (now - then) + 0.5) / busy \
+                or abs(wanted - wanted_then) > WANTS * (now - then) + 0.5:
+            self._last = now, len(lines), computed, wanted
         self.hangs = now - then > busy * (IDLE if all(alive) and not ready else END)
         return self.hangs
 

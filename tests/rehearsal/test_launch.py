@@ -143,6 +143,28 @@ def test_a_rank_whose_children_compute_does_not_hang(tmp_path, monkeypatch):
     assert well and errors_of(lines)[0].code == "not-reached"
 
 
+@pytest.mark.slow
+def test_a_rank_to_which_others_leave_no_core_does_not_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "IDLE", 2.5)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))  # others have only just begun
+
+    spin = "import time\nuntil = time.monotonic() + 30\nwhile time.monotonic() < until: pass"
+
+    def live(diary, number):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        others = [subprocess.Popen([sys.executable, "-c", spin], start_new_session=True) for _ in range(12)]
+        try:
+            until = time.process_time() + 0.4
+            while time.process_time() < until:
+                pass
+        finally:
+            for other in others:
+                other.kill()
+
+    lines, well = launched(live, tmp_path, monkeypatch, "prepare")
+    assert well and errors_of(lines)[0].code == "not-reached"
+
+
 def test_what_the_null_card_has_not_is_no_error_and_is_told_beside_what_needs_a_card():
     lines = [{"stage": "steps"}, {"skip": "the null card has no cudnnRNN"}, {"lacks": "cudnnRNN"}]
     lines = [{"launch": "train", "rank": 0, "at": 1.0} | line for line in lines]
