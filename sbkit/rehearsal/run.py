@@ -27,7 +27,7 @@ from sbkit.system.processes import ended_by, free_port, session_seconds, torchru
 RANKS = 2
 #: Seconds in which all ranks must end once one has failed, and after which processes that don't compute hang.
 END, IDLE = 20.0, 15.0
-#: Seconds that a rank waits for others in a collective: more than it takes to see that they hang, on a busy machine too.
+#: Seconds that a rank waits for others in a collective: more than it takes to see that they hang, also if busy.
 PATIENCE = 600
 #: The share of a core below which a process counts as waiting, and of the time above which it waits for a core.
 WAITS, WANTS = 0.05, 0.5
