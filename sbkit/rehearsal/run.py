@@ -49,6 +49,8 @@ def rehearse(words: Sequence[str], count: int, card: Card) -> list[Line]:
     count : the number of cards
     """
     nullcard.build()
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # so that what has been started is ended, too
+        signal.signal(signal.SIGTERM, lambda *given: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="sbkit-rehearsal-") as made:
         folder = Path(made)
         job = {"folder": made, "world": min(count, RANKS), "words": [*words, "--device", "cuda"]}

@@ -125,7 +125,7 @@ class Watch:
         self.diary, self.epoch, self.steps = diary, 0, 0
         self.on_step: Callable[[int, int], None] = lambda epoch, step: None
         self._first: torch.optim.Optimizer | None = None
-        self._waits: Counter[tuple[str, int]] = Counter()
+        self._waits: list[tuple[tuple[str, int], int]] = []  # places, each with the steps done by then
         self._counted = 0
         call_after(Brain, "__init__", self._built)
         call_before(flops, "operations_per_second", lambda *a, **k: diary.enter("count of FLOPs"))
@@ -174,7 +174,8 @@ class Watch:
             return
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
         place = own_place(stack)
-        self._waits[place if _is_own(place[0]) else ("", 0)] += 1  # no line of Python has called autograd's threads
+        own = place if _is_own(place[0]) else ("", 0)  # no line of Python has called autograd's threads
+        self._waits.append((own, self.steps))
 
     def end_of_steps(self) -> None:
         """Report where the host waited, and what memory grew."""
@@ -184,10 +185,10 @@ class Watch:
         warnings.showwarning = self._shown
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         torch.cuda.memory._record_memory_history(enabled=None)
-        counted = self._counted
-        waits = [[*place, count / counted] for place, count in self._waits.most_common()]
-        self.diary.write("figures", {"waits": waits})
-        for place, count in self._waits.most_common():
+        counted = self._counted  # what follows the last step is of the epoch
+        waits = Counter(place for place, steps in self._waits if steps < self.steps).most_common()
+        self.diary.write("figures", {"waits": [[*place, count / counted] for place, count in waits]})
+        for place, count in waits:
             if count >= counted:
                 self.diary.find("wait", place, f"the host waits for the card {count / counted:.3g} times a step: "
                                 f"{linecache.getline(*place).strip() or 'in torch, in a backward'}",

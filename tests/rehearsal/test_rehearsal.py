@@ -1,15 +1,19 @@
 """A whole run on cards that compute nothing: the flagship passes, and faults planted in each stage are named."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+
+from sbkit.system.processes import group_lives
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("low", "high", "both")
@@ -24,6 +28,15 @@ from spotter import Spotter
 from torch._subclasses.fake_tensor import is_fake
 
 TRAIN, VALID = sbkit.Stage.TRAIN, sbkit.Stage.VALID
+
+
+class Ending(Spotter):
+    """Waits at the end of an epoch, as often as it likes."""
+
+    def on_stage_end(self, stage, loss, epoch=None):
+        if stage == TRAIN:
+            for _ in range(9):
+                torch.zeros(1, device=self.device).item()
 
 
 class Lazy(Spotter):
@@ -229,10 +242,27 @@ def test_a_process_that_crashes_is_named_with_its_stage_and_line(home):
 
 @pytest.mark.slow
 def test_a_run_whose_weights_are_divided_ends_well_and_is_not_asked_to_repeat_a_step(home):
-    report = rehearse(home, "spotter.yaml", "--fsdp", "true", code=0)
+    report = rehearse(home, "spotter.yaml", "--fsdp", "true", "--brain", "!name:faults.Ending", code=0)
     found = stages(report)
     assert found.pop("a batch that doesn't fit") == "left out: no rank can repeat a step alone"
     assert set(found.values()) == {"ok"}
+
+
+@pytest.mark.slow
+def test_a_signal_ends_what_a_rehearsal_has_started_too(home, tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "sbkit", "check", "spotter.yaml", "--as", "H100"], cwd=home,
+                               env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    group = ""
+    while not group:
+        assert process.poll() is None
+        time.sleep(0.1)
+        group = "".join(path.read_text() for path in tmp_path.glob("sbkit-rehearsal-*/prepare.0.group"))
+    process.terminate()
+    assert process.wait(60) == 143
+    until = time.monotonic() + 10
+    while group_lives(int(group)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not group_lives(int(group)) and not list(tmp_path.glob("sbkit-rehearsal-*"))
 
 
 @pytest.mark.slow
