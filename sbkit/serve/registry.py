@@ -190,7 +190,7 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, log: Callable[[str
          stepped: Callable[[str, int], None] | None = None) -> Registry:
     """Load all bundles, or raise for the first broken one.
 
-    told, stepped : called with a model's name and the size of each of its batches, and of each step of live sessions
+    log, stepped : called with a model's name and the size of each of its batches, and of each step of live sessions
     """
     def named(call: Callable[[str, int], None] | None, name: str) -> Log | None:
         return None if call is None else functools.partial(call, name)

@@ -41,7 +41,7 @@ class Served(ABC):
 
     Arguments
     ---------
-    told, stepped : called with the size of each batch, and with the live sessions in each step
+    log, stepped : called with the size of each batch, and with the live sessions in each step
     """
 
     #: Paths that the model answers.

@@ -121,9 +121,9 @@ class RequestContext:
             loop.call_soon_threadsafe(results.put_nowait, each)
 
         running = asyncio.wrap_future(self.job.watch(await self._submit(lambda: call(put), backlog)))
-        running.add_done_callback(lambda _: results.put_nowait(_End))
+        running.add_done_callback(results.put_nowait)  # itself, behind all that was reported
         try:
-            while (each := await self.met(results.get())) is not _End:
+            while (each := await self.met(results.get())) is not running:
                 yield each
             yield await self.met(running)
         finally:
@@ -173,10 +173,6 @@ class RequestContext:
         self.job.cancel()
         if self._gone is not None:
             self._gone.cancel()
-
-
-class _End:
-    """Marks the end of a queue."""
 
 
 async def _until_gone(request: Request) -> None:
