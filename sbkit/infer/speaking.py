@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import numpy as np
 
@@ -142,18 +142,10 @@ def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:
 # ---------------------------------------------------------------------- the sound
 
 
-class _Encoder(Protocol):
-    def add(self, samples: np.ndarray) -> None:
-        """Write samples [S]."""
-
-    def end(self) -> None:
-        """Write the rest."""
-
-
 class _Output:
     """Encodes in a thread of its own: Ctrl-C within what libsndfile calls would be lost there."""
 
-    def __init__(self, encoder: _Encoder):
+    def __init__(self, encoder: SoundWriter | _Piped):
         self._encoder, self._worker = encoder, Worker("sbkit-sound")
 
     def add(self, samples: np.ndarray) -> None:
