@@ -286,7 +286,7 @@ def test_the_flagship_runs_from_start_to_end_on_two_ranks(tmp_path):
     report = rehearse(ROOT, "hparams/ctc.yaml", "--html", str(page), cards="8xH100")
     assert set(stages(report).values()) == {"ok"} and not report["errors"]
     figures = report["sections"]["figures"]["values"]
-    assert figures["estimated_bytes"] == pytest.approx(figures["peak_bytes"], rel=0.06)
+    assert figures["estimated_bytes"] == pytest.approx(figures["peak_bytes"], rel=0.05)
     assert figures["launches"] > 100 and figures["collectives"] > 0
     assert max(report["sections"]["memory"]["values"]["bytes"]) == figures["peak_bytes"] > figures["held_bytes"]
     assert "<svg" in page.read_text(encoding="utf-8")
