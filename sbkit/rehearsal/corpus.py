@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import soundfile
 
+from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import Rows, Source, on_hub, open_source
 from sbkit.data.splits import SPLITS
@@ -70,7 +71,9 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
     given = ", ".join(f"{name}: {value}" for name, value in options.items() if value is not None)
     return {"what": what, "text": text, "step_seconds": step, "words": [
         "--corpus", f"!new:sbkit.data.corpus.Corpus {{{given}}}", "--batching.step_seconds", f"{step:g}",
-        "--batching.least_steps", "0", "--num_workers", "1"]}
+        "--batching.least_steps", "0", "--num_workers", "1",
+        # So few rows need not have enough of any label.
+        *(["--batching.clips_per", "null"] if batching.clips_per else [])]}
 
 
 def _is_there(corpus: Corpus) -> bool:
@@ -105,6 +108,7 @@ def refuse_words(recipe: Recipe, text: str) -> None:
 
 def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
     """Clips of noise of several lengths, each in many rows of one split, with texts that differ; returns one."""
+    declared = BatchColumns(recipe.task.columns, recipe.keys)
     numbers, rate, corpus = np.random.default_rng(0), recipe.keys.sample_rate, recipe.keys.corpus
     known = set(corpus.text.alphabet or _LETTERS) - {" "}
     letters = sorted(_LETTERS if known.issuperset(_LETTERS) else known)
@@ -117,11 +121,14 @@ def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
             soundfile.write(wav, 0.1 * numbers.standard_normal(round(length * rate)), rate)
         with open(folder / f"{split}.csv", "w", newline="", encoding="utf-8") as file:
             out, written, row = csv.writer(file), 0.0, 0
-            out.writerow(_FIELDS)
+            out.writerow((*_FIELDS, *declared.declared))
             while written < seconds if split == "train" else row < ROWS:
                 length = lengths[row % len(lengths)]
                 drawn = numbers.choice(letters, max(6, int(length * _LETTERS_PER_SECOND)))
                 text = " ".join("".join(word) for word in np.array_split(drawn, max(2, len(drawn) // 5)))
-                out.writerow((f"{split}-{row}", length, wavs[row % len(wavs)], text))
+                wav, known_as = wavs[row % len(wavs)], declared.classes
+                out.writerow((f"{split}-{row}", length, wav, text, *(
+                    wav if name in declared.signals else known_as[name][row % len(known_as[name])]
+                    if name in known_as else f"{name}{row % ROWS}" for name in declared.declared)))
                 written, row = written + length, row + 1
     return text

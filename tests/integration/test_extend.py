@@ -13,6 +13,11 @@ import pytest
 import soundfile
 import torch
 
+from sbkit.data.columns import BatchColumns
+from sbkit.data.corpus import Corpus
+from sbkit.recipe import load
+from sbkit.rehearsal.corpus import write
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 WORDS = ("low", "high", "both")
@@ -189,6 +194,20 @@ def test_pairs_and_labels_are_checked_and_learnt_from(home, voices):
     wrong = sbkit(home, "check", "voices.yaml", "--corpus.columns", "{clean: dry}", "--json", code=1)
     (error,) = json.loads(wrong)["errors"]
     assert error["code"] == "columns" and "'dry' among ID, duration, wav, spk_id, clean_wav" in error["message"]
+
+
+@pytest.mark.parametrize("source", ["pairs", "/nowhere/at/all"])
+def test_a_rehearsal_has_pairs_and_labels_with_and_without_their_corpus(home, source, monkeypatch, tmp_path):
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(home)
+    path, given = Path("voices.yaml"), {"data_folder": source, "output_folder": str(tmp_path / "out")}
+    recipe = load.open_recipe(load.load(path, given), path)
+    words = write(recipe, tmp_path / "data", world=2)["words"]
+    assert words[words.index("--batching.clips_per") + 1] == "null"
+    made = Corpus(str(tmp_path / "data"), folder=tmp_path / "manifests").prepare(
+        show_progress=False, needs_text=False, columns=recipe.task.columns)
+    BatchColumns(recipe.task.columns, recipe.keys).check_classes(made["train"])
+    assert all(len(each) and Path(each.column("clean")[0]).is_file() for each in made.values())
 
 
 @pytest.mark.slow
