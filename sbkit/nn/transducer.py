@@ -47,7 +47,7 @@ class TransducerHead(nn.Module):
 
     def join(self, encoded: Tensor, predicted: Tensor) -> Tensor:
         """Map states [..., J] of ``of_encoder`` and of :meth:`predict` to scores [..., V] of what follows both."""
-        return self.out(torch.tanh(encoded + predicted))
+        return self.out((encoded + predicted).tanh_())  # in place: in training these are the largest tensors
 
 
 def transducer_loss(logits: Tensor, targets: Tensor, frames: Tensor, target_lengths: Tensor, blank: int = 0,
