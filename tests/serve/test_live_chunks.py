@@ -78,6 +78,12 @@ def test_words_come_chunk_by_chunk_and_lines_end_at_pauses(server):
     assert words[2]["start"] == pytest.approx(begins, abs=0.2)
 
 
+def test_a_transducer_is_heard_as_ctc_is(tmp_path):
+    signal = np.concatenate([bundles.say("ab cd"), PAUSE, bundles.say("cab dab"), PAUSE])
+    with serving.serving(bundles.make_transducer(tmp_path / "level"), limits=MANY) as server:
+        assert lines(heard(server, signal)) == ["ab cd", "cab dab"]
+
+
 def test_what_is_settled_is_told_apart_from_what_may_change(server):
     partials = [each for each in converse(server, bundles.say("one two three")) if each["type"] == "partial"]
     assert all(each["text"].startswith(each["settled"]) for each in partials)
