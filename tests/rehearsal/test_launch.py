@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from sbkit.recipe import flops
-from sbkit.rehearsal import rank, run, watch
+from sbkit.recipe import flops, load
+from sbkit.rehearsal import corpus, rank, run, watch
 from sbkit.rehearsal.cards import CARDS
 from sbkit.rehearsal.report import assemble
 from sbkit.train.memory import trials
 
-CTC = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+CTC, CODEC = (Path(__file__).parents[2] / "hparams" / name for name in ("ctc.yaml", "codec.yaml"))
 
 
 def launched(live, folder, monkeypatch, name="train", world=2):
@@ -197,6 +197,13 @@ def test_the_count_of_flops_is_left_out_only_where_stand_ins_lack_an_operation(s
     with pytest.raises(Measured if left_out else NotImplementedError):
         rank.measure({"words": [str(CTC)]}, diary)
     assert ("skip" in diary.path.read_text()) == left_out
+
+
+def test_an_epoch_of_noise_has_its_steps_though_crops_are_all_that_is_trained_on(tmp_path):
+    recipe = load.open_recipe(load.load(CODEC, {"output_folder": str(tmp_path)}), CODEC)
+    made = corpus.write(recipe, tmp_path / "data", 2)
+    rows = len((tmp_path / "data" / "train.csv").read_text().splitlines()) - 1
+    assert rows * recipe.hparams["crop_seconds"] >= corpus.STEPS * made["step_seconds"]
 
 
 def test_an_estimate_that_is_too_high_is_told_beside_what_needs_a_card():
