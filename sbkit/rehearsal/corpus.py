@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 import soundfile
 
-<<<<<<< HEAD
-from sbkit.data.columns import BatchColumns
-=======
 from sbkit.data.augment import planned_seconds
->>>>>>> 36b888bf (An epoch of a rehearsal has its steps where utterances are cropped, so that a codec's waits are counted)
+from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
 from sbkit.data.sources import Rows, Source, on_hub, open_source
 from sbkit.data.splits import SPLITS
@@ -130,14 +127,9 @@ def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
                 length = lengths[row % len(lengths)]
                 drawn = numbers.choice(letters, max(6, int(length * _LETTERS_PER_SECOND)))
                 text = " ".join("".join(word) for word in np.array_split(drawn, max(2, len(drawn) // 5)))
-<<<<<<< HEAD
                 wav, known_as = wavs[row % len(wavs)], declared.classes
                 out.writerow((f"{split}-{row}", length, wav, text, *(
                     wav if name in declared.signals else known_as[name][row % len(known_as[name])]
                     if name in known_as else f"{name}{row % ROWS}" for name in declared.declared)))
-                written, row = written + length, row + 1
-=======
-                out.writerow((f"{split}-{row}", length, wavs[row % len(wavs)], text))
                 written, row = written + float(planned_seconds(recipe.hparams.get("augment"), length)), row + 1
->>>>>>> 36b888bf (An epoch of a rehearsal has its steps where utterances are cropped, so that a codec's waits are counted)
     return text
