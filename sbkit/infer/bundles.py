@@ -73,7 +73,12 @@ class BundleLoader:
 
     def aligner(self, folder: str) -> Aligner:
         """Open a recogniser that aligns."""
-        return Aligner(self._model(folder))
+        model = self._model(folder)
+        if isinstance(model.engine.config, layout.TransducerConfig):
+            model.close()
+            raise SbkitError(f"{folder} has a transducer, which doesn't tell when a known text was said",
+                             hint="name the bundle of a CTC recogniser")
+        return Aligner(model)
 
     def recogniser(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[str]]:
         """Open a recogniser; returns what transcribes waveforms [S] at this rate."""

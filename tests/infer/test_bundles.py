@@ -27,6 +27,13 @@ def test_signals_of_another_rate_are_resampled(tmp_path):
     assert heard([np.repeat(level, 2)]) == ["a"]
 
 
+def test_a_transducer_hears_but_does_not_align(tmp_path):
+    bundle = str(bundles.make_transducer(tmp_path / "bundle"))
+    assert BundleLoader().recogniser(bundle, bundles.RATE)([bundles.say("ab ba")]) == ["ab ba"]
+    with pytest.raises(SbkitError, match="has a transducer, which doesn't tell when"):
+        BundleLoader().aligner(bundle)
+
+
 def test_what_is_no_bundle_is_refused_before_anything_is_scored(tmp_path):
     with pytest.raises(SbkitError, match="nowhere"):
         BundleLoader().recogniser(str(tmp_path / "nowhere"), 16_000)

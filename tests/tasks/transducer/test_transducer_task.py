@@ -1,0 +1,77 @@
+"""A transducer's task: its loss, what it refuses, and that an utterance doesn't depend on its batch."""
+
+import pytest
+import torch
+from run_folders import corpus
+from speechbrain.core import Stage
+from streaming_runs import RECIPE, brain, prepared, recipe
+
+from sbkit.data.batch import Batch
+from sbkit.errors import SbkitError
+from sbkit.nn.ctc import ctc_loss
+from sbkit.nn.transducer import transducer_loss
+
+TRANSDUCER = RECIPE.with_name("transducer.yaml")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("data") / "data", train=6, dev=2, test=2)
+
+
+@pytest.fixture(scope="module")
+def made(data, tmp_path_factory):
+    torch.manual_seed(0)
+    found = brain(prepared(tmp_path_factory.mktemp("run"), data, TRANSDUCER, joint_size=12))
+    found.modules.eval()
+    return found
+
+
+def batch(samples, tokens):
+    torch.manual_seed(1)
+    lengths = torch.tensor([len(each) for each in tokens])
+    padded = torch.zeros(len(tokens), int(lengths.max()), dtype=torch.int64)
+    for row, each in zip(padded, tokens, strict=True):
+        row[:len(each)] = torch.tensor(each)
+    return Batch(ids=[f"u{i}" for i in range(len(tokens))], texts=["a"] * len(tokens), samples=sum(samples),
+                 signals=0.1 * torch.randn(len(tokens), max(samples)), signal_lengths=torch.tensor(samples),
+                 tokens=padded, token_lengths=lengths, sample_rate=16_000)
+
+
+def test_the_loss_is_both_by_their_weight_and_counts_tokens(made):
+    given = batch([32_000, 20_000], [[3, 4, 5], [4]])
+    scores = made.compute_forward(given, Stage.TRAIN)
+    assert scores.joined.shape[2:] == (4, made.keys.output_neurons)
+    loss = made.compute_objectives(scores, given, Stage.TRAIN)
+    whole = transducer_loss(scores.joined, given.tokens, scores.frames, given.token_lengths).sum()
+    ctc = ctc_loss(scores.ctc, given.tokens, scores.frames, given.token_lengths).total
+    torch.testing.assert_close(loss.total, 0.7 * whole + 0.3 * ctc)
+    assert int(loss.count) == 4 and loss.extras["ctc"][0] is not None
+
+
+def test_an_utterance_is_the_same_alone_and_in_a_batch(made):
+    together = batch([32_000, 20_000], [[3, 4, 5], [4]])
+    alone = Batch(ids=["u1"], texts=["a"], samples=20_000, signals=together.signals[1:, :20_000],
+                  signal_lengths=together.signal_lengths[1:], tokens=together.tokens[1:, :1],
+                  token_lengths=together.token_lengths[1:], sample_rate=16_000)
+    with torch.no_grad():
+        both, one = (made.compute_forward(each, Stage.VALID) for each in (together, alone))
+    frames = int(one.frames[0])
+    torch.testing.assert_close(both.joined[1, :frames, :2], one.joined[0, :frames], atol=1e-5, rtol=1e-4)
+
+
+def test_a_token_that_is_in_no_vocabulary_is_named(made):
+    given = batch([16_000], [[3, made.keys.output_neurons]])
+    with pytest.raises(SbkitError, match="u0"):
+        made.compute_forward(given, Stage.TRAIN)
+
+
+@pytest.mark.parametrize("keys, told", [
+    ({"ctc_weight": 0.0}, "it is 0, and ctc_lin is there"), ({"ctc_weight": 0.0, "ctc_lin": None}, None),
+    ({"ctc_lin": None}, "it is 0.3, and ctc_lin is missing"),
+    ({"decoder": object()}, "a transducer is decoded greedily")])
+def test_what_does_not_go_together_is_told(data, tmp_path, keys, told):
+    made = recipe(tmp_path, data, TRANSDUCER)
+    for name, value in keys.items():
+        setattr(made.keys, name, value)
+    assert [told in clash.message for clash in made.keys.clashes()] == [True] * (told is not None)
