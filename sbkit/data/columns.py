@@ -103,6 +103,7 @@ class BatchColumns:
         columns: dict[str, Any] = {
             name: Padded(0.1 * torch.randn(signals.shape) if noise else signals.clone(), lengths.clone())
             if name in self.signals else [""] * len(signals) for name in self.declared}
-        labels = {name: torch.randint(len(values) if noise else 1, (len(signals),))
+        count = len(signals)
+        labels = {name: torch.randint(len(values), (count,)) if noise else torch.zeros(count, dtype=torch.long)
                   for name, values in self.classes.items()}
         return {"columns": columns, "labels": labels}

@@ -165,7 +165,11 @@ class Plan:
             self.durations = np.maximum(self.durations, np.minimum(rounded, most))
         if self.groups is not None:
             self.edges = np.array([self.groups.longest])
-            lengths = np.full(self.groups.steps, self.groups.labels_per_step * batching.clips)
+            size = self.groups.labels_per_step * batching.clips
+            if size < batching.min_batch_utterances:
+                raise SbkitError(f"clips_per gives a step {size} utterances, and min_batch_utterances is "
+                                 f"{batching.min_batch_utterances}", hint="raise step_seconds, or lower it")
+            lengths = np.full(self.groups.steps, size)
         else:
             self.edges, lengths = self._buckets()
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])

@@ -40,12 +40,16 @@ class GraphJoint:
     """
 
     def __init__(self, decoder: Callable[[np.ndarray], np.ndarray],
-                 joiner: Callable[[np.ndarray, np.ndarray], np.ndarray], context: int, blank: int):
-        self.predict, self._joiner, self.context, self.blank = decoder, joiner, context, blank
+                 joiner: Callable[[np.ndarray, np.ndarray], np.ndarray], vocabulary: int, context: int, blank: int):
+        self.predict, self._joiner, self._vocabulary, self.context, self.blank = \
+            decoder, joiner, vocabulary, context, blank
 
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         """Map states [N, J] of both to log-probabilities [N, V]."""
         scores = self._joiner(encoded, predicted)
+        if scores.shape != (len(encoded), self._vocabulary):
+            raise SbkitError(f"the joiner gives {list(scores.shape)} for {len(encoded)} frames and {self._vocabulary} "
+                             "tokens", hint="do its files come from the same export?")
         scores = scores - scores.max(-1, keepdims=True)
         found: np.ndarray = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
         return found
@@ -70,7 +74,7 @@ class TransducerSearch:
     def feed(self, encoded: Sequence[np.ndarray]) -> list[TokenSpans]:
         """Hear the next states [T, J] of each; returns the tokens in them, whose frames count from the first of all."""
         found: list[list[tuple[int, int, float]]] = [[] for _ in encoded]
-        lengths = np.array([len(each) for each in encoded])
+        lengths = np.array([len(each) for each in encoded], np.int64)
         for frame in range(int(lengths.max(initial=0))):
             rows = np.flatnonzero(lengths > frame)
             states = np.stack([encoded[row][frame] for row in rows.tolist()])

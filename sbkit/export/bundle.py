@@ -249,4 +249,5 @@ def _describe(folder: Path, config: layout.Bundle, comparison: parity.Comparison
     for path in sorted(folder.iterdir()):
         path.chmod(0o644)
         config.files[path.name] = layout.fingerprint(path)
+    config.check(folder / layout.CONFIG)  # as whoever reads it does
     (folder / layout.CONFIG).write_text(config.to_json(), encoding="utf-8")

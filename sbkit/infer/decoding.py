@@ -163,8 +163,9 @@ class GreedyTransducer:
     def tokens(self, recordings: Sequence[Sequence[Stretch]]) -> list[list[DecodedTokens]]:
         found = []
         for stretches in recordings:
-            begins = accumulate((frames for _, frames in stretches), initial=0)
-            found.append([DecodedTokens(begin, spans) for begin, (spans, _) in zip(begins, stretches, strict=False)])
+            ends = accumulate(map(self.frames, stretches))
+            found.append([DecodedTokens(end - frames, spans)
+                          for end, (spans, frames) in zip(ends, stretches, strict=True)])
         return found
 
     def frames(self, kept: Stretch) -> int:
@@ -198,7 +199,7 @@ def _joint(folder: Path, config: TransducerConfig) -> GraphJoint:
     decoder = _opened(folder / config.decoder, config, Interface({"tokens": tokens}, ["predicted"]), config.joint_size)
     joiner = _opened(folder / config.joiner, config, Interface({"encoded": states, "predicted": states}, ["scores"]),
                      config.vocabulary)
-    return GraphJoint(decoder, joiner, config.context, config.blank_id)
+    return GraphJoint(decoder, joiner, config.vocabulary, config.context, config.blank_id)
 
 
 def _opened(path: Path, config: TransducerConfig, interface: Interface, width: int) -> Callable[..., np.ndarray]:

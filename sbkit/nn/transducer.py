@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sbkit.errors import SbkitError
 from sbkit.nn.guard import guard_indices
 
+MAX_SIZE, MAX_CONTEXT = 1 << 16, 16  # that a bundle may have
 _NEVER = -1e30  # the logarithm of an impossible event; finite, so that the difference of two is not NaN
 
 
@@ -29,10 +32,13 @@ class TransducerHead(nn.Module):
 
     def __init__(self, vocabulary: int, encoder_size: int, size: int = 256, context: int = 2, blank: int = 0):
         super().__init__()
+        for name, value, most in (("size", size, MAX_SIZE), ("context", context, MAX_CONTEXT)):
+            if not 1 <= value <= most:
+                raise SbkitError(f"{name} is {value}", hint=f"use 1 to {most}")
         self.vocabulary, self.size, self.context, self.blank = vocabulary, size, context, blank
         self.of_encoder = nn.Linear(encoder_size, size)
         self.embedding = nn.Embedding(vocabulary, size)
-        self.convolution = nn.Conv1d(size, size, context, groups=max(1, size // 4), bias=False)
+        self.convolution = nn.Conv1d(size, size, context, groups=math.gcd(size, max(1, size // 4)), bias=False)
         self.of_prediction = nn.Linear(size, size)
         self.out = nn.Linear(size, vocabulary)
 

@@ -337,7 +337,7 @@ def test_a_worker_that_is_killed_is_reported_with_what_it_read_last(manifest, si
 
 @pytest.mark.slow
 def test_workers_that_hang_end_the_run(manifest, monkeypatch):
-    monkeypatch.setattr(reader.Reader, "signal", lambda *_: time.sleep(600))  # as a dead file server would
+    monkeypatch.setattr(reader.Reader, "signals", lambda *_: time.sleep(600))  # as a dead file server would
     with make(manifest, workers=1, timeout=2) as loader:
         with pytest.raises(SbkitError, match="the data workers hang"):
             list(loader.at(1))

@@ -67,7 +67,7 @@ class CTC(RecognitionTask):
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
     heads = ("ctc_lin", "seq_lin")
-    loss_name, repeats, live_test = "CTC", True, Live
+    live_test = Live
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: CTCKeys
 

@@ -65,35 +65,36 @@ def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Re
 
 
 def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, Manifest], findings: Findings,
-                 nodes: Mapping[str, Node], loss: str = "CTC", repeats: bool = True) -> Section:
+                 nodes: Mapping[str, Node], *, ctc: bool = True, alone: bool = True) -> Section:
     """Check the labels of each split with the loaded tokenizer; returns a table for the report.
 
-    loss : its name, for messages
-    repeats : as for :func:`count_problems`
+    ctc : whether the loss is CTC or has it as a part, so that labels and repeats each need a frame
+    alone : whether nothing else learns from an utterance that is too short for CTC
     """
     node = nodes.get("corpus") or nodes.get("tokenizer")
     place = node.place if node is not None else Place()
     rows = []
     for split, manifest in manifests.items():
-        found = count_problems(manifest, keys.tokenizer, model, keys.output_neurons, keys.sample_rate, keys.blank_index,
-                               repeats)
-        rows.append([split, len(manifest), found.checked, len(found.short), len(found.empty)])
+        found = count_problems(manifest, keys.tokenizer, model, keys.output_neurons, keys.sample_rate, keys.blank_index)
+        rows.append([split, len(manifest), found.checked, *([len(found.short)] if ctc else []), len(found.empty)])
         of = f"of {found.checked} utterances"
         if found.outside:
             last = keys.output_neurons - 1
             findings.error("labels", place, "corpus", f"{split}: {len(found.outside)} {of} have a label outside 1 to "
                            f"{last}: {_some(found.outside)}", "was the tokenizer made for this vocabulary?")
-        if found.short:
-            tell = findings.error if len(found.short) > TOO_MANY * found.checked else findings.warning
+        if found.short and ctc:
+            tell = findings.error if alone and len(found.short) > TOO_MANY * found.checked else findings.warning
             tell("too-short", place, "corpus",
-                 f"{split}: {len(found.short)} {of} have fewer encoder frames than {loss} needs for their tokens"
-                 f"{' and repeats' * repeats}: {_some(found.short)}",
-                 "nothing is learned from them: subsample less, take a larger vocabulary, or look at their texts")
+                 f"{split}: {len(found.short)} {of} have fewer encoder frames than CTC needs for their tokens "
+                 f"and repeats: {_some(found.short)}",
+                 f"{'nothing' if alone else 'by CTC nothing'} is learned from them: subsample less, take a larger "
+                 "vocabulary, or look at their texts")
         if found.empty:
             findings.warning("no-labels", place, "corpus",
                              f"{split}: the tokenizer finds no token in {len(found.empty)} {of}: {_some(found.empty)}",
                              "look at their texts and at the tokenizer's characters")
-    return Section("Labels", ["split", "utterances", "looked at", f"too short for {loss}", "without a token"], rows)
+    return Section("Labels", ["split", "utterances", "looked at", *(["too short for CTC"] if ctc else []),
+                              "without a token"], rows)
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -183,8 +183,12 @@ class Recognizer:
         """Compute log-probabilities [B, T', V], or whatever else the head gives, in fp32, and frame counts [B] from
         waveforms [B, S]."""
         encoded, frames = self.encode(*self.features(signals, samples), chunks)
-        found = self.head(encoded).float()
-        return found.log_softmax(-1) if self.scores_tokens else found, frames
+        return self.scores(encoded), frames
+
+    def scores(self, encoded: Tensor) -> Tensor:
+        """Compute log-probabilities, or whatever else the head gives, in fp32 from encoder states [B, T', D]."""
+        found: Tensor = self.head(encoded).float()
+        return found.log_softmax(-1) if self.scores_tokens else found
 
 
 def by_rows(layer: Callable[..., Tensor], at_once: int, x: Tensor, *more: Tensor) -> Tensor:

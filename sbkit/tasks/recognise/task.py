@@ -44,10 +44,6 @@ class RecognitionTask(ASR):
     """The keys of what gives scores of tokens."""
     scores_tokens: ClassVar[bool] = True
     """Whether ``head`` gives scores of tokens, frame by frame."""
-    loss_name: ClassVar[str]
-    """As messages call the loss."""
-    repeats: ClassVar[bool]
-    """Whether a label that is the same as the one before needs a frame more."""
     live_test: ClassVar[type[LiveTest]]
     keys: EncoderKeys
 
@@ -112,7 +108,7 @@ class RecognitionTask(ASR):
                      nodes: Mapping[str, Node]) -> Section:
         assert isinstance(keys, EncoderKeys), "this task's own"
         keys.tokenizer.load()
-        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes, cls.loss_name, cls.repeats)
+        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
         """Say how long a frame of features, one of the encoder and a chunk are."""

@@ -157,8 +157,8 @@ class ExportedTransducer(ExportedRecognizer):
 
     def _written(self, folder: Path, config: TransducerConfig) -> Joint:
         decoder, joiner = (open_runner(layout.ONNX, folder / name) for name in (config.decoder, config.joiner))
-        return GraphJoint(lambda tokens: decoder(tokens)[0], lambda *states: joiner(*states)[0], config.context,
-                          config.blank_id)
+        return GraphJoint(lambda tokens: decoder(tokens)[0], lambda *states: joiner(*states)[0], config.vocabulary,
+                          config.context, config.blank_id)
 
     def readme(self, name: str, config: TransducerConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:

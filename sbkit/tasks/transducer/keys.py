@@ -31,5 +31,8 @@ class TransducerKeys(EncoderKeys):
             yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, and ctc_lin is "
                           f"{'missing' if self.ctc_lin is None else 'there, which nothing would train'}",
                           "write ctc_weight: 0.3 and a ctc_lin, or ctc_weight: 0 and ctc_lin: null")
+        if self.ctc_weight == 1:
+            yield Problem("ctc_weight", "it is 1, so nothing trains the transducer, which writes the transcripts",
+                          "write 0.3, or train hparams/streaming.yaml")
         if self.decoder is not None:
             yield Problem("decoder", "a transducer is decoded greedily", "write decoder: null, or leave it out")

@@ -32,8 +32,9 @@ class TorchJoint:
     @torch.no_grad()
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         """Map states [N, J] of both to log-probabilities [N, V]."""
-        joined = self.head.join(*(torch.from_numpy(each).to(self._device) for each in (encoded, predicted)))
-        return joined.float().log_softmax(-1).cpu().numpy()
+        with torch.autocast(self._device.type, enabled=False):  # as the bundle's graphs compute
+            joined = self.head.join(*(torch.from_numpy(each).to(self._device) for each in (encoded, predicted)))
+            return joined.float().log_softmax(-1).cpu().numpy()
 
 
 def decoded(keys: TransducerKeys, states: Tensor, frames: Tensor) -> list[TokenSpans]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -11,16 +11,20 @@ from speechbrain.core import Stage
 from torch import Tensor, nn
 
 from sbkit.data.batch import Batch
+from sbkit.data.manifest import Manifest
 from sbkit.nn.ctc import ctc_loss
 from sbkit.nn.guard import guard_indices
 from sbkit.nn.transducer import transducer_loss
 from sbkit.recipe.build import Built
-from sbkit.recipe.source import Findings
+from sbkit.recipe.report import Section
+from sbkit.recipe.source import Findings, Node
 from sbkit.runs.initial.source import TokenTables
 from sbkit.tasks.asr import TranscribedUtterance
-from sbkit.tasks.keys import TaskKeys
+from sbkit.tasks.keys import RecogniserKeys, TaskKeys
+from sbkit.tasks.recognise.labels import check_labels
 from sbkit.tasks.recognise.live import LiveTest, Text
 from sbkit.tasks.recognise.parts import parts_fit
+from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.task import RecognitionTask
 from sbkit.tasks.recognise.vocabulary import token_tables
 from sbkit.tasks.transducer.keys import TransducerKeys
@@ -66,15 +70,23 @@ class Transducer(RecognitionTask):
     """
 
     Keys: ClassVar[type[TaskKeys]] = TransducerKeys
-    parts = ("transducer", "ctc_lin", "modules")
+    parts = ("transducer", "modules")
     heads, scores_tokens = ("ctc_lin",), False
-    loss_name, repeats, live_test = "the transducer's CTC", True, TransducerLive
+    live_test = TransducerLive
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: TransducerKeys
 
     @classmethod
     def check_parts(cls, keys: TransducerKeys, built: Built, findings: Findings) -> bool:
-        return parts_fit(keys, built, findings)
+        return parts_fit(keys, built, findings, _head_fits)
+
+    @classmethod
+    def check_labels(cls, keys: RecogniserKeys, manifests: Mapping[str, Manifest], findings: Findings,
+                     nodes: Mapping[str, Node]) -> Section:
+        assert isinstance(keys, TransducerKeys), "this task's own"
+        keys.tokenizer.load()
+        return check_labels(keys, Recognizer.of(keys), manifests, findings, nodes, ctc=keys.ctc_lin is not None,
+                            alone=False)
 
     def head(self) -> nn.Module:
         return self.keys.transducer.of_encoder
@@ -83,6 +95,10 @@ class Transducer(RecognitionTask):
         return token_tables(self.keys, [self.keys.transducer, self.keys.ctc_lin])
 
     # ------------------------------------------------------------ training
+
+    @property
+    def tracks_learning(self) -> bool:
+        return self.keys.ctc_lin is not None
 
     def compute_forward(self, batch: Batch, stage: Stage) -> TransducerScores:
         """Compute scores [B, T, U + 1, V] of waveforms [B, S] and the tokens of their texts [B, U]."""
@@ -135,3 +151,15 @@ class Transducer(RecognitionTask):
                                      strict=True):
             self.rows.append(TranscribedUtterance(name, text, self.keys.tokenizer.decode(spans.ids.tolist()),
                                                   float(spans.confidence.mean()) if len(spans) else None))
+
+
+def _head_fits(keys: TransducerKeys, built: Built, findings: Findings) -> bool:
+    """Check that the joint network has the recipe's vocabulary and blank."""
+    node, fits = built.nodes["transducer"], True
+    for name, key in (("vocabulary", "output_neurons"), ("blank", "blank_index")):
+        mine, theirs = getattr(keys.transducer, name), getattr(keys, key)
+        if mine != theirs:
+            findings.error("vocabulary", node.place_of(name), node.key_of(name), f"it is {mine}, {key} is {theirs}",
+                           f"write `{name}: !ref <{key}>`")
+            fits = False
+    return fits

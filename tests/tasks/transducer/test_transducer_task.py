@@ -4,12 +4,13 @@ import pytest
 import torch
 from run_folders import corpus
 from speechbrain.core import Stage
-from streaming_runs import RECIPE, brain, prepared, recipe
+from streaming_runs import RECIPE, SMALL, brain, prepared, recipe
 
 from sbkit.data.batch import Batch
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import ctc_loss
 from sbkit.nn.transducer import transducer_loss
+from sbkit.recipe.check import check
 
 TRANSDUCER = RECIPE.with_name("transducer.yaml")
 
@@ -69,9 +70,25 @@ def test_a_token_that_is_in_no_vocabulary_is_named(made):
 @pytest.mark.parametrize("keys, told", [
     ({"ctc_weight": 0.0}, "it is 0, and ctc_lin is there"), ({"ctc_weight": 0.0, "ctc_lin": None}, None),
     ({"ctc_lin": None}, "it is 0.3, and ctc_lin is missing"),
+    ({"ctc_weight": 1.0}, "it is 1, so nothing trains the transducer"),
     ({"decoder": object()}, "a transducer is decoded greedily")])
 def test_what_does_not_go_together_is_told(data, tmp_path, keys, told):
     made = recipe(tmp_path, data, TRANSDUCER)
     for name, value in keys.items():
         setattr(made.keys, name, value)
     assert [told in clash.message for clash in made.keys.clashes()] == [True] * (told is not None)
+
+
+@pytest.mark.parametrize("keys, told", [
+    ({"vocabulary": 20}, "it is 20, output_neurons is"), ({"blank": 3}, "it is 3, blank_index is 0"),
+    ({"context": 17}, "context is 17"), ({"size": 0}, "size is 0")])
+def test_the_check_compares_the_head_with_the_recipe(data, tmp_path, keys, told):
+    report = check(TRANSDUCER, {"output_folder": str(tmp_path / "run"), "data_folder": str(data), **SMALL,
+                                "transducer": keys})
+    assert any(told in str(error) for error in report.errors), report.errors
+
+
+def test_without_ctc_the_check_sends_a_batch_through(data, tmp_path):
+    report = check(TRANSDUCER, {"output_folder": str(tmp_path / "run"), "data_folder": str(data), **SMALL,
+                                "ctc_weight": 0, "ctc_lin": None})
+    assert not report.errors and report.sections["shapes"].values["Transformer"] == [2, 75, 16]
