@@ -28,7 +28,7 @@ from sbkit.export.layout import Config
 from sbkit.export.runners import RUNNERS
 from sbkit.runs import restore
 from sbkit.tasks.ctc import CTC, sherpa
-from sbkit.tasks.ctc import exported as recogniser
+from sbkit.tasks.recognise import exported as recogniser
 from sbkit.tasks.recognise.graph import OUTPUTS, reference
 from sbkit.tasks.task import Task
 

@@ -21,8 +21,8 @@ from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import open_runner
 from sbkit.export.windows import Windows
-from sbkit.tasks.ctc import exported as recogniser
-from sbkit.tasks.ctc import streams
+from sbkit.tasks.recognise import exported as recogniser
+from sbkit.tasks.recognise import streams
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 pytestmark = pytest.mark.slow  # each export takes some seconds
