@@ -67,7 +67,7 @@ class BatchColumns:
         for name, key in self.texts.items():
             if key is None:
                 continue
-            listed = getattr(keys, key, None)
+            listed = getattr(keys, key) if hasattr(keys, key) else None
             if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
                 raise SbkitError(f"{key} is {shown(listed)}",
                                  hint=f"the task needs the list of all values of the column {name} there")

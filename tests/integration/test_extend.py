@@ -180,18 +180,18 @@ def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def voices(home):
-    python("-m", "sbkit", "train", "voices.yaml", "--noprogressbar", cwd=home)
-    return home / "results" / "voices"
+def speakers(home):
+    python("-m", "sbkit", "train", "speakers.yaml", "--noprogressbar", cwd=home)
+    return home / "results" / "speakers"
 
 
 @pytest.mark.slow
-def test_pairs_and_labels_are_checked_and_learnt_from(home, voices):
-    report = json.loads(sbkit(home, "check", "voices.yaml", "--json"))
+def test_pairs_and_labels_are_checked_and_learnt_from(home, speakers):
+    report = json.loads(sbkit(home, "check", "speakers.yaml", "--json"))
     assert report["errors"] == report["warnings"] == []
-    assert json.loads((voices / "test_results.json").read_text())["stats"]["accuracy"] == 1
-    assert "accuracy" in sbkit(home, "evaluate", voices, "--split", "dev")
-    wrong = sbkit(home, "check", "voices.yaml", "--corpus.columns", "{clean: dry}", "--json", code=1)
+    assert json.loads((speakers / "test_results.json").read_text())["stats"]["accuracy"] == 1
+    assert "accuracy" in sbkit(home, "evaluate", speakers, "--split", "dev")
+    wrong = sbkit(home, "check", "speakers.yaml", "--corpus.columns", "{clean: dry}", "--json", code=1)
     (error,) = json.loads(wrong)["errors"]
     assert error["code"] == "columns" and "'dry' among ID, duration, wav, spk_id, clean_wav" in error["message"]
 
@@ -200,7 +200,7 @@ def test_pairs_and_labels_are_checked_and_learnt_from(home, voices):
 def test_a_rehearsal_has_pairs_and_labels_with_and_without_their_corpus(home, source, monkeypatch, tmp_path):
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(home)
-    path, given = Path("voices.yaml"), {"data_folder": source, "output_folder": str(tmp_path / "out")}
+    path, given = Path("speakers.yaml"), {"data_folder": source, "output_folder": str(tmp_path / "out")}
     recipe = load.open_recipe(load.load(path, given), path)
     words = write(recipe, tmp_path / "data", world=2)["words"]
     assert words[words.index("--batching.clips_per") + 1] == "null"
@@ -211,22 +211,22 @@ def test_a_rehearsal_has_pairs_and_labels_with_and_without_their_corpus(home, so
 
 
 @pytest.mark.slow
-def test_killed_with_pairs_and_labels_it_comes_back_as_if_nothing_had_happened(home, voices):
-    words = ("train", "voices.yaml", "--noprogressbar", "--no-check", "--ckpt_interval_steps", "1",
-             "--ckpt_interval_minutes", "0", "--output_folder", "results/voices-killed")
-    processes.killed(lambda: len(list((home / "results" / "voices-killed" / "save").glob("CKPT+*"))) > 1, *words,
+def test_killed_with_pairs_and_labels_it_comes_back_as_if_nothing_had_happened(home, speakers):
+    words = ("train", "speakers.yaml", "--noprogressbar", "--no-check", "--ckpt_interval_steps", "1",
+             "--ckpt_interval_minutes", "0", "--output_folder", "results/speakers-killed")
+    processes.killed(lambda: len(list((home / "results" / "speakers-killed" / "save").glob("CKPT+*"))) > 1, *words,
                      cwd=home, **ENVIRONMENT)
     sbkit(home, *words)
-    for name, value in weights(voices).items():
-        assert torch.equal(weights(home / "results" / "voices-killed")[name], value)
+    for name, value in weights(speakers).items():
+        assert torch.equal(weights(home / "results" / "speakers-killed")[name], value)
 
 
 @pytest.mark.slow
-def test_two_processes_learn_from_pairs_and_labels_what_one_learns(home, voices):
-    folder = home / "results" / "voices-two"
-    sbkit(home, "train", "voices.yaml", "--noprogressbar", "--no-check", "--output_folder", folder, ranks=2)
+def test_two_processes_learn_from_pairs_and_labels_what_one_learns(home, speakers):
+    folder = home / "results" / "speakers-two"
+    sbkit(home, "train", "speakers.yaml", "--noprogressbar", "--no-check", "--output_folder", folder, ranks=2)
     for name, value in weights(folder).items():
-        torch.testing.assert_close(value, weights(voices)[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(value, weights(speakers)[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
