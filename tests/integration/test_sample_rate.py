@@ -37,14 +37,21 @@ KEYS = ("--sample_rate 8000 --d_model 32 --nhead 2 --num_encoder_layers 1 --num_
 
 
 def spoken(words, seed):
-    """A tone for each word, with silence around it: the signal [S] at 8 kHz, and when each begins, in seconds."""
-    drawn, parts, begins = np.random.default_rng(seed), [np.zeros(RATE // 6)], []
+    """A tone for each word, with silence around it: the signal [S] at 8 kHz, and from when to when each sounds, in
+    seconds."""
+    drawn, parts, sounds = np.random.default_rng(seed), [np.zeros(RATE // 6)], []
     for word in words:
-        begins.append(sum(map(len, parts)) / RATE)
         time = np.arange(round(drawn.uniform(0.35, 0.5) * RATE)) / RATE
+        begin = sum(map(len, parts)) / RATE
+        sounds.append((begin, begin + len(time) / RATE))
         parts += [0.3 * np.sin(2 * np.pi * HERTZ[word] * time), np.zeros(RATE // 4)]
     signal = np.concatenate(parts)
-    return (signal + 0.005 * drawn.standard_normal(len(signal))).astype(np.float32), begins
+    return (signal + 0.005 * drawn.standard_normal(len(signal))).astype(np.float32), sounds
+
+
+def while_they_sound(starts, sounds):
+    """Whether each word begins while its tone sounds: CTC says it anywhere in there."""
+    return [begin <= start <= end for start, (begin, end) in zip(starts, sounds, strict=True)] == [True] * len(sounds)
 
 
 def written(signal, rate, to):
@@ -121,27 +128,27 @@ def test_the_bundle_makes_the_frames_that_the_run_makes(home, model):
 
 @pytest.mark.parametrize("rate", [RATE, *OTHERS])
 def test_a_recording_of_any_rate_is_heard_alike(model, rate, tmp_path):
-    signal, begins = spoken(SAID, 2)
+    signal, sounds = spoken(SAID, 2)
     heard = model.transcribe(written(signal, rate, tmp_path / "recording.wav"))
     assert heard.text.split() == SAID
     assert heard.duration == pytest.approx(len(signal) / RATE, abs=0.01)
-    assert [word.start for word in heard.words] == pytest.approx(begins, abs=0.2)
+    assert while_they_sound([word.start for word in heard.words], sounds)
 
 
 @pytest.mark.parametrize("rate", [RATE, *OTHERS])
 def test_the_server_hears_it_too(server, rate):
-    signal, begins = spoken(SAID, 3)
+    signal, sounds = spoken(SAID, 3)
     file = written(signal, rate, io.BytesIO()).getvalue()
     answer = httpx.post(f"{server.base}/audio/transcriptions", files={"file": ("a.wav", file)}, timeout=60, data={
         "model": "narrow", "response_format": "verbose_json", "timestamp_granularities[]": "word"}).json()
     assert answer["text"].split() == SAID
     assert answer["duration"] == pytest.approx(len(signal) / RATE, abs=0.01)
-    assert [word["start"] for word in answer["words"]] == pytest.approx(begins, abs=0.2)
+    assert while_they_sound([word["start"] for word in answer["words"]], sounds)
 
 
 @pytest.mark.parametrize("rate", [RATE, OTHERS[0]])
 def test_and_so_does_it_live(server, rate):
-    signal, begins = spoken(SAID, 4)
+    signal, sounds = spoken(SAID, 4)
     samples = np.round(32767 * soxr.resample(signal, RATE, rate)).astype("<i2").tobytes()
     with connect(server.live) as socket:
         socket.send(json.dumps({"type": "start", "model": "narrow", "sample_rate": rate}))
@@ -153,5 +160,5 @@ def test_and_so_does_it_live(server, rate):
             messages.append(json.loads(socket.recv(60)))
     words = list(itertools.chain.from_iterable(each["words"] for each in messages if each["type"] == "final"))
     assert [word["word"] for word in words] == SAID
-    assert [word["start"] for word in words] == pytest.approx(begins, abs=0.2)
+    assert while_they_sound([word["start"] for word in words], sounds)
     assert messages[-1] == {"type": "done", "duration": pytest.approx(len(signal) / RATE, abs=0.02)}

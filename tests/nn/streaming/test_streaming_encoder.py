@@ -310,5 +310,6 @@ def test_a_left_context_that_it_was_not_trained_for_is_refused():
 
 def test_it_takes_any_object_with_the_parts():
     made = recogniser()
-    parts = {name: getattr(made, name) for name in ("normalize", "frontend", "encoder", "head", "scores_tokens", "chunks")}
+    names = "normalize", "frontend", "encoder", "head", "scores_tokens", "chunks"
+    parts = {name: getattr(made, name) for name in names}
     assert StreamingEncoder(SimpleNamespace(**parts)).subsampling == EACH
