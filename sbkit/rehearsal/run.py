@@ -29,8 +29,8 @@ RANKS = 2
 END, IDLE = 20.0, 15.0
 #: Seconds after which those hang that only wait for a core: threads that watch others want one too.
 STARVED = 60.0
-#: Seconds that a rank waits for others in a collective: more than it takes to see that they hang, also if busy.
-PATIENCE = 600
+#: Seconds that a rank waits for others in a collective, after which it fails.
+PATIENCE = 120
 #: The share of a core below which a process counts as waiting, and of the time above which it waits for a core.
 WAITS, WANTS = 0.05, 0.5
 #: What is launched as soon as what it follows has gone well; the first three have one process.
