@@ -91,7 +91,20 @@ class Greedy:
         return GreedyStream(self._vocabulary.spelling, self._blank)
 
 
-class Beam:
+class StretchByStretch:
+    """A decoder that keeps of each stretch what it has found in it and how many frames it has; no word goes on."""
+
+    joins = False
+
+    def frames(self, kept: tuple[Any, int]) -> int:
+        return kept[1]
+
+    def after(self, stretches: Sequence[tuple[Any, int]], frame: int) -> list[Any]:
+        ends = accumulate(map(self.frames, stretches))
+        return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
+
+
+class Beam(StretchByStretch):
     """Beam search with a language model, a lexicon and hot words, in any number of threads.
 
     Arguments
@@ -100,7 +113,6 @@ class Beam:
     """
 
     at_once = 32
-    joins = False
 
     def __init__(self, vocabulary: Vocabulary, options: Mapping[str, Any]):
         from sbkit.decode.beam import BeamSearch
@@ -131,13 +143,6 @@ class Beam:
             found.append(parts)
         return found
 
-    def frames(self, kept: tuple[Any, int]) -> int:
-        return kept[1]
-
-    def after(self, stretches: Sequence[tuple[Any, int]], frame: int) -> list[Any]:
-        ends = accumulate(map(self.frames, stretches))
-        return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
-
     def stream(self) -> StreamSearch:
         from sbkit.decode.beam_stream import BeamStream
 
@@ -148,11 +153,10 @@ Stretch = tuple[TokenSpans, int]
 """The tokens of a stretch, and the number of its frames."""
 
 
-class GreedyTransducer:
+class GreedyTransducer(StretchByStretch):
     """Greedy decoding of a transducer; each stretch begins like an utterance."""
 
     at_once = 1
-    joins = False
 
     def __init__(self, vocabulary: Vocabulary, joint: Joint):
         self._spelling, self._joint = vocabulary.spelling, joint
@@ -167,13 +171,6 @@ class GreedyTransducer:
             found.append([DecodedTokens(end - frames, spans)
                           for end, (spans, frames) in zip(ends, stretches, strict=True)])
         return found
-
-    def frames(self, kept: Stretch) -> int:
-        return kept[1]
-
-    def after(self, stretches: Sequence[Stretch], frame: int) -> list[Any]:
-        ends = accumulate(map(self.frames, stretches))
-        return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
 
     def stream(self) -> TransducerStream:
         return TransducerStream(self._spelling, self._joint)

@@ -27,9 +27,8 @@ from sbkit.system.processes import ended_by, free_port, session_seconds, torchru
 RANKS = 2
 #: Seconds in which all ranks must end once one has failed, and after which processes that don't compute hang.
 END, IDLE = 20.0, 15.0
-#: Seconds after which those hang that only wait for a core: threads that watch others want one too.
-STARVED = 60.0
-#: Seconds that a rank waits for others in a collective, after which it fails.
+#: Seconds that a rank waits for others in a collective, after which it fails; what watches it computes as well, so that
+#: it needn't be seen to hang.
 PATIENCE = 120
 #: The share of a core below which a process counts as waiting, and of the time above which it waits for a core.
 WAITS, WANTS = 0.05, 0.5
@@ -133,7 +132,7 @@ class Launch:
 
         self.name, self.folder, self.started = name, Path(job["folder"]), time.monotonic()
         self.world = 1 if name in ALONE else job["world"]
-        self.hangs, self._last, self._got_on = False, (self.started, 0, 0.0, 0.0), self.started
+        self.hangs, self._last = False, (self.started, 0, 0.0, 0.0)
         port, self.processes = free_port(), list[BaseProcess]()
         for rank in range(self.world):
             place = torchrun_environment(rank, self.world, port) if self.world > 1 else {}
@@ -165,13 +164,10 @@ class Launch:
         computed, waited = map(sum, zip(*(session_seconds(each.pid or 0) for each in self.processes), strict=True))
         wanted = computed + waited  # less than then if threads have ended
         busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # whoever computes gets no more than such a share
-        gets_on = len(lines) > count or computed - computed_then > (WAITS * (now - then) + 0.5) / busy
-        if gets_on or abs(wanted - wanted_then) > WANTS * (now - then) + 0.5:
+        if len(lines) > count or computed - computed_then > (WAITS * (now - then) + 0.5) / busy \
+                or abs(wanted - wanted_then) > WANTS * (now - then) + 0.5:
             self._last = now, len(lines), computed, wanted
-        if gets_on:
-            self._got_on = now
-        self.hangs = now - then > busy * (IDLE if all(alive) and not ready else END) \
-            or now - self._got_on > busy * STARVED
+        self.hangs = now - then > busy * (IDLE if all(alive) and not ready else END)
         return self.hangs
 
     def close(self) -> list[Line]:

@@ -17,7 +17,7 @@ from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch
 from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips
 from sbkit.export.layout import TransducerConfig
-from sbkit.export.parity import Comparison, ParityResult
+from sbkit.export.parity import Comparison, ParityResult, tied
 from sbkit.export.runners import Runner, open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.transducer import TransducerHead
@@ -30,7 +30,6 @@ from sbkit.tasks.transducer.search import TorchJoint
 
 OUTPUTS = {"states": ("batch", "frames"), "frames": ("batch",)}
 _ROWS = 2  # that are traced; sizes of 0 and 1 would become constants
-_TIE = 1e-3  # tokens whose log-probabilities differ by no more than this count as equal
 
 
 class Prediction(nn.Module):
@@ -88,9 +87,9 @@ class TransducerComparison(Comparison):
         return super().add(name, both, size, batches)
 
     def tied(self, expected: Any, found: Any) -> bool:  # pairs of arrays
-        del found
-        best = np.partition(expected[1], -2)[:, -2:]
-        return bool((best[:, 1] - best[:, 0] <= _TIE).any())
+        """Whether a search parts from the checkpoint's, and only where that scores two tokens almost equally."""
+        (_, mine), (_, theirs) = expected, found
+        return bool((mine.argmax(-1) != theirs.argmax(-1)).any()) and tied(mine, theirs)
 
 
 class SearchPath(NamedTuple):

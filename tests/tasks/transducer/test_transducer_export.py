@@ -12,7 +12,7 @@ from sbkit.cli import main
 from sbkit.decode.transducer import MOST_IN_A_FRAME, TransducerSearch
 from sbkit.infer import load
 from sbkit.tasks.transducer import exported
-from sbkit.tasks.transducer.exported import SearchPath
+from sbkit.tasks.transducer.exported import SearchPath, TransducerComparison
 
 TRANSDUCER = RECIPE.with_name("transducer.yaml")
 
@@ -49,6 +49,15 @@ def test_the_path_of_a_search_asks_what_the_search_asked():
     assert np.bincount(path.frames).max() in range(3, MOST_IN_A_FRAME), "some frames have several tokens"
     np.testing.assert_array_equal(states[path.frames], recorder.states)
     np.testing.assert_allclose(path.scores(recorder.joint, states), recorder.answers, atol=1e-6)
+
+
+@pytest.mark.parametrize("theirs, excused", [
+    ([[0.0, -1.0], [-1.0, -1.00001]], False),  # the same tokens: other words would have another cause
+    ([[0.0, -1.0], [-1.00001, -1.0]], True), ([[-1.0, 0.0], [-1.00001, -1.0]], False)])
+def test_other_words_are_excused_where_the_search_parts_at_a_tie_alone(theirs, excused):
+    mine = np.array([[0.0, -1.0], [-1.0, -1.00001]], np.float32)
+    comparison = TransducerComparison.__new__(TransducerComparison)
+    assert comparison.tied((None, mine), (None, np.array(theirs, np.float32))) == excused
 
 
 @pytest.mark.slow
