@@ -49,9 +49,11 @@ Inputs: `signals` [batch, samples] float32, shorter ones padded with zeros, and 
     layout.TORCH: """### PyTorch
 
 ```python
-import torch
+import soundfile, torch
 model = torch.export.load("model.pt2").module()
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
 states, frames = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
+print(text(states[0, :frames[0]].detach().numpy()))
 ```
 
 """ + PROGRAM,
