@@ -123,7 +123,7 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
             shared, factor = [""] * len(shared), ""
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))
     for scored in results:
-        print(f"{scored.facts['folder']}  (errors, to look at and listen to: {REPORT})")
+        print(f"{scored.facts['folder']}  (to look at: {REPORT})")
         if scored.replaced:
             print(f"  replaced the result of {scored.replaced}; another --name keeps both")
         for what, ids in (("could not be read", list(scored.facts["damaged"])),

@@ -101,7 +101,7 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Mani
         damaged, loss = transcribe(request, recipe, brain, manifest, label)
     took = max(ranks.gather_objects(time.monotonic() - began))
     damaged = {name: reason for part in ranks.gather_objects(damaged) for name, reason in part.items()}
-    came = brain.results(brain.all_rows(), loss, damaged)
+    came = brain.tested_results(brain.all_rows(), loss, damaged)
     came.check()
     seconds = float(manifest.durations.sum(dtype="float64")) - sum(
         float(manifest.durations[i]) for i, name in enumerate(manifest.ids) if name in damaged)

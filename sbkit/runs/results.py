@@ -36,7 +36,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
     if metrics_log is not None:
         metrics_log.flush()
     try:  # its inputs are already saved, so an error must not fail the run
-        print(f"errors, to look at and listen to: {write_report(folder, remote=manifest.remote)}", flush=True)
+        print(f"report: {write_report(folder, remote=manifest.remote)}", flush=True)
     except (SbkitError, OSError) as error:
         logger.warning("The report could not be written: %s", error)
 

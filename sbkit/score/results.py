@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.score.estimate import Estimate
 from sbkit.system.console import atomic_write, table
 
 #: Number of recordings named in a message about unreadable ones.
@@ -40,6 +41,16 @@ class SoundSample(NamedTuple):
         return f"{self.wav} from {self.start}"
 
 
+class Recording(NamedTuple):
+    """A recording of a test set, as its manifest has it."""
+
+    id: str
+    wav: str
+    start: float
+    duration: float
+    speaker: str
+
+
 @dataclass
 class Player:
     """Recordings that a report lets one hear side by side: title, remark, and the recordings."""
@@ -62,6 +73,8 @@ class Results:
     """Tables for the report."""
     players: list[Player] = field(default_factory=list)
     """What the report lets one hear; whoever writes the results fills it."""
+    estimate: Estimate | None = field(default=None, kw_only=True)
+    """How sure the metric is, and what it is of each recording."""
 
     def check(self) -> None:
         """Raise if there is nothing to report."""
@@ -70,8 +83,11 @@ class Results:
 
     def headline(self) -> str:
         """The numbers on one line."""
-        return ", ".join([*(f"{name} {value:.4g}" for name, value in self.stats.items()),
-                          f"{self.utterances} utterances"])
+        return ", ".join([*(self._said(name) for name in self.stats), f"{self.utterances} utterances"])
+
+    def _said(self, name: str) -> str:
+        sure = self.estimate is not None and name == self.estimate.name
+        return str(self.estimate) if sure else f"{name} {self.stats[name]:.4g}"
 
     def lines(self) -> list[str]:
         """Lines for the screen, below the headline."""
@@ -79,11 +95,12 @@ class Results:
 
     def facts(self) -> dict[str, Any]:
         """The content of an evaluation's result.json: the numbers and their uncertainty."""
-        return dict(self.stats)
+        sure = self.estimate
+        return {**self.stats, **({f"{sure.name}_interval": sure.interval} if sure and sure.interval else {})}
 
     def columns(self) -> list[tuple[str, Any]]:
         """The columns of ``sbkit evaluate``'s table."""
-        return [(name, f"{value:.4g}") for name, value in self.stats.items()]
+        return [(name, self._said(name).removeprefix(f"{name} ")) for name in self.stats]
 
     def lines_of_table(self) -> list[list[tuple[str, Any]]]:
         """The lines of that table, with the same columns; one, unless a test was heard in several ways."""
@@ -103,10 +120,16 @@ class Results:
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         """Write the result files of a manifest's utterances into a folder."""
-        del manifest
+        recordings: list[Recording] = []
+        if self.estimate is not None:
+            place = {name: i for i, name in enumerate(manifest.ids)}
+            rows = (manifest.row(place[name]) for name in self.estimate.ids)
+            recordings = [Recording(row.id, row.wav, row.start, row.duration, row.speaker) for row in rows]
         with atomic_write(folder / self.files(of)[0]) as out:
             json.dump({"stats": self.stats, "utterances": self.utterances, "unread": self.unread,
                        "tables": [vars(each) for each in self.tables],
+                       **({"estimate": vars(self.estimate)} if self.estimate else {}),
+                       "recordings": [each._asdict() for each in recordings],
                        "players": [{**vars(each), "sounds": [sound._asdict() for sound in each.sounds]}
                                    for each in self.players]}, out, indent=1, ensure_ascii=False)
 

@@ -13,6 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates, some
 
 NORMAL_FROM = 10_000  # utterances
+RATES = ("WER", "CER")  # in per cent
 _AT_ONCE = 4_000_000  # random numbers held at a time
 
 
@@ -35,7 +36,7 @@ def interval_of(edits: np.ndarray, lengths: np.ndarray, confidence: float = 0.95
         return _normal_bounds(edits, lengths, confidence)
     drawn = np.concatenate([
         edits / lengths for edits, lengths in _resampled(np.stack([edits, lengths]), resamples, seed)])
-    return _bounds(100 * drawn, confidence)
+    return bounds(100 * drawn, confidence)
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,29 @@ class RunComparison:
     high: float
     p_value: float
     confidence: float
+    name: str = "WER"
+    lower_is_better: bool = True
 
     @property
     def difference(self) -> float:
-        """The difference in points; below zero, ``b`` is better."""
+        """``b`` less ``a``; in points, for rates."""
         return self.rate_b - self.rate_a
 
     @property
     def significant(self) -> bool:
         return self.p_value < 1 - self.confidence
 
+    @property
+    def better(self) -> bool:
+        return (self.difference < 0) == self.lower_is_better and self.difference != 0
+
     def __str__(self) -> str:
-        verdict = ("no significant difference" if not self.significant
-                   else "significantly better" if self.difference < 0 else "significantly worse")
-        return (f"{self.rate_a:.2f} % to {self.rate_b:.2f} %: {self.difference:+.2f} points "
-                f"({self.confidence:.0%} interval {self.low:+.2f} to {self.high:+.2f}, "
-                f"p = {self.p_value:.4f}): {verdict}")
+        """Describe the difference in one sentence."""
+        of = (f"{self.difference:+.2f} points of {self.name}" if self.name in RATES else
+              f"{self.name} {self.difference:+.4g}")
+        if not self.significant:
+            return f"No significant difference ({of})"
+        return f"Significantly {'better' if self.better else 'worse'}: {of}"
 
 
 def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0,
@@ -82,7 +90,7 @@ def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: i
         return RunComparison(a.rate, b.rate, middle - reach, middle + reach, _normal_p(difference), confidence)
     drawn = np.concatenate([
         edits / lengths for edits, lengths in _resampled(np.stack([difference, a.lengths]), resamples, seed)])
-    low, high = _bounds(100 * drawn, confidence)
+    low, high = bounds(100 * drawn, confidence)
     return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference, resamples, seed), confidence)
 
 
@@ -115,7 +123,8 @@ def _resampled(columns: np.ndarray, resamples: int, seed: int) -> Iterator[np.nd
         yield columns[:, drawn].sum(axis=2)
 
 
-def _bounds(values: np.ndarray, confidence: float) -> tuple[float, float]:
+def bounds(values: np.ndarray, confidence: float) -> tuple[float, float]:
+    """The quantiles between which a share of values is."""
     tail = (1 - confidence) / 2
     low, high = np.quantile(values, [tail, 1 - tail])
     return float(low), float(high)

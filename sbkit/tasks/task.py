@@ -33,6 +33,7 @@ from sbkit.runs.bundles import Bundles
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial import table
 from sbkit.runs.initial.source import TokenTables
+from sbkit.score.estimate import Estimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
 from sbkit.system import renamed
@@ -283,6 +284,19 @@ class Task(Brain):
         """
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
+    def estimate(self, rows: Sequence[Any]) -> Estimate | None:
+        """How sure the metric of a test is, by drawing rows anew; None without an answer.
+
+        Override it where ``stats`` takes rows together, as one does that compares all pairs of them.
+        """
+        return estimate(self.metric, rows, self.stats)
+
+    def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
+        """Build the results of a test and how sure they are."""
+        found = self.results(rows, loss, unread)
+        found.estimate = self.estimate(rows)
+        return found
+
     def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
         """Called on every rank after a validation with the rows of all ranks and their ``stats``."""
 
@@ -298,7 +312,7 @@ class Task(Brain):
             return
         rows, unread = self.all_rows(), dict(self.gather(self._unreadable.items()))
         if stage == Stage.TEST:
-            self.tested = self.results(rows, loss, unread)
+            self.tested = self.tested_results(rows, loss, unread)
             super().close_stage(stage, loss, epoch)
             self._end_test({**self.tested.stats, **({"unread": len(unread)} if unread else {})})
             return

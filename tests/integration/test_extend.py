@@ -150,6 +150,26 @@ def test_it_is_trained_tested_and_reported(home, trained):
 
 
 @pytest.mark.slow
+def test_it_is_compared_with_another_run_and_says_how_sure_it_is(home, trained):
+    short = home / "results" / "short"
+    shown = sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--epoch_counter.limit", "1",
+                  "--output_folder", short)
+    numbers = json.loads((short / "test_results.json").read_text())
+    accuracy, estimate = numbers["stats"]["accuracy"], numbers["estimate"]
+    assert accuracy < 1 and re.search(rf"test .*accuracy {accuracy:.4g} \([\d.]+ to [\d.]+\)", shown)
+    assert set(estimate["values"]) == {0.0, 1.0} and len(estimate["drawn"]) == 1000
+    page = (short / "report.html").read_text()
+    assert "Worst recordings" in page and page.count("<audio") == len(estimate["values"])
+    gain = 1 - accuracy
+    shown = sbkit(home, "report", trained[0], "--against", short, "--utterances", 60)
+    assert re.search(rf"(Significantly better: accuracy \+|No significant difference \(accuracy \+){gain:.4g}", shown)
+    (page,) = trained[0].glob("report-against-*.html")
+    assert f"Better ({round(gain * len(estimate['values']))})" in page.read_text()
+    facts = json.loads(next(trained[0].glob("evaluations/*/result.json")).read_text())
+    assert facts["accuracy_interval"] == [1.0, 1.0]
+
+
+@pytest.mark.slow
 def test_two_processes_learn_what_one_learns(home, trained):
     sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/two", ranks=2)
     for name, value in weights(trained[0]).items():

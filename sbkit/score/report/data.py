@@ -17,8 +17,9 @@ from sbkit.data.delimited import read_delimited
 from sbkit.data.manifest import replace_data_root
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
+from sbkit.score.estimate import Estimate
 from sbkit.score.rates import ErrorRates
-from sbkit.score.results import Player, SoundSample
+from sbkit.score.results import Player, Recording, SoundSample
 from sbkit.score.run_files import (
     CORPORA,
     EVALUATED,
@@ -102,6 +103,8 @@ class RunData:
     stats: dict[str, float] = field(default_factory=dict)  # test results of a task without words
     tables: list[dict[str, Any]] = field(default_factory=list)  # title, columns, rows, remark
     players: list[Player] = field(default_factory=list)
+    estimate: Estimate | None = None
+    recordings: list[Recording] = field(default_factory=list)  # those of the estimate
     warnings: list[dict[str, Any]] = field(default_factory=list)  # warnings of training that still hold
 
     def owns(self, wav: str) -> bool:
@@ -152,8 +155,7 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
     if (folder / RESULT).is_file():
         numbers = _json(folder / NUMBERS.removeprefix("test_")) or {}
         return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT) or {},
-                       stats=numbers.get("stats", {}), tables=numbers.get("tables", []),
-                       players=_players(numbers, folder))
+                       **_numbers(numbers, folder))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"
         raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
@@ -167,8 +169,16 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
         results=ScoredRun(rows) if any(row.reference.split() for row in rows) else None,
         prepared=_json(folder / PREPARED), recipe=_text(folder / RECIPE),
         tested=next((line for line in reversed(lines) if line["kind"] == "test"), {}), warnings=_warnings(lines),
-        stats=numbers.get("stats", {}), tables=numbers.get("tables", []), players=_players(numbers, folder),
+        **_numbers(numbers, folder),
     )
+
+
+def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """What ``Results.write`` has written, as fields of ``RunData``."""
+    said = numbers.get("estimate")
+    return {"stats": numbers.get("stats", {}), "tables": numbers.get("tables", []),
+            "players": _players(numbers, folder), "estimate": said and Estimate(**said),
+            "recordings": [Recording(**each) for each in numbers.get("recordings", [])]}
 
 
 def _players(numbers: Mapping[str, Any], folder: Path) -> list[Player]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import datetime
 import hashlib
 import re
@@ -15,7 +16,7 @@ import numpy as np
 import sbkit
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.errors import SbkitError
-from sbkit.score import chunk_size
+from sbkit.score import chunk_size, estimate
 from sbkit.score.latency import LATE
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts, sections
@@ -24,7 +25,7 @@ from sbkit.score.report.data import RunData, ScoredRun, rate, read
 from sbkit.score.report.findings import can_judge, findings, suspects
 from sbkit.score.report.sections import KEY, section
 from sbkit.score.run_files import REPORT
-from sbkit.score.significance import RunComparison, compare
+from sbkit.score.significance import RATES, RunComparison, compare
 from sbkit.system.console import atomic_write
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -52,35 +53,40 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     """
     data = read(run)
     other = None if against is None else read(against)
-    words = None if other is None else _compared(other, data)
+    compared = None if other is None else _compared(other, data)
     name = REPORT if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # next to the run's own
     path = data.folder / name if out is None else Path(out)
-    page = _page(data, other, words, title or data.name, utterances, AudioEmbedder(audio_megabytes, data.owns, remote))
+    clips = AudioEmbedder(audio_megabytes, data.owns, remote)
+    page = _page(data, other, compared, title or data.name, utterances, clips)
     try:
         with atomic_write(path) as file:
             file.write(page)
     except OSError as error:
         raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
-    if words is not None:
-        log(verdict(words).replace("−", "-"))  # a character that every console has
+    if compared is not None:
+        log(str(compared))
     return path
 
 
 def _compared(other: RunData, data: RunData) -> RunComparison:
-    if data.results is None or other.results is None:
-        missing = data if data.results is None else other
-        raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first")
-    return compare(other.results.words, data.results.words)
+    if data.results is not None and other.results is not None:
+        return compare(other.results.words, data.results.words)
+    if data.estimate is not None and other.estimate is not None:
+        return estimate.compare(other.estimate, data.estimate)
+    missing = data if data.results is None and data.estimate is None else other
+    raise SbkitError(f"{missing.folder} has no scored test set to compare", hint="let the run finish first; one that "
+                     "finished with an older sbkit is scored again by sbkit evaluate")
 
 
-def _page(data: RunData, other: RunData | None, words: RunComparison | None, title: str, count: int,
+def _page(data: RunData, other: RunData | None, compared: RunComparison | None, title: str, count: int,
           clips: AudioEmbedder, ) -> str:
     parts: dict[str, Markup | None] = {}
     results = data.results
     suspected = suspects(results) if results is not None else []
     cards = None if results is None else Cards(results, clips)
-    if other is not None and words is not None and cards is not None:
-        parts["against"] = comparison(data, other, words, cards, count // 4)
+    if other is not None and compared is not None:
+        parts["against"] = (compared_recordings(data, other, compared, clips, count // 4) if cards is None else
+                            comparison(data, other, compared, cards, count // 4))
     parts["first"] = sections.standing_out(findings(data, suspected))
     parts["curves"] = sections.training(data, other)
     parts["results"] = sections.tables(data)
@@ -91,6 +97,8 @@ def _page(data: RunData, other: RunData | None, words: RunComparison | None, tit
         parts["words"] = sections.confused(results)
         parts["worst"] = sections.worst(results, cards, count, suspected)
         parts["labels"] = sections.labels(cards, suspected, count, can_judge(results))
+    elif data.estimate is not None:
+        parts["worst"] = sections.worst_recordings(data.estimate, data.recordings, clips, count)
     parts["data"] = sections.data(data)
     parts["making"] = sections.making(data)
     there = {place: part for place, part in parts.items() if part is not None}
@@ -117,7 +125,7 @@ def filled(title: str, body: Markup) -> str:
     return re.sub(r"<!--\{(\w+)\}-->|\{\{(\w+)\}\}", lambda found: values[found[1] or found[2]], template)
 
 
-MEASURES = ("the other run", "this run", "points", "95 % interval", "p")
+MEASURES = ("the other run", "this run", "difference", "95 % interval", "p")
 
 
 def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards, count: int) -> Markup:
@@ -132,10 +140,7 @@ def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards,
     better = [int(i) for i in order if change[i] < 0]
     worse = [int(i) for i in order[::-1] if change[i] > 0]
     same = len(change) - len(better) - len(worse)
-    head = tag("tr", tag("th", ""), tag("th", "WER"), tag("th", "CER"))
-    rows = [tag("tr", tag("th", name, scope="row"), tag("td", one), tag("td", two))  # narrow enough for a phone
-            for name, one, two in zip(MEASURES, _column(words), _column(characters), strict=True)]
-    table = tag("table", tag("thead", head), tag("tbody", rows), class_="plain compared")
+    table = _compared_table(words, dataclasses.replace(characters, name="CER"))
 
     def listed(title: str, indices: list[int]) -> list[Any]:
         if not indices:
@@ -145,27 +150,50 @@ def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards,
         return [tag("h3", title + more), tag("div", shown, class_="cards")]
 
     return section(
-        "against", verdict(words), table,
+        "against", str(words), table,
         tag("p", f"Of {len(change)} utterances {len(better)} got better, {len(worse)} worse, "
                  f"and {same} have as many errors as before.", class_="note"),
         KEY, listed("Better", better), listed("Worse", worse), lead=f"Compared with {other.folder.resolve()}")
 
 
-def verdict(words: RunComparison) -> str:
-    """Describe the difference in one sentence."""
-    if not words.significant:
-        return f"No significant difference ({_signed(words.difference)} points of WER)"
-    how = "better" if words.difference < 0 else "worse"
-    return f"Significantly {how}: {_signed(words.difference)} points of WER"
+def compared_recordings(run: RunData, other: RunData, found: RunComparison, clips: AudioEmbedder, count: int) -> Markup:
+    """Compare ``run`` with ``other`` by a metric of recordings instead of words."""
+    ours, before = run.estimate, other.estimate
+    assert ours is not None and before is not None, "write_report refuses runs without results"
+    parts: list[Markup] = []
+    if ours.values and before.values:
+        place = {name: i for i, name in enumerate(before.ids)}
+        theirs = np.array([before.values[place[name]] for name in ours.ids])
+        change = (np.array(ours.values) - theirs) * (-1 if ours.lower_is_better else 1)
+        order = np.argsort(change, kind="stable")
+
+        def listed(title: str, indices: list[int]) -> None:
+            if indices:
+                cards = [sections.recording(run.recordings[i], clips, f"{ours.name} {theirs[i]:.4g} to "
+                                            f"{ours.values[i]:.4g}") for i in indices[:count]]
+                more = f" (the first {count} of {len(indices)})" if len(indices) > count else f" ({len(indices)})"
+                parts.extend((tag("h3", title + more), tag("div", cards, class_="cards")))
+
+        listed("Better", [int(i) for i in order[::-1] if change[i] > 0])
+        listed("Worse", [int(i) for i in order if change[i] < 0])
+    return section("against", str(found), _compared_table(found), parts,
+                   lead=f"Compared with {other.folder.resolve()}")
+
+
+def _compared_table(*columns: RunComparison) -> Markup:
+    head = tag("tr", tag("th", ""), [tag("th", each.name) for each in columns])
+    rows = [tag("tr", tag("th", name, scope="row"), [tag("td", value) for value in values])  # narrow, for a phone
+            for name, *values in zip(MEASURES, *map(_column, columns), strict=True)]
+    return tag("table", tag("thead", head), tag("tbody", rows), class_="plain compared")
 
 
 def _column(found: RunComparison) -> tuple[str, ...]:
-    return (rate(found.rate_a), rate(found.rate_b), _signed(found.difference),
-            f"{_signed(found.low)} to\N{NO-BREAK SPACE}{_signed(found.high)}", f"{found.p_value:.4f}")
+    def signed(value: float) -> str:
+        return (f"{value:+.2f}" if found.name in RATES else f"{value:+.4g}").replace("-", "−")
 
-
-def _signed(points: float) -> str:
-    return f"{points:+.2f}".replace("-", "−")
+    levels = [rate(value) if found.name in RATES else f"{value:.4g}" for value in (found.rate_a, found.rate_b)]
+    return (*levels, signed(found.difference), f"{signed(found.low)} to\N{NO-BREAK SPACE}{signed(found.high)}",
+            f"{found.p_value:.4f}")
 
 
 def _before(results: ScoredRun, index: int) -> tuple[Any, str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sbkit.score import chunk_size
+from sbkit.score.estimate import Estimate
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import Confusion
 from sbkit.score.report import charts, groups
@@ -16,6 +17,7 @@ from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel
 from sbkit.score.report.groups import UtteranceGroup
+from sbkit.score.results import Recording
 from sbkit.score.significance import interval
 
 WORDS_SHOWN = 14
@@ -66,8 +68,11 @@ def tiles(run: RunData) -> Markup:
             _tile("Test set", _hours(run.results.hours * 3600), f"{len(words)} utterances, "
                                                                 f"{summary['num_scored_tokens']} words"),
         ]
-    cells += [_tile(_title(name), f"{value:.4g}", "on the test set", big=name != "loss")
-              for name, value in run.stats.items()]
+    sure = run.estimate
+    for name, value in run.stats.items():
+        between = sure.interval if sure is not None and sure.name == name else None
+        cells.append(_tile(_title(name), f"{value:.4g}", "on the test set" if between is None else
+                           f"{between[0]:.4g} to {between[1]:.4g} (95\N{NO-BREAK SPACE}%)", big=name != "loss"))
     trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if trained:
         steps = run.epochs[-1].get("step", 0)
@@ -284,6 +289,27 @@ def worst(results: ScoredRun, cards: Cards, count: int, suspects: Sequence[Suspe
         lead += " Those whose transcript is suspected are listed below instead."
     shown = tag("div", [cards.card(i) for i in chosen], class_="cards")
     return section("worst", "Worst utterances", KEY, shown, lead=lead)
+
+
+def worst_recordings(estimate: Estimate, recordings: Sequence[Recording], clips: AudioEmbedder,
+                     count: int) -> Markup | None:
+    """Show the recordings on which a metric is worst; None for one that a single recording doesn't have."""
+    if len(set(estimate.values)) < 2:  # none is worse than another
+        return None
+    shown = [recording(recordings[i], clips, f"{estimate.name} {estimate.values[i]:.4g}")
+             for i in estimate.worst()[:count]]
+    return section("worst", "Worst recordings", tag("div", shown, class_="cards"),
+                   lead=f"By {estimate.name}, which is {estimate.value:.4g} on all {len(estimate.ids)}.")
+
+
+def recording(one: Recording, clips: AudioEmbedder, remark: str) -> Markup:
+    """Make a card of a recording: a remark, a player, and what is known of it."""
+    uri, why_not = clips.get(one)
+    facts = [f"{one.duration:.1f} s", *([f"speaker {short(one.speaker)}"] if one.speaker else [])]
+    return tag("article", tag("p", remark),
+               tag("p", why_not, class_="remark") if uri is None else
+               tag("audio", controls=True, preload="metadata", src=uri),
+               tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts"), class_="utterance")
 
 
 #: Legend of the colours of an alignment.

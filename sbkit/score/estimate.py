@@ -1,0 +1,99 @@
+"""How sure a metric is: what it would have been on other recordings of the same kind, for any task's metric."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.score.metric import Metric
+from sbkit.score.rates import some
+from sbkit.score.significance import RunComparison, bounds
+
+logger = logging.getLogger(__name__)
+
+FEWEST, MOST, SECONDS = 100, 1000, 20.0
+"""Times that rows are drawn: fewer give no interval, and drawing ends after this many seconds."""
+
+
+@dataclass
+class Estimate:
+    """A metric on a test set, on each of its recordings alone, and on as many recordings drawn from it."""
+
+    name: str
+    lower_is_better: bool
+    value: float
+    ids: list[str]
+    """Of the recordings, sorted."""
+    values: list[float] = field(default_factory=list)
+    """The metric of each recording alone; empty if it can't be had of one, as an equal error rate can't."""
+    drawn: list[float] = field(default_factory=list)
+    """The metric of recordings drawn with replacement: which ones follows from their number alone, so that those of
+    two runs on the same test set are pairs."""
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The bounds within which 95 % of the drawn values are."""
+        return bounds(np.array(self.drawn), 0.95) if len(self.drawn) >= FEWEST else None
+
+    def __str__(self) -> str:
+        if self.interval is None:
+            return f"{self.name} {self.value:.4g}"
+        return f"{self.name} {self.value:.4g} ({self.interval[0]:.4g} to {self.interval[1]:.4g})"
+
+    def worst(self) -> list[int]:
+        """Indices of the recordings, the worst first."""
+        order = np.argsort(np.array(self.values), kind="stable")
+        return [int(i) for i in (order[::-1] if self.lower_is_better else order)]
+
+
+def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]], Mapping[str, float]],
+             ) -> Estimate | None:
+    """Compute a metric of rows that don't depend on each other, and how sure it is; None if ``stats`` lacks it.
+
+    A ``stats`` that can't take one row, or rows that are drawn, leaves out what would follow from that.
+    """
+    def value_of(some_rows: Sequence[Any]) -> float:
+        return float(stats(some_rows)[metric.name])
+
+    if not rows or metric.name not in (known := stats(rows)):
+        return None
+    found = Estimate(metric.name, metric.lower_is_better, float(known[metric.name]), [row.id for row in rows])
+    end, rng = time.monotonic() + SECONDS, np.random.default_rng(0)
+    try:
+        alone = [value_of([row]) for row in rows]
+        if all(map(math.isfinite, alone)):
+            found.values = alone
+    except Exception as error:  # the task's own code, asked for something that a test can do without
+        logger.debug("%s of one recording: %r", metric.name, error)
+    try:
+        while len(found.drawn) < MOST and time.monotonic() < end:
+            found.drawn.append(value_of([rows[i] for i in rng.integers(len(rows), size=len(rows))]))
+    except Exception as error:
+        logger.warning("The results have no interval for %s: stats can't take rows that are drawn at random (%s: %s)",
+                       metric.name, type(error).__name__, error)
+        found.drawn = []
+    return found
+
+
+def compare(a: Estimate, b: Estimate) -> RunComparison:
+    """Test whether ``b`` differs from ``a`` on the same recordings, by a paired bootstrap."""
+    if a.name != b.name:
+        raise SbkitError(f"one run has {a.name}, the other {b.name}", hint="compare runs of the same task")
+    if alone := sorted(set(a.ids) ^ set(b.ids)):
+        raise SbkitError(f"{len(alone)} recordings were scored in one run only: {some(alone)}",
+                         hint="compare runs on the same corpus")
+    pairs = min(len(a.drawn), len(b.drawn))
+    if pairs < FEWEST:
+        raise SbkitError(f"the results have too few samples of {a.name} to compare", hint="score both runs again "
+                                                                                           "(sbkit evaluate)")
+    difference = np.array(b.drawn[:pairs]) - np.array(a.drawn[:pairs])
+    tail = min(np.count_nonzero(difference <= 0), np.count_nonzero(difference >= 0))
+    return RunComparison(a.value, b.value, *bounds(difference, 0.95), min(1.0, 2 * (tail + 1) / (pairs + 1)), 0.95,
+                         a.name, a.lower_is_better)

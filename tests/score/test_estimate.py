@@ -1,0 +1,116 @@
+"""Intervals of any metric cover the truth about as often as they promise; two runs are compared on the same rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from sbkit.errors import SbkitError
+from sbkit.score.estimate import MOST, Estimate, compare, estimate
+from sbkit.score.metric import Metric
+from sbkit.score.significance import RunComparison
+
+
+class Row(NamedTuple):
+    id: str
+    value: float
+
+
+HIGH, LOW = Metric("gain", lower_is_better=False), Metric("distance")
+
+
+def means(rows):
+    return {"gain": float(np.mean([row.value for row in rows])), "distance": float(np.mean([row.value for row in rows]))}
+
+
+def rows(values):
+    return [Row(f"u{i:04}", float(value)) for i, value in enumerate(values)]
+
+
+def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():
+    values = np.random.default_rng(0).normal(9, 2, 400)
+    found = estimate(HIGH, rows(values), means)
+    low, high = found.interval
+    assert found.value == pytest.approx(values.mean()) and low < found.value < high
+    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1) and len(found.drawn) == MOST
+    assert found == estimate(HIGH, rows(values), means)  # drawn from a seed
+    assert found.values == pytest.approx(values.tolist())
+    assert str(found) == f"gain {found.value:.4g} ({low:.4g} to {high:.4g})"
+
+
+@pytest.mark.slow
+def test_the_interval_covers_the_truth():
+    rng = np.random.default_rng(1)
+    inside = Counter()
+    for _ in range(100):
+        low, high = estimate(HIGH, rows(rng.exponential(3.0, 60)), means).interval
+        inside[bool(low <= 3.0 <= high)] += 1
+    assert 85 <= inside[True] <= 99
+
+
+def test_the_worst_recordings_come_first_whichever_way_is_better():
+    values = [3.0, 1.0, 2.0]
+    assert estimate(HIGH, rows(values), means).worst() == [1, 2, 0]
+    assert estimate(LOW, rows(values), means).worst() == [0, 2, 1]
+
+
+def test_what_stats_cannot_give_is_left_out(caplog):
+    assert estimate(Metric("loss"), rows([1, 2]), means) is None and estimate(HIGH, [], means) is None
+    assert estimate(HIGH, rows([1.0, 1.0]), means).interval == (1.0, 1.0)
+
+    def pairs(some):  # one that compares rows can't take one alone
+        values = [row.value for row in some]
+        return {"gain": float(np.std(values) / (len(values) - 1)) if len(values) > 1 else float("nan")}
+
+    assert estimate(HIGH, rows(range(30)), pairs).values == [] and estimate(HIGH, rows(range(30)), pairs).interval
+
+    def once(some):
+        if len({row.id for row in some}) < len(some):
+            raise ValueError("a recording comes twice")
+        return {"gain": 1.0}
+
+    broken = estimate(HIGH, rows(range(30)), once)
+    assert broken.interval is None and str(broken) == "gain 1"
+    assert "no interval for gain: stats can't take rows that are drawn at random (ValueError: a recording comes twice" \
+        in caplog.text
+
+
+def test_two_runs_are_compared_in_pairs():
+    rng = np.random.default_rng(2)
+    hard = rng.normal(0, 5, 200)  # recordings differ far more than the runs
+    a, b = (estimate(HIGH, rows(hard + rng.normal(mean, 0.5, 200)), means) for mean in (9.0, 9.5))
+    better = compare(a, b)
+    assert better.low < 0.5 < better.high and better.significant and better.better
+    assert str(better) == f"Significantly better: gain {better.difference:+.4g}"
+    assert not compare(b, a).better and str(compare(b, a)).startswith("Significantly worse: gain -")
+    same = compare(a, a)
+    assert (same.difference, same.low, same.high, same.p_value) == (0, 0, 0, 1)
+    assert str(same) == "No significant difference (gain +0)"
+
+
+@pytest.mark.slow
+def test_chance_is_not_called_a_difference():
+    rng = np.random.default_rng(3)
+    p_values = []
+    for _ in range(60):
+        a, b = (estimate(HIGH, rows(rng.normal(9, 2, 50)), means) for _ in range(2))
+        p_values.append(compare(a, b).p_value)
+    assert sum(p < 0.05 for p in p_values) <= 8
+
+
+def test_what_cannot_be_compared_is_refused():
+    a = estimate(HIGH, rows([1, 2, 3]), means)
+    with pytest.raises(SbkitError, match="one run has gain, the other distance"):
+        compare(a, estimate(LOW, rows([1, 2, 3]), means))
+    with pytest.raises(SbkitError, match="1 recordings were scored in one run only: u0003"):
+        compare(a, estimate(HIGH, rows([1, 2, 3, 4]), means))
+    with pytest.raises(SbkitError, match="too few samples of gain"):
+        compare(a, Estimate("gain", False, 1.0, a.ids))
+
+
+def test_a_lower_distance_is_better():
+    assert RunComparison(2.0, 1.0, -1.5, -0.5, 0.001, 0.95, "distance").better
+    assert not RunComparison(2.0, 1.0, -1.5, -0.5, 0.001, 0.95, "gain", lower_is_better=False).better
