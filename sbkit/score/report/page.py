@@ -150,7 +150,7 @@ def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards,
         return [tag("h3", title + more), tag("div", shown, class_="cards")]
 
     return section(
-        "against", str(words), table,
+        "against", str(words).replace("-", "−"), table,
         tag("p", f"Of {len(change)} utterances {len(better)} got better, {len(worse)} worse, "
                  f"and {same} have as many errors as before.", class_="note"),
         KEY, listed("Better", better), listed("Worse", worse), lead=f"Compared with {other.folder.resolve()}")
@@ -176,7 +176,7 @@ def compared_recordings(run: RunData, other: RunData, found: RunComparison, clip
 
         listed("Better", [int(i) for i in order[::-1] if change[i] > 0])
         listed("Worse", [int(i) for i in order if change[i] < 0])
-    return section("against", str(found), _compared_table(found), parts,
+    return section("against", str(found).replace("-", "−"), _compared_table(found), parts,
                    lead=f"Compared with {other.folder.resolve()}")
 
 
