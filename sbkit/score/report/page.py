@@ -156,7 +156,8 @@ def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards,
         KEY, listed("Better", better), listed("Worse", worse), lead=f"Compared with {other.folder.resolve()}")
 
 
-def compared_recordings(run: RunData, other: RunData, found: RunComparison, clips: AudioEmbedder, count: int) -> Markup:
+def compared_recordings(run: RunData, other: RunData, found: RunComparison, clips: AudioEmbedder,
+                        count: int) -> Markup:
     """Compare ``run`` with ``other`` by a metric of recordings instead of words."""
     ours, before = run.estimate, other.estimate
     assert ours is not None and before is not None, "write_report refuses runs without results"
