@@ -41,7 +41,7 @@ class SoundSample(NamedTuple):
         return f"{self.wav} from {self.start}"
 
 
-class Recording(NamedTuple):
+class ScoredRecording(NamedTuple):
     """A recording of a test set, as its manifest has it."""
 
     id: str
@@ -120,11 +120,11 @@ class Results:
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         """Write the result files of a manifest's utterances into a folder."""
-        recordings: list[Recording] = []
+        recordings: list[ScoredRecording] = []
         if self.estimate is not None:
             place = {name: i for i, name in enumerate(manifest.ids)}
             rows = (manifest.row(place[name]) for name in self.estimate.ids)
-            recordings = [Recording(row.id, row.wav, row.start, row.duration, row.speaker) for row in rows]
+            recordings = [ScoredRecording(row.id, row.wav, row.start, row.duration, row.speaker) for row in rows]
         with atomic_write(folder / self.files(of)[0]) as out:
             json.dump({"stats": self.stats, "utterances": self.utterances, "unread": self.unread,
                        "tables": [vars(each) for each in self.tables],

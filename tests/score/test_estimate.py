@@ -23,7 +23,8 @@ HIGH, LOW = Metric("gain", lower_is_better=False), Metric("distance")
 
 
 def means(rows):
-    return {"gain": float(np.mean([row.value for row in rows])), "distance": float(np.mean([row.value for row in rows]))}
+    mean = float(np.mean([row.value for row in rows]))
+    return {"gain": mean, "distance": mean}
 
 
 def rows(values):

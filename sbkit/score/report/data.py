@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.estimate import Estimate
 from sbkit.score.rates import ErrorRates
-from sbkit.score.results import Player, Recording, SoundSample
+from sbkit.score.results import Player, ScoredRecording, SoundSample
 from sbkit.score.run_files import (
     CORPORA,
     EVALUATED,
@@ -104,7 +104,7 @@ class RunData:
     tables: list[dict[str, Any]] = field(default_factory=list)  # title, columns, rows, remark
     players: list[Player] = field(default_factory=list)
     estimate: Estimate | None = None
-    recordings: list[Recording] = field(default_factory=list)  # those of the estimate
+    recordings: list[ScoredRecording] = field(default_factory=list)  # those of the estimate
     warnings: list[dict[str, Any]] = field(default_factory=list)  # warnings of training that still hold
 
     def owns(self, wav: str) -> bool:
@@ -178,7 +178,7 @@ def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     said = numbers.get("estimate")
     return {"stats": numbers.get("stats", {}), "tables": numbers.get("tables", []),
             "players": _players(numbers, folder), "estimate": said and Estimate(**said),
-            "recordings": [Recording(**each) for each in numbers.get("recordings", [])]}
+            "recordings": [ScoredRecording(**each) for each in numbers.get("recordings", [])]}
 
 
 def _players(numbers: Mapping[str, Any], folder: Path) -> list[Player]:

@@ -17,7 +17,7 @@ from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel
 from sbkit.score.report.groups import UtteranceGroup
-from sbkit.score.results import Recording
+from sbkit.score.results import ScoredRecording
 from sbkit.score.significance import interval
 
 WORDS_SHOWN = 14
@@ -291,7 +291,7 @@ def worst(results: ScoredRun, cards: Cards, count: int, suspects: Sequence[Suspe
     return section("worst", "Worst utterances", KEY, shown, lead=lead)
 
 
-def worst_recordings(estimate: Estimate, recordings: Sequence[Recording], clips: AudioEmbedder,
+def worst_recordings(estimate: Estimate, recordings: Sequence[ScoredRecording], clips: AudioEmbedder,
                      count: int) -> Markup | None:
     """Show the recordings on which a metric is worst; None for one that a single recording doesn't have."""
     if len(set(estimate.values)) < 2:  # none is worse than another
@@ -302,7 +302,7 @@ def worst_recordings(estimate: Estimate, recordings: Sequence[Recording], clips:
                    lead=f"By {estimate.name}, which is {estimate.value:.4g} on all {len(estimate.ids)}.")
 
 
-def recording(one: Recording, clips: AudioEmbedder, remark: str) -> Markup:
+def recording(one: ScoredRecording, clips: AudioEmbedder, remark: str) -> Markup:
     """Make a card of a recording: a remark, a player, and what is known of it."""
     uri, why_not = clips.get(one)
     facts = [f"{one.duration:.1f} s", *([f"speaker {short(one.speaker)}"] if one.speaker else [])]
