@@ -23,7 +23,7 @@ FEWEST, MOST, SECONDS = 100, 1000, 20.0
 
 
 @dataclass
-class Estimate:
+class MetricEstimate:
     """A metric on a test set, on each of its recordings alone, and on as many recordings drawn from it."""
 
     name: str
@@ -54,7 +54,7 @@ class Estimate:
 
 
 def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]], Mapping[str, float]],
-             ) -> Estimate | None:
+             ) -> MetricEstimate | None:
     """Compute a metric of rows that don't depend on each other, and how sure it is; None if ``stats`` lacks it.
 
     A ``stats`` that can't take one row, or rows that are drawn, leaves out what would follow from that.
@@ -64,7 +64,7 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
 
     if not rows or metric.name not in (known := stats(rows)):
         return None
-    found = Estimate(metric.name, metric.lower_is_better, float(known[metric.name]), [row.id for row in rows])
+    found = MetricEstimate(metric.name, metric.lower_is_better, float(known[metric.name]), [row.id for row in rows])
     end, rng = time.monotonic() + SECONDS, np.random.default_rng(0)
     try:
         alone = [value_of([row]) for row in rows]
@@ -82,7 +82,7 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
     return found
 
 
-def compare(a: Estimate, b: Estimate) -> RunComparison:
+def compare(a: MetricEstimate, b: MetricEstimate) -> RunComparison:
     """Test whether ``b`` differs from ``a`` on the same recordings, by a paired bootstrap."""
     if a.name != b.name:
         raise SbkitError(f"one run has {a.name}, the other {b.name}", hint="compare runs of the same task")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.score.estimate import Estimate
+from sbkit.score.estimate import MetricEstimate
 from sbkit.system.console import atomic_write, table
 
 #: Number of recordings named in a message about unreadable ones.
@@ -73,7 +73,7 @@ class Results:
     """Tables for the report."""
     players: list[Player] = field(default_factory=list)
     """What the report lets one hear; whoever writes the results fills it."""
-    estimate: Estimate | None = field(default=None, kw_only=True)
+    estimate: MetricEstimate | None = field(default=None, kw_only=True)
     """How sure the metric is, and what it is of each recording."""
 
     def check(self) -> None:

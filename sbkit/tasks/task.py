@@ -33,7 +33,7 @@ from sbkit.runs.bundles import Bundles
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial import table
 from sbkit.runs.initial.source import TokenTables
-from sbkit.score.estimate import Estimate, estimate
+from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
 from sbkit.system import renamed
@@ -284,7 +284,7 @@ class Task(Brain):
         """
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
-    def estimate(self, rows: Sequence[Any]) -> Estimate | None:
+    def estimate(self, rows: Sequence[Any]) -> MetricEstimate | None:
         """How sure the metric of a test is, by drawing rows anew; None without an answer.
 
         Override it where ``stats`` takes rows together, as one does that compares all pairs of them.

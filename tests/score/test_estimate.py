@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sbkit.errors import SbkitError
-from sbkit.score.estimate import MOST, Estimate, compare, estimate
+from sbkit.score.estimate import MOST, MetricEstimate, compare, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.significance import RunComparison
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(SbkitError, match="1 recordings were scored in one run only: u0003"):
         compare(a, estimate(HIGH, rows([1, 2, 3, 4]), means))
     with pytest.raises(SbkitError, match="too few samples of gain"):
-        compare(a, Estimate("gain", False, 1.0, a.ids))
+        compare(a, MetricEstimate("gain", False, 1.0, a.ids))
 
 
 def test_a_lower_distance_is_better():

@@ -17,7 +17,7 @@ from sbkit.data.delimited import read_delimited
 from sbkit.data.manifest import replace_data_root
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
-from sbkit.score.estimate import Estimate
+from sbkit.score.estimate import MetricEstimate
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, ScoredRecording, SoundSample
 from sbkit.score.run_files import (
@@ -103,7 +103,7 @@ class RunData:
     stats: dict[str, float] = field(default_factory=dict)  # test results of a task without words
     tables: list[dict[str, Any]] = field(default_factory=list)  # title, columns, rows, remark
     players: list[Player] = field(default_factory=list)
-    estimate: Estimate | None = None
+    estimate: MetricEstimate | None = None
     recordings: list[ScoredRecording] = field(default_factory=list)  # those of the estimate
     warnings: list[dict[str, Any]] = field(default_factory=list)  # warnings of training that still hold
 
@@ -177,7 +177,7 @@ def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """What ``Results.write`` has written, as fields of ``RunData``."""
     said = numbers.get("estimate")
     return {"stats": numbers.get("stats", {}), "tables": numbers.get("tables", []),
-            "players": _players(numbers, folder), "estimate": said and Estimate(**said),
+            "players": _players(numbers, folder), "estimate": said and MetricEstimate(**said),
             "recordings": [ScoredRecording(**each) for each in numbers.get("recordings", [])]}
 
 

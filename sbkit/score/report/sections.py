@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sbkit.score import chunk_size
-from sbkit.score.estimate import Estimate
+from sbkit.score.estimate import MetricEstimate
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import Confusion
 from sbkit.score.report import charts, groups
@@ -291,7 +291,7 @@ def worst(results: ScoredRun, cards: Cards, count: int, suspects: Sequence[Suspe
     return section("worst", "Worst utterances", KEY, shown, lead=lead)
 
 
-def worst_recordings(estimate: Estimate, recordings: Sequence[ScoredRecording], clips: AudioEmbedder,
+def worst_recordings(estimate: MetricEstimate, recordings: Sequence[ScoredRecording], clips: AudioEmbedder,
                      count: int) -> Markup | None:
     """Show the recordings on which a metric is worst; None for one that a single recording doesn't have."""
     if len(set(estimate.values)) < 2:  # none is worse than another
