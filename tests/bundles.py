@@ -162,12 +162,14 @@ def _write_prediction(path: Path) -> None:
 
 
 def _write_joiner(path: Path) -> None:
-    """Of all that is unlikely, the blank comes first."""
+    """Of all that is unlikely, the blank is the likeliest."""
     from onnx import TensorProto, helper
 
+    least = np.full(len(PIECES), -15.0, np.float32)
+    least[0] = -8.0
     nodes = [helper.make_node("Max", ["encoded", "least"], ["likely"]),
              helper.make_node("Add", ["likely", "predicted"], ["scores"])]
-    _save(path, nodes, {"least": np.array(-15.0, np.float32)},
+    _save(path, nodes, {"least": least},
           [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", len(PIECES)])
            for name in ("encoded", "predicted")], "scores")
 

@@ -2,268 +2,113 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from multiprocessing import get_context
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sbkit.decode import lm as language_models
-from sbkit.decode.fusion import Fusion, FusionWeights
-from sbkit.decode.hotwords import HotWords, boosted
-from sbkit.decode.pieces import Pieces
+from sbkit.decode.beam_stream import BeamStream, LineSearch
+from sbkit.decode.fusion import FusionWeights
 from sbkit.decode.posteriors import Events, events, spans_of
-from sbkit.decode.prefix_search import AT_ONCE, Search
-from sbkit.decode.spans import WORD_START, TokenSpans, Word, words
+from sbkit.decode.prefix_search import CTCSearch, TokenHypothesis
+from sbkit.decode.spans import TokenSpans
 from sbkit.decode.streaming import Spelling
+from sbkit.decode.token_search import Hypothesis, TokenSearch
 from sbkit.errors import SbkitError
-from sbkit.system import helper_process
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sbkit.data.tokens import Tokenizer
 
+class BeamSearch(TokenSearch):
+    """Beam search over CTC log-probabilities [B, T, V]."""
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One transcript. Scores are natural logarithms; the first in an utterance's list is the best."""
+    def events(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> Events:
+        """Find the likely tokens of log-probabilities, small enough to keep for a whole test set."""
+        return events(scores, lengths, self.blank_id, self.token_threshold, self.token_beam)
 
-    text: str
-    score: float  # the total: acoustic, language model, words, hot words
-    acoustic: float  # CTC's log-probability of the tokens
-    spans: TokenSpans  # the tokens with their frames and confidences, as greedy decoding gives them
-
-    @property
-    def confidence(self) -> float | None:
-        """The mean confidence of the tokens; None if there are none."""
-        return float(self.spans.confidence.mean()) if len(self.spans) else None
-
-
-class BeamSearch:
-    """Beam search for the best transcripts of a batch. Files are loaded on first use, not by the constructor.
-
-    It searches all utterances of a batch at once with array operations, in one process or over several
-    (``workers``); its speed depends on how many tokens are likely per frame, hardly on the size of the vocabulary.
-
-    Arguments
-    ---------
-    tokenizer : the model's: a ``sbkit.data.tokens.Tokenizer``, or its pieces in order of their ids; can be
-        set later
-    lm : a language model over words or over the tokenizer's pieces: ARPA (``.gz`` too) or KenLM's binary
-    lexicon : the only words that may be transcribed, or a file whose lines begin with them
-    beam : hypotheses kept per utterance
-    token_beam : tokens considered per frame
-    token_threshold : log-probability below which a token isn't considered
-    width : how much worse than the best a hypothesis may be (natural logarithm)
-    lm_weight, word_score, unknown_score : the factor of the language model's natural logarithms, the score of every
-        word (by default 1.5, or 0 without a language model), and the score of a word that the language model
-        doesn't know; ``sbkit evaluate --tune-lm`` finds the first two
-    hot_words : words or phrases to expect, each with its boost, or all with ``hot_boost`` (natural logarithm)
-    nbest : transcripts per utterance
-    unit : ``word`` or ``piece``, the unit that the language model must have; None detects it
-    workers : processes to search in besides this one; 0 searches only here
-    """
-
-    def __init__(self, tokenizer: Tokenizer | Sequence[str] | None = None, lm: str | Path | None = None,
-                 lexicon: str | Path | Sequence[str] | None = None, beam: int = 64, token_beam: int = 20,
-                 token_threshold: float = -7.0, width: float = 12.0, lm_weight: float = 0.5,
-                 word_score: float | None = None,
-                 unknown_score: float = -14.0, hot_words: Mapping[str, float] | Sequence[str] | None = None,
-                 hot_boost: float = 5.0, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
-                 separator: str | None = WORD_START, workers: int = 0):
-        for name, value, low in (("beam", beam, 1), ("token_beam", token_beam, 1), ("nbest", nbest, 1),
-                                 ("workers", workers, 0)):
-            if not isinstance(value, int) or value < low:
-                raise SbkitError(f"beam search: {name} is {value!r}", hint=f"use a whole number of at least {low}")
-        if not lm_weight >= 0:
-            raise SbkitError(f"beam search: lm_weight is {lm_weight}", hint="use 0 or more, such as 0.5")
-        if not width > 0 or not token_threshold < 0:
-            raise SbkitError(f"beam search: width is {width} and token_threshold {token_threshold}",
-                             hint="width must be above 0 and token_threshold below, such as 12 and -7")
-        self.lm, self.lexicon = lm or None, lexicon or None
-        self.beam, self.token_beam, self.token_threshold = beam, token_beam, float(token_threshold)
-        self.width, self.nbest = float(width), nbest
-        if word_score is None:  # compensates the language model's penalty on each word
-            word_score = FusionWeights.word if self.lm else 0.0
-        self.weights = FusionWeights(float(lm_weight), float(word_score), float(unknown_score))
-        self.hot_words = HotWords(boosted(hot_words, hot_boost))
-        self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
-        self._tokenizer = tokenizer
-        self._pool: ProcessPoolExecutor | None = None
-
-    # ------------------------------------------------------------------ use
-
-    def decode(self, log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> list[list[Hypothesis]]:
-        """The ``nbest`` transcripts of each utterance.
-
-        Arguments
-        ---------
-        log_probs : [B, T, V] log-probabilities, a tensor on any device or an array
-        lengths : [B] frames of each utterance, integers
-        """
-        return self.search(self.events(log_probs, lengths))
-
-    def events(self, log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> Events:
-        """Run the first half of :meth:`decode`: likely tokens, small enough to keep for a whole test set."""
-        return events(log_probs, lengths, self.blank_id, self.token_threshold, self.token_beam)
+    def join(self, batches: Sequence[Events]) -> Events:
+        return Events.join(list(batches))
 
     def search(self, batch: Events, weights: FusionWeights | None = None) -> list[list[Hypothesis]]:
-        """Run the second half of :meth:`decode` on the result of :meth:`events`, optionally with other weights."""
-        weights = weights or self.weights
         if len(batch) and batch.labels != len(self.pieces):
             raise SbkitError(f"the model has {batch.labels} outputs, and the tokenizer of the search "
                              f"{len(self.pieces)} tokens", hint="is it the tokenizer that the model was trained with?")
-        parts = max(self.workers + 1, -(-len(batch) // AT_ONCE))
-        cuts = np.linspace(0, len(batch), min(len(batch), parts) + 1).astype(int).tolist()
-        pieces = [batch.part(start, stop) for start, stop in pairwise(cuts)]
-        if self.workers and len(pieces) > 1:
-            found = self._in_processes(pieces, weights)
-        else:
-            found = [self._search(piece, weights) for piece in pieces]
-        return [hypotheses for part in found for hypotheses in part]
+        return super().search(batch, weights)
 
-    def words(self, spans: TokenSpans, frame_seconds: float, start: float = 0.0) -> list[Word]:
-        """Join tokens to words with times in seconds and confidences; the first frame is at ``start``."""
-        return words(spans, self.pieces.texts.__getitem__, frame_seconds, start=start, skip=self._silent,
-                     separator=self.separator)
-
-    def spelling(self, frame_seconds: float) -> Spelling:
-        """How a search of a stream writes its tokens."""
-        return Spelling(self.pieces.texts, frame_seconds, self._silent, self.separator)
-
-    @property
-    def tokenizer(self) -> Any:  # a Tokenizer or pieces, as it was given
-        """The tokenizer of the model."""
-        return self._tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Tokenizer | Sequence[str] | None) -> None:
-        self.close()
-        self._tokenizer = tokenizer
-        for name in ("pieces", "fusion", "_silent"):
-            self.__dict__.pop(name, None)
-
-    # ---------------------------------------------------------------- loaded
-
-    def load(self) -> BeamSearch:
-        """Load and check everything now rather than with the first batch."""
-        _ = self.fusion
-        return self
-
-    @cached_property
-    def pieces(self) -> Pieces:
-        """The tokens."""
-        if self._tokenizer is None:
-            raise SbkitError("the beam search has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
-        listed = self._tokenizer.pieces() if hasattr(self._tokenizer, "pieces") else self._tokenizer
-        return Pieces(listed, self.separator)
-
-    @cached_property
-    def _silent(self) -> frozenset[int]:
-        return frozenset(i for i, text in enumerate(self.pieces.texts) if text not in self.pieces.said)
-
-    @cached_property
-    def fusion(self) -> Fusion:
-        """Language model, lexicon and hot words, checked against the tokens."""
-        pieces, model, per_piece = self.pieces, None, False
-        if self.lm is not None:
-            model = language_models.load(self.lm)
-            per_piece = language_models.unit_of(model, pieces, self.unit, str(self.lm)) == "piece"
-        for word in self.hot_words.words:
-            if not pieces.spells(word):
-                raise SbkitError(f"the hot word {word!r} can't be spelled with this model's tokens",
-                                 hint="write it as in the transcripts")
-        return Fusion(pieces, model, self._allowed(), self.hot_words, per_piece)
-
-    def _allowed(self) -> list[str] | None:
-        if self.lexicon is None:
-            return None
-        if isinstance(self.lexicon, (str, Path)):
-            name = str(self.lexicon)
-            allowed = [line.split()[0] for line in language_models.read_texts([self.lexicon]) if line]
-        else:
-            name, allowed = "the lexicon", list(self.lexicon)
-        allowed = list(dict.fromkeys(allowed))
-        spelled = sum(map(self.pieces.spells, allowed))
-        if spelled * 2 <= len(allowed):
-            raise SbkitError(f"{name}: {len(allowed) - spelled} of its {len(allowed)} words can't be spelled with this "
-                             "model's tokens", hint="write them as in the transcripts, one per line")
-        return allowed
-
-    # ---------------------------------------------------------------- search
-
-    def _search(self, batch: Events, weights: FusionWeights) -> list[list[Hypothesis]]:
-        search = Search(self.fusion, weights, max(self.beam, self.nbest), self.width)
-        # Over pieces a transcript can be found in several spellings; only the best is kept.
-        found = search.run(batch, self.nbest if not self.fusion.per_piece else 2 * self.nbest)
+    def _found(self, batch: Events, weights: FusionWeights, nbest: int
+               ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
+        found = CTCSearch(self.fusion, weights, max(self.beam, self.nbest), self.width).run(batch, nbest)
         flat = [one for several in found for one in several]
         spans = iter(spans_of(batch, [one.tokens for one in flat], [one.events for one in flat]))
-        result = []
-        for several in found:
-            unique: dict[str, Hypothesis] = {}
-            for one, span in zip(several, spans, strict=False):
-                text = self._text(span)
-                unique.setdefault(text, Hypothesis(text, one.score, one.acoustic, span))
-            result.append(list(unique.values())[:self.nbest])
-        return result
+        return [[(one, next(spans)) for one in several] for several in found]
 
-    def _text(self, spans: TokenSpans) -> str:
-        if self.pieces.any_letter:  # letters may be spread over several pieces
-            parts = [word.text for word in self.words(spans, 1.0)]
-            return ("" if self.separator is None else " ").join(parts)
-        texts, silent = self.pieces.texts, self._silent
-        text = "".join(texts[i] for i in spans.ids.tolist() if i not in silent)
-        if self.separator is None:
-            return text.replace(WORD_START, "")
-        return " ".join(text.replace(self.separator, " ").split())
-
-    # -------------------------------------------------------------- processes
-
-    def _in_processes(self, parts: list[Events], weights: FusionWeights) -> list[list[list[Hypothesis]]]:
-        """Search the first part in this process and the others in worker processes."""
-        if self._pool is None:
-            self.load()  # so that errors are raised once, and here
-            # A fresh process: a fork of a process with threads and a device may hang.
-            with helper_process.away_from_here():
-                self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _begin, (self,))
-        try:
-            with helper_process.away_from_here():
-                waiting = [self._pool.submit(_go_on, part, weights) for part in parts[1:]]
-            return [self._search(parts[0], weights), *(future.result() for future in waiting)]
-        except BrokenProcessPool as error:
-            self.close()
-            raise SbkitError("a worker process of the beam search died",
-                             hint="is there enough memory? use fewer workers") \
-                from error
-
-    def close(self) -> None:
-        """End the processes; the next search starts new ones."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        loaded = ("fusion", "pieces", "_silent")  # a process loads what it needs itself
-        return {name: value for name, value in self.__dict__.items() if name not in loaded} | {"_pool": None}
+    def stream(self, spelling: Spelling) -> BeamStream[EventStream]:
+        if len(self.pieces) != len(spelling.symbols):
+            raise SbkitError(f"the search has {len(self.pieces)} tokens, and the stream {len(spelling.symbols)}",
+                             hint="give both those of the model")
+        line = CTCLine(self.fusion, self.weights, self.beam, self.width)
+        return BeamStream(line, lambda: EventStream(spelling, self.blank_id, self.token_threshold, self.token_beam),
+                          spelling)
 
 
-_here: BeamSearch | None = None  # the search of a worker process
+class EventStream:
+    """Finds the same events in a stream, cut into any pieces, as ``posteriors.events`` does in the whole.
+
+    Arguments
+    ---------
+    spelling : how its tokens are written, of which there are as many as labels
+    blank_id, threshold, most : as for ``posteriors.events``
+    """
+
+    def __init__(self, spelling: Spelling, blank_id: int, threshold: float, max_tokens: int):
+        self._spelling, labels = spelling, len(spelling.symbols)
+        self._how = (blank_id, threshold, max_tokens)
+        self._before = np.zeros((0, labels), np.float32)  # the last frame, which the next may continue
+        none = np.zeros(0, np.int64)
+        self.kept = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,
+                           pause=np.zeros(0, bool), blank=np.zeros(0), begin=np.zeros(1, np.int64), token=none,
+                           prob=np.zeros(0), labels=labels)
+        """All events that were not dropped, as one utterance; frames count from the first of the stream."""
+        self.frames = 0
+
+    @property
+    def frame(self) -> np.ndarray:
+        return self.kept.frame
+
+    def feed(self, log_probs: np.ndarray) -> None:
+        """Add the events of log-probabilities [T, V]."""
+        self._spelling.check(log_probs)
+        if not len(log_probs):
+            return
+        known = len(self._before)
+        several = np.concatenate([self._before, log_probs])
+        more = events(several[None], np.array([len(several)]), *self._how)
+        run = self.kept.run.copy()
+        if known and len(more.frame) and not more.frame[0]:  # the frame before has tokens: it is in an event already
+            if len(run):
+                run[-1] += more.run[0] - 1
+            more = more.between(1, len(more.frame))
+        more = replace(more, frame=more.frame.astype(np.int64) + self.frames - known, offset=np.zeros(1))
+        joined = Events.join([replace(self.kept, run=run), more])
+        self.kept = replace(joined, first=np.array([0, len(joined.frame)]), offset=np.zeros(1))
+        self._before = log_probs[-1:].copy()
+        self.frames += len(log_probs)
+
+    def drop(self, count: int) -> None:
+        kept = self.kept.between(count, len(self.kept.frame))
+        # Copies: views would keep what was dropped in memory.
+        self.kept = replace(kept, **{name: getattr(kept, name).copy()
+                                     for name in ("frame", "run", "pause", "blank", "token", "prob")})
 
 
-def _begin(search: BeamSearch) -> None:
-    global _here
-    os.environ["OMP_NUM_THREADS"] = "1"
-    _here = search
+class CTCLine(LineSearch[EventStream], CTCSearch):
+    """Searches a line of a stream in CTC's events."""
 
+    def _hear(self) -> None:
+        self.events = self.stream.kept
+        self.token = self.events.token.astype(np.int64, copy=False)
 
-def _go_on(part: Events, weights: FusionWeights) -> list[list[Hypothesis]]:
-    assert _here is not None, "_begin comes first"
-    return _here._search(part, weights)
+    def _spans(self, tokens: np.ndarray, events: np.ndarray, likely: np.ndarray) -> TokenSpans:
+        return spans_of(self.stream.kept.between(0, self.taken), [tokens], [events])[0]

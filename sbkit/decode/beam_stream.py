@@ -3,65 +3,38 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from sbkit.decode.beam import BeamSearch
-from sbkit.decode.posteriors import Events, events, spans_of
-from sbkit.decode.prefix_search import Beams, Search
+from sbkit.decode.prefix_search import NOTHING, Beams, Search
 from sbkit.decode.spans import TokenSpans, Word
 from sbkit.decode.streaming import Spelling, StreamResult, settled
-from sbkit.errors import SbkitError
 
 
-class EventStream:
-    """Finds the same events in a stream, cut into any pieces, as ``posteriors.events`` does in the whole.
+class Heard(Protocol):
+    """What there is to search of a stream: events that were not dropped."""
 
-    Arguments
-    ---------
-    blank_id, threshold, most : as for ``posteriors.events``
-    labels : V, the number of labels
-    """
+    frames: int
+    """Frames of the stream so far."""
 
-    def __init__(self, blank_id: int, threshold: float, max_tokens: int, labels: int):
-        self._how = (blank_id, threshold, max_tokens)
-        self._before = np.zeros((0, labels), np.float32)  # the last frame, which the next may continue
-        none = np.zeros(0, np.int64)
-        self.kept = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,
-                           pause=np.zeros(0, bool), blank=np.zeros(0), begin=np.zeros(1, np.int64), token=none,
-                           prob=np.zeros(0), labels=labels)
-        """All events that were not dropped, as one utterance; frames count from the first of the stream."""
-        self.frames = 0
-        """Frames of the stream so far."""
+    @property
+    def frame(self) -> np.ndarray:
+        """The frame of each event, counted from the first of the stream."""
 
-    def feed(self, log_probs: np.ndarray) -> None:
-        """Add the events of log-probabilities [T, V]."""
-        if not len(log_probs):
-            return
-        known = len(self._before)
-        several = np.concatenate([self._before, log_probs])
-        more = events(several[None], np.array([len(several)]), *self._how)
-        run = self.kept.run.copy()
-        if known and len(more.frame) and not more.frame[0]:  # the frame before has tokens: it is in an event already
-            if len(run):
-                run[-1] += more.run[0] - 1
-            more = more.between(1, len(more.frame))
-        more = replace(more, frame=more.frame.astype(np.int64) + self.frames - known, offset=np.zeros(1))
-        joined = Events.join([replace(self.kept, run=run), more])
-        self.kept = replace(joined, first=np.array([0, len(joined.frame)]), offset=np.zeros(1))
-        self._before = log_probs[-1:].copy()
-        self.frames += len(log_probs)
+    def feed(self, scores: np.ndarray, /) -> None:
+        """Add the events of what a model gave for frames [T, ...]. Refused ones leave the stream unchanged."""
 
-    def drop(self, count: int) -> None:
+    def drop(self, count: int, /) -> None:
         """Drop the first events."""
-        kept = self.kept.between(count, len(self.kept.frame))
-        # Copies: views would keep what was dropped in memory.
-        self.kept = replace(kept, **{name: getattr(kept, name).copy()
-                                     for name in ("frame", "run", "pause", "blank", "token", "prob")})
 
 
-class LineSearch(Search):
+H = TypeVar("H", bound=Heard)
+
+
+class LineSearch(Search, Generic[H]):
     """Searches the events of one stream step by step; each step is one of the whole search.
 
     :meth:`begin` comes first. The history has the paths that lead to live hypotheses, back to the last cut.
@@ -73,24 +46,26 @@ class LineSearch(Search):
     start: int  # frame at which the line began
     taken: int  # events of the line that were searched, of those that weren't dropped
 
-    def begin(self, stream: EventStream, frame: int) -> None:
+    def begin(self, stream: H, frame: int) -> None:
         """Begin a line at a frame, with the events from there on."""
         self.stream, self.start, self.taken = stream, frame, 0
-        self.rank, self.first, self.scale = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1)
-        self.history, self.nodes = [(np.zeros(0, np.int64),) * 3], 1
+        self.rank, self.scale = np.zeros(1, np.int64), np.zeros(1)
+        self.history, self.nodes = [NOTHING], 1
         self.beams = self._start(1)
 
     def step(self) -> None:
         """Search the next event."""
-        self.events = self.stream.kept
-        self.token = self.events.token.astype(np.int64, copy=False)
-        self.beams = self._step(self.beams, self.taken, 1)
+        self._hear()
+        self.beams = self._step(self.beams, np.array([self.taken]))
         self.taken += 1
 
-    @property
-    def searched(self) -> Events:
-        """The events that were searched and not dropped."""
-        return self.stream.kept.between(0, self.taken)
+    @abstractmethod
+    def _hear(self) -> None:
+        """Take what the stream's next event is searched in."""
+
+    @abstractmethod
+    def _spans(self, tokens: np.ndarray, events: np.ndarray, likely: np.ndarray) -> TokenSpans:
+        """Locate the tokens of a path."""
 
     # ------------------------------------------------------------ hypotheses
 
@@ -102,7 +77,7 @@ class LineSearch(Search):
 
     def spans_to(self, node: int) -> TokenSpans:
         """The tokens on the path to a row of the history."""
-        return self._spans(*(part[0] for part in self._trace(np.array([node]))))
+        return self._spans(*(column[0] for column in self._trace(np.array([node]))))
 
     def best(self) -> int:
         """The row in the history of the best hypothesis if the line goes on."""
@@ -111,18 +86,14 @@ class LineSearch(Search):
     def over(self) -> TokenSpans:
         """The tokens of the best transcript if the line ends here, as the whole search finds it."""
         found = self._finish([self.beams], 1)[0]
-        return self._spans(found[0].tokens, found[0].events) if found else self.spans_to(0)
+        return self._spans(found[0].tokens, found[0].events, found[0].likely) if found else self.spans_to(0)
 
     def quiet_since(self, doubt: float) -> int:
         """The last frame at which a hypothesis began a token, of those that are less than ``doubt`` worse than the
         best."""
         scores = self.scores()
-        nodes = self.beams.node[scores >= scores.max() - doubt]
-        event = np.concatenate([column for _, _, column in self.history])[nodes[nodes > 0] - 1]
-        return int(self.stream.kept.frame[event].max(initial=self.start))
-
-    def _spans(self, tokens: np.ndarray, events: np.ndarray) -> TokenSpans:
-        return spans_of(self.searched, [tokens], [events])[0]
+        event = int(self.beams.event[scores >= scores.max() - doubt].max())
+        return self.start if event < 0 else int(self.stream.frame[event])
 
     # ----------------------------------------------------------- forgetting
 
@@ -147,20 +118,20 @@ class LineSearch(Search):
 
     def cut(self, path: np.ndarray) -> None:
         """Forget the rows ``path`` that all hypotheses share, but the last, whose token is the first that is left."""
-        parent, token, event = self.history[0]
+        parent, token, event, likely = self.history[0]
         gone = np.zeros(self.nodes, bool)
         gone[path[:-1]] = True
         place = np.cumsum(~gone) - 1
         place[gone] = 0
         rows, dropped = np.flatnonzero(~gone[1:]), int(event[path[-1] - 1])
-        self.history = [(place[parent[rows]], token[rows], event[rows] - dropped)]
+        self.history = [(place[parent[rows]], token[rows], event[rows] - dropped, likely[rows])]
         self.nodes = len(rows) + 1
-        self.beams.node = place[self.beams.node]
+        self.beams.node, self.beams.event = place[self.beams.node], self.beams.event - dropped
         self.stream.drop(dropped)
         self.taken -= dropped
 
     def _compact(self) -> None:
-        parent, token, event = (np.concatenate(column) for column in zip(*self.history, strict=True))
+        parent, *columns = (np.concatenate(column) for column in zip(*self.history, strict=True))
         keep = np.zeros(self.nodes, bool)
         keep[0] = True
         rows = np.unique(self.beams.node)
@@ -168,12 +139,12 @@ class LineSearch(Search):
             keep[rows] = True
             rows = np.unique(parent[rows - 1])
         place, rows = np.cumsum(keep) - 1, np.flatnonzero(keep[1:])
-        self.history = [(place[parent[rows]], token[rows], event[rows])]
+        self.history = [(place[parent[rows]], *(column[rows] for column in columns))]
         self.nodes = len(rows) + 1
         self.beams.node = place[self.beams.node]
 
     def _rows_to(self, node: int) -> list[int]:
-        parent, rows = np.concatenate([column for column, _, _ in self.history]), []
+        parent, rows = np.concatenate([columns[0] for columns in self.history]), []
         while node:
             rows.append(node)
             node = int(parent[node - 1])
@@ -184,7 +155,7 @@ class LineSearch(Search):
 _DOUBT = math.log(100)
 
 
-class BeamStream:
+class BeamStream(Generic[H]):
     """Searches a stream line by line: a line's words are those that the whole search finds in it.
 
     A word is settled once all hypotheses share it and the beginning of the next; what they share is cut off. A line
@@ -193,35 +164,29 @@ class BeamStream:
 
     Arguments
     ---------
-    search : how to search; its language model is shared by all streams, which threads may feed at the same time
+    line : searches it; what it has loaded may be shared by all streams, which threads may feed at the same time
+    heard : makes what there is to search of a fresh stream
     spelling : how its tokens are written
     """
 
     quick = False
 
-    def __init__(self, search: BeamSearch, spelling: Spelling):
-        if len(search.pieces) != len(spelling.symbols):
-            raise SbkitError(f"the search has {len(search.pieces)} tokens, and the stream {len(spelling.symbols)}",
-                             hint="give both those of the model")
-        self.search, self.spelling = search, spelling
-        self._line = LineSearch(search.fusion, search.weights, search.beam, search.width)
+    def __init__(self, line: LineSearch[H], heard: Callable[[], H], spelling: Spelling):
+        self._line, self._fresh, self.spelling = line, heard, spelling
         self.reset()
 
     def reset(self) -> None:
         """Begin a fresh stream."""
-        search = self.search
-        self._events = EventStream(search.blank_id, search.token_threshold, search.token_beam, len(search.pieces))
+        self._events = self._fresh()
         self._line.begin(self._events, 0)
         self._settled: list[Word] = []  # of this line, and not told yet
         self._in_line = False  # whether a word of this line was settled
 
-    def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
-        """Hear log-probabilities [T, V]; see ``sbkit.decode.streaming.StreamSearch``."""
-        self.spelling.check(log_probs)
-        self._events.feed(log_probs)
+    def feed(self, scores: np.ndarray) -> list[StreamResult]:
+        """Hear what a model gave for frames [T, ...]; see ``sbkit.decode.streaming.StreamSearch``."""
+        self._events.feed(scores)
         line, heard = self._line, []
-        while line.taken < len(self._events.kept.frame):
-            frame = int(self._events.kept.frame[line.taken])
+        for frame in self._events.frame[line.taken:].tolist():
             heard += self._close_before(frame)
             self._shorten(frame)
             line.step()
@@ -291,7 +256,7 @@ class BeamStream:
         """Settle words if none has been for long, first by the best hypothesis, then by ending the search."""
         line, longest = self._line, self.spelling.longest
         for narrow in (self._finalise, self._trust_best, self._finalise, lambda: self._end(frame)):
-            if not line.taken or frame - self._events.kept.frame[0] < longest:
+            if not line.taken or frame - self._events.frame[0] < longest:
                 return
             narrow()
 

@@ -107,7 +107,7 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     if top.size and top.max() > 1e-3:
         raise SbkitError(f"the search needs log-probabilities but got scores of up to {top.max():.3g}",
                          hint="apply log_softmax to the model's output")
-    row, token, value = _strongest(row, token, value, max_tokens)
+    row, token, value = strongest(row, token, value, max_tokens)
     said = np.bincount(row, minlength=len(top))  # likely tokens per frame
     begin = np.concatenate([[0], np.cumsum(said)])
     blank = blank.astype(np.float64)
@@ -187,7 +187,7 @@ def _likely(log_probs: np.ndarray | Tensor, inside: np.ndarray, blank_id: int, t
     return top, blank, unsure[row[other]], token[other], value[other]
 
 
-def _strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, max_tokens: int) -> tuple[np.ndarray, ...]:
+def strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, max_tokens: int) -> tuple[np.ndarray, ...]:
     """Keep at most this many tokens per frame, in the order of frames, the likeliest first."""
     order = np.lexsort((-value, row))
     counts = np.bincount(row)

@@ -1,12 +1,12 @@
-"""CTC prefix beam search over a whole batch at once: every step is a handful of array operations.
+"""Prefix beam search over a whole batch at once: every step is a handful of array operations.
 
 All hypotheses of all utterances are in flat arrays [M], sorted by utterance. One step extends each by the likely
 tokens of its utterance's next event, merges those with the same spelling, scores words that became complete, and
 keeps the best of each utterance. Probabilities are plain numbers, rescaled to the best of their utterance after each
-step, which avoids logarithms of sums.
+step, which avoids logarithms of sums. ``Search`` has what CTC and a transducer share; ``CTCSearch`` is CTC's.
 
-Measured by tools/bench/decode.py on two cores with a beam of 100, a 3-gram model and 64 utterances, in seconds of
-audio per second, one process: 2500 for 25 characters, 970 for 1000 pieces and 640 for 5000. SpeechBrain's
+CTC's, measured by tools/bench/decode.py on two cores with a beam of 100, a 3-gram model and 64 utterances, in
+seconds of audio per second, one process: 2500 for 25 characters, 970 for 1000 pieces and 640 for 5000. SpeechBrain's
 CTCBeamSearcher makes 460, 130 and 60 at a higher error rate; flashlight, with 20 tokens followed per frame, 460, 130
 and 110, at a lower error rate for characters (as here with token_threshold -12) and a higher one for pieces. So it
 isn't used. A step costs much the same for few utterances as for many: search many at once.
@@ -14,7 +14,9 @@ isn't used. A step costs much the same for few utterances as for many: search ma
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,7 @@ CROWD = 2  # hypotheses scored for each that may be kept
 BINS = 64
 _HASH_BITS = np.uint64(52)  # of a key; its utterance's number lies above
 _SHIFT = np.uint64(12)
+NOTHING = (*(np.zeros(0, np.int64),) * 3, np.zeros(0))  # of a history
 _DONE, _WORD, _LAST = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9), np.uint64(0x27D4EB2F165667C5)
 
 
@@ -36,6 +39,7 @@ class TokenHypothesis:
 
     tokens: np.ndarray  # [U]
     events: np.ndarray  # [U] where each token begins, counted across the batch
+    likely: np.ndarray  # [U] the probability of each there
     score: float  # total: acoustic, language model, words and hot words
     acoustic: float
 
@@ -45,10 +49,11 @@ class Beams:
     """Hypotheses as arrays [M], sorted by key and so by utterance."""
 
     utterance: np.ndarray
-    key: np.ndarray  # utterance, words, begun word and last token in one number
+    key: np.ndarray  # utterance, words, begun word and last tokens in one number
     done: np.ndarray  # hash of the complete words, or of the tokens if the language model is over pieces
     word: np.ndarray  # hash of the unfinished word, 0 for none
-    last: np.ndarray  # token that it ends with
+    last: np.ndarray  # token that it ends with, or as many as decide what comes next [M, N]
+    predicted: np.ndarray  # [M, J] what was predicted from them; [M, 0] if nothing is
     blank: np.ndarray  # probability of all paths that end in a blank
     other: np.ndarray  # the same for paths that end in the last token
     text: np.ndarray  # score of the complete words
@@ -56,6 +61,7 @@ class Beams:
     state: np.ndarray  # of the language model
     hot: np.ndarray  # of the hot words
     node: np.ndarray  # row in the history
+    event: np.ndarray  # at which its last token began, -1 for none
     known: np.ndarray  # bool: whether the score of the begun word, if it ends here, is in these:
     gain: np.ndarray
     after: np.ndarray
@@ -69,8 +75,19 @@ class Beams:
         return Beams(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-class Search:
-    """One search over a batch.
+class Extensions(NamedTuple):
+    """What hypotheses [M] become."""
+
+    stay_blank: np.ndarray  # [M] probabilities of those that stay as they are: of paths that end in a blank
+    stay_other: np.ndarray  # [M] and of those that end in the token
+    parent: np.ndarray  # [N] the hypothesis that is extended
+    token: np.ndarray  # [N]
+    likely: np.ndarray  # [N] how likely the token is there
+    extended: np.ndarray  # [N] probability
+
+
+class Search(ABC):
+    """One search over a batch. A derived class says by what, and how likely, a hypothesis goes on.
 
     Arguments
     ---------
@@ -84,15 +101,19 @@ class Search:
         self.most_gained = max(0.0, weights.word) + fusion.hot.most  # by one token, without the language model
         self.opening = fusion.expect(self.pieces.hash, weights)  # [V] best score of a word that begins with it
 
-    def run(self, events: Events, nbest: int) -> list[list[TokenHypothesis]]:
-        """The best transcripts of each utterance, best first."""
-        self.events, self.token = events, events.token.astype(np.int64)
-        counts = np.diff(events.first)
+    def _search(self, counts: np.ndarray, offset: np.ndarray, nbest: int) -> list[list[TokenHypothesis]]:
+        """Find the best transcripts of each utterance, best first.
+
+        Arguments
+        ---------
+        counts : [B] events of each utterance, which follow one another
+        offset : [B] what every hypothesis of an utterance scores besides
+        """
         self.rank = np.argsort(-counts, kind="stable")  # those with most events first, so that the others end
+        self.first = (np.cumsum(counts) - counts)[self.rank]
         counts = counts[self.rank]
-        self.first = events.first[:-1][self.rank]
-        self.scale = events.offset[self.rank].astype(np.float64)
-        self.history: list[tuple[np.ndarray, ...]] = [(np.zeros(0, np.int64),) * 3]
+        self.scale = offset[self.rank].astype(np.float64)
+        self.history: list[tuple[np.ndarray, ...]] = [NOTHING]  # columns: parent, token, event, probability
         self.nodes = len(counts)  # the first rows of the history are the starts
         beams, ended = self._start(len(counts)), []
         for step in range(int(counts.max(initial=0))):
@@ -101,21 +122,47 @@ class Search:
             if cut < len(beams):
                 ended.append(beams.take(slice(cut, None)))
                 beams = beams.take(slice(cut))
-            beams = self._step(beams, step, active)
+            beams = self._step(beams, self.first[:active] + step)
         return self._finish([*ended, beams], nbest)
+
+    # ------------------------------------------------------------ of a derived class
+
+    @abstractmethod
+    def _begin(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``last`` and ``predicted`` of hypotheses [B] without tokens."""
+
+    @abstractmethod
+    def _extend(self, beams: Beams, event: np.ndarray) -> Extensions:
+        """Compute how hypotheses [M] go on at their utterances' events [B]."""
+
+    @abstractmethod
+    def _follow(self, last: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the last tokens [N, ...] after one more [N], and a hash of them [N]."""
+
+    def _predict(self, last: np.ndarray) -> np.ndarray:
+        """Return what is predicted from last tokens [N, ...]."""
+        return np.zeros((len(last), 0))
+
+    # ------------------------------------------------------------ of all
 
     def _start(self, batch: int) -> Beams:
         utterance = np.arange(batch)
         none, zero, letters = np.zeros(batch, np.int64), np.zeros(batch), np.zeros(batch, np.uint64)
         state = np.repeat(self.fusion.start[None], batch, axis=0)
+        last, predicted = self._begin(batch)
         return Beams(
             utterance=utterance, key=utterance.astype(np.uint64) << _HASH_BITS, done=letters, word=letters,
-            last=none - 1, blank=zero + 1, other=zero, text=zero, soft=zero, state=state, hot=none, node=utterance,
-            known=none.astype(bool), gain=zero, after=state, hot_after=none)
+            last=last, predicted=predicted, blank=zero, other=zero + 1, text=zero, soft=zero, state=state, hot=none,
+            node=utterance, event=none - 1, known=none.astype(bool), gain=zero, after=state, hot_after=none)
 
-    def _step(self, beams: Beams, step: int, active: int) -> Beams:
-        sizes = np.bincount(beams.utterance, minlength=active)
-        stay_blank, stay_other, parent, token, extended = self._extend(beams, step, sizes)
+    def _step(self, beams: Beams, event: np.ndarray) -> Beams:
+        """Search the events [B] of all utterances that have one."""
+        return self._grow(beams, event, self._extend(beams, event))
+
+    def _grow(self, beams: Beams, event: np.ndarray, found: Extensions) -> Beams:
+        """Merge and score what hypotheses become at events [B], and keep the best."""
+        active = len(event)
+        stay_blank, stay_other, parent, token, likely, extended = found
         # The effect of each token on its hypothesis's last word.
         opens, begun = self.pieces.opens[token], beams.word[parent]
         closes = opens & (begun != 0)
@@ -125,7 +172,8 @@ class Search:
             done = (done + token.astype(np.uint64) + np.uint64(1)) * _DONE
         else:
             done = np.where(closes, (done + begun) * _DONE, done)
-        key = mix(done + word * _WORD + token.astype(np.uint64) * _LAST) >> _SHIFT
+        last, ending = self._follow(beams.last[parent], token)
+        key = mix(done + word * _WORD + ending) >> _SHIFT
         key |= beams.utterance[parent].astype(np.uint64) << _HASH_BITS
 
         # A hypothesis that stayed and those extended to it are merged: the likeliest represents all.
@@ -164,49 +212,36 @@ class Search:
         place = place[rows]
         new.state[rows], new.hot[rows], new.known[rows] = state[place], hot[place], False
         pick = pick[place]
-        new.done[rows], new.word[rows], new.last[rows] = done[pick], word[pick], token[pick]
-        self.history.append((new.node[rows], token[pick], self.first[new.utterance[rows]] + step))
+        new.done[rows], new.word[rows], new.last[rows] = done[pick], word[pick], last[pick]
+        new.predicted[rows], new.event[rows] = self._predict(last[pick]), event[new.utterance[rows]]
+        self.history.append((new.node[rows], token[pick], new.event[rows], likely[pick]))
         new.node[rows] = self.nodes + np.arange(len(rows))
         self.nodes += len(rows)
-        sizes = np.bincount(new.utterance, minlength=active)
-        most = np.maximum.reduceat(new.blank + new.other, np.cumsum(sizes) - sizes)
+        return self._rescaled(new, active)
+
+    def _rescaled(self, beams: Beams, active: int) -> Beams:
+        """Divide probabilities by the highest of each utterance."""
+        sizes = np.bincount(beams.utterance, minlength=active)
+        most = np.maximum.reduceat(beams.blank + beams.other, np.cumsum(sizes) - sizes)
         self.scale[:active] += np.log(most)
         most = np.repeat(most, sizes)
-        new.blank /= most
-        new.other /= most
-        return new
+        beams.blank, beams.other = beams.blank / most, beams.other / most
+        return beams
 
-    def _extend(self, beams: Beams, step: int, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Compute the probabilities [M] of hypotheses that stay, ending in a blank and in the token, and the
-        extensions [N] (hypothesis, token, probability) that have a chance."""
-        events, event = self.events, self.first[beams.utterance] + step
-        total = beams.blank + beams.other
-        pause = events.pause[event]
-        blank, other = np.where(pause, total, beams.blank), np.where(pause, 0.0, beams.other)
-        begin = events.begin[event]
-        counts = events.begin[event + 1] - begin
-        parent = np.repeat(np.arange(len(beams)), counts)
-        at = np.arange(len(parent)) + np.repeat(begin - np.cumsum(counts) + counts, counts)
-        token, prob = self.token[at], events.prob[at]
-        # A repeated token needs a blank in between; without one it is still the same token.
-        again = np.flatnonzero(token == beams.last[parent])
-        before = parent[again]
-        extended = total[parent]
-        extended[again] = blank[before]
-        extended *= prob
-        stay_blank, stay_other = total * events.blank[event], np.zeros(len(beams))
-        stay_other[before] = other[before] * prob[again]
+    def _hopeful(self, beams: Beams, active: int, stay: np.ndarray, parent: np.ndarray, token: np.ndarray,
+                 extended: np.ndarray) -> np.ndarray:
+        """Rows of the extensions [N] that have a chance, given the probabilities [M] of hypotheses that stay."""
+        sizes = np.bincount(beams.utterance, minlength=active)
         with np.errstate(divide="ignore"):
-            stay = np.log(stay_blank + stay_other) + beams.text + beams.soft
-            hope = np.log(extended)
-        best = np.maximum(np.maximum.reduceat(stay, np.cumsum(sizes) - sizes), -1e300)
+            best, hope = np.log(stay) + beams.text + beams.soft, np.log(extended)
+        best = np.maximum(np.maximum.reduceat(best, np.cumsum(sizes) - sizes), -1e300)
         hope += (beams.text + self.most_gained)[parent]
         goes_on = (beams.word != 0)[parent] & ~self.pieces.opens[token]
         hope += np.where(goes_on, beams.soft[parent], self.opening[token])
         kept = np.flatnonzero(hope > np.repeat(best - self.width, sizes)[parent])
         if len(kept) > CROWD * self.beam:
-            kept = kept[self._promising(beams.utterance[parent[kept]], hope[kept], len(sizes))]
-        return stay_blank, stay_other, parent[kept], token[kept], extended[kept]
+            kept = kept[self._promising(beams.utterance[parent[kept]], hope[kept], active)]
+        return kept
 
     def _promising(self, utterance: np.ndarray, hope: np.ndarray, active: int) -> np.ndarray | slice:
         """Select rows [N], sorted by utterance, that may be among the best: not many more than the beam."""
@@ -274,23 +309,58 @@ class Search:
         first = np.arange(len(rows)) - np.searchsorted(utterance, utterance) < nbest
         rows, score, acoustic, utterance = rows[first], score[first], acoustic[first], utterance[first]
         found: list[list[TokenHypothesis]] = [[] for _ in self.rank]
-        tokens, events = self._trace(beams.node[rows])
-        hypotheses = map(TokenHypothesis, tokens, events, score.tolist(), acoustic.tolist())
+        hypotheses = map(TokenHypothesis, *self._trace(beams.node[rows]), score.tolist(), acoustic.tolist())
         for place, hypothesis in zip(self.rank[utterance].tolist(), hypotheses, strict=True):
             found[place].append(hypothesis)
         return found
 
-    def _trace(self, nodes: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Trace the tokens of each hypothesis and their events back from its row in the history."""
+    def _trace(self, nodes: np.ndarray) -> list[list[np.ndarray]]:
+        """Trace the tokens of each hypothesis, their events and probabilities back from its row in the history."""
         roots = len(self.rank)
-        parent, token, event = (np.concatenate(column) for column in zip(*self.history, strict=True))
+        parent, *columns = (np.concatenate(column) for column in zip(*self.history, strict=True))
         steps, at = [], nodes
         while (at >= roots).any():
             steps.append(at)
             at = np.where(at >= roots, parent[np.maximum(at - roots, 0)], at)
         path = np.stack(steps[::-1], axis=1) - roots if steps else np.zeros((len(nodes), 0), np.int64)
         paths = [row[row >= 0] for row in path]
-        return [token[row] for row in paths], [event[row] for row in paths]
+        return [[column[row] for row in paths] for column in columns]
+
+
+class CTCSearch(Search):
+    """A search over CTC's events."""
+
+    def run(self, events: Events, nbest: int) -> list[list[TokenHypothesis]]:
+        """The best transcripts of each utterance, best first."""
+        self.events, self.token = events, events.token.astype(np.int64)
+        return self._search(np.diff(events.first), events.offset, nbest)
+
+    def _begin(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(batch, -1), np.zeros((batch, 0))
+
+    def _follow(self, last: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return token, token.astype(np.uint64) * _LAST
+
+    def _extend(self, beams: Beams, event: np.ndarray) -> Extensions:
+        events, active, event = self.events, len(event), event[beams.utterance]
+        total = beams.blank + beams.other
+        pause = events.pause[event]
+        blank, other = np.where(pause, total, beams.blank), np.where(pause, 0.0, beams.other)
+        begin = events.begin[event]
+        counts = events.begin[event + 1] - begin
+        parent = np.repeat(np.arange(len(beams)), counts)
+        at = np.arange(len(parent)) + np.repeat(begin - np.cumsum(counts) + counts, counts)
+        token, prob = self.token[at], events.prob[at]
+        # A repeated token needs a blank in between; without one it is still the same token.
+        again = np.flatnonzero(token == beams.last[parent])
+        before = parent[again]
+        extended = total[parent]
+        extended[again] = blank[before]
+        extended *= prob
+        stay_blank, stay_other = total * events.blank[event], np.zeros(len(beams))
+        stay_other[before] = other[before] * prob[again]
+        kept = self._hopeful(beams, active, stay_blank + stay_other, parent, token, extended)
+        return Extensions(stay_blank, stay_other, parent[kept], token[kept], prob[kept], extended[kept])
 
 
 def _merge(keys: np.ndarray, blank: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

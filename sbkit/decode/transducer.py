@@ -83,8 +83,7 @@ class TransducerSearch:
                 best = log_probs.argmax(-1)
                 probability = np.take_along_axis(log_probs, best[:, None], -1)[:, 0]
                 if not np.isfinite(probability).all():
-                    raise SbkitError("the model's output is not a number",
-                                     hint="its weights may be damaged, or the precision too low")
+                    raise not_a_number()
                 said = np.flatnonzero(best != self.joint.blank)
                 if not len(said):
                     break
@@ -128,3 +127,8 @@ def spans_of(found: Sequence[tuple[int, int, float]]) -> TokenSpans:
     ids, frames, confidence = zip(*found, strict=True) if found else ((), (), ())
     starts = np.array(frames, np.int64)
     return TokenSpans(np.array(ids, np.int64), starts, starts + 1, np.array(confidence, np.float32))
+
+
+def not_a_number() -> SbkitError:
+    """The error for a model whose output is not a number."""
+    return SbkitError("the model's output is not a number", hint="its weights may be damaged, or the precision too low")

@@ -3,10 +3,11 @@ a transducer's search with the two further graphs of its bundle. They need no to
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,13 +15,16 @@ from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.search_options import check_weight
 from sbkit.decode.spans import TokenSpans, best_path, collapse
 from sbkit.decode.streaming import StreamSearch
-from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch, TransducerStream
+from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch, TransducerStream, not_a_number
 from sbkit.errors import SbkitError
 from sbkit.export.layout import ByKind, Config, TransducerConfig
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer import formats
 from sbkit.infer.device import Device
 from sbkit.infer.onnx_session import Interface, open_session
+
+if TYPE_CHECKING:
+    from sbkit.decode.token_search import TokenSearch
 
 #: The number of rows in an example; a graph takes any number.
 _ROWS = 2
@@ -116,22 +120,14 @@ class Beam(StretchByStretch):
 
     def __init__(self, vocabulary: Vocabulary, options: Mapping[str, Any]):
         from sbkit.decode.beam import BeamSearch
-        from sbkit.decode.posteriors import Events
 
-        config, self._spelling = vocabulary.config, vocabulary.spelling
-        try:
-            self._search = BeamSearch(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator,
-                                      **options)
-        except TypeError as error:
-            raise SbkitError(f"beam search: {error}") from None
-        self._search.load()  # reports problems with the files now
-        self._join = Events.join
+        self._spelling, self._search = vocabulary.spelling, _search(BeamSearch, vocabulary, options)
 
     def keep(self, log_probs: np.ndarray) -> tuple[Any, int]:
         return self._search.events(log_probs[None], np.array([len(log_probs)])), len(log_probs)
 
     def tokens(self, recordings: Sequence[Sequence[tuple[Any, int]]]) -> list[list[DecodedTokens]]:
-        best = iter(self._search.search(self._join([each for stretches in recordings for each, _ in stretches])))
+        best = iter(self._search.search(self._search.join([each for stretches in recordings for each, _ in stretches])))
         found = []
         for stretches in recordings:
             frame, parts = 0, []
@@ -144,9 +140,7 @@ class Beam(StretchByStretch):
         return found
 
     def stream(self) -> StreamSearch:
-        from sbkit.decode.beam_stream import BeamStream
-
-        return BeamStream(self._search, self._spelling)
+        return self._search.stream(self._spelling)
 
 
 Stretch = tuple[TokenSpans, int]
@@ -165,29 +159,95 @@ class GreedyTransducer(StretchByStretch):
         return TransducerSearch(self._joint).feed([states])[0], len(states)
 
     def tokens(self, recordings: Sequence[Sequence[Stretch]]) -> list[list[DecodedTokens]]:
-        found = []
-        for stretches in recordings:
-            ends = accumulate(map(self.frames, stretches))
-            found.append([DecodedTokens(end - frames, spans)
-                          for end, (spans, frames) in zip(ends, stretches, strict=True)])
-        return found
+        return [_one_after_another(stretches) for stretches in recordings]
 
     def stream(self) -> TransducerStream:
         return TransducerStream(self._spelling, self._joint)
 
 
+class Searched:
+    """A stretch of a transducer's states, until it is searched; then its tokens."""
+
+    found: TokenSpans
+
+    def __init__(self, states: np.ndarray):
+        self.states: np.ndarray | None = states
+
+
+class BeamTransducer(StretchByStretch):
+    """Beam search of a transducer, in any number of threads.
+
+    Arguments
+    ---------
+    options : as for ``Beam``
+    """
+
+    at_once = 32
+
+    def __init__(self, vocabulary: Vocabulary, joint: Joint, options: Mapping[str, Any]):
+        from sbkit.decode.transducer_beam import States, TransducerBeam
+
+        self._spelling, self._search = vocabulary.spelling, _search(TransducerBeam, vocabulary, options)
+        self._states = States
+        self._search.joint = joint
+        self._lock = threading.Lock()
+        self._waiting: list[Searched] = []
+
+    def keep(self, states: np.ndarray) -> tuple[Searched, int]:
+        """Keep a stretch's states, until there are many: they take much more memory than tokens."""
+        if not np.isfinite(states).all():
+            raise not_a_number()  # here, since a later search is of others' too
+        stretch = Searched(states)
+        with self._lock:
+            self._waiting.append(stretch)
+            several = self._waiting[:] if len(self._waiting) >= self.at_once else []
+        self._find(several)
+        return stretch, len(states)
+
+    def tokens(self, recordings: Sequence[Sequence[tuple[Searched, int]]]) -> list[list[DecodedTokens]]:
+        self._find([each for stretches in recordings for each, _ in stretches])
+        return [_one_after_another([(each.found, frames) for each, frames in stretches]) for stretches in recordings]
+
+    def stream(self) -> StreamSearch:
+        return self._search.stream(self._spelling)
+
+    def _find(self, stretches: Sequence[Searched]) -> None:
+        """Search stretches together; if two threads search the same one, they find the same."""
+        todo = [(each, states) for each in stretches if (states := each.states) is not None]
+        with self._lock:
+            self._waiting = [each for each in self._waiting if each not in stretches]
+        found = self._search.search(self._states([states for _, states in todo]))
+        for (each, _), [best, *_] in zip(todo, found, strict=True):
+            each.found, each.states = best.spans, None
+
+
+def _one_after_another(stretches: Sequence[Stretch]) -> list[DecodedTokens]:
+    ends = accumulate(frames for _, frames in stretches)
+    return [DecodedTokens(end - frames, spans) for end, (spans, frames) in zip(ends, stretches, strict=True)]
+
+
+S = TypeVar("S", bound="TokenSearch")
+
+
+def _search(kind: type[S], vocabulary: Vocabulary, options: Mapping[str, Any]) -> S:
+    config = vocabulary.config
+    try:
+        search = kind(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator, **options)
+    except TypeError as error:
+        raise SbkitError(f"beam search: {error}") from None
+    search.load()  # reports problems with the files now
+    return search
+
+
 def _ctc(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
-    check_weight(search or {})
     return Beam(vocabulary, search) if search else Greedy(vocabulary)
 
 
 def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
     config = vocabulary.config
     assert isinstance(config, TransducerConfig) and vocabulary.folder is not None, "of a bundle of this kind"
-    if search:
-        raise SbkitError(f"a transducer is decoded greedily, so it takes no {', '.join(sorted(search))}",
-                         hint="leave it out, or use a CTC model for a search with a language model or hot words")
-    return GreedyTransducer(vocabulary, _joint(vocabulary.folder, config))
+    joint = _joint(vocabulary.folder, config)
+    return BeamTransducer(vocabulary, joint, search) if search else GreedyTransducer(vocabulary, joint)
 
 
 def _joint(folder: Path, config: TransducerConfig) -> GraphJoint:
@@ -220,4 +280,5 @@ DECODERS: ByKind[Callable[[Vocabulary, Mapping[str, Any] | None], Decoder]] = By
 
 def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
     """Make a recogniser's decoder: a beam search if any search option is given, otherwise greedy."""
+    check_weight(search or {})
     return DECODERS.of(vocabulary.config)(vocabulary, search)

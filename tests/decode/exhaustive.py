@@ -39,6 +39,34 @@ def texts(log_probs, pieces):
     return found
 
 
+def transducer_sequences(joint, states, most):
+    """The log-probability of every sequence of tokens that a transducer's states [T, J] can say, with so many tokens in
+    a frame at most: of all paths, summed step by step."""
+    masses = {(): 0.0}
+    for state in states:
+        left = {}
+        for said in range(most + 1):
+            after = {}
+            for tokens, mass in masses.items():
+                last = ((joint.blank,) * joint.context + tokens)[-joint.context:]
+                log_probs = joint.join(state[None], joint.predict(np.array([last])))[0].astype(np.float64)
+                left[tokens] = np.logaddexp(left.get(tokens, -np.inf), mass + log_probs[joint.blank])
+                if said < most:
+                    after |= {(*tokens, i): mass + each for i, each in enumerate(log_probs) if i != joint.blank}
+            masses = after
+        masses = left
+    return masses
+
+
+def transducer_texts(joint, states, most, pieces):
+    """The log-probability of every text."""
+    found = {}
+    for tokens, score in transducer_sequences(joint, states, most).items():
+        text = text_of(tokens, pieces)
+        found[text] = np.logaddexp(found.get(text, -np.inf), score)
+    return found
+
+
 def random_log_probs(rng, frames, labels, sharpness=2.0):
     """[T, V] log-probabilities, some frames sure and some not."""
     scores = rng.normal(size=(frames, labels)) * sharpness * rng.choice([0.5, 1.0, 6.0], size=(frames, 1))

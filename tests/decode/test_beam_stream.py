@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sbkit.decode import arpa, kneser_ney
 from sbkit.decode import streaming as heard_module
 from sbkit.decode.beam import BeamSearch
-from sbkit.decode.beam_stream import BeamStream
 from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
 from sbkit.errors import SbkitError
 from tests.decode import exhaustive
@@ -39,7 +38,7 @@ def searches(tmp_path_factory):
 
 
 def stream(search, frame=FRAME):
-    return BeamStream(search, Spelling(PIECES, frame, {0}))
+    return search.stream(Spelling(PIECES, frame, {0}))
 
 
 def whole(search, log_probs, frame=FRAME):
@@ -148,7 +147,7 @@ def test_a_reset_and_what_is_refused(searches):
     heard.reset()
     assert listen(heard, [log_probs], finish=True) == listen(stream(searches["words"]), [log_probs], finish=True)
     with pytest.raises(SbkitError, match="tokens"):
-        BeamStream(searches["words"], Spelling(["a"], FRAME))
+        searches["words"].stream(Spelling(["a"], FRAME))
 
 
 def size(heard):

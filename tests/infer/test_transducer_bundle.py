@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import sbkit.infer
+from sbkit.decode import lm
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.decoding import decoder
+from sbkit.infer.pipeline import Options
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +42,55 @@ def test_a_stream_says_what_the_recording_says(model, piece):
     assert [word.text for each in heard for word in each.settled] == ["ab", "cd", "dc"]
 
 
-def test_a_search_is_refused_with_what_to_do(model, bundle):
-    with pytest.raises(SbkitError, match="a transducer is decoded greedily, so it takes no hot_words") as refused:
-        model.stream(hot_words=["ab"])
-    assert "CTC" in refused.value.hint
+#: A frame says a and b, in either order.
+UNSURE = bundles.voiced([3, 0, (bundles.PIECES.index("a") + bundles.PIECES.index("b")) / 2, 0, *bundles.spell("cd")])
+
+
+@pytest.fixture(scope="module")
+def searching(bundle):
+    options = Options(search={"hot_words": {"ba": 8.0}})
+    with sbkit.infer.load(bundle, device="cpu", threads=1, options=options) as model:
+        yield model
+
+
+def test_hot_words_are_found_in_recordings_and_streams(model, searching):
+    silence = np.zeros(20 * bundles.FRAME, np.float32)
+    long = np.concatenate([np.concatenate([UNSURE, silence]) for _ in range(40)])
+    found, other, many = searching.transcribe([UNSURE, bundles.say("d"), long])
+    assert (found.text, other.text, many.text) == ("ba cd", "d", " ".join(["ba cd"] * 40))
+    assert [round(word.start, 2) for word in found.words] == [0.08, 0.28] and 0.3 < found.words[0].confidence < 0.7
+    for hot in ("ba", "ab"):
+        stream = model.stream(hot_words={hot: 8.0})
+        heard = [each for at in range(0, len(long), 3000) for each in stream.feed(long[at:at + 3000])]
+        heard += stream.finish()
+        assert [word.text for each in heard for word in each.settled] == [hot, "cd"] * 40
+        assert sum(each.endpoint for each in heard) == 40
+
+
+def test_a_language_model_decides_where_the_sound_leaves_a_choice(model, tmp_path):
+    for first in ("ba", "ab"):
+        lm.build([f"{first} cd", first, f"{first} {first} cd"], tmp_path / f"{first}.arpa", order=2)
+        stream = model.stream(lm=tmp_path / f"{first}.arpa")
+        heard = stream.feed(UNSURE) + stream.finish()
+        assert [word.text for each in heard for word in each.settled] == [first, "cd"]
+
+
+def test_what_is_no_number_is_refused_before_it_is_searched_with_others(model):
+    search = decoder(model.engine.vocabulary, {"hot_words": ["ba"]})
+    [states] = model.engine.run([bundles.say("d")])
+    kept = search.keep(states)
+    with pytest.raises(SbkitError, match="not a number"):
+        search.keep(np.full_like(states, np.nan))
+    [[heard]] = search.tokens([[kept]])
+    assert [bundles.PIECES[i] for i in heard.spans.ids] == ["▁", "d"]
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"lm_weight": 1.0}, "there is no language model to weight"), ({"hot_words": ["Ü"]}, "can't be spelled"),
+    ({"lm": "/none/such.arpa"}, "there is no such language model"), ({"beam": 0}, "beam is 0")])
+def test_a_search_that_can_not_be_is_refused_as_for_ctc(model, options, told):
+    with pytest.raises(SbkitError, match=told):
+        model.stream(**options)
 
 
 @pytest.mark.parametrize("change, told", [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.data.batch import Batch
-from sbkit.data.manifest import Manifest
-from sbkit.decode.greedy import greedy
+from sbkit.decode.beam import BeamSearch
+from sbkit.decode.greedy import Hypotheses, greedy
 from sbkit.decode.joint import JointSearch, Step
 from sbkit.errors import SbkitError
 from sbkit.nn.consistency import consistency
@@ -24,11 +23,10 @@ from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.runs.evaluation import EvaluateRequest
-from sbkit.tasks.asr import TranscribedUtterance, choices
-from sbkit.tasks.ctc import search
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.live import Live
 from sbkit.tasks.ctc.parts import has_its_decoder, has_layers_between, stack, tapped
+from sbkit.tasks.ctc.search import joint
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.task import RecognitionTask
@@ -68,6 +66,7 @@ class CTC(RecognitionTask):
     parts = ("ctc_lin", "modules")
     heads = ("ctc_lin", "seq_lin")
     live_test = Live
+    Search = BeamSearch
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: CTCKeys
 
@@ -130,7 +129,8 @@ class CTC(RecognitionTask):
             total = weight * total + (1 - weight) * self._cross_entropy(scores.attention, batch, ctc.feasible)
         if stage == Stage.TRAIN:
             return Loss(total, tokens, {self.loss_of_tokens: (ctc.total, tokens)})
-        self._transcribe(scores, batch, stage)
+        more = () if scores.encoded is None else (self.next_token(scores),)
+        self.transcribe(scores.ctc.float().log_softmax(-1), scores.frames, batch, stage, scores.live, *more)
         return Loss(total, tokens)
 
     @property
@@ -187,50 +187,19 @@ class CTC(RecognitionTask):
 
     # ------------------------------------------------------------ transcripts
 
+    def greedy(self, scores: Tensor, frames: Tensor) -> Hypotheses:
+        return greedy(scores, frames, blank_id=self.keys.blank_index)
+
     def take_search(self, request: EvaluateRequest) -> None:
-        self.decoder = search.build(request, self.keys)
-
-    def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
-        live, self.live = self.live, None  # tuning needs the last transcripts alone, with chunks of the first size
-        try:
-            return search.tune(self, manifest, hear)
-        finally:
-            self.live = live
-
-    def searching(self) -> contextlib.AbstractContextManager[object]:
-        return search.over_all(self) if self.live is None else contextlib.nullcontext()
-
-    def search_facts(self) -> dict[str, Any]:
-        return {} if self.decoder is None else search.describe(self.decoder)
+        if request.joint:
+            self.decoder = joint(request, self.keys)
+        else:
+            super().take_search(request)
 
     def exported(self, run: Path) -> Recogniser:
         from sbkit.tasks.ctc.exported import Recogniser
 
         return Recogniser.of(self.recognizer, self.keys, run)
-
-    def _transcribe(self, scores: Scores, batch: Batch, stage: Stage) -> None:
-        if not batch.weight:  # a placeholder for an empty batch
-            return
-        decoder = self.decoder if stage == Stage.TEST else None
-        if decoder is not None and decoder.tokenizer is None:
-            decoder.tokenizer = self.keys.tokenizer
-        if self.live is not None and scores.live:
-            self.rows += self.live.rows(scores.live, scores.frames, batch, decoder)
-            return
-        log_probs = scores.ctc.float().log_softmax(-1)
-        if decoder is None:
-            found = greedy(log_probs, scores.frames, blank_id=self.keys.blank_index)
-            texts = map(self.keys.tokenizer.decode, found.ids)
-            confidences = (float(spans.confidence.mean()) if len(spans) else None for spans in found)
-            self.rows += map(TranscribedUtterance, batch.ids, batch.texts, texts, confidences)
-            return
-        if scores.encoded is None:
-            found = decoder.decode(log_probs, scores.frames)
-        else:
-            found = decoder.decode(log_probs, scores.frames, self.next_token(scores))
-        for name, text, hypotheses in zip(batch.ids, batch.texts, found, strict=True):
-            best = hypotheses[0]
-            self.rows.append(TranscribedUtterance(name, text, best.text, best.confidence, choices(hypotheses)))
 
     def next_token(self, scores: Scores) -> Step:
         """Return the attention decoder as a function for a joint search."""

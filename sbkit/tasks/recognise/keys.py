@@ -35,8 +35,8 @@ class EncoderKeys(RecogniserKeys):
     encoder: nn.Module | None = key("the encoder under another name: any module [B, T, F] to [B, T', D], "
                                     "given the lengths [B] if it takes them", None)
     decoder: Any = key(  # or an object with their methods
-        "what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch or JointSearch; "
-        "null: each frame's best", None)
+        "what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch, joint.JointSearch or "
+        "transducer_beam.TransducerBeam; null: each frame's best", None)
     n_mels: int = key("features a frame that compute_features makes", 80, SIZE)
     hop_length: float = key("milliseconds between two frames that compute_features makes", 10, POSITIVE)
     blank_index: int = key("the id of the blank", 0, COUNT)

@@ -7,24 +7,25 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from sbkit.data.batch import Batch
 from sbkit.decode.greedy import align
-from sbkit.decode.spans import TokenSpans, words
+from sbkit.decode.spans import TokenSpans, Word, words
+from sbkit.decode.token_search import TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Seen
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, Shown, rates, shown
-from sbkit.tasks.asr import Choice, TranscribedUtterance
+from sbkit.tasks.asr import Choice, TranscribedUtterance, choices
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transcripts import Transcripts
 
-Search = Any  # of the task's own kind
 Scored = Any  # a tensor, or several: what the task finds transcripts in
 
 
@@ -39,6 +40,11 @@ class Text(NamedTuple):
 def frame_seconds(model: Recognizer, keys: EncoderKeys) -> float:
     """Return how long a frame of the encoder is."""
     return model.subsampling * model.hop_samples / keys.sample_rate
+
+
+def _shown(words: Sequence[Word], space: str) -> Text:
+    confidence = sum(word.confidence for word in words) / len(words) if words else None
+    return Text(space.join(word.text for word in words), confidence)
 
 
 class LiveTest(ABC):
@@ -95,16 +101,45 @@ class LiveTest(ABC):
         return scores
 
     @abstractmethod
-    def texts(self, scores: Scored, frames: Tensor, cuts: Sequence[Sequence[int]], search: Search | None,
+    def searched(self, scores: Scored) -> Tensor:
+        """Return what a search takes, of what :meth:`scored` gave."""
+
+    @abstractmethod
+    def greedy(self, searched: Tensor, frames: Tensor) -> Iterable[TokenSpans]:
+        """Decode that without a search."""
+
+    def texts(self, scores: Scored, frames: Tensor, cuts: Sequence[Sequence[int]], search: TokenSearch | None,
               live: bool) -> list[list[Text]]:
         """Transcribe each utterance of a batch up to each of its ``cuts``, the last of which is its end.
 
         search : finds the transcripts; None: they are decoded greedily
         live : decode as a stream, whose words settle; False: there is one cut, and the whole utterance is known
         """
+        searched = self.searched(scores)
+        if search is None:
+            return self._beginnings(self.greedy(searched, frames), cuts)
+        if live:
+            return self._by_streams(search, searched, cuts)
+        return [[Text(best[0].text, best[0].confidence, choices(best))] for best in search.decode(searched, frames)]
+
+    def _by_streams(self, search: TokenSearch, searched: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
+        """Search utterances as streams, each of which is over with its last chunk."""
+        stream, grown = search.stream(search.spelling(self.frame_seconds)), []
+        for scores, ends in zip(searched.cpu().numpy(), cuts, strict=True):
+            stream.reset()
+            settled: list[Word] = []
+            texts = []
+            for start, end in pairwise([0, *ends]):
+                heard = stream.feed(scores[start:end])
+                if end == ends[-1]:
+                    heard.append(stream.finish())
+                settled += [word for each in heard for word in each.settled]
+                texts.append(_shown(settled + heard[-1].partial, "" if search.separator is None else " "))
+            grown.append(texts)
+        return grown
 
     def rows(self, scores: Sequence[Scored], frames: Tensor, batch: Batch,
-             search: Search | None) -> Iterator[TranscribedUtterance]:
+             search: TokenSearch | None) -> Iterator[TranscribedUtterance]:
         """Yield the row of each utterance, with what was shown of it with chunks of each size.
 
         Arguments
@@ -130,7 +165,7 @@ class LiveTest(ABC):
         for name, said, final, live in zip(batch.ids, batch.texts, finals, seen, strict=True):
             yield TranscribedUtterance(name, said, final.text, final.confidence, final.nbest, tuple(live))
 
-    def beginnings(self, found: Iterable[TokenSpans], cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
+    def _beginnings(self, found: Iterable[TokenSpans], cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
         """Write the beginnings of utterances whose tokens nothing later changes: one is there from its first frame on.
         """
         decode, grown = self.keys.tokenizer.decode, []

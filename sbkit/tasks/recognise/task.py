@@ -22,18 +22,19 @@ from sbkit.recipe.trace import Trace
 from sbkit.runs import initial
 from sbkit.runs.initial.source import TokenTables
 from sbkit.tasks import feature_statistics
-from sbkit.tasks.asr import ASR, TranscribedUtterance
+from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.keys import RecogniserKeys
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.labels import check_labels
 from sbkit.tasks.recognise.live import LiveTest, LiveTranscripts, frame_seconds
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
+from sbkit.tasks.recognise.search import SearchingTask
 from sbkit.tasks.recognise.vocabulary import check_sizes, token_tables
 from sbkit.tasks.recognise.window import refuse_longer
 from sbkit.tasks.transcripts import Transcripts
 
 
-class RecognitionTask(ASR):
+class RecognitionTask(SearchingTask):
     """A task with features, front end and encoder; a derived one has the head and the loss.
 
     ``chunks``, a ``sbkit.nn.chunks.Chunks``, trains a model that can run live: in most steps a frame sees its chunk and

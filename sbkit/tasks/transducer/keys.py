@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.tasks.recognise.keys import EncoderKeys
@@ -34,5 +35,6 @@ class TransducerKeys(EncoderKeys):
         if self.ctc_weight == 1:
             yield Problem("ctc_weight", "it is 1, so nothing trains the transducer, which writes the transcripts",
                           "write 0.3, or train hparams/streaming.yaml")
-        if self.decoder is not None:
-            yield Problem("decoder", "a transducer is decoded greedily", "write decoder: null, or leave it out")
+        if self.decoder is not None and not isinstance(self.decoder, TransducerBeam):
+            yield Problem("decoder", f"it is a {type(self.decoder).__name__}, which searches no transducer's states",
+                          "write !new:sbkit.decode.transducer_beam.TransducerBeam, or decoder: null")

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
+from sbkit.decode.spans import TokenSpans
+from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.nn.ctc import ctc_loss
 from sbkit.nn.guard import guard_indices
 from sbkit.nn.transducer import transducer_loss
@@ -19,16 +21,15 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.runs.initial.source import TokenTables
-from sbkit.tasks.asr import TranscribedUtterance
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.recognise.labels import check_labels
-from sbkit.tasks.recognise.live import LiveTest, Text
+from sbkit.tasks.recognise.live import LiveTest
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.task import RecognitionTask
 from sbkit.tasks.recognise.vocabulary import token_tables
 from sbkit.tasks.transducer.keys import TransducerKeys
-from sbkit.tasks.transducer.search import decoded
+from sbkit.tasks.transducer.search import TorchJoint, decoded
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
@@ -47,7 +48,7 @@ class TransducerScores(NamedTuple):
 
 
 class TransducerLive(LiveTest):
-    """Hears each utterance of a test in chunks of each size that was asked for; tokens never change."""
+    """Hears each utterance of a test in chunks of each size that was asked for."""
 
     keys: TransducerKeys
 
@@ -57,9 +58,11 @@ class TransducerLive(LiveTest):
     def of_ctc(self, scores: tuple[Tensor, Tensor | None]) -> Tensor | None:
         return scores[1]
 
-    def texts(self, scores: tuple[Tensor, Tensor | None], frames: Tensor, cuts: Sequence[Sequence[int]], search: object,
-              live: bool) -> list[list[Text]]:
-        return self.beginnings(decoded(self.keys, scores[0], frames), cuts)
+    def searched(self, scores: tuple[Tensor, Tensor | None]) -> Tensor:
+        return scores[0].float()
+
+    def greedy(self, searched: Tensor, frames: Tensor) -> list[TokenSpans]:
+        return decoded(self.keys, searched, frames)
 
 
 class Transducer(RecognitionTask):
@@ -73,6 +76,7 @@ class Transducer(RecognitionTask):
     parts = ("transducer", "modules")
     heads, scores_tokens = ("ctc_lin",), False
     live_test = TransducerLive
+    Search = TransducerBeam
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: TransducerKeys
 
@@ -131,26 +135,22 @@ class Transducer(RecognitionTask):
             extras = {self.loss_of_tokens: (ctc.total, (batch.token_lengths * ctc.feasible).sum())}
         if stage == Stage.TRAIN:
             return Loss(total, tokens, extras)
-        self._transcribe(scores, batch)
+        self.transcribe(scores.states, scores.frames, batch, stage, scores.live)
         return Loss(total, tokens)
 
     # ------------------------------------------------------------ transcripts
+
+    def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
+        return decoded(self.keys, scores, frames)
+
+    def equip(self, search: TransducerBeam) -> TransducerBeam:
+        search.joint = TorchJoint(self.keys.transducer, self.keys.blank_index)
+        return super().equip(search)
 
     def exported(self, run: Path) -> ExportedTransducer:
         from sbkit.tasks.transducer.exported import ExportedTransducer
 
         return ExportedTransducer.of(self.recognizer, self.keys)
-
-    def _transcribe(self, scores: TransducerScores, batch: Batch) -> None:
-        if not batch.weight:  # a placeholder for an empty batch
-            return
-        if self.live is not None and scores.live:
-            self.rows += self.live.rows(scores.live, scores.frames, batch, None)
-            return
-        for name, text, spans in zip(batch.ids, batch.texts, decoded(self.keys, scores.states, scores.frames),
-                                     strict=True):
-            self.rows.append(TranscribedUtterance(name, text, self.keys.tokenizer.decode(spans.ids.tolist()),
-                                                  float(spans.confidence.mean()) if len(spans) else None))
 
 
 def _head_fits(keys: TransducerKeys, built: Built, findings: Findings) -> bool:

@@ -16,7 +16,6 @@ from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
-from sbkit.decode.beam_stream import BeamStream
 from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Chunks
 from sbkit.score import utterances
@@ -127,7 +126,7 @@ def test_a_search_in_chunks_shows_what_a_stream_does_and_one_of_the_whole_what_i
     search, live = BeamSearch(Letters(), beam=8, hot_words={"ab": 3.0}, nbest=2), listener([160, None])
     rows = list(live.rows([scores] * 3, frames, together, search))
     log_probs = scores.log_softmax(-1)
-    stream = BeamStream(search, search.spelling(0.04))
+    stream = search.stream(search.spelling(0.04))
     for row, one, count, best in zip(rows, log_probs, frames.tolist(), search.decode(log_probs, frames), strict=True):
         stream.reset()
         texts, settled = [], []

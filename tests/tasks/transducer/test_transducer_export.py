@@ -9,6 +9,8 @@ from run_folders import corpus
 from streaming_runs import RECIPE, trained
 
 from sbkit.cli import main
+from sbkit.data.manifest import Manifest
+from sbkit.decode import lm
 from sbkit.decode.transducer import MOST_IN_A_FRAME, TransducerSearch
 from sbkit.infer import load
 from sbkit.tasks.transducer import exported
@@ -81,6 +83,24 @@ def test_all_three_graphs_are_compared_and_the_bundle_is_used(run, tmp_path, cap
     with load(tmp_path / "bundle", device="cpu") as model:
         [states] = model.engine.run([signal])
         assert names["text"](states) == whole.text
+
+
+@pytest.mark.slow
+def test_a_test_is_searched_with_a_tuned_language_model_whole_and_in_chunks(run, tmp_path, capsys):
+    lm.build(Manifest.read(run / "manifests" / "train.csv").texts, tmp_path / "words.arpa", order=2)
+    evaluate = ["evaluate", str(run), "--device", "cpu", "--workers", "0", "--beam", "4"]
+    assert main([*evaluate, "--lm", str(tmp_path / "words.arpa"), "--tune-lm", "--nbest", "2"]) == 0
+    folder = run / "evaluations" / "test-best-words-tuned-beam4-nbest2"
+    facts = json.loads((folder / "result.json").read_text())
+    assert facts["decoder"]["beam"] == 4 and facts["decoder"]["dev_WER"] <= facts["decoder"]["dev_WER_greedy"]
+    listed = [json.loads(line) for line in (folder / "nbest.jsonl").read_text().splitlines()]
+    assert len(listed) == 3 and all(each["hypotheses"][0]["acoustic"] < 0 for each in listed)
+    assert main([*evaluate, "--chunk", "640,whole", "--hot-word", "the=3"]) == 0
+    chunks = json.loads((run / "evaluations" / "test-best-hot-chunk640-whole-beam4" / "result.json").read_text())
+    assert [each["chunk"] for each in chunks["chunks"]] == [640, "whole"]
+    capsys.readouterr()
+    assert main([*evaluate, "--joint"]) == 2
+    assert "Transducer has no attention decoder, so it can't use --joint" in capsys.readouterr().err
 
 
 @pytest.mark.slow

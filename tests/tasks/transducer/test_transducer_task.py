@@ -7,6 +7,8 @@ from speechbrain.core import Stage
 from streaming_runs import RECIPE, SMALL, brain, prepared, recipe
 
 from sbkit.data.batch import Batch
+from sbkit.decode.beam import BeamSearch
+from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import ctc_loss
 from sbkit.nn.transducer import transducer_loss
@@ -71,7 +73,8 @@ def test_a_token_that_is_in_no_vocabulary_is_named(made):
     ({"ctc_weight": 0.0}, "it is 0, and ctc_lin is there"), ({"ctc_weight": 0.0, "ctc_lin": None}, None),
     ({"ctc_lin": None}, "it is 0.3, and ctc_lin is missing"),
     ({"ctc_weight": 1.0}, "it is 1, so nothing trains the transducer"),
-    ({"decoder": object()}, "a transducer is decoded greedily")])
+    ({"decoder": BeamSearch()}, "it is a BeamSearch, which searches no transducer's states"),
+    ({"decoder": TransducerBeam()}, None)])
 def test_what_does_not_go_together_is_told(data, tmp_path, keys, told):
     made = recipe(tmp_path, data, TRANSDUCER)
     for name, value in keys.items():

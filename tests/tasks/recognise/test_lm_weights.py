@@ -9,9 +9,10 @@ from processes import results
 from sbkit.data.manifest import Manifest
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.fusion import FusionWeights
+from sbkit.decode.greedy import greedy
 from sbkit.errors import SbkitError
 from sbkit.tasks.asr import TranscribedUtterance
-from sbkit.tasks.ctc import lm_weights
+from sbkit.tasks.recognise import lm_weights
 
 PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "b"]
 
@@ -29,7 +30,7 @@ class Tokens(list):
 class Search:
     """Hears the more words wrong the further its weights are from the right ones."""
 
-    blank_id, weights, tokenizer = 0, FusionWeights(), Tokens(PIECES)
+    blank_id, weights, tokenizer, join = 0, FusionWeights(), Tokens(PIECES), list
 
     def __init__(self, lm, word):
         self.right = lm, word
@@ -93,12 +94,12 @@ def test_the_recorder_keeps_what_a_search_needs_and_hears_greedily():
     torch.manual_seed(0)
     log_probs, lengths = torch.randn(3, 12, len(PIECES)).mul(3).log_softmax(-1), torch.tensor([12, 9, 5])
     search = BeamSearch(Tokens(PIECES), beam=8)
-    recorder = lm_weights.Recorder(search)
+    recorder = lm_weights.Recorder(search, greedy)
     heard = recorder.decode(log_probs, lengths)
     assert [[one.text for one in several] for several in heard] == [
-        [search.tokenizer.decode(spans.ids.tolist())] for spans in lm_weights.greedy(log_probs, lengths)]
+        [search.tokenizer.decode(spans.ids.tolist())] for spans in greedy(log_probs, lengths)]
     recorder.decode(log_probs[:1], lengths[:1])
-    found = search.search(lm_weights.Events.join(recorder.batches))
+    found = search.search(search.join(recorder.batches))
     straight = [*search.decode(log_probs, lengths), *search.decode(log_probs[:1], lengths[:1])]
     assert [several[0].text for several in found] == [several[0].text for several in straight]
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from sbkit.data.manifest import Manifest
-from sbkit.decode.beam import BeamSearch, Hypothesis
 from sbkit.decode.fusion import FusionWeights
-from sbkit.decode.greedy import greedy
-from sbkit.decode.posteriors import Events
+from sbkit.decode.spans import TokenSpans
+from sbkit.decode.token_search import Hypothesis, TokenSearch
 from sbkit.errors import SbkitError
 from sbkit.score.edits import count
 from sbkit.train.distributed import ranks
@@ -37,20 +36,25 @@ class BestWeights(NamedTuple):
 
 
 class Recorder:
-    """A stand-in for a search: records what there is to search, and decodes greedily itself."""
+    """A stand-in for a search: records what there is to search, and decodes greedily itself.
 
-    def __init__(self, search: BeamSearch):
-        self.search, self.tokenizer = search, search.tokenizer
-        self.batches: list[Events] = []
+    Arguments
+    ---------
+    greedy : does that, with the arguments of :meth:`decode`
+    """
+
+    def __init__(self, search: TokenSearch, greedy: Callable[[Tensor, Tensor], Iterable[TokenSpans]]):
+        self.search, self.tokenizer, self._greedy = search, search.tokenizer, greedy
+        self.batches: list[Any] = []  # of what the search takes
 
     def __len__(self) -> int:
         return sum(map(len, self.batches))
 
-    def decode(self, log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Decode greedily, with the interface of ``BeamSearch.decode``."""
-        self.batches.append(self.search.events(log_probs, lengths))
-        found = greedy(log_probs, lengths, blank_id=self.search.blank_id)
-        return [[Hypothesis(self.tokenizer.decode(spans.ids.tolist()), 0.0, 0.0, spans)] for spans in found]
+    def decode(self, scores: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
+        """Decode greedily, with the interface of ``TokenSearch.decode``."""
+        self.batches.append(self.search.events(scores, lengths))
+        return [[Hypothesis(self.tokenizer.decode(spans.ids.tolist()), 0.0, 0.0, spans)]
+                for spans in self._greedy(scores, lengths)]
 
 
 def some_of(manifest: Manifest) -> Manifest:
@@ -65,7 +69,7 @@ def tune(recorder: Recorder, rows: Sequence[Any]) -> BestWeights:
 
     rows : the task's rows for the recorder's transcripts on this rank, in the same order
     """
-    search, batch = recorder.search, Events.join(recorder.batches)
+    search, batch = recorder.search, recorder.search.join(recorder.batches)
     scored = [i for i, row in enumerate(rows) if row.reference.split()]
     references = [rows[i].reference.split() for i in scored]
     total = sum(ranks.gather_objects(sum(map(len, references))))

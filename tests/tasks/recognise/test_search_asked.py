@@ -8,8 +8,9 @@ import torch
 
 from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
+from sbkit.decode.greedy import greedy
 from sbkit.tasks.asr import TranscribedUtterance
-from sbkit.tasks.ctc import search as search_asked
+from sbkit.tasks.recognise import search as search_asked
 from tests.decode import exhaustive
 
 PIECES = ["<unk>", "▁a", "b", "▁ab", "▁"]
@@ -37,7 +38,7 @@ def test_what_is_searched_at_the_end_is_what_each_batch_would_have_given(arpa):
                 torch.full((size,), 9)) for size in (2, 1, 3)]
     search = BeamSearch(Tokens(PIECES), lm=arpa, nbest=2)
     expected = [several for batch in batches for several in search.decode(*batch)]
-    brain = SimpleNamespace(decoder=search, rows=[])
+    brain = SimpleNamespace(decoder=search, rows=[], greedy=greedy)
     with search_asked.over_all(brain):
         for log_probs, lengths in batches:
             brain.rows += [TranscribedUtterance("id", "a", several[0].text)

@@ -1,0 +1,284 @@
+"""What beam searches share, whatever scores tokens: a language model, a lexicon, hot words, texts, processes."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from sbkit.decode import lm as language_models
+from sbkit.decode.fusion import Fusion, FusionWeights
+from sbkit.decode.hotwords import HotWords, boosted
+from sbkit.decode.pieces import Pieces
+from sbkit.decode.prefix_search import AT_ONCE, TokenHypothesis
+from sbkit.decode.spans import WORD_START, TokenSpans, Word, words
+from sbkit.decode.streaming import Spelling, StreamSearch
+from sbkit.errors import SbkitError
+from sbkit.system import helper_process
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sbkit.data.tokens import Tokenizer
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One transcript. Scores are natural logarithms; the first in an utterance's list is the best."""
+
+    text: str
+    score: float  # the total: acoustic, language model, words, hot words
+    acoustic: float  # the model's log-probability of the tokens
+    spans: TokenSpans  # the tokens with their frames and confidences, as greedy decoding gives them
+
+    @property
+    def confidence(self) -> float | None:
+        """The mean confidence of the tokens; None if there are none."""
+        return float(self.spans.confidence.mean()) if len(self.spans) else None
+
+
+class TokenSearch(ABC):
+    """Beam search for the best transcripts of a batch. Files are loaded on first use, not by the constructor.
+
+    It searches all utterances of a batch at once with array operations, in one process or over several
+    (``workers``); its speed depends on how many tokens are likely per frame, hardly on the size of the vocabulary.
+
+    Arguments
+    ---------
+    tokenizer : the model's: a ``sbkit.data.tokens.Tokenizer``, or its pieces in order of their ids; can be
+        set later
+    lm : a language model over words or over the tokenizer's pieces: ARPA (``.gz`` too) or KenLM's binary
+    lexicon : the only words that may be transcribed, or a file whose lines begin with them
+    beam : hypotheses kept per utterance; None: 64 for CTC, 16 for a transducer
+    token_beam : tokens considered per frame
+    token_threshold : log-probability below which a token isn't considered
+    width : how much worse than the best a hypothesis may be (natural logarithm)
+    lm_weight, word_score, unknown_score : the factor of the language model's natural logarithms, the score of every
+        word (by default 1.5, or 0 without a language model), and the score of a word that the language model
+        doesn't know; ``sbkit evaluate --tune-lm`` finds the first two
+    hot_words : words or phrases to expect, each with its boost, or all with ``hot_boost`` (natural logarithm)
+    nbest : transcripts per utterance
+    unit : ``word`` or ``piece``, the unit that the language model must have; None detects it
+    workers : processes to search in besides this one; 0 searches only here
+    """
+
+    def __init__(self, tokenizer: Tokenizer | Sequence[str] | None = None, lm: str | Path | None = None,
+                 lexicon: str | Path | Sequence[str] | None = None, beam: int | None = None, token_beam: int = 20,
+                 token_threshold: float = -7.0, width: float = 12.0, lm_weight: float = 0.5,
+                 word_score: float | None = None,
+                 unknown_score: float = -14.0, hot_words: Mapping[str, float] | Sequence[str] | None = None,
+                 hot_boost: float = 5.0, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
+                 separator: str | None = WORD_START, workers: int = 0):
+        beam = self.usual_beam if beam is None else beam
+        for name, value, low in (("beam", beam, 1), ("token_beam", token_beam, 1), ("nbest", nbest, 1),
+                                 ("workers", workers, 0)):
+            if not isinstance(value, int) or value < low:
+                raise SbkitError(f"beam search: {name} is {value!r}", hint=f"use a whole number of at least {low}")
+        if not lm_weight >= 0:
+            raise SbkitError(f"beam search: lm_weight is {lm_weight}", hint="use 0 or more, such as 0.5")
+        if not width > 0 or not token_threshold < 0:
+            raise SbkitError(f"beam search: width is {width} and token_threshold {token_threshold}",
+                             hint="width must be above 0 and token_threshold below, such as 12 and -7")
+        self.lm, self.lexicon = lm or None, lexicon or None
+        self.beam, self.token_beam, self.token_threshold = beam, token_beam, float(token_threshold)
+        self.width, self.nbest = float(width), nbest
+        if word_score is None:  # compensates the language model's penalty on each word
+            word_score = FusionWeights.word if self.lm else 0.0
+        self.weights = FusionWeights(float(lm_weight), float(word_score), float(unknown_score))
+        self.hot_words = HotWords(boosted(hot_words, hot_boost))
+        self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
+        self._tokenizer = tokenizer
+        self._pool: ProcessPoolExecutor | None = None
+
+    usual_beam: ClassVar[int] = 64
+    keeps_all: ClassVar[bool] = True
+    """Whether :meth:`events` of a whole test set are small enough to be kept."""
+
+    # ------------------------------------------------------------------ use
+
+    @abstractmethod
+    def events(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> Any:  # what ``search`` takes
+        """Run the first half of :meth:`decode`: what there is to search, which can be kept."""
+
+    @abstractmethod
+    def join(self, batches: Sequence[Any]) -> Any:  # as above
+        """Join results of :meth:`events`."""
+
+    @abstractmethod
+    def stream(self, spelling: Spelling) -> StreamSearch:
+        """Make the search of one stream, whose tokens are written like this."""
+
+    @abstractmethod
+    def _found(self, batch: Any, weights: FusionWeights, nbest: int,  # as above
+               ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
+        """Search, and locate the tokens of each transcript."""
+
+    def decode(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> list[list[Hypothesis]]:
+        """The ``nbest`` transcripts of each utterance.
+
+        Arguments
+        ---------
+        scores : [B, T, ...] what the model gives for each frame, a tensor on any device or an array
+        lengths : [B] frames of each utterance, integers
+        """
+        return self.search(self.events(scores, lengths))
+
+    def search(self, batch: Any,  # as above
+               weights: FusionWeights | None = None) -> list[list[Hypothesis]]:
+        """Run the second half of :meth:`decode` on the result of :meth:`events`, optionally with other weights."""
+        weights = weights or self.weights
+        parts = max(self.workers + 1, -(-len(batch) // AT_ONCE))
+        cuts = np.linspace(0, len(batch), min(len(batch), parts) + 1).astype(int).tolist()
+        pieces = [batch.part(start, stop) for start, stop in pairwise(cuts)]
+        if self.workers and len(pieces) > 1:
+            found = self._in_processes(pieces, weights)
+        else:
+            found = [self._search(piece, weights) for piece in pieces]
+        return [hypotheses for part in found for hypotheses in part]
+
+    def words(self, spans: TokenSpans, frame_seconds: float, start: float = 0.0) -> list[Word]:
+        """Join tokens to words with times in seconds and confidences; the first frame is at ``start``."""
+        return words(spans, self.pieces.texts.__getitem__, frame_seconds, start=start, skip=self._silent,
+                     separator=self.separator)
+
+    def spelling(self, frame_seconds: float) -> Spelling:
+        """How a search of a stream writes its tokens."""
+        return Spelling(self.pieces.texts, frame_seconds, self._silent, self.separator)
+
+    @property
+    def tokenizer(self) -> Any:  # a Tokenizer or pieces, as it was given
+        """The tokenizer of the model."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | Sequence[str] | None) -> None:
+        self.close()
+        self._tokenizer = tokenizer
+        for name in ("pieces", "fusion", "_silent"):
+            self.__dict__.pop(name, None)
+
+    # ---------------------------------------------------------------- loaded
+
+    def load(self) -> TokenSearch:
+        """Load and check everything now rather than with the first batch."""
+        _ = self.fusion
+        return self
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The tokens."""
+        if self._tokenizer is None:
+            raise SbkitError("the beam search has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
+        listed = self._tokenizer.pieces() if hasattr(self._tokenizer, "pieces") else self._tokenizer
+        return Pieces(listed, self.separator)
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        return frozenset(i for i, text in enumerate(self.pieces.texts) if text not in self.pieces.said)
+
+    @cached_property
+    def fusion(self) -> Fusion:
+        """Language model, lexicon and hot words, checked against the tokens."""
+        pieces, model, per_piece = self.pieces, None, False
+        if self.lm is not None:
+            model = language_models.load(self.lm)
+            per_piece = language_models.unit_of(model, pieces, self.unit, str(self.lm)) == "piece"
+        for word in self.hot_words.words:
+            if not pieces.spells(word):
+                raise SbkitError(f"the hot word {word!r} can't be spelled with this model's tokens",
+                                 hint="write it as in the transcripts")
+        return Fusion(pieces, model, self._allowed(), self.hot_words, per_piece)
+
+    def _allowed(self) -> list[str] | None:
+        if self.lexicon is None:
+            return None
+        if isinstance(self.lexicon, (str, Path)):
+            name = str(self.lexicon)
+            allowed = [line.split()[0] for line in language_models.read_texts([self.lexicon]) if line]
+        else:
+            name, allowed = "the lexicon", list(self.lexicon)
+        allowed = list(dict.fromkeys(allowed))
+        spelled = sum(map(self.pieces.spells, allowed))
+        if spelled * 2 <= len(allowed):
+            raise SbkitError(f"{name}: {len(allowed) - spelled} of its {len(allowed)} words can't be spelled with this "
+                             "model's tokens", hint="write them as in the transcripts, one per line")
+        return allowed
+
+    # ---------------------------------------------------------------- search
+
+    def _search(self, batch: Any,  # as above
+                weights: FusionWeights) -> list[list[Hypothesis]]:
+        # Over pieces a transcript can be found in several spellings; only the best is kept.
+        found = self._found(batch, weights, self.nbest if not self.fusion.per_piece else 2 * self.nbest)
+        result = []
+        for several in found:
+            unique: dict[str, Hypothesis] = {}
+            for one, span in several:
+                text = self._text(span)
+                unique.setdefault(text, Hypothesis(text, one.score, one.acoustic, span))
+            result.append(list(unique.values())[:self.nbest])
+        return result
+
+    def _text(self, spans: TokenSpans) -> str:
+        if self.pieces.any_letter:  # letters may be spread over several pieces
+            parts = [word.text for word in self.words(spans, 1.0)]
+            return ("" if self.separator is None else " ").join(parts)
+        texts, silent = self.pieces.texts, self._silent
+        text = "".join(texts[i] for i in spans.ids.tolist() if i not in silent)
+        if self.separator is None:
+            return text.replace(WORD_START, "")
+        return " ".join(text.replace(self.separator, " ").split())
+
+    # -------------------------------------------------------------- processes
+
+    def _in_processes(self, parts: list[Any], weights: FusionWeights) -> list[list[list[Hypothesis]]]:
+        """Search the first part in this process and the others in worker processes."""
+        if self._pool is None:
+            self.load()  # so that errors are raised once, and here
+            # A fresh process: a fork of a process with threads and a device may hang.
+            with helper_process.away_from_here():
+                self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _begin, (self,))
+        try:
+            with helper_process.away_from_here():
+                waiting = [self._pool.submit(_go_on, part, weights) for part in parts[1:]]
+            return [self._search(parts[0], weights), *(future.result() for future in waiting)]
+        except BrokenProcessPool as error:
+            self.close()
+            raise SbkitError("a worker process of the beam search died",
+                             hint="is there enough memory? use fewer workers") \
+                from error
+
+    def close(self) -> None:
+        """End the processes; the next search starts new ones."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        loaded = ("fusion", "pieces", "_silent")  # a process loads what it needs itself
+        return {name: value for name, value in self.__dict__.items() if name not in loaded} | {"_pool": None}
+
+
+_here: TokenSearch | None = None  # the search of a worker process
+
+
+def _begin(search: TokenSearch) -> None:
+    global _here
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _here = search
+
+
+def _go_on(part: Any,  # of what ``search`` takes
+           weights: FusionWeights) -> list[list[Hypothesis]]:
+    assert _here is not None, "_begin comes first"
+    return _here._search(part, weights)

@@ -1,0 +1,180 @@
+"""Beam search of a transducer with a language model, a lexicon and hot words; needs only numpy.
+
+Time-synchronous, with any number of tokens in a frame up to ``MOST_IN_A_FRAME``: a round extends each hypothesis that
+is still in the frame by a token, or leaves the frame with the blank, until none is left in it. What CTC's search knows
+of a hypothesis (paths that end in a blank, and others) is here whether they have left the frame, so the rounds are
+steps of the same search, and paths to the same text are added up in the same way.
+
+One token a frame, as in icefall's modified beam search, would take half as long, but letters are shorter than frames
+of 40 ms: on the demo corpus greedy decoding makes 11.0 % with it, and 1.0 % without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sbkit.decode.beam_stream import BeamStream, LineSearch
+from sbkit.decode.fusion import Fusion, FusionWeights
+from sbkit.decode.posteriors import strongest
+from sbkit.decode.prefix_search import Beams, Extensions, Search, TokenHypothesis
+from sbkit.decode.spans import TokenSpans
+from sbkit.decode.streaming import Spelling
+from sbkit.decode.token_search import TokenSearch
+from sbkit.decode.transducer import MOST_IN_A_FRAME, Joint, not_a_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NEXT = np.uint64(0x27D4EB2F165667C5)
+
+
+@dataclass(frozen=True)
+class States:
+    """Encoder states [T, J] of a batch's utterances."""
+
+    rows: Sequence[np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, start: int, stop: int) -> States:
+        """Select a range of utterances."""
+        return States(self.rows[start:stop])
+
+
+class TransducerPrefixSearch(Search):
+    """A search over a transducer's frames.
+
+    Arguments
+    ---------
+    threshold : log-probability below which a token isn't considered
+    most : tokens considered for a hypothesis in a round
+    """
+
+    def __init__(self, joint: Joint, fusion: Fusion, weights: FusionWeights, beam: int, width: float, threshold: float,
+                 most: int):
+        super().__init__(fusion, weights, beam, width)
+        self.joint, self.threshold, self.most = joint, threshold, most
+
+    def run(self, states: States, nbest: int) -> list[list[TokenHypothesis]]:
+        """The best transcripts of each utterance, best first."""
+        counts = np.array([len(each) for each in states.rows], np.int64)
+        self.states = np.concatenate(states.rows) if len(states) else np.zeros((0, 0), np.float32)
+        return self._search(counts, np.zeros(len(counts)), nbest)
+
+    def _begin(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        last = np.full((batch, self.joint.context), self.joint.blank, np.int64)
+        return last, self._predict(last)
+
+    def _predict(self, last: np.ndarray) -> np.ndarray:
+        return self.joint.predict(last)
+
+    def _follow(self, last: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        after = np.concatenate([last[:, 1:], token[:, None]], 1)
+        hashed = np.zeros(len(after), np.uint64)
+        for column in after.T:
+            hashed = (hashed + column.astype(np.uint64) + np.uint64(1)) * _NEXT
+        return after, hashed
+
+    def _step(self, beams: Beams, event: np.ndarray) -> Beams:
+        for self.left in range(MOST_IN_A_FRAME, -1, -1):
+            found = self._extend(beams, event)
+            if not len(found.parent):
+                break
+            beams = self._grow(beams, event, found)
+        # All begin the next frame, and those that have become unlikely don't.
+        beams.blank, beams.other = found.stay_other, found.stay_blank
+        with np.errstate(divide="ignore"):
+            score = np.log(beams.other) + beams.text + beams.soft
+        return self._rescaled(beams.take(self._prune(beams.utterance, score, len(event))), len(event))
+
+    def _extend(self, beams: Beams, event: np.ndarray) -> Extensions:
+        inside = np.flatnonzero(beams.other)
+        log_probs = self.joint.join(self.states[event[beams.utterance[inside]]], beams.predicted[inside])
+        blank = log_probs[:, self.joint.blank].astype(np.float64)
+        if not np.isfinite(blank).all():
+            raise not_a_number()
+        stay = beams.blank.copy()
+        stay[inside] += beams.other[inside] * np.exp(blank)
+        row, token = np.nonzero(log_probs > self.threshold) if self.left else (np.zeros(0, np.int64),) * 2
+        spoken = token != self.joint.blank
+        row, token = row[spoken], token[spoken]
+        value = log_probs[row, token]
+        if np.bincount(row).max(initial=0) > self.most:
+            row, token, value = strongest(row, token, value, self.most)
+        parent, likely = inside[row], np.exp(value.astype(np.float64))
+        extended = beams.other[parent] * likely
+        kept = self._hopeful(beams, len(event), stay, parent, token.astype(np.int64), extended)
+        return Extensions(stay, np.zeros(len(beams)), parent[kept], token[kept].astype(np.int64), likely[kept],
+                          extended[kept])
+
+
+class TransducerBeam(TokenSearch):
+    """Beam search of a transducer, over encoder states [B, T, J]."""
+
+    usual_beam, keeps_all = 16, False
+    joint: Joint
+    """Its prediction and joint network, which come later."""
+
+    def events(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> States:
+        rows = scores if isinstance(scores, np.ndarray) else scores.detach().float().cpu().numpy()
+        return States([row[:count] for row, count in zip(rows, lengths.tolist(), strict=True)])
+
+    def join(self, batches: Sequence[States]) -> States:
+        return States([row for each in batches for row in each.rows])
+
+    def stream(self, spelling: Spelling) -> BeamStream[StateStream]:
+        return BeamStream(TransducerLine(*self._options(self.weights, self.beam)), StateStream, spelling)
+
+    def _options(self, weights: FusionWeights, beam: int) -> tuple[Any, ...]:  # of a TransducerPrefixSearch
+        return self.joint, self.fusion, weights, beam, self.width, self.token_threshold, self.token_beam
+
+    def _found(self, batch: States, weights: FusionWeights, nbest: int
+               ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
+        found = TransducerPrefixSearch(*self._options(weights, max(self.beam, self.nbest))).run(batch, nbest)
+        begins = accumulate(map(len, batch.rows), initial=0)
+        return [[(one, spans_of(one.tokens, one.events - begin, one.likely)) for one in several]
+                for several, begin in zip(found, begins, strict=False)]
+
+
+class StateStream:
+    """The states [T, J] of a stream, whose events are its frames."""
+
+    def __init__(self) -> None:
+        self.kept: np.ndarray | None = None
+        self.frames = 0
+
+    @property
+    def frame(self) -> np.ndarray:
+        return np.arange(self.frames - (0 if self.kept is None else len(self.kept)), self.frames)
+
+    def feed(self, states: np.ndarray) -> None:
+        if not np.isfinite(states).all():
+            raise not_a_number()
+        self.kept = states if self.kept is None else np.concatenate([self.kept, states])
+        self.frames += len(states)
+
+    def drop(self, count: int) -> None:
+        if self.kept is not None:
+            self.kept = self.kept[count:].copy()  # a view would keep what was dropped in memory
+
+
+class TransducerLine(LineSearch[StateStream], TransducerPrefixSearch):
+    """Searches a line of a stream in a transducer's frames."""
+
+    def _hear(self) -> None:
+        assert self.stream.kept is not None, "there is a frame to search"
+        self.states = self.stream.kept
+
+    def _spans(self, tokens: np.ndarray, events: np.ndarray, likely: np.ndarray) -> TokenSpans:
+        return spans_of(tokens, self.stream.frame[events], likely)
+
+
+def spans_of(tokens: np.ndarray, frames: np.ndarray, likely: np.ndarray) -> TokenSpans:
+    """Locate tokens [U] that were said in frames [U] with these probabilities [U]."""
+    return TokenSpans(tokens, frames, frames + 1, likely.astype(np.float32))
