@@ -54,7 +54,7 @@ class Holdings:
     def _gained_stand_ins(self, container: Container, before: Container) -> bool:
         known = {id(value) for value in _values(before)}
         new = [value for value in _values(container) if id(value) not in known]
-        return any(type(each) is FakeTensor for each in _reached(new, {*self._before}))
+        return bool(new) and any(type(each) is FakeTensor for each in _reached(new, {*self._before}))
 
 
 def _reached(roots: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor | Container]:

@@ -18,18 +18,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError, summary
+from sbkit.recipe import includes, writing
 from sbkit.recipe.arguments import refuse_unknown
-from sbkit.recipe.includes import Files, chain, place_overrides, read_plain, written
+from sbkit.recipe.includes import Files, read_plain, written
 from sbkit.recipe.keys import COMPLETE, Task, TaskClass, TaskKeys
-from sbkit.recipe.merging import merged
 from sbkit.recipe.names import unknown_overrides
-from sbkit.recipe.source import BASE
+from sbkit.recipe.resolve import resolve
+from sbkit.recipe.source import BASE, Findings
 
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
 
-__all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "open_recipe", "place_overrides",
-           "read_plain"]
+__all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "open_recipe", "read_plain"]
+
+#: Findings about keys that may be misspelt or without effect: a check refuses them, but they can be loaded.
+_LOADED = ("shadowed", "unknown-override", "null-in-text")
 
 
 class Recipe(NamedTuple):
@@ -56,6 +59,25 @@ def check_overrides(path: Path, overrides: Mapping[str, Any]) -> Files:
     files = chain(path)
     refuse_unknown(*unknown_overrides(files, overrides), path)
     return files
+
+
+def chain(path: Path) -> Files:
+    """The files of a recipe, each with its tree as it is written; refuses one that can't be read."""
+    findings = Findings()
+    files = includes.chain(path, findings)
+    if findings:
+        raise findings.as_error()
+    return files
+
+
+def merged(path: Path, overrides: Mapping[str, Any]) -> str:
+    """The text of an equivalent recipe of one file: overrides applied, references and includes resolved."""
+    findings = Findings()
+    root = resolve(path, overrides, findings, call=True)
+    findings[:] = [finding for finding in findings if finding.code not in _LOADED]
+    if root is None or findings:
+        raise findings.as_error()
+    return writing.text(root)
 
 
 def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,12 @@
-"""Resolves references, copies and includes of a recipe as HyperPyYAML does, and finds all mistakes in them."""
+"""Resolves references, copies and includes of a recipe as HyperPyYAML does, and finds all mistakes in them.
+
+It differs from HyperPyYAML in two ways, so that a recipe can replace any part of the one it is based on:
+
+- HyperPyYAML merges a mapping into the value that it overrides, and keeps that value's tag. Here a value with a tag
+  (``!new:``, ``!name:``, ``!apply:``, ``!ref``, ...) replaces the whole value; a plain mapping changes parts of it,
+  including arguments of an object that is written without any.
+- A reference under an ``!include:``, if its key isn't in its own file, means a key of the included file.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +21,33 @@ from typing import Any
 
 from hyperpyyaml.core import parse_arithmetic
 
-from sbkit.recipe.includes import NodeChain, included_path, place_overrides
+from sbkit.errors import summary
+from sbkit.recipe import includes
 from sbkit.recipe.names import declared_in, unknown_overrides
 from sbkit.recipe.report import did_you_mean, listed
-from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place, first_key, override, read_file
+from sbkit.recipe.signatures import arguments, locate
+from sbkit.recipe.source import (
+    BASE,
+    INCLUDE,
+    REFERENCE,
+    UNKNOWN,
+    Findings,
+    Node,
+    Place,
+    first_key,
+    from_python,
+    override,
+    read_file,
+)
+from sbkit.recipe.values import data
 
 PLACEHOLDER = "!PLACEHOLDER"
+_APPLYREF = "!applyref:"
 _LONGEST = 10_000  # characters of a text with references put in; each of them can double it
 
 
 def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referred: set[str] | None = None,
-            packages: tuple[str, ...] | None = None) -> Node | None:
+            packages: tuple[str, ...] | None = None, call: bool = False) -> Node | None:
     """The recipe as one tree: includes read, overrides applied, references replaced by what they name.
 
     What several places refer to is one Node.
@@ -32,23 +56,24 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     ---------
     referred : the keys that references name are added to it
     packages : packages that may be imported to find the keys that the task declares; None: all
+    call : call what is behind ``!applyref:``; otherwise what it returns, and texts with that in them, are unknown
     """
-    chain = NodeChain(path, findings)
-    if not chain:
+    files = includes.chain(path, findings)
+    if not files:
         return None
-    unknown, options = unknown_overrides(chain.trees, overrides, packages)
+    root = files[0][1]
+    unknown, options = unknown_overrides(files, overrides, packages)
     for key in unknown:
         near = did_you_mean(key, options)
         findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
                        f"did you mean --{near}?" if near else "define that key in the YAML first")
-    root = chain.root
-    placed = place_overrides({k: v for k, v in overrides.items() if k not in unknown}, chain.trees)
-    declared = declared_in(chain.trees, overrides, packages)
-    override(root, placed, findings, declared)
-    chain.check_shadowed(findings)
+    given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
+    declared = declared_in(files, overrides, packages)
+    override(root, includes.place(given, files), findings, declared)
+    includes.check_shadowed(files, findings)
     if referred is not None:
-        referred |= chain.referred()
-    _Resolver(root, path, findings, (path.resolve(),), declared).run()
+        referred |= includes.referred(files)
+    _Resolver(root, path, findings, (path.resolve(),), declared, call).run()
     _report_cycles(root, findings)
     return root
 
@@ -68,8 +93,9 @@ class _Resolver:
     """Resolves one file from top to bottom, replacing nodes on the way, as HyperPyYAML does."""
 
     def __init__(self, root: Node, path: Path, findings: Findings, inside: tuple[Path, ...],
-                 declared: Collection[str]):
+                 declared: Collection[str], call: bool):
         self.root, self.path, self.findings, self.inside, self.declared = root, path, findings, inside, declared
+        self.call = call
         self.seen: dict[int, Node] = {}
         self.held: list[Node] = []  # keeps replaced nodes alive, so that no other node gets the same id
 
@@ -112,7 +138,19 @@ class _Resolver:
             return self._unknown(node)
         if node.tag.startswith(INCLUDE):
             return self._include(node)
+        if self.call and node.tag.startswith(_APPLYREF):
+            return self._called(node)
         return node
+
+    def _called(self, node: Node) -> Node:
+        """What is behind ``!applyref:``, called."""
+        try:
+            args, kwargs = arguments(node)
+            made = locate(node.tag[len(_APPLYREF):])(*map(data, args), **{key: data(kwargs[key]) for key in kwargs})
+        except Exception as error:  # whatever a function raises
+            self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
+            return self._unknown(node)
+        return from_python(made, node.key, node.place)
 
     def _leave(self, node: Node) -> Node | None:
         """A reference to keys of the included file, with keys of this file replaced; None if it has none of those."""
@@ -206,7 +244,7 @@ class _Resolver:
             return None
         if target.tag in ("!ref", "!copy"):
             return None if self._report_circle(target, node) else str(target.value)
-        if target.tag.startswith("!applyref:"):
+        if target.tag.startswith(_APPLYREF):
             return None  # known only when the recipe is built
         if target.tag or not target.scalar:
             kind = "a list" if isinstance(target.value, list) else "a mapping"
@@ -305,7 +343,7 @@ class _Resolver:
     # ------------------------------------------------------------ includes
 
     def _include(self, node: Node) -> Node:
-        path = included_path(node.tag, self.path)
+        path = includes.included_path(node.tag, self.path)
         if path.resolve() in self.inside:
             self._error("circular-include", node, f"{path} includes itself",
                         " -> ".join(p.name for p in (*self.inside, path)))
@@ -320,8 +358,8 @@ class _Resolver:
         if root is None:
             return self._unknown(node)
         if isinstance(node.value, dict):
-            override(root, NodeChain(path, Findings()).place(node), self.findings, self.declared)
-        _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared).run()
+            override(root, includes.place(node, includes.chain(path, Findings())), self.findings, self.declared)
+        _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).run()
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
         return copy.deepcopy(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError, YAMLStreamError
 from ruamel.yaml.reader import ReaderError
 
-from sbkit.errors import first_line
+from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.report import COMMAND_LINE, ERROR, WARNING, Finding, did_you_mean
 
 BASE = "recipe"
@@ -26,6 +27,7 @@ REFERENCE = re.compile(r"<[^>]*>")
 #: How deep lists and mappings may be nested; in recipes that people write it is about a dozen.
 MAX_DEPTH = 100
 _YAML_TAG = "tag:yaml.org,2002:"
+_LINE = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 _MERGE = _YAML_TAG + "merge"
 _PLAIN_TAGS = frozenset(_YAML_TAG + kind for kind in (
     "null", "bool", "int", "float", "str", "seq", "map", "timestamp", "binary", "omap", "set"))
@@ -89,6 +91,8 @@ class Node:
     """Whether it is a mapping of parts that were given one by one, as by ``--a.b 1``."""
     whole: bool = False
     """Whether it is a plain mapping that replaces the whole value it overrides, since it was written as a reference."""
+    comments: dict[Any, tuple[list[str], str]] = field(default_factory=dict)
+    """Comments by key or index: the lines above it, and what is behind it; under None the lines at a file's end."""
 
     def __post_init__(self) -> None:
         self.key = own_name(self.key)
@@ -186,6 +190,12 @@ class Findings(list[Finding]):
         """Add a finding that may be a mistake."""
         self.append(Finding(WARNING, code, place.file, place.line, key, message, suggestion, place.column))
 
+    def as_error(self) -> SbkitError:
+        """All errors in one."""
+        errors = [finding for finding in self if finding.severity == ERROR]
+        return SbkitError("; ".join(f"{each.where}: {each.key and f'{each.key}: '}{each.message}" for each in errors),
+                          hint="; ".join(dict.fromkeys(each.suggestion for each in errors if each.suggestion)) or None)
+
 
 # -------------------------------------------------------------------------------------------------- files
 
@@ -220,7 +230,10 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
     try:
         text = path.read_text(encoding="utf-8")
         tree = _compose(text)
-        root = _Converter(name, findings).node(tree, prefix) if isinstance(tree, yaml_nodes.MappingNode) else None
+        root = None
+        if isinstance(tree, yaml_nodes.MappingNode):
+            root = _Converter(name, text, findings).node(tree, prefix)
+            root.comments[None] = _comment_lines(reversed(text.splitlines())), ""
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
@@ -248,6 +261,12 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
         if not isinstance(key, str):
             findings.error("syntax", root.place_of(key), str(key), f"the key {key!r} is not text", f'write "{key}":')
     return root
+
+
+def _comment_lines(upwards: Iterable[str]) -> list[str]:
+    """The comments and empty lines above a line, given from there upwards."""
+    found = itertools.takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), upwards)
+    return [line.strip() for line in found][::-1]
 
 
 def _glued_colon(text: str, line: int) -> tuple[int, int] | None:
@@ -284,8 +303,8 @@ def _advice(problem: str, text: str, line: int) -> str:
 class _Converter:
     """Converts nodes of ruamel.yaml to Nodes."""
 
-    def __init__(self, file: str, findings: Findings):
-        self.file, self.findings = file, findings
+    def __init__(self, file: str, text: str, findings: Findings):
+        self.file, self.lines, self.findings = file, _LINE.split(text), findings
         self.known: dict[int, Node] = {}  # an alias becomes the same Node as its anchor
         self.constructor = YAML(typ="safe", pure=True).constructor
 
@@ -306,10 +325,26 @@ class _Converter:
             node.value = self.mapping(raw, node)
         elif isinstance(raw, yaml_nodes.SequenceNode):
             node.value = [self.node(item, f"{key}[{i}]") for i, item in enumerate(raw.value)]
+            for i, item in enumerate(raw.value):
+                self.keep_comments(node, i, item, item)
         else:
             node.quoted = raw.style is not None
             node.value = raw.value if node.tag or not raw.tag.startswith(_YAML_TAG) else self.scalar(raw)
         return node
+
+    def keep_comments(self, node: Node, key: object, first: Any, value: Any) -> None:  # ruamel's, as above
+        """Remember the comments of what begins a line: those above it, and the one behind it."""
+        start = first.start_mark
+        if self.lines[start.line][:start.column].strip("- "):
+            return
+        one_line = isinstance(value, yaml_nodes.ScalarNode) or value.flow_style
+        end = value.end_mark if one_line else value.start_mark
+        if end.line != start.line:
+            end = first.end_mark if first is not value else start
+        behind = re.search(r"(?:^|\s)(#.*)", self.lines[start.line][end.column:])
+        above = _comment_lines(self.lines[line] for line in range(start.line - 1, -1, -1))
+        if above or behind:
+            node.comments[key] = above, behind[1] if behind else ""
 
     def scalar(self, raw: yaml_nodes.Node) -> object:
         try:
@@ -339,6 +374,7 @@ class _Converter:
                 continue
             node.key_places[key] = place
             own[key] = self.node(raw_value, f"{node.key}.{key}" if node.key else str(key))
+            self.keep_comments(node, key, raw_key, raw_value)
         return {**merged, **own}
 
 
@@ -367,20 +403,18 @@ def _plain(value: object) -> object:
     return value if value is None else str(value) if not isinstance(value, (bytes,)) else value
 
 
-def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings, declared: Collection[str] = ()) -> None:
+def override(root: Node, given: Node, findings: Findings, declared: Collection[str] = ()) -> None:
     """Apply overrides to a tree: a plain mapping changes parts of a value, anything else replaces it.
 
     declared : keys that aren't misspelt even if the tree doesn't have them
     """
-    written = given if isinstance(given, Node) else Node({}, Place(), "")
-    for key, value in (given.value if isinstance(given, Node) else given).items():
-        new = value if isinstance(value, Node) else from_python(value, root.key_of(key))
+    for key, new in given.value.items():
         target = root.value.get(key)
         if target is None or new.tag or new.whole or not isinstance(new.value, dict):
             if key not in declared:
                 _report_typo(root, key, new, findings)
             root.value[key] = new
-            root.key_places[key] = written.place_of(key)
+            root.key_places[key] = given.place_of(key)
         elif isinstance(target.value, dict):
             override(target, new, findings, declared)
         elif target.tag.startswith(TAKES_PARTS) and target.value in ("", None):
@@ -388,7 +422,7 @@ def override(root: Node, given: Mapping[str, Any] | Node, findings: Findings, de
             root.value[key] = Node(new.value, target.place, target.key, target.tag, key_places=places)
         elif not new.dotted and target.scalar and not target.tag:
             root.value[key] = new
-            root.key_places[key] = written.place_of(key)
+            root.key_places[key] = given.place_of(key)
         else:
             findings.error("override-structure", new.place, target.key,
                            f"{target.key} has no parts that could be set one by one ({target.place})", _advise(target))

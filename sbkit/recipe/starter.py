@@ -12,7 +12,7 @@ from pathlib import Path
 
 import sbkit
 from sbkit.errors import SbkitError
-from sbkit.recipe.includes import chain
+from sbkit.recipe.load import chain
 
 HOME = Path(sbkit.__file__).parent / "starter"
 RECIPES = "hparams"

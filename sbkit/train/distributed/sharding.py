@@ -14,15 +14,12 @@ import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from speechbrain.utils.checkpoints import Checkpointer, hook_on_loading_state_dict_checkpoint
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from sbkit.errors import SbkitError
@@ -33,6 +30,9 @@ from sbkit.train.distributed.ddp import DDPWrapper
 from sbkit.train.distributed.parallel import LossModule, ModuleWrapper
 from sbkit.train.keys import TrainKeys
 from sbkit.train.state import Overrides
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,9 @@ class Sharded(ModuleWrapper):
 
     def __init__(self, loss_module: LossModule, device: torch.device, wanted: Wanted | Literal[True] = True):
         super().__init__(loss_module)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard  # here, because it imports much that few runs need
+
         self.world = ranks.world_size()
         with torch.no_grad():
             for tensor in [*loss_module.parameters(), *loss_module.buffers()]:
@@ -161,6 +164,8 @@ class Sharded(ModuleWrapper):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather all parameters on every rank inside this context, so that ranks can evaluate independently."""
+        from torch.distributed.fsdp import FSDPModule
+
         pieces = [module for module in self.loss_module.modules() if isinstance(module, FSDPModule)]
         for piece in pieces:
             piece.set_reshard_after_forward(False, recurse=False)
@@ -176,10 +181,15 @@ class Sharded(ModuleWrapper):
 def is_sharded(obj: object) -> bool:
     """Return whether the parameters of a module or optimizer are divided over ranks."""
     if isinstance(obj, nn.Module):
-        return any(isinstance(p, DTensor) for p in obj.parameters())
+        return any(map(_is_part, obj.parameters()))
     if isinstance(obj, torch.optim.Optimizer):
-        return any(isinstance(p, DTensor) for group in obj.param_groups for p in group["params"])
+        return any(_is_part(p) for group in obj.param_groups for p in group["params"])
     return False
+
+
+def _is_part(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a ``DTensor``; without importing that, which a process without such tensors needn't."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
 def save_unsharded(checkpointer: Checkpointer | None) -> None:
@@ -220,7 +230,7 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def full_value(value: object) -> object:
     """Return a state with its divided tensors whole, on the CPU; all ranks must call it."""
-    if isinstance(value, DTensor):
+    if _is_part(value):
         return value.full_tensor().cpu()
     if isinstance(value, dict):
         return {key: full_value(item) for key, item in value.items()}
@@ -231,6 +241,8 @@ def full_value(value: object) -> object:
 
 def _sharded_like(value: object, like: object) -> object:
     """Divide a whole tensor as ``like`` is divided, if both have the same shape."""
-    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+    if not _is_part(like) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

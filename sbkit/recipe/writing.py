@@ -1,0 +1,81 @@
+"""Writes a resolved recipe as a YAML of one file, which HyperPyYAML loads without includes and references."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import yaml
+
+from sbkit.recipe.source import Node
+from sbkit.recipe.values import TUPLE
+
+#: Texts that need no quotes: words and paths, unless they read as truth, null or a number.
+_PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|y|n|inf|nan)$)[a-z_/][\w./-]*(?: \w[\w./-]*)*", re.IGNORECASE)
+_WIDTH = 100  # of a list in one line
+
+
+def text(root: Node) -> str:
+    """A recipe as text, with its comments; what several places refer to is written once, as an anchor."""
+    return "".join(f"{line.rstrip()}\n" for line in _Writer(root).block(root, ""))
+
+
+class _Writer:
+    def __init__(self, root: Node):
+        count = Counter(id(child) for node in root.walk() for child in node.children() if child.tag or not child.scalar)
+        self.shared = {each for each, times in count.items() if times > 1}
+        self.anchors: dict[int, str] = {}
+
+    def block(self, node: Node, indent: str) -> Iterator[str]:
+        """The lines of a mapping or list, an item a line."""
+        entries = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
+        for key, child in entries:
+            above, behind = node.comments.get(key, ([], ""))
+            yield from (indent + line for line in above)
+            first, *rest = self.lines(child, indent)
+            name = f"{scalar(key)}:" if isinstance(node.value, dict) else "-"
+            yield f"{indent}{name} {first}{'    ' if behind else ''}{behind}"
+            yield from rest
+        yield from (indent + line for line in node.comments.get(None, ([], ""))[0])
+
+    def lines(self, node: Node, indent: str) -> Iterator[str]:
+        """What stands behind the key of a value, and the lines below it."""
+        if id(node) in self.anchors:
+            yield f"*{self.anchors[id(node)]}"
+            return
+        head = [node.tag] if node.tag else []
+        if id(node) in self.shared:
+            self.anchors[id(node)] = f"id{len(self.anchors) + 1:03}"
+            head.insert(0, f"&{self.anchors[id(node)]}")
+        if node.scalar:
+            yield " ".join([*head, *([scalar(node.value, bool(node.tag))] if not node.tag or node.value else [])])
+        elif (flow := self.flow(node)) is not None:
+            yield " ".join([*head, flow])
+        else:
+            yield " ".join(head)
+            yield from self.block(node, indent + "    ")
+
+    def flow(self, node: Node) -> str | None:
+        """A short list of plain values in one line; None of anything else that isn't empty."""
+        if not node.value:
+            return "{}" if isinstance(node.value, dict) else "[]"
+        inside = [self.flow(child) if not child.scalar else scalar(child.value) for child in node.children()
+                  if not child.tag and id(child) not in self.shared]
+        if isinstance(node.value, dict) or node.comments or None in inside or len(inside) < len(node.value):
+            return None
+        line = f"[{', '.join(map(str, inside))}]"
+        return line if len(line) <= _WIDTH else None
+
+
+def scalar(value: object, tagged: bool = False) -> str:
+    """A number, truth, null or text as YAML."""
+    if isinstance(value, str):
+        if TUPLE.fullmatch(value) and not tagged:
+            return f"!tuple {value}"
+        if _PLAIN.fullmatch(value):
+            return value
+    style = '"' if isinstance(value, str) else None
+    written = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
+    return written.strip().removesuffix("...").strip()
