@@ -128,13 +128,3 @@ def read_value(text: str) -> object:
         return YAML().load(f"value: {text}\n")["value"]
     except YAMLError:
         return text
-
-
-def refuse_unknown(unknown: list[str], options: list[str], path: Path) -> None:
-    """Refuse overrides of unknown keys; the error suggests similar names among ``options``."""
-    if unknown:
-        parts = []
-        for key in unknown:
-            near = difflib.get_close_matches(key, options, n=1)
-            parts.append(f"--{key}" + (f" (did you mean --{near[0]}?)" if near else ""))
-        raise SbkitError(f"{path} has no key for {', '.join(parts)}")

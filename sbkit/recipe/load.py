@@ -19,10 +19,10 @@ from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe import includes, writing
-from sbkit.recipe.arguments import refuse_unknown
 from sbkit.recipe.includes import Files, read_plain, written
 from sbkit.recipe.keys import COMPLETE, Task, TaskClass, TaskKeys
 from sbkit.recipe.names import unknown_overrides
+from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.resolve import resolve
 from sbkit.recipe.source import BASE, Findings
 
@@ -57,7 +57,11 @@ class Recipe(NamedTuple):
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> Files:
     """Refuse overrides of keys that no file of the recipe has and the task doesn't declare; return the files."""
     files = chain(path)
-    refuse_unknown(*unknown_overrides(files, overrides), path)
+    unknown, options = unknown_overrides(files, overrides)
+    if unknown:
+        near = {key: did_you_mean(key, options) for key in unknown}
+        said = ", ".join(f"--{key}{f' (did you mean --{other}?)' if other else ''}" for key, other in near.items())
+        raise SbkitError(f"{path} has no key for {said}")
     return files
 
 
