@@ -52,6 +52,7 @@ COMMANDS = {
     "speak": "speak a text with an exported voice",
     "tokenize": "turn a corpus into codes with an exported codec",
     "resynthesize": "turn codes into files of sound with an exported codec",
+    "run": "run an exported model that gives tensors, such as vectors of speakers, on recordings",
     "serve": "serve bundles through an OpenAI-style API, a live WebSocket and a web page",
     "doctor": "report what this machine offers and what is in the way",
 }

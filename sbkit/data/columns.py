@@ -22,8 +22,9 @@ class LabelColumn:
 
     Arguments
     ---------
-    classes: the key of the recipe whose list has all labels of the training set; ``batch.labels`` then has the place of
-        each text there, ``[B]`` int64, and -1 in dev and test for one that it doesn't have.
+    classes: the key of the recipe whose list has all labels of the training set, which a run makes where it is null;
+        ``batch.labels`` then has the place of each text there, ``[B]`` int64, and -1 in dev and test for one that it
+        doesn't have.
     """
 
     classes: str | None = None
@@ -67,16 +68,26 @@ class BatchColumns:
         for name, key in self.texts.items():
             if key is None:
                 continue
-            listed = getattr(keys, key) if hasattr(keys, key) else None
+            listed = getattr(keys, key) if hasattr(keys, key) else ()
+            if listed is None:  # before there is a corpus
+                self.classes[name] = []
+                continue
             if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
                 raise SbkitError(f"{key} is {shown(listed)}",
                                  hint=f"the task needs the list of all values of the column {name} there")
             self.classes[name] = [str(value) for value in listed]
         self._numbers = {name: {value: i for i, value in enumerate(values)} for name, values in self.classes.items()}
 
+    def list_classes(self, train: Manifest) -> dict[str, list[str]]:
+        """List the labels of a training set, by key, where the recipe's list is null."""
+        return {str(self.texts[name]): sorted(set(train.column(name)))
+                for name, values in self.classes.items() if not values}
+
     def check_classes(self, train: Manifest) -> None:
         """Refuse a training set with a label that the recipe doesn't list."""
         for name, values in self.classes.items():
+            if not values:
+                continue
             column = train.column(name)
             known = pc.is_in(column.arrow, pa.array(values, pa.large_string())).to_numpy(zero_copy_only=False)
             if not known.all():
@@ -104,6 +115,6 @@ class BatchColumns:
             name: Padded(0.1 * torch.randn(signals.shape) if noise else signals.clone(), lengths.clone())
             if name in self.signals else [""] * len(signals) for name in self.declared}
         count = len(signals)
-        labels = {name: torch.randint(len(values), (count,)) if noise else torch.zeros(count, dtype=torch.long)
+        labels = {name: torch.randint(max(1, len(values)), (count,)) if noise else torch.zeros(count, dtype=torch.long)
                   for name, values in self.classes.items()}
         return {"columns": columns, "labels": labels}

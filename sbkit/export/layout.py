@@ -159,7 +159,7 @@ class GraphConfig(Bundle):
     """The configuration of a model that gives tensors, of any task."""
 
     kind, what = GRAPH, "a model that gives no words"
-    use = "in Python: sbkit.infer.load('{}').run(FILE)"
+    use = "use it: sbkit run {} FILES..."
     outputs: list[str] = value(Array(String(), 1, 1000))
     """Names of the outputs, in the model's order."""
     lengths: dict[str, str] = value(Object(String()), default_factory=dict)

@@ -45,6 +45,10 @@ def text(name: str, config: Bundle, comparison: Comparison, of_targets: Sequence
 
 A model at {config.sample_rate} Hz, trained by sbkit. It gives {outputs} for each recording.
 
+```
+sbkit run {name} clip.mp3
+```
+
 ```python
 import sbkit.infer
 model = sbkit.infer.load("{name}")

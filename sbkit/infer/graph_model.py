@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,15 @@ from sbkit.export import layout
 from sbkit.infer.bundle_engine import Loaded
 from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording, Source
+from sbkit.infer.sound_file import SoundWriter
 
 #: Longest recording in seconds: a model that maps a whole recording to one result holds all of it.
 MAX_SECONDS = 600.0
 #: Longest recording in seconds that a model is compiled for.
 USUAL_SECONDS = 20.0
+#: The output whose values are samples, at the model's rate.
+SOUND = "signals"
+_DIGITS = 7  # that a float32 has
 
 
 @dataclass
@@ -30,6 +35,31 @@ class Output:
     label: str | None = None
     """The label of the largest value of the first output, if the bundle has labels."""
 
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return sum(each.size for each in self.outputs.values())
+
+    def facts(self) -> dict[str, Any]:
+        """Everything as JSON has it."""
+        label = {} if self.label is None else {"label": self.label}
+        return label | {name: _rounded(value) for name, value in self.outputs.items()}
+
+    def wav(self, rate: int) -> bytes:
+        """The sound that the model made, as a WAV file."""
+        file = io.BytesIO()
+        writer = SoundWriter(file, "wav", rate)
+        writer.add(self.outputs[SOUND])
+        writer.end()
+        return file.getvalue()
+
+
+def _rounded(value: np.ndarray) -> Any:  # numbers, or lists of them
+    """Turn an array into lists of numbers with as many digits as they have."""
+    if not np.issubdtype(value.dtype, np.floating):
+        return value.tolist()
+    return [_rounded(each) for each in value] if value.ndim else float(f"{value:.{_DIGITS}g}")
+
 
 class GraphEngine(Engine):
     """Computes named arrays from waveforms."""
@@ -39,6 +69,12 @@ class GraphEngine(Engine):
     def run(self, signals: Sequence[np.ndarray]) -> list[Any]:
         """Map waveforms [S] to arrays by name; waits for its turn."""
         return self.submit(signals).result()
+
+    def output(self, outputs: dict[str, np.ndarray]) -> Output:
+        """Name what the largest value of the first output stands for."""
+        labels = self.config.labels
+        first = outputs[self.config.outputs[0]]
+        return Output(outputs, labels[int(first.argmax())] if labels else None)
 
     def _read(self) -> None:
         self.config = layout.GraphConfig.read(self.folder)
@@ -71,7 +107,7 @@ class GraphModel(Loaded[GraphEngine]):
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate
         """
         signals = [self._samples(each) for each in (audio if isinstance(audio, list) else [audio])]
-        found = [self._output(each) for each in self.engine.run(signals)]
+        found = [self.engine.output(each) for each in self.engine.run(signals)]
         return found if isinstance(audio, list) else found[0]
 
     def _samples(self, audio: Source) -> np.ndarray:
@@ -81,8 +117,3 @@ class GraphModel(Loaded[GraphEngine]):
             raise SbkitError(f"{recording.name} has {recording.seconds(rate):.0f} s, but this model takes a recording "
                              f"as a whole, up to {MAX_SECONDS:g} s", hint="split it")
         return np.concatenate(list(recording.blocks(rate)))
-
-    def _output(self, outputs: dict[str, np.ndarray]) -> Output:
-        labels = self.engine.config.labels
-        first = outputs[self.engine.config.outputs[0]]
-        return Output(outputs, labels[int(first.argmax())] if labels else None)

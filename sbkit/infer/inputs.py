@@ -1,4 +1,5 @@
-"""Recordings named on the command line: files, folders, manifests, standard input; and their references."""
+"""Recordings named on the command line: files, folders, manifests, standard input; their references, and where what
+is made of them is written."""
 
 from __future__ import annotations
 
@@ -137,3 +138,19 @@ def _texts(path: Path) -> dict[str, str]:
 
 def _name(wav: str) -> str:
     return Path(wav).name
+
+
+def below(folder: Path, recording: Recording, suffix: str) -> Path:
+    """The path of what is made of a recording: always below ``folder``, whatever the id contains."""
+    parts = [part for part in recording.id.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    return folder.joinpath(*(parts or ["_"])).with_name(f"{parts[-1] if parts else '_'}.{suffix}")
+
+
+def refuse_meeting(folder: Path, recordings: Sequence[Recording]) -> None:
+    """Raise if files of two recordings would have the same path: ids may differ in parts that a path drops."""
+    first: dict[Path, Recording] = {}
+    for each in recordings:
+        other = first.setdefault(below(folder, each, "txt"), each)
+        if other is not each:
+            raise SbkitError(f"what is made of {other.id!r} and {each.id!r} would be the same file",
+                             hint="change one of the ids")

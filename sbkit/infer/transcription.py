@@ -16,7 +16,7 @@ from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
-from sbkit.infer.inputs import collect
+from sbkit.infer.inputs import below, collect, refuse_meeting
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
@@ -65,7 +65,7 @@ def transcribe(request: TranscribeRequest) -> int:
     if request.output is None and len(formats) > 1:
         raise SbkitError("several formats need a place for their files", hint="add --output FOLDER")
     if request.output is not None:
-        _refuse_meeting(request.output, recordings)
+        refuse_meeting(request.output, recordings)
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
         print(engine.running, file=sys.stderr)
         waiting = recordings
@@ -184,29 +184,13 @@ class _Screen:
 # ---------------------------------------------------------------------- the folder
 
 
-def _path(output: Path, recording: Recording, name: str) -> Path:
-    """The path of a transcript: always below ``output``, whatever the id contains."""
-    parts = [part for part in recording.id.replace("\\", "/").split("/") if part not in ("", ".", "..")]
-    return output.joinpath(*(parts or ["_"])).with_name(f"{parts[-1] if parts else '_'}.{name}")
-
-
-def _refuse_meeting(output: Path, recordings: Sequence[Recording]) -> None:
-    """Raise if two transcripts would have the same path: ids may differ in parts that a path drops."""
-    first: dict[Path, Recording] = {}
-    for each in recordings:
-        other = first.setdefault(_path(output, each, "txt"), each)
-        if other is not each:
-            raise SbkitError(f"the transcripts of {other.id!r} and {each.id!r} would be the same file",
-                             hint="change one of the ids")
-
-
 def _existing_outputs(output: Path, recording: Recording, formats: list[str]) -> bool:
-    return all(_path(output, recording, name).exists() for name in formats)
+    return all(below(output, recording, name).exists() for name in formats)
 
 
 def _write(output: Path, recording: Recording, transcript: Transcript, formats: list[str]) -> None:
     for name in formats:
-        path = _path(output, recording, name)
+        path = below(output, recording, name)
         try:
             with atomic_write(path) as file:
                 file.write(FORMATS[name](transcript))

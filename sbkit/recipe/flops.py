@@ -58,7 +58,8 @@ def operations_per_second(brain: Task, seconds: float) -> float:
     frozen parts.
     """
     with sdpa_kernel(SDPBackend.MATH):  # the counter doesn't know a CPU's fused attention
-        return run(brain, 1, seconds, Arithmetic).operations / seconds
+        utterances = brain.keys.batching.min_batch_utterances  # BatchNorm takes no single one
+        return run(brain, utterances, seconds, Arithmetic).operations / (utterances * seconds)
 
 
 A = TypeVar("A", bound="Arithmetic")

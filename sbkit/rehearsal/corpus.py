@@ -130,6 +130,6 @@ def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
                 wav, known_as = wavs[row % len(wavs)], declared.classes
                 out.writerow((f"{split}-{row}", length, wav, text, *(
                     wav if name in declared.signals else known_as[name][row % len(known_as[name])]
-                    if name in known_as else f"{name}{row % ROWS}" for name in declared.declared)))
+                    if known_as.get(name) else f"{name}{row % ROWS}" for name in declared.declared)))
                 written, row = written + float(planned_seconds(recipe.hparams.get("augment"), length)), row + 1
     return text

@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from sbkit.data.columns import BatchColumns
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
@@ -56,6 +57,7 @@ def prepare_data(recipe: Recipe, overrides: dict[str, Any], bundles: Bundles) ->
     found = corpus.prepare(needed=SPLITS, needs_text=task.needs_text(), columns=task.columns)
     print(corpus.summary(), file=sys.stderr)
     manifests = {split: found[split] for split in SPLITS}
-    follows = task.prepare(recipe.keys, manifests, overrides)
+    follows: dict[str, Any] = dict(BatchColumns(task.columns, recipe.keys).list_classes(manifests["train"]))
+    follows |= task.prepare(recipe.keys, manifests, overrides)
     task.label(recipe.keys, manifests, bundles)
     return follows

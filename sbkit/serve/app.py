@@ -9,25 +9,28 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sbkit
+from sbkit.infer.graph_model import MAX_SECONDS, SOUND
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, replies, speech_form
 from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, App, Hosts
+from sbkit.serve.backlog import Work
 from sbkit.serve.connection_limit import ConnectionLimit
-from sbkit.serve.decoders import Decoders
+from sbkit.serve.decoders import Decoders, Wave
 from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
-from sbkit.serve.form import Form, Upload
+from sbkit.serve.form import Form, OutputsForm, Upload
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
@@ -40,6 +43,7 @@ from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499  # never sent, only counted
 _DECODED = object()
+_MOST_NUMBERS = 1_000_000  # of an answer as JSON
 
 
 @dataclass
@@ -136,12 +140,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
     @app.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(request: Request) -> Response:
-        with contextlib.ExitStack() as stay:
-            stay.enter_context(rooms.place(clients.address(request.scope)))
-            held = stay.enter_context(contextlib.closing(state.disk.hold(clients.address(request.scope))))
-            upload = Upload(request, state.limits, held.grow)
-            visit = rooms.context(upload.request)
-            stay.callback(visit.close)
+        with _uploaded(state, rooms, request) as (upload, visit, held, stay):
             try:
                 ask = await visit.read(form.read(upload.request, state.loaded))
                 found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told),
@@ -150,6 +149,16 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
                 if ask.stream:
                     return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
                 return await anext(found)
+            except (ClientDisconnected, ClientDisconnect):
+                return _left(state)
+
+    @app.post("/v1/audio/outputs", response_model=None)
+    async def outputs(request: Request) -> Response:
+        with _uploaded(state, rooms, request) as (upload, visit, held, _):
+            try:
+                ask = await visit.read(form.read_outputs(upload.request, state.loaded))
+                return await anext(visit.stream(lambda _: _outputs(state, ask, held, visit),
+                                                ask.served.batcher.backlog))
             except (ClientDisconnected, ClientDisconnect):
                 return _left(state)
 
@@ -200,7 +209,52 @@ def _left(state: State) -> Response:
     return Response(status_code=_CLIENT_LEFT)
 
 
-# ---------------------------------------------------------------------- a transcription
+@contextlib.contextmanager
+def _uploaded(state: State, rooms: RequestSlots, request: Request
+              ) -> Iterator[tuple[Upload, RequestContext, DiskReservation, contextlib.ExitStack]]:
+    """Hold a place and room on the disk for a request that uploads a recording, until the stack's end."""
+    with contextlib.ExitStack() as stay:
+        client = clients.address(request.scope)
+        stay.enter_context(rooms.place(client))
+        held = stay.enter_context(contextlib.closing(state.disk.hold(client)))
+        upload = Upload(request, state.limits, held.grow)
+        visit = rooms.context(upload.request)
+        stay.callback(visit.close)
+        yield upload, visit, held, stay
+
+
+# ---------------------------------------------------------------------- a transcription, a model's tensors
+
+
+def _outputs(state: State, ask: OutputsForm, held: DiskReservation, visit: RequestContext) -> Response:
+    """Run a model that gives tensors, and make the answer in a thread."""
+    served, rate = ask.served, ask.served.config.sample_rate
+    with contextlib.closing(visit.work(served.batcher.backlog)) as audio:
+        with contextlib.closing(_decoded(state, ask, held, visit, audio)) as wave:
+            if wave.samples > MAX_SECONDS * rate:
+                raise invalid(f"this model takes a recording as a whole, up to {MAX_SECONDS:g} s", "file",
+                              "invalid_audio")
+            signal = np.concatenate(list(wave.blocks()))
+        try:
+            found = visit.job.result(visit.job.watch(served.batcher.submit(signal, visit.job.client)))
+        except Exception:
+            served.check()  # raises for a broken device
+            raise
+        made = served.engine.output(found)
+    state.metrics.audio.labels(served.name).inc(len(signal) / rate)
+    if SOUND in made.outputs:
+        return Response(made.wav(rate), media_type="audio/wav")
+    if made.size > _MOST_NUMBERS:
+        raise invalid(f"the answer would have {made.size:,} numbers, more than {_MOST_NUMBERS:,}", "file",
+                      "invalid_audio")
+    return JSONResponse({"model": served.name, **made.facts()})
+
+
+def _decoded(state: State, ask: Form | OutputsForm, held: DiskReservation, visit: RequestContext, audio: Work) -> Wave:
+    """Decode a request's upload, and release it."""
+    with contextlib.closing(held), ask.upload:
+        assert state.decoders is not None, "the models are loaded"
+        return state.decoders.decode(ask.upload, ask.served.config.sample_rate, visit.job, audio)
 
 
 def _transcribe(state: State, ask: Form, held: DiskReservation, visit: RequestContext,
@@ -209,9 +263,7 @@ def _transcribe(state: State, ask: Form, held: DiskReservation, visit: RequestCo
     the text, and its transcript is the last."""
     job = visit.job
     with contextlib.closing(visit.work(ask.served.batcher.backlog)) as audio:
-        with contextlib.closing(held), ask.upload:
-            assert state.decoders is not None, "the models are loaded"
-            wave = state.decoders.decode(ask.upload, ask.served.config.sample_rate, job, audio)
+        wave = _decoded(state, ask, held, visit, audio)
         told(_DECODED)
         try:
             with contextlib.closing(wave):

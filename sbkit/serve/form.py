@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from fastapi import Request
 from python_multipart.multipart import parse_options_header
@@ -17,7 +17,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from sbkit.serve.disk import with_room
 from sbkit.serve.errors import invalid, missing_model, too_slow, unsupported
 from sbkit.serve.limits import Limits
-from sbkit.serve.registry import Registry, ServedModel
+from sbkit.serve.registry import Registry, ServedGraph, ServedModel
 from sbkit.serve.text import decoded
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
@@ -26,9 +26,11 @@ GRANULARITIES = ("word", "segment")
 _STREAMED = ("json", "text")
 _TAKEN = frozenset({"file", "model", "language", "prompt", "response_format", "temperature", "stream",
                     "timestamp_granularities", "chunking_strategy"})
+_OUTPUTS_TAKEN = frozenset({"file", "model"})
 _FIELDS, _FIELD_BYTES = 32, 1 << 16
 _TYPE_BYTES, _HEADER_BYTES = 256, 1 << 12  # of the content type, and of the headers of all parts together
 _AT_ONCE = 1 << 13  # bytes that are parsed before other requests have their turn
+F = TypeVar("F")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{1,70}")  # by RFC 2046
 
 
@@ -44,8 +46,26 @@ class Form:
     stream: bool
 
 
+@dataclass
+class OutputsForm:
+    """A valid request for a model's tensors."""
+
+    upload: IO[bytes]
+    """The upload, closed by the caller."""
+    served: ServedGraph
+
+
 async def read(request: Request, registry: Callable[[], Registry]) -> Form:
-    """Read and check the form of a request."""
+    """Read and check the form of a transcription."""
+    return await _checked(request, lambda form: _read(form, registry()))
+
+
+async def read_outputs(request: Request, registry: Callable[[], Registry]) -> OutputsForm:
+    """Read and check the form of a request for a model's tensors."""
+    return await _checked(request, lambda form: _read_outputs(form, registry()))
+
+
+async def _checked(request: Request, read: Callable[[FormData], F]) -> F:
     headers = _headers(request.headers.get("content-type", ""))
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise invalid("compressed bodies are not supported; send it uncompressed")
@@ -58,8 +78,8 @@ async def read(request: Request, registry: Callable[[], Registry]) -> Form:
     except (ValueError, KeyError, TypeError) as error:  # invalid headers
         raise invalid(f"the form can't be read: {error}") from None
     try:
-        return _read(FormData([(_utf8(name), _utf8(value) if isinstance(value, str) else value)
-                               for name, value in form.multi_items()]), registry())
+        return read(FormData([(_utf8(name), _utf8(value) if isinstance(value, str) else value)
+                              for name, value in form.multi_items()]))
     except BaseException:
         await form.close()
         raise
@@ -105,13 +125,24 @@ class _FormParser(MultiPartParser):
         super().on_header_value(data, start, end)
 
 
-def _read(form: FormData, registry: Registry) -> Form:
-    unknown = sorted({name.removesuffix("[]") for name in form} - _TAKEN)
+def _read_outputs(form: FormData, registry: Registry) -> OutputsForm:
+    served = registry.graph(_model(form, _OUTPUTS_TAKEN, registry.graphs))
+    served.check()
+    return OutputsForm(_file(form), served)
+
+
+def _model(form: FormData, taken: frozenset[str], there: list[str]) -> str:
+    """The name of the model that a form asks for, which must have no other fields than those ``taken``."""
+    unknown = sorted({name.removesuffix("[]") for name in form} - taken)
     if unknown:
-        raise unsupported(unknown, _TAKEN)
+        raise unsupported(unknown, taken)
     if not (name := _text(form, "model")):
-        raise missing_model(registry.recognisers)
-    served = registry.get(name)
+        raise missing_model(there)
+    return name
+
+
+def _read(form: FormData, registry: Registry) -> Form:
+    served = registry.get(_model(form, _TAKEN, registry.recognisers))
     served.check()
     _language(_text(form, "language"), served)
     _temperature(_text(form, "temperature"))

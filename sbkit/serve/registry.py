@@ -16,6 +16,7 @@ from sbkit.export import layout
 from sbkit.infer.decoding import decoder
 from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
+from sbkit.infer.graph_model import GraphEngine
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 from sbkit.serve.batcher import Batcher
@@ -46,7 +47,7 @@ def named(given: Sequence[str]) -> dict[str, Path]:
 class ServedModel(Served):
     """A recogniser, loaded and warm."""
 
-    endpoints = ("/v1/audio/transcriptions", "/v1/audio/live")
+    endpoints, does = ("/v1/audio/transcriptions", "/v1/audio/live"), "hears and can't speak"
 
     def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
                  stepped: Log | None = None):
@@ -103,6 +104,21 @@ class ServedModel(Served):
         return [*super().placements, *([] if self.streams is None else [self.streams.running])]
 
 
+class ServedGraph(Served):
+    """A model that gives tensors, loaded and warm."""
+
+    endpoints, does = ("/v1/audio/outputs",), "gives tensors, and no words or speech"
+    engine: GraphEngine
+
+    def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
+                 stepped: Log | None = None):
+        super().__init__(name, folder, options, log, stepped)
+        self.engine = GraphEngine(folder, options.model, options.device, options.threads)
+        self.config = self.engine.config
+        self.batcher = Batcher(self.engine, options.batch_seconds, log=log, batching=options.batching)
+        self._measure(np.zeros(int(_MEASURED_SECONDS * self.config.sample_rate), np.float32))
+
+
 #: Symbols in a batch, padding included, on a CPU and on a GPU; one text of the greatest length always fits.
 _SYMBOLS = {True: 250, False: 6000}
 _SENTENCE = 60  # symbols of the one that speed is measured with
@@ -111,7 +127,7 @@ _SENTENCE = 60  # symbols of the one that speed is measured with
 class ServedVoice(Served):
     """A voice, loaded and warm."""
 
-    endpoints = ("/v1/audio/speech",)
+    endpoints, does = ("/v1/audio/speech",), "speaks and hears nothing"
 
     def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
                  stepped: Log | None = None):
@@ -137,7 +153,8 @@ class ServedVoice(Served):
 
 
 #: How each kind of bundle is served. Whatever is none of these is refused as no recogniser.
-SERVED: layout.ByKind[type[Served]] = layout.ByKind({layout.Bundle: ServedModel, layout.VoiceConfig: ServedVoice})
+SERVED: layout.ByKind[type[Served]] = layout.ByKind({layout.Bundle: ServedModel, layout.GraphConfig: ServedGraph,
+                                                      layout.VoiceConfig: ServedVoice})
 
 
 class Registry:
@@ -155,6 +172,11 @@ class Registry:
         return [each.name for each in self if isinstance(each, ServedModel)]
 
     @property
+    def graphs(self) -> list[str]:
+        """Names of the models that give tensors."""
+        return [each.name for each in self if isinstance(each, ServedGraph)]
+
+    @property
     def voices(self) -> list[ServedVoice]:
         """The models that speak."""
         return [each for each in self if isinstance(each, ServedVoice)]
@@ -170,14 +192,21 @@ class Registry:
         """Look up a recogniser by name."""
         found = self.find(name)
         if not isinstance(found, ServedModel):
-            raise wrong_model(name, "speaks and hears nothing", found.endpoints)
+            raise wrong_model(name, found.does, found.endpoints)
+        return found
+
+    def graph(self, name: str) -> ServedGraph:
+        """Look up a model that gives tensors by name."""
+        found = self.find(name)
+        if not isinstance(found, ServedGraph):
+            raise wrong_model(name, found.does, found.endpoints)
         return found
 
     def voice(self, name: str) -> ServedVoice:
         """Look up a model that speaks by name."""
         found = self.find(name)
         if not isinstance(found, ServedVoice):
-            raise wrong_model(name, "hears and can't speak", found.endpoints)
+            raise wrong_model(name, found.does, found.endpoints)
         return found
 
     def close(self) -> None:

@@ -46,6 +46,8 @@ class Served(ABC):
 
     #: Paths that the model answers.
     endpoints: ClassVar[tuple[str, ...]]
+    #: What it does and what not, for a request that asks for something else.
+    does: ClassVar[str]
     engine: Engine | VoiceEngine
     batcher: Batcher
 

@@ -82,13 +82,14 @@ def test_what_nothing_is_registered_for_is_refused(bundle, imported):
     with pytest.raises(SbkitError, match="has a recogniser that hears backwards, and nothing here runs that"):
         layout.ByKind({layout.VoiceConfig: 1}).of(layout.read(bundle))
     with pytest.raises(SbkitError, match="a speech recogniser is needed here"):
-        registry.load({"codec": graph_bundle(bundle)}, BundleOptions(device="cpu"))
+        registry.load({"codec": codec_bundle(bundle)}, BundleOptions(device="cpu"))
 
 
-def graph_bundle(beside):
-    folder = beside.parent / "graph"
+def codec_bundle(beside):
+    folder = beside.parent / "codec"
     folder.mkdir()
-    (folder / layout.CONFIG).write_text(layout.GraphConfig(sample_rate=16_000, outputs=["x"]).to_json())
+    config = layout.CodecConfig(sample_rate=16_000, codec="0" * 64, books=[8], stride=320)
+    (folder / layout.CONFIG).write_text(config.to_json())
     return folder
 
 

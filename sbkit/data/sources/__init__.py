@@ -11,6 +11,9 @@ Common Voice, any release from 5 on   a folder with ``clips/`` and TSVs,    ``tr
 the same as downloaded                ``.tar.gz`` or ``.tar``               the same
 LJSpeech and others laid out like it  ``metadata.csv`` with fields between  none: 2 % of the ids each are
                                       ``|``, no header, and ``wavs/``       dev and test, by their hash
+VoxCeleb                              ``id10270/VIDEO/00001.wav`` in it or   none: test has the folder
+                                      below it                              ``test`` and VoxCeleb1's 40
+                                                                            speakers, dev 2 % of the others
 SpeechBrain CSV, sbkit's manifests    a folder of ``.csv`` files            their names
 JSON lines (NeMo, ESPnet, ...), or    a folder of ``.jsonl`` or ``.json``   their names
 SpeechBrain's JSON                    files

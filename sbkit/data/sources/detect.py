@@ -14,6 +14,7 @@ from sbkit.data.sources.huggingface import Hub, Parquet, SavedToDisk
 from sbkit.data.sources.json_lines import JsonLines
 from sbkit.data.sources.ljspeech import LJSpeech
 from sbkit.data.sources.speechbrain_csv import SpeechBrainCsv
+from sbkit.data.sources.voxceleb import VoxCeleb
 from sbkit.errors import SbkitError
 
 #: How a recipe may name a source: a path, a hub address, or files by split.
@@ -23,8 +24,8 @@ _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
     "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
-    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, a save_to_disk folder, recordings alone (where "
-    "no texts are needed), or hf://owner/name"
+    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, a save_to_disk folder, VoxCeleb or recordings "
+    "alone (where no texts are needed), or hf://owner/name"
 )
 
 
@@ -92,6 +93,8 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if list(path.glob("*.tsv")):
         raise SbkitError(f"{path} has TSVs but no folder clips/ with the recordings",
                          hint="is the release unpacked completely?")
+    if VoxCeleb.matches(path):
+        return VoxCeleb(path)
     if AudioFolder.matches(path):
         return AudioFolder(path)
     raise SbkitError(f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED)

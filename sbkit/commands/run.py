@@ -1,0 +1,39 @@
+"""``sbkit run``: run an exported model that gives tensors on recordings."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import add_model, add_schemes, count
+
+FORMATS = "npz", "wav", "json"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
+    parser.add_argument("files", metavar="FILES", nargs="+",
+                        help="audio files, folders, a manifest.csv, or - for stdin")
+    parser.add_argument("--output", metavar="FOLDER", type=Path,
+                        help="write files for each recording (default: a line of JSON for each, on the screen)")
+    parser.add_argument("--format", dest="formats", type=_formats, metavar="A,B",
+                        help=f"any of {','.join(FORMATS)} (default: wav if the model makes sound, else npz)")
+    add_model(parser)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
+    add_schemes(parser)
+
+
+def _formats(text: str) -> list[str]:
+    wanted = text.split(",")
+    if unknown := [each for each in wanted if each not in FORMATS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FORMATS)}")
+    return wanted
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the model and return the exit code."""
+    from sbkit.infer.running import RunRequest, run
+
+    return run(RunRequest(**{name: getattr(args, name) for name in RunRequest.__dataclass_fields__}))

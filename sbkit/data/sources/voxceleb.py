@@ -1,0 +1,90 @@
+"""VoxCeleb, as it is unpacked: a folder for each speaker, in it one for each video, in it recordings."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.data.audio import SUFFIXES
+from sbkit.data.manifest import Column
+from sbkit.data.sources.base import Rows, Source, blank, stamp
+from sbkit.data.splits import SPLITS
+from sbkit.errors import SbkitError
+
+_SPEAKER = re.compile(r"id(\d{5})")
+_DEPTH = 4  # of the speakers' folders, such as VoxCeleb1/dev/wav/id10001
+#: The speakers of VoxCeleb1's test, whose names begin with an E.
+_TEST = range(10270, 10310)
+#: The share of the other speakers that validation hears, and how many they are at least.
+SHARE, LEAST = 0.02, 2
+
+
+class VoxCeleb(Source):
+    """VoxCeleb 1, 2 or both: ``.../id10270/5r0dWxy17C8/00001.wav``, whose id is these three without the suffix, as
+    lists of trials name it.
+
+    - Test has the speakers below a folder ``test``, and VoxCeleb1's 40 wherever they are.
+    - Dev has the 2 % of the other speakers whose hash is smallest, which training doesn't hear.
+    """
+
+    kind = "VoxCeleb"
+
+    def __init__(self, folder: Path):
+        self.folder, self.where = folder, str(folder)
+
+    @staticmethod
+    def matches(folder: Path) -> bool:
+        """Whether a folder has folders of speakers with recordings in those of videos."""
+        return any(next(_recordings(speaker), None) for speaker in _speakers(folder))
+
+    def names(self) -> list[str]:
+        return list(SPLITS)
+
+    def fingerprint(self) -> list[Any]:
+        return [self.kind, *(stamp(video) for speaker in _speakers(self.folder) for video in sorted(speaker.iterdir()))]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        del show_progress
+        if self.needs_text:
+            raise SbkitError(f"{self.folder} is VoxCeleb, which doesn't say what is said")
+        paths = [path for speaker in self._split()[name] for path in sorted(_recordings(speaker))]
+        none = blank(len(paths))
+        return Rows(
+            origin=f"{self.folder} [{name}]",
+            ids=Column(["/".join(path.with_suffix("").parts[-3:]) for path in paths]),
+            wavs=Column([str(path.absolute()) for path in paths]), texts=none,
+            speakers=Column([path.parts[-3] for path in paths]),
+            durations=np.full(len(paths), np.nan), starts=np.zeros(len(paths)))
+
+    def _split(self) -> dict[str, list[Path]]:
+        """The folders of each split's speakers."""
+        found: dict[str, list[Path]] = {split: [] for split in SPLITS}
+        known: dict[str, list[Path]] = {}
+        for path in _speakers(self.folder):
+            if "test" in path.relative_to(self.folder).parts or int(path.name[2:]) in _TEST:
+                found["test"].append(path)
+            else:
+                known.setdefault(path.name, []).append(path)
+        drawn = sorted(known, key=lambda name: hashlib.sha256(name.encode()).digest())
+        count = max(LEAST, round(SHARE * len(drawn)))
+        for number, name in enumerate(drawn):
+            found["dev" if number < count else "train"] += known[name]
+        return {split: sorted(paths) for split, paths in found.items()}
+
+
+def _speakers(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
+    """Find the speakers' folders below a folder."""
+    for path in sorted(each for each in folder.iterdir() if each.is_dir()):
+        if _SPEAKER.fullmatch(path.name):
+            yield path
+        elif depth > 1:
+            yield from _speakers(path, depth - 1)
+
+
+def _recordings(speaker: Path) -> Iterator[Path]:
+    return (path for path in speaker.glob("*/*") if path.suffix.lower() in SUFFIXES)

@@ -1,0 +1,102 @@
+"""Runs a model that gives tensors on recordings; writes its outputs to the screen or to a folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sbkit.data.audio import AudioError
+from sbkit.errors import SbkitError
+from sbkit.infer.formats import AUTO
+from sbkit.infer.graph_model import SOUND, GraphEngine, GraphModel, Output
+from sbkit.infer.inputs import below, collect, refuse_meeting
+from sbkit.infer.recordings import Recording
+from sbkit.infer.transcription import LEFT_OUT
+from sbkit.system.console import atomic_write, progress
+
+#: Numbers of a recording that the screen takes; more belong into files.
+_SHOWN = 10_000
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What to run on what.
+
+    bundle : the folder that ``sbkit export`` made
+    files : files, folders, manifests, ``-``
+    output : the folder for files; None for lines of JSON on the screen
+    formats : any of ``npz``, ``wav`` and ``json``; by default ``wav`` where an output is sound, else ``npz``
+    schemes : URL schemes allowed in manifests
+    """
+
+    bundle: Path
+    files: Sequence[str]
+    output: Path | None = None
+    formats: Sequence[str] | None = None
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
+    schemes: Sequence[str] = ()
+
+
+def run(request: RunRequest) -> int:
+    """Run the model and return the exit code."""
+    recordings = collect(request.files, None, request.schemes)
+    if request.output is None and request.formats not in (None, ["json"]):
+        raise SbkitError("npz and wav are files", hint="say where they go: --output FOLDER")
+    if request.output is not None:
+        refuse_meeting(request.output, recordings)
+    errors, audio, began = 0, 0.0, time.perf_counter()
+    with GraphModel(GraphEngine(request.bundle, request.model, request.device, request.threads)) as model:
+        print(model.running, file=sys.stderr)
+        config = model.engine.config
+        formats = request.formats or (["wav"] if SOUND in config.outputs else ["npz"])
+        if "wav" in formats and SOUND not in config.outputs:
+            raise SbkitError(f"the model gives {', '.join(config.outputs)}, and no {SOUND} to write as wav",
+                             hint="leave wav out of --format")
+        for recording in progress(recordings, what="running", show=len(recordings) > 1):
+            try:
+                audio += recording.seconds(config.sample_rate)
+                made = model.run(recording)
+            except AudioError as error:
+                errors += 1
+                print(f"left out: {error}", file=sys.stderr)
+                continue
+            assert isinstance(made, Output), "of one recording"
+            if request.output is None:
+                if made.size > _SHOWN:
+                    raise SbkitError(f"{recording.name} gives {made.size:,} numbers, too many for the screen",
+                                     hint="write files: --output FOLDER")
+                sys.stdout.write(_line(recording, made))
+            else:
+                _write(request.output, recording, made, formats, config.sample_rate)
+    where = f" -> {request.output}" if request.output is not None else ""
+    print(f"{len(recordings) - errors} of {len(recordings)} recordings, {audio:.1f} s of audio in "
+          f"{time.perf_counter() - began:.1f} s{where}", file=sys.stderr)
+    return LEFT_OUT if errors else 0
+
+
+def _line(recording: Recording, made: Output) -> str:
+    return json.dumps({"id": recording.id, **made.facts()}, ensure_ascii=False) + "\n"
+
+
+def _write(folder: Path, recording: Recording, made: Output, formats: Sequence[str], rate: int) -> None:
+    for name in formats:
+        path = below(folder, recording, name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name == "json":
+                with atomic_write(path) as file:
+                    file.write(_line(recording, made))
+            elif name == "wav":
+                path.write_bytes(made.wav(rate))
+            else:
+                np.savez(path, allow_pickle=False, **made.outputs)
+        except OSError as error:
+            raise SbkitError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,123 @@
+"""SpeechBrain's ECAPA-TDNN and x-vector, with vectors that don't depend on the batch, and that can be exported.
+
+The layers, their parameters and checkpoint keys are SpeechBrain's, and so is what they give for a recording alone. In a
+batch each convolution mirrors an utterance at its own end, where SpeechBrain's see its padding, and statistics are of
+its own frames. Noise that SpeechBrain's x-vector adds to means, 1e-5 of a value, is left out.
+"""
+
+from __future__ import annotations
+
+import torch
+from speechbrain.lobes.models import ECAPA_TDNN as lobes
+from speechbrain.lobes.models.Xvector import Xvector
+from speechbrain.nnet.CNN import Conv1d
+from torch import Tensor, nn
+
+from sbkit.nn.lengths import lengths_to_mask
+
+_FLOOR = 1e-12  # of a variance
+_SPREAD = 1e-5  # that SpeechBrain's x-vector adds to deviations
+
+
+class ECAPA(lobes.ECAPA_TDNN):
+    """ECAPA-TDNN: features [B, T, F] and frame counts [B] to a vector for each utterance, [B, D].
+
+    Arguments
+    ---------
+    input_size : features of a frame
+    output_size : D
+    channels : of each layer; the last has three times as many
+    attention_channels, se_channels : within the pooling, and within what weighs channels
+    res2net_scale : parts that a layer's channels are in
+    dropout : share of channels that training drops
+    """
+
+    def __init__(self, input_size: int, output_size: int = 192, channels: int = 512, attention_channels: int = 128,
+                 se_channels: int = 128, res2net_scale: int = 8, dropout: float = 0.0):
+        super().__init__(input_size, lin_neurons=output_size, channels=[channels] * 4 + [3 * channels],
+                         attention_channels=attention_channels, se_channels=se_channels, res2net_scale=res2net_scale,
+                         dropout=dropout)
+
+    def forward(self, feats: Tensor, frames: Tensor) -> Tensor:
+        mask = lengths_to_mask(frames, feats.shape[1])[:, None]
+        first, *layers = self.blocks
+        x, found = _block(first, feats.transpose(1, 2), frames), []
+        for layer in layers:
+            x = _squeezed(layer, x, frames, mask)
+            found.append(x)
+        pooled = self._pooled(_block(self.mfa, torch.cat(found, 1), frames), mask)
+        return self.fc(self.asp_bn(pooled))[..., 0]
+
+    def _pooled(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Means and deviations of channels over the frames that attention picks: [B, C, T] -> [B, 2 C, 1]."""
+        pooling, seen = self.asp, x
+        if pooling.global_context:
+            whole = torch.cat(_statistics(x, mask / mask.sum(2, keepdim=True)), 1)
+            seen = torch.cat([x, whole[..., None].expand(-1, -1, x.shape[2])], 1)
+        scores = pooling.conv(pooling.tanh(pooling.tdnn(seen)))
+        weights = scores.float().masked_fill(~mask, -torch.inf).softmax(2)
+        return torch.cat(_statistics(x, weights), 1)[..., None]
+
+
+class XVector(Xvector):
+    """The x-vector: features [B, T, F] and frame counts [B] to a vector for each utterance, [B, D].
+
+    Arguments
+    ---------
+    input_size : features of a frame
+    output_size : D
+    channels : of each layer; the last has three times as many
+    """
+
+    def __init__(self, input_size: int, output_size: int = 512, channels: int = 512):
+        super().__init__(in_channels=input_size, tdnn_channels=[channels] * 4 + [3 * channels],
+                         lin_neurons=output_size)
+
+    def forward(self, feats: Tensor, frames: Tensor) -> Tensor:
+        x = feats.transpose(1, 2)
+        *layers, _, last = self.blocks
+        for layer in layers:
+            x = _convolved(layer, x, frames) if isinstance(layer, Conv1d) else getattr(layer, "norm", layer)(x)
+        mask, count = lengths_to_mask(frames, x.shape[2])[:, None], frames[:, None].float()
+        mean, deviation = _statistics(x, mask / count[..., None])
+        unbiased = deviation * (count / (count - 1).clamp(min=1)).sqrt()
+        return last(torch.cat([mean, unbiased + _SPREAD], 1))
+
+
+def _block(block: lobes.TDNNBlock, x: Tensor, frames: Tensor) -> Tensor:
+    """Run a TDNN block on [B, C, T]."""
+    return block.dropout(block.norm(block.activation(_convolved(block.conv, x, frames))))
+
+
+def _squeezed(layer: lobes.SERes2NetBlock, x: Tensor, frames: Tensor, mask: Tensor) -> Tensor:
+    """Run a block of ECAPA-TDNN on [B, C, T]: in parts, each of which sees the one before, then by weights of channels
+    that follow from their means."""
+    kept = x if layer.shortcut is None else layer.shortcut(x)
+    first, *parts = _block(layer.tdnn1, x, frames).chunk(layer.res2net_block.scale, 1)
+    found = [first]
+    for number, (block, part) in enumerate(zip(layer.res2net_block.blocks, parts, strict=True)):
+        found.append(_block(block, part + found[-1] if number else part, frames))
+    x = _block(layer.tdnn2, torch.cat(found, 1), frames)
+    squeeze = layer.se_block
+    mean = (x * mask).sum(2, keepdim=True) / mask.sum(2, keepdim=True)
+    return squeeze.sigmoid(squeeze.conv2(squeeze.relu(squeeze.conv1(mean)))) * x + kept
+
+
+def _convolved(conv: Conv1d, x: Tensor, frames: Tensor) -> Tensor:
+    """Convolve [B, C, T] as SpeechBrain does each utterance alone: mirrored at both of its ends."""
+    inner: nn.Conv1d = conv.conv
+    reach = inner.dilation[0] * (inner.kernel_size[0] - 1) // 2
+    if not reach:
+        return inner(x)
+    behind, ends = torch.arange(reach, device=x.device), frames[:, None]
+    mirror = torch.cat([torch.minimum(reach - behind, ends - 1), (ends - 2 - behind).clamp(min=0)], 1)
+    before, after = x.gather(2, mirror[:, None].expand(-1, x.shape[1], -1)).split(reach, 2)
+    place = (ends + reach + behind)[:, None].expand(-1, x.shape[1], -1)
+    return inner(torch.cat([before, x, after], 2).scatter(2, place, after))
+
+
+def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and deviations of [B, C, T] by weights of frames that add up to 1, in fp32: [B, C] each."""
+    x = x.float()
+    mean = (x * weights).sum(2)
+    return mean, ((x - mean[..., None]).square() * weights).sum(2).clamp(min=_FLOOR).sqrt()
