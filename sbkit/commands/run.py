@@ -17,8 +17,8 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="audio files, folders, a manifest.csv, or - for stdin")
     parser.add_argument("--output", metavar="FOLDER", type=Path,
                         help="write files for each recording (default: a line of JSON for each, on the screen)")
-    parser.add_argument("--format", dest="formats", type=_formats, metavar="A,B",
-                        help=f"any of {','.join(FORMATS)} (default: wav if the model makes sound, else npz)")
+    parser.add_argument("--format", dest="formats", default=["npz"], type=_formats, metavar="A,B",
+                        help=f"of these files, any of {','.join(FORMATS)}; wav is the first output (default: npz)")
     add_model(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from sbkit.infer.sound_file import SoundWriter
 MAX_SECONDS = 600.0
 #: Longest recording in seconds that a model is compiled for.
 USUAL_SECONDS = 20.0
-#: The output whose values are samples, at the model's rate.
-SOUND = "signals"
 _DIGITS = 7  # that a float32 has
 
 
@@ -34,6 +32,8 @@ class Output:
     """The arrays by name, without padding."""
     label: str | None = None
     """The label of the largest value of the first output, if the bundle has labels."""
+    lengths: Mapping[str, str] = field(default_factory=dict)
+    """For each output that has a length of its own, the output that gives it."""
 
     @property
     def size(self) -> int:
@@ -46,10 +46,13 @@ class Output:
         return label | {name: _rounded(value) for name, value in self.outputs.items()}
 
     def wav(self, rate: int) -> bytes:
-        """The sound that the model made, as a WAV file."""
+        """The first output as a WAV file, if it can be samples at the model's rate: as many as its length says."""
+        name, signal = next(iter(self.outputs.items()))
+        if name not in self.lengths or signal.ndim != 1 or not np.issubdtype(signal.dtype, np.floating):
+            raise SbkitError(f"{name} {list(signal.shape)} is no sound", hint="ask for its numbers: json or npz")
         file = io.BytesIO()
         writer = SoundWriter(file, "wav", rate)
-        writer.add(self.outputs[SOUND])
+        writer.add(signal)
         writer.end()
         return file.getvalue()
 
@@ -74,7 +77,7 @@ class GraphEngine(Engine):
         """Name what the largest value of the first output stands for."""
         labels = self.config.labels
         first = outputs[self.config.outputs[0]]
-        return Output(outputs, labels[int(first.argmax())] if labels else None)
+        return Output(outputs, labels[int(first.argmax())] if labels else None, self.config.lengths)
 
     def _read(self) -> None:
         self.config = layout.GraphConfig.read(self.folder)

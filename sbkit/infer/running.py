@@ -14,7 +14,7 @@ import numpy as np
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
 from sbkit.infer.formats import AUTO
-from sbkit.infer.graph_model import SOUND, GraphEngine, GraphModel, Output
+from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
 from sbkit.infer.inputs import below, collect, refuse_meeting
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcription import LEFT_OUT
@@ -31,14 +31,14 @@ class RunRequest:
     bundle : the folder that ``sbkit export`` made
     files : files, folders, manifests, ``-``
     output : the folder for files; None for lines of JSON on the screen
-    formats : any of ``npz``, ``wav`` and ``json``; by default ``wav`` where an output is sound, else ``npz``
+    formats : any of ``npz`` (all outputs), ``json`` and ``wav`` (the first output, if it is sound)
     schemes : URL schemes allowed in manifests
     """
 
     bundle: Path
     files: Sequence[str]
     output: Path | None = None
-    formats: Sequence[str] | None = None
+    formats: Sequence[str] = ("npz",)
     model: str = AUTO
     device: str = AUTO
     threads: int | None = None
@@ -48,18 +48,14 @@ class RunRequest:
 def run(request: RunRequest) -> int:
     """Run the model and return the exit code."""
     recordings = collect(request.files, None, request.schemes)
-    if request.output is None and request.formats not in (None, ["json"]):
-        raise SbkitError("npz and wav are files", hint="say where they go: --output FOLDER")
+    if request.output is None and "wav" in request.formats:
+        raise SbkitError("wav is for files", hint="say where they go: --output FOLDER")
     if request.output is not None:
         refuse_meeting(request.output, recordings)
     errors, audio, began = 0, 0.0, time.perf_counter()
     with GraphModel(GraphEngine(request.bundle, request.model, request.device, request.threads)) as model:
         print(model.running, file=sys.stderr)
         config = model.engine.config
-        formats = request.formats or (["wav"] if SOUND in config.outputs else ["npz"])
-        if "wav" in formats and SOUND not in config.outputs:
-            raise SbkitError(f"the model gives {', '.join(config.outputs)}, and no {SOUND} to write as wav",
-                             hint="leave wav out of --format")
         for recording in progress(recordings, what="running", show=len(recordings) > 1):
             try:
                 audio += recording.seconds(config.sample_rate)
@@ -75,7 +71,7 @@ def run(request: RunRequest) -> int:
                                      hint="write files: --output FOLDER")
                 sys.stdout.write(_line(recording, made))
             else:
-                _write(request.output, recording, made, formats, config.sample_rate)
+                _write(request.output, recording, made, request.formats, config.sample_rate)
     where = f" -> {request.output}" if request.output is not None else ""
     print(f"{len(recordings) - errors} of {len(recordings)} recordings, {audio:.1f} s of audio in "
           f"{time.perf_counter() - began:.1f} s{where}", file=sys.stderr)

@@ -21,7 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sbkit
-from sbkit.infer.graph_model import MAX_SECONDS, SOUND
+from sbkit.errors import SbkitError
+from sbkit.infer.graph_model import MAX_SECONDS
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, replies, speech_form
 from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, App, Hosts
@@ -242,8 +243,11 @@ def _outputs(state: State, ask: OutputsForm, held: DiskReservation, visit: Reque
             raise
         made = served.engine.output(found)
     state.metrics.audio.labels(served.name).inc(len(signal) / rate)
-    if SOUND in made.outputs:
-        return Response(made.wav(rate), media_type="audio/wav")
+    if ask.sound:
+        try:
+            return Response(made.wav(rate), media_type="audio/wav")
+        except SbkitError as error:
+            raise invalid(str(error), "response_format", "unsupported_value") from None
     if made.size > _MOST_NUMBERS:
         raise invalid(f"the answer would have {made.size:,} numbers, more than {_MOST_NUMBERS:,}", "file",
                       "invalid_audio")

@@ -26,7 +26,7 @@ GRANULARITIES = ("word", "segment")
 _STREAMED = ("json", "text")
 _TAKEN = frozenset({"file", "model", "language", "prompt", "response_format", "temperature", "stream",
                     "timestamp_granularities", "chunking_strategy"})
-_OUTPUTS_TAKEN = frozenset({"file", "model"})
+_OUTPUTS_TAKEN = frozenset({"file", "model", "response_format"})
 _FIELDS, _FIELD_BYTES = 32, 1 << 16
 _TYPE_BYTES, _HEADER_BYTES = 256, 1 << 12  # of the content type, and of the headers of all parts together
 _AT_ONCE = 1 << 13  # bytes that are parsed before other requests have their turn
@@ -53,6 +53,8 @@ class OutputsForm:
     upload: IO[bytes]
     """The upload, closed by the caller."""
     served: ServedGraph
+    sound: bool
+    """Whether its first output is asked for as a WAV file."""
 
 
 async def read(request: Request, registry: Callable[[], Registry]) -> Form:
@@ -128,7 +130,10 @@ class _FormParser(MultiPartParser):
 def _read_outputs(form: FormData, registry: Registry) -> OutputsForm:
     served = registry.graph(_model(form, _OUTPUTS_TAKEN, registry.graphs))
     served.check()
-    return OutputsForm(_file(form), served)
+    kind = _text(form, "response_format") or "json"
+    if kind not in ("json", "wav"):
+        raise invalid(f"response_format {kind[:40]!r} must be json or wav", "response_format", "unsupported_value")
+    return OutputsForm(_file(form), served, kind == "wav")
 
 
 def _model(form: FormData, taken: frozenset[str], there: list[str]) -> str:

@@ -88,7 +88,7 @@ def test_what_nothing_is_registered_for_is_refused(bundle, imported):
 def codec_bundle(beside):
     folder = beside.parent / "codec"
     folder.mkdir()
-    config = layout.CodecConfig(sample_rate=16_000, codec="0" * 64, books=[8], stride=320)
+    config = layout.CodecConfig(sample_rate=16_000, codec="0" * 64, books=[8], stride=320, context=0)
     (folder / layout.CONFIG).write_text(config.to_json())
     return folder
 

@@ -1,5 +1,7 @@
 """Error rates of verification, by an exhaustive reference; trials made and read."""
 
+import contextlib
+import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -24,7 +26,7 @@ def shares(scores, same, threshold):
 
 def crossing(points):
     """Where the path of (misses, false alarms) has as many of both, between two thresholds by their weights."""
-    for (miss, false), (next_miss, next_false) in zip(points, points[1:], strict=False):
+    for (miss, false), (next_miss, next_false) in itertools.pairwise(points):
         if false <= miss and next_false >= next_miss:
             gap, next_gap = miss - false, next_false - next_miss
             return false + (next_false - false) * gap / (gap + next_gap) if gap + next_gap else false
@@ -98,7 +100,7 @@ def test_what_is_no_trial_is_refused_with_its_line(tmp_path, text, told):
 
 
 def test_a_list_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(SbkitError, match="gone.txt cannot be read"):
+    with pytest.raises(SbkitError, match=r"gone\.txt cannot be read"):
         read_list(tmp_path / "gone.txt")
 
 
@@ -111,7 +113,5 @@ def test_any_text_is_a_list_or_is_refused(text):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trials.txt")
         path.write_text(text, encoding="utf-8")
-        try:
+        with contextlib.suppress(SbkitError):
             assert all(isinstance(same, bool) and first and second for same, first, second in read_list(path))
-        except SbkitError:
-            pass

@@ -1,0 +1,80 @@
+"""``sbkit run``: tensors of recordings as lines of JSON, arrays or sound."""
+
+import json
+
+import graph_bundles
+import numpy as np
+import pytest
+import soundfile
+
+from sbkit.cli import main
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return graph_bundles.make(tmp_path_factory.mktemp("b") / "bundle")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return graph_bundles.make(tmp_path_factory.mktemp("b") / "bundle", sound=True)
+
+
+@pytest.fixture
+def clips(tmp_path):
+    """A folder with clips, one of them in a folder of its own."""
+    for name, level, samples in (("quiet.wav", 0.05, 900), ("deep/loud.wav", 0.5, 700)):
+        path = tmp_path / "clips" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(path, np.full(samples, level, np.float32), graph_bundles.RATE, subtype="FLOAT")
+    return tmp_path / "clips"
+
+
+def run(*words):
+    return main(["run", *map(str, words)])
+
+
+def test_each_recording_is_a_line_of_json_in_the_order_given(bundle, clips, capsys):
+    assert run(bundle, clips / "quiet.wav", clips / "deep") == 0
+    captured = capsys.readouterr()
+    lines = [json.loads(line) for line in captured.out.splitlines()]
+    assert [(line["id"], line["label"]) for line in lines] == [("quiet", "quiet"), ("loud", "loud")]
+    assert lines[1]["level"] == pytest.approx([-0.4, 0.4]) and lines[0]["level"] == pytest.approx([0.05, -0.05])
+    assert "model.onnx on cpu" in captured.err and "2 of 2 recordings" in captured.err
+
+
+def test_a_folder_has_arrays_by_the_recordings_ids(bundle, clips, tmp_path, capsys):
+    assert run(bundle, clips, "--output", tmp_path / "out", "--format", "npz,json") == 0
+    assert capsys.readouterr().out == ""
+    with np.load(tmp_path / "out" / "deep" / "loud.npz") as found:
+        assert found["level"] == pytest.approx([-0.4, 0.4])
+    assert json.loads((tmp_path / "out" / "quiet.json").read_text())["label"] == "quiet"
+
+
+def test_sound_is_written_as_sound_without_padding(sound, clips, tmp_path):
+    assert run(sound, clips, "--output", tmp_path / "out", "--format", "wav") == 0
+    found, rate = soundfile.read(tmp_path / "out" / "deep" / "loud.wav")
+    assert rate == graph_bundles.RATE and len(found) == 700 and found == pytest.approx(np.full(700, 0.25), abs=1e-4)
+
+
+def test_a_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips, capsys):
+    (clips / "broken.wav").write_bytes(b"RIFF no audio")
+    assert run(bundle, clips) == 1
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 2 and "broken.wav" in captured.err and "2 of 3" in captured.err
+
+
+@pytest.mark.parametrize("words, told", [
+    (["--format", "wav"], "--output FOLDER"), (["--format", "mp3"], "'mp3' is none of npz, wav, json"),
+    (["--format", "wav", "--output", "out"], "level [2] is no sound"),
+])
+def test_formats_that_do_not_fit_are_refused(bundle, clips, words, told, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(bundle, clips, *words) == 2
+    assert told in capsys.readouterr().err and not [*tmp_path.glob("out/**/*.*")]
+
+
+def test_more_numbers_than_a_screen_takes_need_files(sound, tmp_path, capsys):
+    soundfile.write(tmp_path / "long.wav", np.zeros(11_000, np.float32), graph_bundles.RATE)
+    assert run(sound, tmp_path / "long.wav") == 2
+    assert "11,001 numbers, too many for the screen" in capsys.readouterr().err
