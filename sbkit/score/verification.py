@@ -36,22 +36,25 @@ class Rates(NamedTuple):
     """The score from which accepting gives that many errors of both kinds."""
 
 
-def rates(scores: np.ndarray, same: np.ndarray, p_target: float = P_TARGET) -> Rates:
+def rates(scores: np.ndarray, same: np.ndarray, p_target: float = P_TARGET, times: np.ndarray | None = None) -> Rates:
     """Compute the rates of trials, ``[N]`` scores and whether each is of one speaker; nan without both kinds.
 
     The thresholds are all scores, and between two of them errors are interpolated.
 
+    times : how often each trial counts, ``[N]`` integers
+
     >>> rates(np.array([0.9, 0.8, 0.3, 0.1]), np.array([True, True, False, False]))
     Rates(eer=0.0, min_dcf=0.0, threshold=0.8)
     """
-    same = np.asarray(same, bool)
-    targets, others = int(same.sum()), int((~same).sum())
+    times = np.ones(len(scores), np.int64) if times is None else times
+    of_one = times * np.asarray(same, bool)
+    targets, others = int(of_one.sum()), int((times - of_one).sum())
     if not targets or not others:
         return Rates(np.nan, np.nan, np.nan)
     order = np.argsort(-scores, kind="stable")
     thresholds, ends = np.asarray(scores, np.float64)[order], np.append(np.diff(scores[order]) != 0, True)
-    accepted = np.concatenate([[0], np.cumsum(same[order])[ends]])
-    missed, false = targets - accepted, np.concatenate([[0], np.flatnonzero(ends) + 1]) - accepted
+    accepted, all_accepted = (np.concatenate([[0], np.cumsum(each[order])[ends]]) for each in (of_one, times))
+    missed, false = targets - accepted, all_accepted - accepted
     thresholds = np.concatenate([[np.inf], thresholds[ends]])
     cost = p_target * missed / targets + (1 - p_target) * false / others
     # The first with as many false alarms, never the one that accepts nothing. Counts compare exactly, and shares don't.

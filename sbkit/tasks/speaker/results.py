@@ -38,6 +38,11 @@ class Scored(NamedTuple):
         """The rates by name."""
         return {"EER": self.rates.eer, "minDCF": self.rates.min_dcf}
 
+    def drawn(self, times: np.ndarray) -> Scored:
+        """The same with each recording so many times [R]; no trial is of one with itself."""
+        each = times[self.trials.first] * times[self.trials.second]
+        return self._replace(rates=verification.rates(self.scores, self.trials.same, times=each))
+
     def worst(self) -> list[int]:
         """The trials that are furthest on the wrong side: of one speaker, and of two."""
         refused = np.flatnonzero(self.trials.same)[np.argsort(self.scores[self.trials.same])[:WORST]]
@@ -77,15 +82,10 @@ class Verified(Results):
 
     def headline(self) -> str:
         same = self.scored.trials.same
-        return (f"EER {self.stats['EER']:.2f} %, minDCF {self.stats['minDCF']:.3f}, {len(same):,} trials of "
-                f"{self.utterances} recordings, {int(same.sum()):,} of them of one speaker")
+        return f"{super().headline()}, {len(same):,} trials, {int(same.sum()):,} of them of one speaker"
 
     def facts(self) -> dict[str, Any]:
-        return {**self.stats, "threshold": self.scored.rates.threshold, "trials": len(self.scored.trials.same)}
-
-    def columns(self) -> list[tuple[str, Any]]:
-        return [("EER %", f"{self.stats['EER']:.2f}"), ("minDCF", f"{self.stats['minDCF']:.3f}"),
-                ("trials", len(self.scored.trials.same)), ("threshold", f"{self.scored.rates.threshold:.3f}")]
+        return {**super().facts(), "threshold": self.scored.rates.threshold, "trials": len(self.scored.trials.same)}
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         """Write the numbers; the report lets one hear the worst trials."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from speechbrain.core import Stage
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from sbkit.export.features import Traced, express
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.tf32 import without_tf32
 from sbkit.score import verification
+from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.speaker.keys import SpeakerKeys
 from sbkit.tasks.speaker.results import SpeakerRow, Verified, scored
@@ -134,6 +136,15 @@ class Speaker(Task):
     def results(self, rows: Sequence[SpeakerRow], loss: float, unread: Mapping[str, str]) -> Verified:
         del loss  # of speakers that training knows, which a test has none of
         return Verified.of(scored(rows, self.keys.trials), rows, unread)
+
+    def estimate(self, rows: Sequence[SpeakerRow]) -> MetricEstimate | None:
+        """How sure the equal error rate is, by drawing recordings anew."""
+        whole, place = scored(rows, self.keys.trials), {row.id: number for number, row in enumerate(rows)}
+
+        def drawn(again: Sequence[SpeakerRow]) -> dict[str, float]:
+            return whole.drawn(np.bincount([place[row.id] for row in again], minlength=len(rows))).stats
+
+        return estimate(self.metric, rows, drawn)
 
     # ------------------------------------------------------------ export
 
