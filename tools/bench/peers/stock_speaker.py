@@ -113,9 +113,9 @@ def main() -> None:
     seconds = time.perf_counter() - began
     brain.modules.eval()
     with torch.no_grad():
-        vectors = torch.stack([brain.vectors(torch.from_numpy(signal)[None], torch.ones(1))[0, 0] for signal in (
+        found = torch.stack([brain.vectors(torch.from_numpy(signal)[None], torch.ones(1))[0, 0] for signal in (
             read_utterance(row.wav, row.start, row.duration, sample_rate=RATE) for row in test)])
-    vectors = torch.nn.functional.normalize(vectors, dim=1).numpy()
+    vectors = torch.nn.functional.normalize(found, dim=1).numpy()
     trials = verification.made(list(test.speakers))
     rates = verification.rates((vectors @ vectors.T)[trials.first, trials.second], trials.same)
     args.answer.write_text(json.dumps({
