@@ -12,6 +12,7 @@ from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.recognise.keys import EncoderKeys
+from sbkit.tasks.speaker.keys import SpeakerKeys
 from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.train.keys import ScriptKeys, TrainKeys
@@ -39,6 +40,7 @@ CHAPTERS = (
     Chapter("Transducer", TransducerKeys,
             "`brain: !name:sbkit.tasks.transducer.Transducer` has those of recognisers and encoders and these."),
     Chapter("Codec", CodecKeys, "`brain: !name:sbkit.tasks.codec.Codec` has those of every task and these."),
+    Chapter("Speakers", SpeakerKeys, "`brain: !name:sbkit.tasks.speaker.Verification` has those of every task and these."),
     Chapter("Voice", TTSKeys, "`brain: !name:sbkit.tasks.tts.TTS` has those of every task and these."),
 )
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sbkit.tasks.speaker.task import Speaker
+from sbkit.tasks.speaker.task import Verification
 
-__all__ = ["Speaker"]
+__all__ = ["Verification"]

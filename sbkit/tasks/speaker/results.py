@@ -26,7 +26,7 @@ class SpeakerRow(NamedTuple):
     vector: np.ndarray
 
 
-class Scored(NamedTuple):
+class ScoredTrials(NamedTuple):
     """Trials with their scores [N]."""
 
     trials: Trials
@@ -38,7 +38,7 @@ class Scored(NamedTuple):
         """The rates by name."""
         return {"EER": self.rates.eer, "minDCF": self.rates.min_dcf}
 
-    def drawn(self, times: np.ndarray) -> Scored:
+    def drawn(self, times: np.ndarray) -> ScoredTrials:
         """The same with each recording so many times [R]; no trial is of one with itself."""
         each = times[self.trials.first] * times[self.trials.second]
         return self._replace(rates=verification.rates(self.scores, self.trials.same, times=each))
@@ -52,7 +52,7 @@ class Scored(NamedTuple):
         return [int(each) for each in wrong]
 
 
-def scored(rows: Sequence[SpeakerRow], path: str | None = None) -> Scored:
+def scored(rows: Sequence[SpeakerRow], path: str | None = None) -> ScoredTrials:
     """Score the trials of a list, or all pairs of recordings."""
     if path is None:
         trials = verification.made([row.speaker for row in rows])
@@ -63,18 +63,18 @@ def scored(rows: Sequence[SpeakerRow], path: str | None = None) -> Scored:
         np.einsum("nd,nd->n", vectors[first], vectors[second])
         for first, second in zip(*(np.array_split(side, 1 + len(side) // 100_000)
                                    for side in (trials.first, trials.second)), strict=True))])
-    return Scored(trials, scores, verification.rates(scores, trials.same))
+    return ScoredTrials(trials, scores, verification.rates(scores, trials.same))
 
 
 @dataclass
 class Verified(Results):
     """Rows of a test and the rates of its trials."""
 
-    scored: Scored = field(kw_only=True)
+    scored: ScoredTrials = field(kw_only=True)
     rows: Sequence[SpeakerRow] = ()
 
     @classmethod
-    def of(cls, scored: Scored, rows: Sequence[SpeakerRow], unread: Mapping[str, str]) -> Verified:
+    def of(cls, scored: ScoredTrials, rows: Sequence[SpeakerRow], unread: Mapping[str, str]) -> Verified:
         """Put a test together."""
         found = cls(scored.stats, len(rows), dict(unread), scored=scored, rows=rows)
         found.tables = [found._kinds(), found._wrong()]

@@ -63,7 +63,7 @@ class Embedder(nn.Module):
         return self.vectors(*self.centred(signals, lengths))
 
 
-class Speaker(Task):
+class Verification(Task):
     """The Brain of ``hparams/speaker.yaml``.
 
     - The loss tells the training set's speakers apart, with a margin between them. Those of dev and test should be

@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.check import check
 from sbkit.score.verification import made, rates
-from sbkit.tasks.speaker import Speaker
+from sbkit.tasks.speaker import Verification
 from sbkit.tasks.speaker.results import SpeakerRow, Verified, scored
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "speaker.yaml"
@@ -31,7 +31,7 @@ def brain(folder, recipe=RECIPE, **given):
     torch.manual_seed(0)
     hparams = load.load(recipe, {**SMALL, "output_folder": str(folder), **given})
     hparams["checkpointer"] = None
-    return Speaker(modules=hparams["modules"], hparams=hparams, opt_class=None, run_opts={"device": "cpu"})
+    return Verification(modules=hparams["modules"], hparams=hparams, opt_class=None, run_opts={"device": "cpu"})
 
 
 @pytest.fixture
@@ -154,10 +154,10 @@ def test_a_list_that_names_nobody_of_the_test_is_refused(tmp_path, caplog):
     manifest, task.keys.trials = Manifest.read(tmp_path / "test.csv"), str(path)
     path.write_text("1 x y\n")
     with pytest.raises(SbkitError, match="names no recording of the test set, whose ids are like u1"):
-        Speaker.check_manifest(task.keys, "test", manifest)
-    Speaker.check_manifest(task.keys, "dev", manifest)
+        Verification.check_manifest(task.keys, "test", manifest)
+    Verification.check_manifest(task.keys, "dev", manifest)
     path.write_text("0 u1.wav u2.wav\n1 u1.wav gone.wav\n")
-    Speaker.check_manifest(task.keys, "test", manifest)
+    Verification.check_manifest(task.keys, "test", manifest)
     assert "lacks a recording of 1 of the 2 trials" in caplog.text
 
 
