@@ -40,7 +40,8 @@ CHAPTERS = (
     Chapter("Transducer", TransducerKeys,
             "`brain: !name:sbkit.tasks.transducer.Transducer` has those of recognisers and encoders and these."),
     Chapter("Codec", CodecKeys, "`brain: !name:sbkit.tasks.codec.Codec` has those of every task and these."),
-    Chapter("Speakers", SpeakerKeys, "`brain: !name:sbkit.tasks.speaker.Verification` has those of every task and these."),
+    Chapter("Speakers", SpeakerKeys,
+            "`brain: !name:sbkit.tasks.speaker.Verification` has those of every task and these."),
     Chapter("Voice", TTSKeys, "`brain: !name:sbkit.tasks.tts.TTS` has those of every task and these."),
 )
 

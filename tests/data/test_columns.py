@@ -224,7 +224,17 @@ def test_a_label_that_the_recipe_does_not_list_is_refused_in_training_and_minus_
     assert [found[f"train-u{i}"] for i in range(3)] == [1, -1, 0]
 
 
-@pytest.mark.parametrize("listed", [None, [], "s1", 3])
+def test_a_list_that_is_null_is_that_of_the_training_set(manifest):
+    null = BatchColumns(DECLARED, type("Later", (), {"speakers": None}))
+    null.check_classes(manifest)
+    assert null.list_classes(manifest) == {"speakers": ["s0", "s1", "s2"]}
+    for noise in (False, True):  # a check has no corpus yet
+        labels = null.stand_in(torch.zeros(4, 10), torch.full((4,), 10), noise=noise)["labels"]["speaker"]
+        assert labels.tolist() == [0] * 4
+    assert BatchColumns(DECLARED, Keys).list_classes(manifest) == {}
+
+
+@pytest.mark.parametrize("listed", [[], "s1", 3])
 def test_a_key_without_a_list_is_named(listed):
     with pytest.raises(SbkitError, match=r"speakers is .*the list of all values of the column speaker"):
         BatchColumns(DECLARED, type("Wrong", (), {"speakers": listed}))
