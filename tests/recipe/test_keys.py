@@ -326,7 +326,7 @@ class Corpus:
 
 
 def prepared(made):
-    made.patch.setattr(CTC, "prepare", classmethod(lambda cls, keys, manifests, given: manifests["dev"]))
+    made.patch.setattr(CTC, "prepare", classmethod(lambda cls, keys, manifests, given: {"dev": manifests["dev"]}))
     return preparation.prepare_data(made.recipe, {}, None)
 
 

@@ -8,6 +8,7 @@ import encoders
 import pytest
 import torch
 from hyperpyyaml import load_hyperpyyaml
+from run_folders import sound
 from safetensors.torch import save_file
 
 from sbkit.export import layout
@@ -39,6 +40,10 @@ def stand_ins(name: str, folder: Path) -> dict:
         given |= {"encoder_source": str(encoders.make(folder / "encoder", "wav2vec2-layer", **large))}
     if any("sbkit.tasks.tts" in text for text in texts):
         given |= dict.fromkeys(["codec", "recogniser"], str(codec_of(name, folder)))
+    if any("trials: !PLACEHOLDER" in text for text in texts):
+        given |= {"trials": str(folder / "trials.txt"), "noise_folder": str(folder), "rir_folder": str(folder)}
+        for name in ("id10001/a/1.wav", "id10002/a/1.wav", "id10003/a/1.wav", "id10270/a/1.wav"):
+            sound(folder / name)
     return given
 
 
@@ -58,7 +63,7 @@ def codec_of(name: str, folder: Path) -> Path:
 
 
 #: The last layer of recipes whose name has a mark; of others it is ``ctc_lin``.
-LAST = [("codec", "head"), ("tts", "code_head"), ("large", "seq_lin")]
+LAST = [("codec", "head"), ("tts", "code_head"), ("speaker", "classifier"), ("large", "seq_lin")]
 
 
 def test_there_are_recipes_to_check():
