@@ -38,12 +38,16 @@ _COMPUTING = ("orthogonal_", "trunc_normal_", "sparse_")
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves weights uninitialised within it: a check looks only at shapes and devices."""
+    """Leaves weights uninitialised within it: most of a check looks only at shapes and devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped: list[Callable[[], object]] = []
 
     def __enter__(self) -> _Unfilled:
         self.kept = {name: getattr(torch.nn.init, name) for name in _COMPUTING}
-        for name in _COMPUTING:
-            setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        for name, function in self.kept.items():
+            setattr(torch.nn.init, name, functools.partial(self._skip, function))
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def __exit__(self, *exc: Any) -> None:
@@ -54,8 +58,12 @@ class _Unfilled(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> object:
         if getattr(func, "__name__", "") in _FILLING:
-            return args[0] if args else (kwargs or {}).get("tensor")
+            return self._skip(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _skip(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+        self.skipped.append(functools.partial(func, *args, **kwargs))
+        return args[0] if args else kwargs.get("tensor")
 
 
 class _NotBuilt(Exception):
@@ -72,6 +80,13 @@ class Built:
         self.missing: set[str] = set()
         """Top-level keys that could not be built."""
         self._origins: dict[int, tuple[object, Node]] = {}
+        self._skipped: list[Callable[[], object]] = []
+
+    def initialise(self) -> None:
+        """Give weights their initial values, which building left out."""
+        with torch.no_grad():
+            while self._skipped:
+                self._skipped.pop(0)()
 
     def origin(self, obj: object) -> Node | None:
         """The node that an object was built from, None if it is unknown."""
@@ -89,7 +104,8 @@ def build(root: Node, findings: Findings) -> Iterator[Built]:
     built = Built()
     with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder, _restored_generators():
         builder = _Builder(built, findings, folder)
-        with _Unfilled():
+        with _Unfilled() as unfilled:
+            built._skipped = unfilled.skipped
             for key, node in root.value.items():
                 if not isinstance(key, str) or key.startswith("__"):
                     continue

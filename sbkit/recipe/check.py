@@ -20,7 +20,7 @@ from sbkit.data.plan import Plan
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
-from sbkit.recipe import batch_size, cost, devices, learning, ownership, parts, trace
+from sbkit.recipe import batch_size, cost, devices, learning, ownership, parts, real_batches, trace
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.keys import TaskClass
@@ -93,6 +93,8 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
             start = traced.task.check_start(traced, findings)
         _check_corpus(built, traced.task, findings, starting)
         labels, note = _check_prepared(traced, findings) if not starting else (None, "")
+        if traced.complete and not any(each.severity == "error" for each in findings):
+            report.notes += filter(None, [real_batches.try_them(traced, findings)])
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
         bill_section = _cost(owned, traced, findings, report, run_opts, starting, measure)
         if complete:

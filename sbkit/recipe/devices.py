@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from sbkit.recipe.build import Built
 from sbkit.recipe.ownership import (
@@ -32,8 +33,11 @@ def section(built: Built, owned: Owned) -> Section:
     distinct = {id(p): p for p in total}.values()
     count = sum(p.numel() for p in distinct)
     columns = ["key", "class", "parameters", "trained", "after the move", "optimizer", "checkpoint"]
-    return Section("Modules", columns, rows,
-                   [f"{count:,} parameters; moved to the meta device to prove where each tensor goes"])
+    remarks = [f"{count:,} parameters; moved to the meta device to prove where each tensor goes"]
+    if any(isinstance(each, _BatchNorm) for root in owned.roots.values() for each in root.modules()):
+        remarks.append("BatchNorm normalises by the batch that is computed at once, on GPUs that of all devices, so "
+                       "the number of devices and max_batch_seconds change what is learnt")
+    return Section("Modules", columns, rows, remarks)
 
 
 def _listed(built: Built, owned: Owned) -> list[tuple[str, nn.Module]]:

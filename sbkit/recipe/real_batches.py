@@ -1,0 +1,118 @@
+"""Sends two small batches of noise through the recipe's Brain, for what stand-ins without values can't show.
+
+A batch of one utterance, an utterance beside padding, and the statistics of a validation.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import torch
+from speechbrain.core import Stage
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from sbkit.errors import summary
+from sbkit.recipe.keys import Task
+from sbkit.recipe.source import Findings, Place
+from sbkit.recipe.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 2.0
+"""Of the utterance; as much padding is added."""
+MOST_NUMBERS = 300_000_000
+"""Of a model that is computed, in less than some seconds and GiB."""
+APART = 0.1
+"""Outputs with padding may be this far from those without, by their norms."""
+
+
+def try_them(traced: Trace, findings: Findings) -> str:
+    """Add what they show to the findings; returns why something couldn't be tried, if so."""
+    brain, note = traced.brain, ""
+    numbers = sum(each.numel() for each in brain.modules.parameters())
+    if numbers > MOST_NUMBERS:
+        return (f"a batch of one, padding and the metric: a model of {numbers / 1e6:,.0f} million parameters isn't "
+                "computed for that")
+    traced.built.initialise()
+    with brain.restoring(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run gives them again
+        batching = traced.built.hparams.get("batching")
+        if getattr(batching, "min_batch_utterances", 2) == 1:
+            _one_utterance(brain, traced, findings)
+        brain.modules.eval()
+        try:
+            _padding(brain, traced, findings)
+            if brain.metric.name != "loss" and brain.is_prepared(brain.keys):
+                _metric(brain, traced, findings)
+        except Exception as error:  # the task's own code on noise, which a corpus may never have
+            logger.debug("not tried on noise", exc_info=True)
+            note = f"a validation of one recording of noise: {summary(error)}"
+    return note
+
+
+def _one_utterance(brain: Task, traced: Trace, findings: Findings) -> None:
+    brain.modules.train()
+    try:
+        with torch.no_grad():
+            batch = brain.stand_in(1, SECONDS, noise=True)
+            brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+    except Exception as error:  # each layer has its own
+        node = traced.built.nodes.get("batching")
+        findings.error("one-utterance", node.place if node else Place(), "batching",
+                       f"a batch of one utterance fails, which this recipe may have: {summary(error)}",
+                       "set min_batch_utterances: 2 there")
+
+
+def _padding(brain: Task, traced: Trace, findings: Findings) -> None:
+    samples = round(SECONDS * brain.keys.sample_rate)
+    signal = 0.1 * torch.randn(samples, generator=torch.Generator().manual_seed(0))
+    longer = torch.cat((signal, torch.zeros(samples)))
+    alone, again, padded = (_outputs(brain, each, samples, i) for i, each in enumerate((signal, signal, longer)))
+    if not len(alone) == len(again) == len(padded) or any(map(_apart, alone, again)):
+        return  # it draws numbers, so nothing can be compared
+    apart = max(map(_apart, alone, padded), default=0.0)
+    if apart > APART:
+        node = traced.built.nodes["brain"]
+        findings.warning("padding", node.place, "brain",
+                         f"an utterance's results depend on its padding: with as much again behind it, they are "
+                         f"{100 * apart:.0f} % off, so what else is in a batch changes them",
+                         "leave padding out of means and normalisation, by batch.signal_lengths")
+
+
+def _outputs(brain: Task, signal: Tensor, samples: int, seed: int) -> list[Tensor]:
+    """The numbers that ``compute_forward`` gives for one utterance; those that it draws follow from the seed."""
+    torch.manual_seed(0)
+    batch = brain.clip_batch(signal, samples)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        leaves = tree_leaves(brain.compute_forward(batch, Stage.VALID))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1
+            and len(leaf) == 1]
+
+
+def _apart(alone: Tensor, padded: Tensor) -> float:
+    """How far the part that both have is apart; of frames, in the middle one, since edges may differ.
+
+    0 if one isn't part of the other.
+    """
+    if alone.dim() != padded.dim() or any(map(int.__gt__, alone.shape, padded.shape)):
+        return 0.0
+    part = padded[tuple(slice(size) for size in alone.shape)]
+    apart, size = ((each.flatten(2).norm(dim=2) if each.dim() > 2 else each.norm(dim=1)) for each in
+                   (part - alone, alone))
+    return float((apart / size.clamp(min=1e-9)).median())
+
+
+def _metric(brain: Task, traced: Trace, findings: Findings) -> None:
+    samples = round(SECONDS * brain.keys.sample_rate)
+    brain.rows = []
+    with torch.no_grad():
+        brain.evaluate_batch(brain.clip_batch(0.1 * torch.randn(samples), samples), Stage.VALID)
+    known = {"loss": 0.0, **brain.stats(brain.rows)}
+    if brain.rows and brain.metric.name not in known:
+        node = traced.built.nodes["brain"]
+        findings.error("metric", node.place, "brain",
+                       f"{type(brain).__name__} chooses the best checkpoint by {brain.metric.name!r}, and its "
+                       f"validations give {', '.join(known)}", "return it from stats, or name one of these in metric")

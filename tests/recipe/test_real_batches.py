@@ -1,0 +1,122 @@
+"""A batch of one, padding that changes results, and a metric that no validation gives are found before a run starts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sbkit.recipe.check import check
+from sbkit.tasks.ctc import CTC
+from sbkit.tasks.task import Metric
+
+SMALL = Path(__file__).with_name("small.yaml")
+
+
+class OneVector(nn.Linear):
+    """A head with a vector per utterance, which BatchNorm normalises over the batch."""
+
+    def __init__(self, input_size, n_neurons):
+        super().__init__(input_size, n_neurons)
+        self.norm = nn.BatchNorm1d(input_size)
+
+    def forward(self, x):
+        return super().forward(x + self.norm(x[:, 0])[:, None])
+
+
+class Unmasked(nn.Linear):
+    """A head that takes the mean over all frames, those of padding among them."""
+
+    def __init__(self, input_size, n_neurons):
+        super().__init__(input_size, n_neurons)
+
+    def forward(self, x):
+        return super().forward(x + 10 * x.mean(1, keepdim=True))
+
+
+class Drawing(nn.Linear):
+    """A head whose outputs are drawn anew each time, with or without padding."""
+
+    def __init__(self, input_size, n_neurons):
+        super().__init__(input_size, n_neurons)
+
+    def forward(self, x):
+        return super().forward(x + torch.rand_like(x))
+
+
+class Chooses(CTC):
+    """A task whose best checkpoint is chosen by a number that its validation may not have."""
+
+    metric = Metric("F1")
+
+    @classmethod
+    def is_prepared(cls, keys):
+        return True
+
+    def compute_objectives(self, predictions, batch, stage):
+        if stage.name == "VALID":
+            self.rows.append(SimpleNamespace(id="clip"))
+            return torch.zeros(())
+        return super().compute_objectives(predictions, batch, stage)
+
+    def stats(self, rows):
+        return {"precision": 0.5, "recall": 0.5}
+
+
+class Complete(Chooses):
+    def stats(self, rows):
+        return {**super().stats(rows), "F1": 0.5}
+
+
+class NeedsSpeech(Chooses):
+    def stats(self, rows):
+        raise ValueError("nothing was said")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch, request):
+    monkeypatch.syspath_prepend(request.path.parent)
+
+
+def checked(tmp_path, head="", brain="", batching=""):
+    path = tmp_path / "recipe.yaml"
+    text = SMALL.read_text()
+    if head:
+        text = text.replace("ctc_lin: !new:speechbrain.nnet.linear.Linear", f"ctc_lin: !new:test_real_batches.{head}")
+    if brain:
+        text = text.replace("brain: !name:sbkit.tasks.ctc.CTC", f"brain: !name:test_real_batches.{brain}")
+    path.write_text(text.replace("max_batch_seconds: 40", f"max_batch_seconds: 40{batching}"))
+    report = check(path, {"output_folder": str(tmp_path / "out")})
+    return report, [(each.code, each.message) for each in [*report.errors, *report.warnings]]
+
+
+def test_a_recipe_without_such_faults_has_no_findings(tmp_path):
+    report, found = checked(tmp_path)
+    assert found == [] and not any("noise" in note for note in report.notes)
+
+
+def test_a_batch_of_one_is_tried_unless_the_plan_has_none(tmp_path):
+    _, ((code, message),) = checked(tmp_path, "OneVector")
+    assert code == "one-utterance" and "Expected more than 1 value per channel" in message
+    report, found = checked(tmp_path, "OneVector", batching="\n    min_batch_utterances: 2")
+    assert found == [] and "max_batch_seconds change what is learnt" in report.sections["devices"].remarks[-1]
+
+
+def test_results_that_depend_on_padding_are_a_warning(tmp_path):
+    _, ((code, message),) = checked(tmp_path, "Unmasked")
+    assert code == "padding" and "an utterance's results depend on its padding" in message
+    assert checked(tmp_path, "Drawing")[1] == []
+
+
+def test_a_metric_that_validations_do_not_give_is_an_error(tmp_path):
+    _, ((code, message),) = checked(tmp_path, brain="Chooses")
+    assert code == "metric" and "by 'F1', and its validations give loss, precision, recall" in message
+    assert checked(tmp_path, brain="Complete")[1] == []
+
+
+def test_a_validation_that_noise_ends_is_a_note(tmp_path):
+    report, found = checked(tmp_path, brain="NeedsSpeech")
+    assert found == []
+    assert any("a validation of one recording of noise: " in note and "nothing was said" in note
+               for note in report.notes)
