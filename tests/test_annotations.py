@@ -73,6 +73,7 @@ def test_a_reason_stands_on_the_line_of_its_any():
 
 
 def test_every_bare_any_has_its_reason():
-    files = {path: path.read_text(encoding="utf-8") for path in sorted(HOME.rglob("*.py"))}
+    files = {path: path.read_text(encoding="utf-8") for path in sorted(HOME.rglob("*.py"))
+             if path.parent.name != "own"}  # what sbkit new writes, as docs/extend.md explains it
     bare = [f"{path.relative_to(HOME.parent)}:{line}" for path, code in files.items() for line in bare_in(code)]
     assert bare == [], "give it a type, or say on its line why it has none"

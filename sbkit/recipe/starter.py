@@ -16,35 +16,41 @@ from sbkit.recipe.load import chain
 
 HOME = Path(sbkit.__file__).parent / "starter"
 RECIPES = "hparams"
+OWN = "mine"
+"""The name of a task that the user is to write; its starter is in a folder of its own."""
 _ALWAYS = (Path("README.md"), Path("train.py"))
 
 
 def tasks() -> list[str]:
-    """The tasks that have a main recipe."""
-    return sorted(path.stem for path in (HOME / RECIPES).glob("*.yaml"))
+    """The tasks that have a starter."""
+    return sorted([OWN, *(path.stem for path in (HOME / RECIPES).glob("*.yaml"))])
 
 
-def files(task: str) -> list[Path]:
-    """The files of a task's starter, as paths relative to its folder."""
+def files(task: str) -> dict[Path, Path]:
+    """The files of a task's starter: where each lies, by its path in the new folder."""
     if task not in tasks():
         near = difflib.get_close_matches(task, tasks(), n=1)
         raise SbkitError(f"there is no task {task!r}",
                          hint=(f"did you mean {near[0]}? " if near else "") + f"there is {', '.join(tasks())}")
+    if task == OWN:
+        own = HOME / "own"
+        places = [path for path in sorted(own.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+        return {path.relative_to(own): path for path in places}
     flagship = HOME / RECIPES / f"{task}.yaml"
     resting = [path.relative_to(HOME) for path in sorted((HOME / "recipes").rglob(f"{RECIPES}/*.yaml"))
                if chain(path)[-1][0].samefile(flagship)]
-    return [*_ALWAYS, flagship.relative_to(HOME), *resting]
+    return {place: HOME / place for place in (*_ALWAYS, flagship.relative_to(HOME), *resting)}
 
 
 def write(folder: Path, task: str) -> list[Path]:
     """Write a starter and return the paths of its files; existing files are never overwritten."""
-    places = files(task)
-    there = [str(place) for place in places if (folder / place).exists() or (folder / place).is_symlink()]
+    sources = files(task)
+    there = [str(place) for place in sources if (folder / place).exists() or (folder / place).is_symlink()]
     if there:
         raise SbkitError(f"{folder} has {', '.join(there)} already", hint="name another folder: nothing was written")
-    for place in places:
-        _copy(HOME / place, folder / place)
-    return places
+    for place, source in sources.items():
+        _copy(source, folder / place)
+    return list(sources)
 
 
 def _copy(source: Path, to: Path) -> None:

@@ -41,8 +41,8 @@ def test_other_files_in_the_folder_do_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize("task, told", [
-    ("cct", "did you mean ctc? there is codec, ctc, speaker, ssl, streaming, transducer, tts"),
-    ("../x", "there is codec, ctc, speaker, ssl, streaming, transducer, tts")])
+    ("cct", "did you mean ctc? there is codec, ctc, mine, speaker, ssl, streaming, transducer, tts"),
+    ("../x", "there is codec, ctc, mine, speaker, ssl, streaming, transducer, tts")])
 def test_an_unknown_task_lists_those_there_are(tmp_path, capsys, task, told):
     assert main(["new", str(tmp_path / "x"), "--task", task]) == 2
     assert capsys.readouterr().err == f"error: there is no task {task!r}; {told}\n"
@@ -66,7 +66,7 @@ def test_a_task_gets_the_recipes_that_rest_on_its_flagship_alone(tmp_path, monke
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
     monkeypatch.setattr(starter, "HOME", home)
-    assert starter.tasks() == ["ctc", "tts"]
+    assert starter.tasks() == ["ctc", "mine", "tts"]
     assert [str(place) for place in starter.files("tts")] == [
         "README.md", "train.py", "hparams/tts.yaml", "recipes/Corpus/TTS/Tiny/hparams/base.yaml",
         "recipes/Corpus/TTS/Tiny/hparams/en.yaml", "recipes/Corpus/TTS/hparams/one.yaml"]

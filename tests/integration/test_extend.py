@@ -125,6 +125,20 @@ def test_the_page_writes_out_a_short_file_and_a_yaml():
 
 
 @pytest.mark.slow
+def test_a_new_folder_for_a_task_of_ones_own_has_it_and_passes_its_check(home, tmp_path):
+    said = sbkit(tmp_path, "new", "starter", "--task", "mine")
+    own = tmp_path / "starter"
+    for name, written in (("spotter.py", "mine.py"), ("spotter.yaml", "hparams/mine.yaml")):
+        text = files()[name].replace("Spotter", "Mine").replace("spotter", "mine")
+        assert (own / written).read_text() == text, "the page's and the folder's are one"
+    assert "sbkit check hparams/mine.yaml" in said
+    report = json.loads(sbkit(own, "check", "hparams/mine.yaml", "--json"))
+    assert report["errors"] == [] and [each["code"] for each in report["warnings"]] == ["no-corpus"]
+    corpus(own / "data")
+    assert "accuracy" in sbkit(own, "train", "hparams/mine.yaml", "--noprogressbar", "--epoch_counter.limit", "1")
+
+
+@pytest.mark.slow
 def test_it_is_checked_and_priced(home):
     report = json.loads(sbkit(home, "check", "spotter.yaml", "--json"))
     assert report["errors"] == report["warnings"] == []
