@@ -27,11 +27,9 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
-from sbkit.recipe.values import static
-from sbkit.runs import initial
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.evaluation import EvaluateRequest
-from sbkit.runs.initial import table
+from sbkit.runs.initial.checked_start import check_start
 from sbkit.runs.initial.source import TokenTables
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
@@ -151,7 +149,7 @@ class Task(Brain):
 
         Returns a table of what it will take for the check's report; None if it starts from nothing, or can't.
         """
-        return _check_start(trace, findings)
+        return check_start(trace, findings)
 
     @classmethod
     def check_labels(cls, keys: OwnKeys, manifests: Mapping[str, Manifest], findings: Findings,
@@ -285,10 +283,7 @@ class Task(Brain):
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
     def estimate(self, rows: Sequence[Any]) -> MetricEstimate | None:
-        """How sure the metric of a test is, by drawing rows anew; None without an answer.
-
-        Override it where ``stats`` takes rows together, as one does that compares all pairs of them.
-        """
+        """How sure a test's metric is, by drawing rows anew; override it where ``stats`` compares rows with each other."""
         return estimate(self.metric, rows, self.stats)
 
     def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
@@ -433,31 +428,3 @@ class Task(Brain):
         if self.checkpointer is not None and count > 1:
             used = load_mean(self.checkpointer, count, max_key=max_key, min_key=min_key)
             logger.info("Testing the average of %d checkpoints", len(used))
-
-
-def _check_start(trace: Trace, findings: Findings) -> Section | None:
-    """Find a source that isn't there, or doesn't fit; a run that has a checkpoint needs none.
-
-    Returns a table of what the run will take, and what not.
-    """
-    if trace.brain is None or trace.keys.init_from is None or _has_checkpoint(trace.built):
-        return None
-    try:
-        described, fates = initial.check(trace.keys, trace.brain)
-    except SbkitError as error:
-        nodes, (key, _, said) = trace.built.nodes, error.message.partition(": ")
-        key, said = (key, said) if key in nodes and key.startswith("init_") else ("init_from", error.message)
-        findings.error("start", nodes[key].place, key, said, error.hint or "")
-        return None
-    parts = [{"part": fate.name, "numbers": fate.numbers, "what": fate.what, "why": fate.why}
-             for fate in table.collapsed(fates)]
-    return Section(f"Start: from {described}", table.COLUMNS, table.rows(fates),
-                   values={"from": described, "parts": parts})
-
-
-def _has_checkpoint(built: Built) -> bool:
-    """Whether the run has a checkpoint: not where the check has put its checkpointer, but where the recipe does."""
-    node = built.nodes.get("checkpointer")
-    folder = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
-    said = static(folder) if folder is not None else None
-    return isinstance(said, str) and any(Path(said).glob("CKPT+*"))
