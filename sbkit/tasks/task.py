@@ -283,7 +283,7 @@ class Task(Brain):
         return Results({"loss": loss, **self.stats(rows)}, utterances=len(rows), unread=dict(unread))
 
     def estimate(self, rows: Sequence[Any]) -> MetricEstimate | None:
-        """How sure a test's metric is, by drawing rows anew; override it where ``stats`` compares rows with each other."""
+        """How sure a test's metric is, by drawing rows anew; override it where ``stats`` compares rows."""
         return estimate(self.metric, rows, self.stats)
 
     def tested_results(self, rows: Sequence[Any], loss: float, unread: Mapping[str, str]) -> Results:
