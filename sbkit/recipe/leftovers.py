@@ -48,7 +48,7 @@ class Holdings:
         for container, before in self._before.values():
             if self._gained_stand_ins(container, before):
                 _refill(container, before)
-        for cache in _caches(_alive(mode)):
+        for cache in _caches():
             cache.cache_clear()
 
     def _gained_stand_ins(self, container: Container, before: Container) -> bool:
@@ -123,9 +123,12 @@ def _alive(mode: FakeTensorMode) -> Iterator[FakeTensor]:
     return (each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode)
 
 
-def _caches(leaks: Iterable[FakeTensor]) -> Iterator[functools._lru_cache_wrapper[object]]:
-    """Yield the functions whose functools.cache holds stand-ins."""
-    return (holder for holder in _holders(*leaks) if isinstance(holder, _CACHE))
+def _caches() -> list[functools._lru_cache_wrapper[object]]:
+    """The functions whose functools.cache holds stand-ins."""
+    plain = (torch.Tensor, tuple, *_CONTAINERS)
+    return [cache for cache in gc.get_objects() if type(cache) is _CACHE and any(
+        type(each) is FakeTensor
+        for each in _reached([held for held in gc.get_referents(cache) if isinstance(held, plain)], {id(vars(cache))}))]
 
 
 def _holders(*leaks: object) -> Iterator[object]:

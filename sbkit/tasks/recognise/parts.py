@@ -96,14 +96,19 @@ def _front_end_fits(keys: EncoderKeys, built: Built, findings: Findings) -> bool
     if front_end is None or features is None or node is None:
         return True
     samples = round(SECONDS * keys.sample_rate)
-    width = on_stand_ins(features, lambda _: _of_silence(features, samples).shape[-1])
     shape = node.value.get("input_shape") if isinstance(node.value, dict) else None
     said = static(shape.value[-1]) if shape is not None and isinstance(shape.value, list) and shape.value else None
+
+    def width_of_features(_: object) -> int:
+        made = _of_silence(features, samples)
+        if said == made.shape[-1] or not isinstance(said, int):
+            front_end(made)
+        return made.shape[-1]
+
+    width = on_stand_ins(nn.Sequential(features, front_end), width_of_features)
     if isinstance(said, int) and said != width:
         findings.error("shape-mismatch", node.place_of("input_shape"), node.key_of("input_shape"),
                        f"it expects {said} features, compute_features makes {width}",
                        "write `input_shape: [8, 10, !ref <n_mels>]`")
         return False
-    both = nn.Sequential(features, front_end)
-    on_stand_ins(both, lambda _: front_end(_of_silence(features, samples)).shape)
     return True
