@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
@@ -26,8 +27,8 @@ PATIENCE, MAX_TIMES = 400, 3.0
 USUAL_RATE, TRAINED_RATE = 0.002, 3e-4
 #: Divergence: of what was clearly learnt (from ``CLEARLY`` below chance on) half of the way down from chance is lost,
 #: on a logarithmic scale, or the loss has grown to ``GROWN`` times where it began, and stays there for ``LASTING``
-#: steps or 2 % of the run. A lowest loss counts as a tenth of chance at least: below, spikes multiply it.
-CLEARLY, FALLEN, GROWN, LASTING, LOWEST = 0.3, 0.5, 1.5, 100, 0.1
+#: steps. A lowest loss counts as a tenth of chance at least: below, spikes multiply it.
+CLEARLY, GROWN, LASTING, LOWEST = 0.3, 1.5, 100, 0.1
 #: Steps until the moving average of the loss has settled, and how often a notice is given in a run that swings.
 SETTLED, MAX_TOLD = 20, 2
 
@@ -60,7 +61,7 @@ class Setup(NamedTuple):
     planned : optimizer steps of the whole run; None: they are not known
     schedule : of the learning rate, as this start of the run has it
     thaw : steps after which the last part that is frozen for some steps trains
-    trained : what the weights come from, if they are trained already: pretrainer or init_from; empty: from nothing
+    trained : the weights are trained already, by a pretrainer or init_from
     """
 
     max_norm: float | None = None
@@ -68,7 +69,7 @@ class Setup(NamedTuple):
     planned: int | None = None
     schedule: Schedule | None = None
     thaw: int = 0
-    trained: str = ""
+    trained: bool = False
 
     @property
     def usual_rate(self) -> float:
@@ -183,22 +184,22 @@ class LearningNotices:
 
     def _divergence(self) -> list[Notice]:
         state = self._state
-        if DIVERGENCE in state.raised:
-            return [] if self._lost(0.8 * FALLEN) or self._grown(GROWN - 0.25) else self._over(DIVERGENCE)
-        if not (self._lost(FALLEN) or self._grown(GROWN)):
+        if not (self._lost or self._grown):
             state.falls_since = None
-            return []
+            return self._over(DIVERGENCE) if DIVERGENCE in state.raised else []
         state.falls_since = state.falls_since or self._done
-        lasting = max(LASTING, 0.02 * self._done)
-        return self._raise(DIVERGENCE) if self._done - state.falls_since >= lasting else []
+        lasts = self._done - state.falls_since >= LASTING and DIVERGENCE not in state.raised
+        return self._raise(DIVERGENCE) if lasts else []
 
-    def _lost(self, share: float) -> bool:
+    @property
+    def _lost(self) -> bool:
         best, below = self._state.best, self._below
-        return below is not None and best >= CLEARLY and 1 - below > max(1 - best, LOWEST) ** (1 - share)
+        return below is not None and best >= CLEARLY and 1 - below > math.sqrt(max(1 - best, LOWEST))
 
-    def _grown(self, times: float) -> bool:
+    @property
+    def _grown(self) -> bool:
         loss, began = self._state.loss, self._began
-        return loss is not None and began is not None and 0 < times * began < loss
+        return loss is not None and began is not None and 0 < GROWN * began < loss
 
     @property
     def _began(self) -> float | None:
@@ -226,12 +227,10 @@ class LearningNotices:
     def _notice(self, what: str) -> Notice:
         state, setup = self._state, self.setup
         if what == DIVERGENCE:
-            clip = "gradients clipped: --max_grad_norm 1"
-            if setup.max_norm:
-                clip = f"gradients clipped more: --max_grad_norm {setup.max_norm / 5:.2g} (now {setup.max_norm:g})"
-            arithmetic = "--precision fp32, to see whether it is the arithmetic"
-            advice = [self._lower_rate(), *self._warmup(), clip, arithmetic]
-            if self._lost(0.8 * FALLEN):
+            clip = f" {setup.max_norm / 5:.2g} (now {setup.max_norm:g})" if setup.max_norm else " 1"
+            advice = [*self._lower_rate(), f"gradients clipped more: --max_grad_norm{clip}",
+                      "--precision fp32, to see whether it is the arithmetic"]
+            if self._lost:
                 headline, detail = "Training has diverged: the model loses what it has learnt", (
                     f"{_sentence(self._against_chance())} At its best, after step {state.best_step:,}, it was "
                     f"{100 * state.best:.0f} % below.")
@@ -245,17 +244,21 @@ class LearningNotices:
             headline = f"The model has learnt nothing{': its loss stands at chance' if enough else ' yet'}"
         else:
             headline = "The model has learnt nothing: its loss has not even come down to chance"
-        low = 0 < self._reached < 0.1 * setup.usual_rate
-        rate = [self._higher_rate()] if low else [] if self._warming_up else [*self._warmup(), self._lower_rate()]
-        wait = "masks that wait until something is learnt: --spec_augment.ramp '[0.6,1.0]', or --spec_augment null"
-        masks, more = [wait] if setup.masks else [], [self._more_steps()]
-        advice = [*rate, *masks, *more, _LABELS] if enough else [*more, *rate, *masks, _LABELS]
+        rising = setup.schedule is not None and self._done < 0.9 * setup.schedule.warmup_end()[0] and not self._held
+        rate = [] if rising else self._lower_rate()[::-1]
+        if 0 < self._reached < 0.1 * setup.usual_rate:
+            rate = [f"a higher learning rate: --lr {setup.usual_rate:g} (it has come to {self._reached:.2g})"]
+        masks = ["masks that wait until something is learnt: --spec_augment.ramp '[0.6,1.0]', or --spec_augment null"]
+        steps = max(1000, 200 * math.ceil((setup.planned or 0) / 100))
+        more = [f"more steps: --least_steps {steps} or more in a new run, a higher --number_of_epochs, or a smaller "
+                "--step_seconds"]
+        order = [rate, masks * setup.masks, more] if enough else [more, rate, masks * setup.masks]
         usual = (f"hparams/ssl.yaml, which starts from trained weights, has a peak of {TRAINED_RATE:g}; "
                  "docs/finetune.md has others' settings" if setup.trained else
                  f"Runs of hparams/ctc.yaml that learn leave chance after 100 to 230 steps at a rate of {USUAL_RATE:g}")
         detail = (f"{_sentence(self._against_chance())}{state.validation} {usual}. This one has done {self._done:,}, "
                   f"which at its learning rates count for {state.learnt:,.0f}.")
-        return Notice(what, self._done, headline, detail, tuple(advice))
+        return Notice(what, self._done, headline, detail, (*itertools.chain(*order), _LABELS))
 
     def _against_chance(self) -> str:
         loss, chance = self._state.loss, self._state.chance
@@ -271,55 +274,22 @@ class LearningNotices:
         return min(self._state.highest, math.inf if schedule is None else schedule.warmup_end()[1])
 
     @property
-    def _limited_at_chance(self) -> bool:
+    def _held(self) -> bool:
         """Whether the learning rate stands at what it may be until something is learnt."""
         schedule = self.setup.schedule
         limit = None if schedule is None else schedule.max_lr_at_chance
-        if schedule is None or limit is None:
-            return False
-        return 0.9 * limit <= self._reached <= limit < schedule.peak
+        return schedule is not None and limit is not None and 0.9 * limit <= self._reached <= limit < schedule.peak
 
-    @property
-    def _warming_up(self) -> bool:
-        """Whether the learning rate is still in its warm-up."""
-        schedule = self.setup.schedule
-        return schedule is not None and self._done < 0.9 * schedule.warmup_end()[0] and not self._limited_at_chance
-
-    def _lower_rate(self) -> str:
-        schedule, third = self.setup.schedule, "a third of the learning rate"
-        if not self._reached:
-            return third
-        if schedule is None:
-            return f"{third} (it is {self._reached:.2g})"
-        if self._limited_at_chance:
-            return (f"{third}: --schedule.max_lr_at_chance {self._reached / 3:.2g} (it is held at {self._reached:.2g} "
-                    "until something is learnt)")
-        return f"{third}: --lr {self._reached / 3:.2g} ({self._peak_text(schedule)})"
-
-    def _higher_rate(self) -> str:
-        wider = "" if self.setup.trained else "; a model that is wider than that of hparams/ctc.yaml takes less"
-        now = f"it is {self._reached:.2g}" if self.setup.schedule is None else self._peak_text(self.setup.schedule)
-        return f"a higher learning rate: --lr {self.setup.usual_rate:g} ({now}{wider})"
-
-    def _peak_text(self, schedule: Schedule) -> str:
-        below = self._reached < 0.9 * schedule.peak  # a warm-up of a fraction of a step more never ends exactly at it
-        return (f"it has come to {self._reached:.2g} of {schedule.peak:.2g}" if below else
-                f"its peak is {self._reached:.2g}")
-
-    def _warmup(self) -> list[str]:
-        """The advice to take a warm-up twice as long, if the run has room for it."""
-        schedule, planned = self.setup.schedule, self.setup.planned
-        if schedule is None:
-            return ["a longer warm-up of the learning rate"]
+    def _lower_rate(self) -> list[str]:
+        """A third of the learning rate that was reached, and twice its warm-up if there is room for it."""
+        schedule, reached = self.setup.schedule, self._reached
+        if schedule is None or not reached:
+            return [f"a third of the learning rate (it has come to {reached:.2g}), and a longer warm-up of it"]
+        key = "schedule.max_lr_at_chance" if self._held else "lr"
+        lower = f"a third of the learning rate: --{key} {reached / 3:.2g} (it has come to {reached:.2g})"
         steps = max(150, 2 * round(schedule.warmup_end()[0]))
-        if self._limited_at_chance or (planned is not None and steps > planned):
-            return []
-        return [f"a longer warm-up: --schedule.warmup {steps}"]
-
-    def _more_steps(self) -> str:
-        enough = max(1000, 200 * math.ceil((self.setup.planned or 0) / 100))
-        return (f"more steps: --least_steps {enough} or more in a new run, a higher --number_of_epochs, or a smaller "
-                "--step_seconds")
+        room = not self._held and (self.setup.planned is None or steps <= self.setup.planned)
+        return [lower, f"a longer warm-up: --schedule.warmup {steps}"] if room else [lower]
 
     # ------------------------------------------------------------ saving
 
