@@ -97,7 +97,7 @@ def test_a_run_goes_on_whatever_becomes_of_its_output(kind, world, words, undist
     if world == 1:
         assert steps(tmp_path) == steps(undisturbed)
     log = (tmp_path / "log.txt").read_text()
-    assert len(steps(tmp_path)) == 3 and "INFO - test WER " in log and "INFO - errors, to look at" in log
+    assert len(steps(tmp_path)) == 3 and "INFO - test WER " in log and "INFO - report: " in log
     assert log.count("Epoch loaded") == 1  # what a logger said is there once
     told = log.count("INFO - SpeechBrain CSV")  # the summary of the corpus, printed before the terminal was closed
     assert told == (kind != "terminal_under_nohup")
