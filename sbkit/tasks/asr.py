@@ -149,7 +149,7 @@ class ASR(Task):
             masks=masks is not None and getattr(masks, "ramp", None) is None,
             schedule=keys.schedule if self.opt_class is not None else None,
             thaw=int(max((step for step in thaws if math.isfinite(step)), default=0)),
-            trained=keys.pretrainer is not None or keys.init_from is not None)
+            trained=keys.pretrainer is not None or keys.init_from is not None, keys=frozenset(vars(self.hparams)))
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Train, and warn at the end of all that still holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from typing import NamedTuple
@@ -62,6 +63,7 @@ class Setup(NamedTuple):
     schedule : of the learning rate, as this start of the run has it
     thaw : steps after which the last part that is frozen for some steps trains
     trained : the weights are trained already, by a pretrainer or init_from
+    keys : names that the recipe has at its top, so that advice can use them
     """
 
     max_norm: float | None = None
@@ -70,6 +72,11 @@ class Setup(NamedTuple):
     schedule: Schedule | None = None
     thaw: int = 0
     trained: bool = False
+    keys: Container[str] = ("lr", "least_steps", "number_of_epochs", "step_seconds")
+
+    def option(self, name: str, otherwise: str) -> str:
+        """The option that sets a value: by the name that shipped recipes give it, or where it is used."""
+        return f"--{name if name in self.keys else otherwise}"
 
     @property
     def usual_rate(self) -> float:
@@ -247,11 +254,13 @@ class LearningNotices:
         rising = setup.schedule is not None and self._done < 0.9 * setup.schedule.warmup_end()[0] and not self._held
         rate = [] if rising else self._lower_rate()[::-1]
         if 0 < self._reached < 0.1 * setup.usual_rate:
-            rate = [f"a higher learning rate: --lr {setup.usual_rate:g} (it has come to {self._reached:.2g})"]
+            rate = [f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {setup.usual_rate:g} (it has come "
+                    f"to {self._reached:.2g})"]
         masks = ["masks that wait until something is learnt: --spec_augment.ramp '[0.6,1.0]', or --spec_augment null"]
         steps = max(1000, 200 * math.ceil((setup.planned or 0) / 100))
-        more = [f"more steps: --least_steps {steps} or more in a new run, a higher --number_of_epochs, or a smaller "
-                "--step_seconds"]
+        more = [f"more steps: {setup.option('least_steps', 'batching.least_steps')} {steps} or more in a new run, a "
+                f"higher {setup.option('number_of_epochs', 'epoch_counter.limit')}, or a smaller "
+                f"{setup.option('step_seconds', 'batching.step_seconds')}"]
         order = [rate, masks * setup.masks, more] if enough else [more, rate, masks * setup.masks]
         usual = (f"hparams/ssl.yaml, which starts from trained weights, has a peak of {TRAINED_RATE:g}; "
                  "docs/finetune.md has others' settings" if setup.trained else
@@ -285,8 +294,8 @@ class LearningNotices:
         schedule, reached = self.setup.schedule, self._reached
         if schedule is None or not reached:
             return [f"a third of the learning rate (it has come to {reached:.2g}), and a longer warm-up of it"]
-        key = "schedule.max_lr_at_chance" if self._held else "lr"
-        lower = f"a third of the learning rate: --{key} {reached / 3:.2g} (it has come to {reached:.2g})"
+        option = "--schedule.max_lr_at_chance" if self._held else self.setup.option("lr", "schedule.peak")
+        lower = f"a third of the learning rate: {option} {reached / 3:.2g} (it has come to {reached:.2g})"
         steps = max(150, 2 * round(schedule.warmup_end()[0]))
         room = not self._held and (self.setup.planned is None or steps <= self.setup.planned)
         return [lower, f"a longer warm-up: --schedule.warmup {steps}"] if room else [lower]

@@ -219,6 +219,14 @@ def test_more_steps_are_more_than_there_were():
     assert "--least_steps 6200 or more" in Trial(700, healthy(leaves=9999), planned=3001).told[0].text()
 
 
+def test_a_recipe_that_has_no_such_names_is_advised_where_the_values_are():
+    setup = Setup(keys=("step_seconds",))
+    text = Trial(700, healthy(leaves=9999), planned=3001, setup=setup).told[0].text()
+    assert "--batching.least_steps 6200 or more" in text
+    assert "a higher --epoch_counter.limit, or a smaller --step_seconds" in text
+    assert "--schedule.peak 0.00067" in text and "--lr" not in text
+
+
 def test_what_was_seen_of_runs_from_nothing_is_not_said_of_one_from_trained_weights():
     setup = Setup(trained=True)
     text = Trial(1400, healthy(leaves=9999), setup=setup, rate=3e-4).told[0].text()
