@@ -13,7 +13,7 @@ from streaming_runs import trained
 
 from sbkit.cli import main
 from sbkit.system.environment import version_of
-from sbkit.tasks.ctc import sherpa_stream
+from sbkit.tasks.recognise import sherpa_stream
 
 
 class Exported(NamedTuple):

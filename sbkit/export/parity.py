@@ -88,6 +88,12 @@ class Comparison:
         """Return how far apart they may be, where ``tolerance`` was asked for."""
         return tolerance
 
+    def undecided(self, expected: np.ndarray) -> bool:
+        """Whether the two best labels of a frame of [T, V] score almost equally, by what a program's outputs may
+        differ."""
+        best = np.partition(expected, -2)[:, -2:]
+        return bool((best[:, 1] - best[:, 0] <= TOLERANCE).any())
+
     def tied(self, expected: np.ndarray, found: np.ndarray) -> bool:
         """Whether outputs whose words differ do so only where rounding decides."""
         return tied(expected, found)
@@ -139,7 +145,7 @@ class Comparison:
     def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
         """Run a program that gives only words on the clips and record how they differ."""
         texts, seconds = _timed(lambda clip: transcribe(clip.signal), self.clips.alone)
-        changed = sum(mine.split() != theirs.split() and (self.other_words > 0 or not _undecided(scores))
+        changed = sum(mine.split() != theirs.split() and (self.other_words > 0 or not self.undecided(scores))
                       for mine, theirs, scores in zip(self.texts, texts, self.expected, strict=True))
         self.results.append(ParityResult(name, size, None, None, changed, self._wer(texts), self._wer_of(texts),
                                          self._rtf(seconds)))
@@ -265,12 +271,6 @@ def _difference(expected: Sequence[Output], found: Sequence[Output]) -> float:
             if mine.size:
                 worst = max(worst, float(np.abs(mine - theirs).max()))
     return worst
-
-
-def _undecided(scores: np.ndarray) -> bool:
-    """Whether the two best labels of a frame of [T, V] score almost equally, by what a program's outputs may differ."""
-    best = np.partition(scores, -2)[:, -2:]
-    return bool((best[:, 1] - best[:, 0] <= TOLERANCE).any())
 
 
 def tied(expected: np.ndarray, found: np.ndarray) -> bool:

@@ -18,9 +18,10 @@ from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.tasks.ctc import readme, sherpa, sherpa_stream, speechbrain_folder
+from sbkit.tasks.ctc import readme, sherpa, speechbrain_folder
 from sbkit.tasks.ctc.compared import LogProbComparison, compared
 from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.recognise import sherpa_stream
 from sbkit.tasks.recognise.exported import ExportedRecognizer
 from sbkit.tasks.recognise.graph import OUTPUTS, Graph
 from sbkit.tasks.recognise.recognizer import Recognizer
@@ -69,7 +70,7 @@ class Recogniser(ExportedRecognizer):
 
     def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
         """The models that sherpa-onnx runs: for whole recordings, for streams if it learnt in chunks, or both."""
-        sherpa.imported()
+        sherpa_stream.imported()
         model, rate = self.recognizer, self.keys.sample_rate
 
         def whole() -> Target:
@@ -83,7 +84,7 @@ class Recogniser(ExportedRecognizer):
         milliseconds = sherpa_stream.chosen(model.chunks, model.subsampling * model.hop_samples / rate, chunk)
         kinds: dict[str, Callable[[], Target]] = {
             "whole recordings": whole,
-            "streams": lambda: sherpa_stream.SherpaStream(model, self.keys.tokenizer.decode, milliseconds)}
+            "streams": lambda: sherpa.CTCStream(model, self.keys.tokenizer.decode, milliseconds)}
         made: list[Target] = []
         refused: dict[str, SbkitError] = {}
         for what, make in kinds.items():

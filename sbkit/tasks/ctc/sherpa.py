@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,13 +34,15 @@ from sbkit.tasks.ctc import readme
 from sbkit.tasks.ctc.compared import compared
 from sbkit.tasks.recognise.graph import Graph, reference
 from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.sherpa_stream import SAMPLE_RATE, VERSION, SherpaStream, imported
 
 if TYPE_CHECKING:
-    from sherpa_onnx import OfflineRecognizer
+    from sherpa_onnx import OfflineRecognizer, OnlineRecognizer
 
 logger = logging.getLogger(__name__)
 
 _FRAME_SECONDS = 0.02  # of a frame, in sherpa-onnx's word times
+_FRAMES_COUNTED = 4  # features of what its streams count as a frame
 _EXAMPLE = (2, 24_000)
 _STRETCH = 320  # samples in a stretch that has one mean and one variance
 _MIN_VARIANCE = 1e-5  # that sherpa-onnx adds to a recording's
@@ -170,14 +171,42 @@ def _as_changed(signal: np.ndarray) -> np.ndarray:
     return (given - _level_of_silence(given))[0].numpy()
 
 
-def imported() -> ModuleType:
-    """Import sherpa-onnx, whose own recogniser tries each model."""
-    try:
-        import sherpa_onnx
-    except ImportError:
-        raise SbkitError("sherpa-onnx is not installed, and a model for it is tested with it before it is published",
-                         hint="pip install 'sbkit[sherpa]'") from None
-    return sherpa_onnx
+class CTCStream(SherpaStream):
+    """The recogniser for streams, as the kind that sherpa-onnx calls *nemo_ctc*.
+
+    It counts each frame as 40 ms. Longer ones are repeated, which changes nothing for CTC. It writes out tokens that
+    are no text. They become blanks.
+
+    Arguments
+    ---------
+    decode : token ids to text, by the checkpoint's own tokenizer
+    """
+
+    output = "logits"
+
+    def __init__(self, recognizer: Recognizer, decode: Callable[[list[int]], str], milliseconds: int):
+        super().__init__(recognizer, milliseconds)
+        self.decode = decode
+        if self.graph.step.subsampling % _FRAMES_COUNTED:
+            raise SbkitError("sherpa-onnx takes each frame of a streaming model to be 40 ms long, and this model's "
+                             f"frames are {10 * self.graph.step.subsampling} ms long",
+                             hint="train with frames of 40 ms, or a multiple of that")
+
+    def written(self, config: Config) -> tuple[nn.Module, int]:
+        output = SherpaOutput(config, _FRAMES_COUNTED * self.graph.bank.hop / SAMPLE_RATE)
+        return output, output.repeats
+
+    def opened(self, folder: Path) -> OnlineRecognizer:
+        return imported().OnlineRecognizer.from_nemo_ctc(
+            model=str(folder / layout.MODELS[self.name]), tokens=str(folder / layout.TOKENS), feature_dim=self.bands,
+            num_threads=torch.get_num_threads())
+
+    def compared(self, folder: Path, config: Config, reference: Callable[[np.ndarray], np.ndarray],
+                 comparison: Comparison) -> Comparison:
+        return compared(comparison.clips, Vocabulary.read(folder, config), reference, self.decode, config.sample_rate)
+
+    def readme(self) -> str:
+        return readme.sherpa_stream(SAMPLE_RATE, self.milliseconds, self.bands, VERSION)
 
 
 def _transcribe(recognizer: OfflineRecognizer, signal: np.ndarray, sample_rate: int) -> str:

@@ -14,19 +14,23 @@ from torch import Tensor, nn
 
 from sbkit.decode.spans import TokenSpans
 from sbkit.decode.transducer import GraphJoint, Joint, TransducerSearch
+from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
 from sbkit.export.clips import ComparisonClips
+from sbkit.export.companion import Target
 from sbkit.export.layout import TransducerConfig
 from sbkit.export.parity import Comparison, ParityResult, tied
 from sbkit.export.runners import Runner, open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.transducer import TransducerHead
+from sbkit.tasks.recognise import sherpa_stream
 from sbkit.tasks.recognise.exported import ExportedRecognizer
 from sbkit.tasks.recognise.graph import Graph
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transducer import readme
 from sbkit.tasks.transducer.keys import TransducerKeys
 from sbkit.tasks.transducer.search import TorchJoint
+from sbkit.tasks.transducer.sherpa import SherpaTransducer
 
 OUTPUTS = {"states": ("batch", "frames"), "frames": ("batch",)}
 _ROWS = 2  # that are traced; sizes of 0 and 1 would become constants
@@ -86,6 +90,9 @@ class TransducerComparison(Comparison):
 
         return super().add(name, both, size, batches)
 
+    def undecided(self, expected: Any) -> bool:  # a pair of arrays
+        return super().undecided(expected[1])
+
     def tied(self, expected: Any, found: Any) -> bool:  # pairs of arrays
         """Whether a search parts from the checkpoint's, and only where that scores two tokens almost equally."""
         (_, mine), (_, theirs) = expected, found
@@ -122,6 +129,8 @@ class ExportedTransducer(ExportedRecognizer):
 
     keys: TransducerKeys = field(kw_only=True)
 
+    targets = (layout.SHERPA,)
+
     @classmethod
     def of(cls, recognizer: Recognizer, keys: TransducerKeys) -> ExportedTransducer:
         """Export the recogniser of a run, which is in evaluation mode and stays as it is."""
@@ -146,6 +155,19 @@ class ExportedTransducer(ExportedRecognizer):
             graph.write_onnx(program, folder / name, dict.fromkeys(inputs, rows), {output: rows},
                              self.metadata(config) | {"context_size": str(head.context)})
 
+    def target(self, name: str, chunk: int | None = None) -> Sequence[Target]:
+        """The model that sherpa-onnx runs, for streams."""
+        sherpa_stream.imported()
+        model = self.recognizer
+        if model.chunks is None:
+            raise SbkitError("sherpa-onnx hears a transducer in chunks, and the recipe has no chunks",
+                             hint="train one with hparams/transducer.yaml, or leave out --target")
+        frame = model.subsampling * model.hop_samples / self.sample_rate
+        made = SherpaTransducer(model, sherpa_stream.chosen(model.chunks, frame, chunk), self.keys.transducer,
+                                self.keys.tokenizer.pieces(), self.compared)
+        sherpa_stream.check_version()
+        return [made]
+
     def compared(self, clips: ComparisonClips, config: TransducerConfig, folder: Path,
                  reference: Callable[[np.ndarray], np.ndarray]) -> TransducerComparison:
         vocabulary = Vocabulary.read(folder, config)
@@ -161,4 +183,4 @@ class ExportedTransducer(ExportedRecognizer):
 
     def readme(self, name: str, config: TransducerConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:
-        return readme.text(name, config, comparison)
+        return readme.text(name, config, comparison, of_targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sbkit.decode.transducer import MOST_IN_A_FRAME
 from sbkit.export import layout
 from sbkit.export.layout import TransducerConfig
@@ -69,8 +71,36 @@ ms; config.json has the sizes under `streaming`.
 """
 
 
-def text(name: str, config: TransducerConfig, comparison: Comparison) -> str:
-    """Write the whole file as a string."""
+_SHERPA_STREAM = """### Streams in sherpa-onnx
+
+`{file}` with `decoder.sherpa.onnx`, `joiner.sherpa.onnx` and `tokens.sherpa.txt` is a transducer of NeMo's kind for
+sherpa-onnx {version} or later, in chunks of {milliseconds} ms. Samples of silence as long as a chunk must follow a
+stream, since only whole chunks are heard. In Python; other languages take the same four files:
+
+```python
+import numpy as np, sherpa_onnx, soundfile
+recognizer = sherpa_onnx.OnlineRecognizer.from_transducer(
+    encoder="{file}", decoder="decoder.sherpa.onnx", joiner="joiner.sherpa.onnx", tokens="tokens.sherpa.txt"{bands})
+signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} samples a second
+stream = recognizer.create_stream()
+stream.accept_waveform(rate, np.pad(signal, (0, {tail})))
+stream.input_finished()
+while recognizer.is_ready(stream):
+    recognizer.decode_stream(stream)
+print(recognizer.get_result(stream))
+```
+"""
+
+
+def sherpa_stream(rate: int, milliseconds: int, bands: int, version: str) -> str:
+    """Write the section on streams in sherpa-onnx, in chunks of so many milliseconds of ``bands`` features."""
+    return _SHERPA_STREAM.format(file=layout.MODELS[layout.SHERPA_STREAM], milliseconds=milliseconds, rate=rate,
+                                 tail=rate * milliseconds // 1000, version=version,
+                                 bands="" if bands == 80 else f", feature_dim={bands}")
+
+
+def text(name: str, config: TransducerConfig, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
+    """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
     joined = '"".join(said).replace("▁", "")' if config.word_separator is None else \
         f'" ".join("".join(said).replace("{config.word_separator}", " ").split())'
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "size": config.joint_size,
@@ -97,6 +127,7 @@ print(model.transcribe("clip.mp3").text)
         parts.append(_STREAMS.format(
             name=name, files=", ".join(f"`{file}`" for file in config.streaming.models.values()),
             milliseconds=", ".join(f"{1000 * size * config.frame_seconds:g}" for size in config.streaming.chunks)))
+    parts += of_targets
     if not config.batching:
         parts.append("Run one utterance at a time: layers of this model see a batch's padding.\n")
     parts.append(compared(comparison))

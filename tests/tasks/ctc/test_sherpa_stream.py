@@ -20,10 +20,11 @@ from sbkit.export.windows import Windows
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming.encoder import EncoderState
-from sbkit.tasks.ctc import sherpa, sherpa_stream
+from sbkit.tasks.ctc import sherpa
 from sbkit.tasks.ctc.exported import Recogniser
-from sbkit.tasks.ctc.sherpa import SherpaOutput
-from sbkit.tasks.ctc.sherpa_stream import SherpaStream, chosen, packed, unpacked
+from sbkit.tasks.ctc.sherpa import CTCStream, SherpaOutput
+from sbkit.tasks.recognise import sherpa_stream
+from sbkit.tasks.recognise.sherpa_stream import chosen, packed, unpacked
 
 MILLISECONDS, CHUNK = 160, 4
 
@@ -36,7 +37,7 @@ def bank(**changes):
 
 @pytest.fixture(scope="module")
 def stream():
-    return SherpaStream(recogniser(bank()), str, MILLISECONDS)
+    return CTCStream(recogniser(bank()), str, MILLISECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def exported(made, equal=False):
 @pytest.fixture
 def installed(monkeypatch):
     """sherpa-onnx, in the version that a test says, or the first that does."""
-    monkeypatch.setattr(sherpa, "imported", lambda: None)
+    monkeypatch.setattr(sherpa_stream, "imported", lambda: None)
 
     def of(version):
         monkeypatch.setattr(sherpa_stream, "version_of", lambda name: version)
@@ -146,13 +147,13 @@ def installed(monkeypatch):
 
 def test_the_target_is_for_streams_where_whole_recordings_would_be_made_equally_loud(installed, caplog):
     made, = exported(recogniser(bank())).target(layout.SHERPA, 80)
-    assert isinstance(made, SherpaStream) and (made.milliseconds, made.chunk, made.tail) == (80, 2, 1280)
+    assert isinstance(made, CTCStream) and (made.milliseconds, made.chunk, made.tail) == (80, 2, 1280)
     told = "sherpa-onnx gets no model for whole recordings: sherpa-onnx makes all recordings equally loud"
     assert told in caplog.text
 
 
 @pytest.mark.parametrize("window, kinds",
-                         [("hann", [sherpa.SherpaWhole, SherpaStream]), ("povey", [sherpa.SherpaWhole])])
+                         [("hann", [sherpa.SherpaWhole, CTCStream]), ("povey", [sherpa.SherpaWhole])])
 def test_the_target_is_for_whole_recordings_too_where_it_can_be(installed, caplog, window, kinds):
     made = exported(recogniser(bank(window=window)), equal=True).target(layout.SHERPA)
     assert [type(each) for each in made] == kinds

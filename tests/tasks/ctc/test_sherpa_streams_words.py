@@ -19,9 +19,8 @@ from sbkit.export.layout import Config
 from sbkit.export.runners import open_runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.streaming.encoder import EncoderState
-from sbkit.tasks.ctc import sherpa_stream
-from sbkit.tasks.ctc.sherpa_stream import packed
-from sbkit.tasks.recognise import streams
+from sbkit.tasks.recognise import sherpa_stream, streams
+from sbkit.tasks.recognise.sherpa_stream import packed
 
 pytestmark = pytest.mark.slow  # an export takes some seconds
 

@@ -1,4 +1,4 @@
-"""Exports a model that learnt in chunks for sherpa-onnx's streams, as the kind that it calls *nemo_ctc*.
+"""Exports a model that learnt in chunks for sherpa-onnx's streams, as the kinds of NeMo's models that it runs.
 
 sherpa-onnx computes the features, and gives the model windows of one size and the state that it returned before: two
 tensors of floats of any shape, zeros at first, and a number. It differs from how a bundle's own graph is run in this:
@@ -6,15 +6,15 @@ tensors of floats of any shape, zeros at first, and a number. It differs from ho
 - Its features are NeMo's, since version 2.0.1. Normalisation is in the graph.
 - It gives the model whole windows alone, and the last one only if a frame follows it. So a stream must be followed by
   silence as long as a chunk; then all of its frames have been heard.
-- It counts each frame as 40 ms. Longer ones are repeated, which changes nothing for CTC.
-- It writes out tokens that are no text. They become blanks.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -23,16 +23,12 @@ from torch import Tensor, nn
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.companion import Target
-from sbkit.export.graph import save, to_onnx, trace_module
+from sbkit.export.graph import trace_module, write_onnx
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
-from sbkit.export.vocabulary import Vocabulary
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.system.environment import version_of
-from sbkit.tasks.ctc import readme
-from sbkit.tasks.ctc.compared import compared
-from sbkit.tasks.ctc.sherpa import SherpaOutput, imported
 from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
@@ -45,15 +41,13 @@ VERSION = "2.0.1"
 _FEATURES = {"sample_rate": 16_000, "frame_length": 25.0, "frame_shift": 10.0, "low": 0.0, "high": 8000.0,
              "preemphasis": 0.97, "scale": 1.0, "snip_edges": False, "remove_dc": False, "window": "hann",
              "mel": "slaney"}
-_SAMPLE_RATE, _HOP = 16_000, 160
-_FRAMES_COUNTED = 4  # features of what sherpa-onnx counts as a frame
+SAMPLE_RATE, _HOP = 16_000, 160
 _MILLISECONDS = 640  # of a chunk, if no other is asked for
 _BATCH = 2  # that is traced
 
-#: Names of inputs and outputs, and their open dimensions; sherpa-onnx goes by their order.
+#: Names of inputs, and their open dimensions; sherpa-onnx goes by their order.
 _CACHES = ("cache_last_channel", "cache_last_time", "cache_last_channel_len")
 INPUTS = dict.fromkeys(("audio_signal", "length", *_CACHES), ("batch",))
-OUTPUTS = dict.fromkeys(("logits", "lengths", *(f"{name}_next" for name in _CACHES)), ("batch",))
 
 #: A state as sherpa-onnx keeps it: [B, X, Y, Z] twice, and [B].
 Caches = tuple[Tensor, Tensor, Tensor]
@@ -75,16 +69,22 @@ def unpacked(caches: Caches, convolution: torch.Size) -> EncoderState:
 
 
 class StreamStep(nn.Module):
-    """One step of a recogniser on streams, from features and caches to log-probabilities and the next caches."""
+    """One step of a recogniser on streams, from features and caches to what its head gives and the next caches.
 
-    def __init__(self, step: StreamingEncoder, config: Config):
+    Arguments
+    ---------
+    written : what the head gives [B, C, ...], to what sherpa-onnx takes of it
+    repeats : how often that has each frame
+    """
+
+    def __init__(self, step: StreamingEncoder, written: nn.Module, repeats: int):
         super().__init__()
-        self.step, self.written = step, SherpaOutput(config, _FRAMES_COUNTED * _HOP / _SAMPLE_RATE)
+        self.step, self.written, self.repeats = step, written, repeats
         self.convolution = step.state(1).convolution.shape[1:]
 
     def forward(self, audio_signal: Tensor, length: Tensor, cache_last_channel: Tensor, cache_last_time: Tensor,
                 cache_last_channel_len: Tensor) -> tuple[Tensor, ...]:
-        """Compute log-probabilities [B, C, V], how many of C are real [B], and the next caches.
+        """Compute what is written of C frames, how many of it are real [B], and the next caches.
 
         Arguments
         ---------
@@ -92,9 +92,9 @@ class StreamStep(nn.Module):
         cache_last_channel, cache_last_time, cache_last_channel_len : as :func:`packed` makes them
         """
         state = unpacked((cache_last_channel, cache_last_time, cache_last_channel_len), self.convolution)
-        log_probs, counts, after = self.step(audio_signal.transpose(1, 2), length, state)
-        said = log_probs.shape[1] - self.step.ahead  # sherpa-onnx hears full windows alone, and all that is returned
-        return self.written(log_probs[:, :said]), counts.clamp(max=said) * self.written.repeats, *packed(after)
+        found, counts, after = self.step(audio_signal.transpose(1, 2), length, state)
+        said = found.shape[1] - self.step.ahead  # sherpa-onnx hears full windows alone, and all that is returned
+        return self.written(found[:, :said]), counts.clamp(max=said) * self.repeats, *packed(after)
 
 
 class SherpaStream(Target):
@@ -103,17 +103,18 @@ class SherpaStream(Target):
     Arguments
     ---------
     recognizer : it stays as it is
-    decode : token ids to text, by the checkpoint's own tokenizer
     milliseconds : of a chunk, as :func:`chosen`
     """
 
     name = layout.SHERPA_STREAM
+    output: ClassVar[str]
+    """The name of what ``written`` gives."""
 
-    def __init__(self, recognizer: Recognizer, decode: Callable[[list[int]], str], milliseconds: int):
+    def __init__(self, recognizer: Recognizer, milliseconds: int):
         graph = StreamingGraph(recognizer)
         _check(graph)
-        self.recognizer, self.decode, self.graph, self.milliseconds = recognizer, decode, graph, milliseconds
-        self.frames = milliseconds * _SAMPLE_RATE // _HOP // 1000
+        self.recognizer, self.graph, self.milliseconds = recognizer, graph, milliseconds
+        self.frames = milliseconds * SAMPLE_RATE // _HOP // 1000
         """Features of a window."""
         self.chunk = self.frames // graph.step.subsampling
         self.moves = self.frames - graph.step.ahead * graph.step.subsampling
@@ -125,8 +126,25 @@ class SherpaStream(Target):
         """Samples of silence that must follow a stream."""
         return self.frames * _HOP
 
+    @abstractmethod
+    def compared(self, folder: Path, config: Config, reference: Callable[[np.ndarray], np.ndarray],
+                 comparison: Comparison) -> Comparison:
+        """Make the comparison of clips with what ``reference`` gives for each."""
+
+    @abstractmethod
+    def opened(self, folder: Path) -> OnlineRecognizer:
+        """Open the written model with sherpa-onnx's own recogniser."""
+
+    @abstractmethod
+    def written(self, config: Config) -> tuple[nn.Module, int]:
+        """Return the last arguments of ``StreamStep``."""
+
+    def facts(self, config: Config) -> dict[str, object]:
+        """Return what the file says of itself, besides what it does for every kind."""
+        return {}
+
     def write(self, folder: Path, config: Config) -> None:
-        """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
+        """Write the model's file."""
         config.models[self.name] = layout.MODELS[self.name]
         self.save(folder / config.models[self.name], config)
 
@@ -134,32 +152,27 @@ class SherpaStream(Target):
         """Write the ONNX model."""
         caches = packed(self.graph.step.state(_BATCH))
         example = (torch.randn(_BATCH, self.bands, self.frames), torch.tensor([self.frames, self.frames - 1]), *caches)
-        program = trace_module(StreamStep(self.graph.step, config), example, dict.fromkeys(INPUTS, (0,)))
+        program = trace_module(StreamStep(self.graph.step, *self.written(config)), example, dict.fromkeys(INPUTS, (0,)))
         facts = {"window_size": self.frames, "chunk_shift": self.moves,
                  "subsampling_factor": self.graph.step.subsampling, "vocab_size": config.vocabulary - 1,
                  **{f"{name}_dim{i}": size for name, cache in zip(_CACHES[:2], caches[:2], strict=True)
                     for i, size in enumerate(cache.shape[1:], 1)},
-                 "comment": f"made by sbkit for sherpa-onnx {VERSION} or later"}
-        save(to_onnx(program, list(INPUTS), list(OUTPUTS)), path, {name: str(fact) for name, fact in facts.items()},
-             {**INPUTS, **OUTPUTS})
+                 "comment": f"made by sbkit for sherpa-onnx {VERSION} or later", **self.facts(config)}
+        outputs = dict.fromkeys((self.output, "lengths", *(f"{name}_next" for name in _CACHES)), ("batch",))
+        write_onnx(program, path, INPUTS, outputs, {name: str(fact) for name, fact in facts.items()})
 
     def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
         """Compare the words that sherpa-onnx hears with the checkpoint's, of clips that silence follows."""
-        model = config.models[self.name]
-        heard = compared(comparison.clips, Vocabulary.read(folder, config), self._reference(), self.decode,
-                         config.sample_rate)
+        heard = self.compared(folder, config, self._reference(), comparison)
         heard.other_words = 0.0
-        recognizer = open_recognizer(folder / model, folder / layout.TOKENS, self.bands)
+        recognizer = self.opened(folder)
         heard.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),
-                        layout.size(folder, model))
+                        layout.size(folder, config.models[self.name]))
         comparison.companions[self.name] = {f"{self.milliseconds} ms": heard}
 
-    def readme(self) -> str:
-        return readme.sherpa_stream(_SAMPLE_RATE, self.milliseconds, self.bands, VERSION)
-
     def _reference(self) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function from a waveform [S] to the checkpoint's log-probabilities of the windows that
-        sherpa-onnx hears."""
+        """Return a function from a waveform [S] to what the checkpoint's head gives for the windows that sherpa-onnx
+        hears."""
         assert self.recognizer.chunks is not None, "others are refused"
         run = reference(self.recognizer, chunks=self.recognizer.chunks.config(self.chunk))
 
@@ -193,10 +206,6 @@ def _check(graph: StreamingGraph) -> None:
         told = ", ".join(f"{name}: {settings[name]}" for name in other)
         raise SbkitError(f"sherpa-onnx gives a streaming model other features than this one was trained on ({told})",
                          hint="train with the compute_features of hparams/streaming.yaml")
-    if graph.step.subsampling % _FRAMES_COUNTED:
-        raise SbkitError("sherpa-onnx takes each frame of a streaming model to be 40 ms long, and this model's frames "
-                         f"are {10 * graph.step.subsampling} ms long", hint="train with frames of 40 ms, or a multiple "
-                         "of that")
 
 
 def check_version(version: str | None = None) -> None:
@@ -209,16 +218,20 @@ def check_version(version: str | None = None) -> None:
                          f"it must be {VERSION} or later", hint=f"pip install 'sherpa-onnx>={VERSION}'")
 
 
-def open_recognizer(model: Path, tokens: Path, bands: int) -> OnlineRecognizer:
-    """Open a model with sherpa-onnx's own recogniser."""
-    return imported().OnlineRecognizer.from_nemo_ctc(model=str(model), tokens=str(tokens), feature_dim=bands,
-                                                     num_threads=torch.get_num_threads())
+def imported() -> ModuleType:
+    """Import sherpa-onnx, whose own recogniser tries each model."""
+    try:
+        import sherpa_onnx
+    except ImportError:
+        raise SbkitError("sherpa-onnx is not installed, and a model for it is tested with it before it is published",
+                         hint="pip install 'sbkit[sherpa]'") from None
+    return sherpa_onnx
 
 
 def transcribe(recognizer: OnlineRecognizer, signal: np.ndarray, tail: int) -> str:
     """Transcribe a signal [S], followed by silence, with sherpa-onnx."""
     stream = recognizer.create_stream()
-    stream.accept_waveform(_SAMPLE_RATE, followed(signal, tail))
+    stream.accept_waveform(SAMPLE_RATE, followed(signal, tail))
     stream.input_finished()
     while recognizer.is_ready(stream):
         recognizer.decode_stream(stream)
