@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan, unit_of
 from sbkit.errors import SbkitError
 
@@ -320,6 +321,10 @@ def test_mistakes_about_labels_are_named():
             Batching(10, clips_per=wrong)
     with pytest.raises(SbkitError, match=r"clips_per: speaker is 1\.5; it must be a whole number"):
         Batching(10, clips_per={"speaker": 1.5})
+    train = Manifest(ids=["a", "b"], durations=[1.0, 1.0], wavs=["a", "b"], texts=["", ""], starts=[0.0, 0.0],
+                     speakers=["x", "y"])
+    with pytest.raises(SbkitError, match=r"clips_per draws by 'mood': the manifest has no column 'mood' .*speaker"):
+        Plan.of(train, Batching(10, clips_per={"mood": 2}), None, 1)
     with pytest.raises(SbkitError, match="clips_per draws by labels"):
         Batching(10, clips_per={"speaker": 2}, sort="ascending")
     assert Plan(np.ones(7), Batching(10, 4, clips_per={"speaker": 2}), labels=labels).groups.left_out == 1
