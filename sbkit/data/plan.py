@@ -200,12 +200,7 @@ class Plan:
         durations = durations if columns is None else columns.longest(train, durations)
         labels = None
         for name in batching.clips_per or ():
-            try:
-                column = train.column(name)
-            except SbkitError as error:
-                raise SbkitError(f"clips_per draws by {name!r}: {error.message}", hint="name one of them, or a column "
-                                 "that the task declares in its columns") from None
-            labels = column.arrow.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+            labels = train.column(name).arrow.dictionary_encode().indices.to_numpy(zero_copy_only=False)
         return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs, labels=labels)
 
     def __len__(self) -> int:
