@@ -151,7 +151,7 @@ class Manifest:
         own = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
         if name not in own:
             raise SbkitError(f"the manifest has no column {name!r} (its columns: {shown_names(own)})",
-                             hint="is it written so in clips_per or in the task's columns? Then prepare the corpus again")
+                             hint="is that its name, in clips_per or the task's columns? then prepare the corpus again")
         return own[name]
 
     def seconds(self, name: str) -> np.ndarray:

@@ -323,7 +323,7 @@ def test_mistakes_about_labels_are_named():
         Batching(10, clips_per={"speaker": 1.5})
     train = Manifest(ids=["a", "b"], durations=[1.0, 1.0], wavs=["a", "b"], texts=["", ""], starts=[0.0, 0.0],
                      speakers=["x", "y"])
-    with pytest.raises(SbkitError, match=r"no column 'mood' .*speaker.*written so in clips_per"):
+    with pytest.raises(SbkitError, match=r"no column 'mood' .*speaker.*its name, in clips_per"):
         Plan.of(train, Batching(10, clips_per={"mood": 2}), None, 1)
     with pytest.raises(SbkitError, match="clips_per draws by labels"):
         Batching(10, clips_per={"speaker": 2}, sort="ascending")
