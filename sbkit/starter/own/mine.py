@@ -22,7 +22,7 @@ from sbkit.tasks.task import Metric, Task
 HOP = 160  # samples between two frames
 
 
-class Encoder(nn.Module):
+class WordEncoder(nn.Module):
     """Waveforms [B, S] and sample counts [B] to vectors [B, D]; the same alone and in a batch."""
 
     def __init__(self, width: int = 32):
@@ -37,7 +37,7 @@ class Encoder(nn.Module):
         return states.masked_fill(~real[:, None], 0.0).sum(2) / frames[:, None]
 
 
-class Spelled:
+class WordNumbers:
     """A word as its number; runs in the processes that read audio."""
 
     def __init__(self, words: list[str]):
@@ -62,7 +62,7 @@ class Row(NamedTuple):
     heard: int
 
 
-class Model(nn.Module):
+class WordGraph(nn.Module):
     """Encoder and head as one graph."""
 
     def __init__(self, encoder: nn.Module, head: nn.Module):
@@ -80,8 +80,8 @@ class Mine(Task):
     keys: MineKeys
 
     @classmethod
-    def encoder(cls, keys: MineKeys) -> Spelled:
-        return Spelled(keys.words)
+    def encoder(cls, keys: MineKeys) -> WordNumbers:
+        return WordNumbers(keys.words)
 
     def compute_forward(self, batch: Any, stage: sbkit.Stage) -> Tensor:
         return self.keys.head(self.keys.encoder(batch.signals, batch.signal_lengths))
@@ -102,5 +102,5 @@ class Mine(Task):
         return Results({"loss": loss, **self.stats(rows)}, len(rows), dict(unread), [table])
 
     def exported(self, run: Path) -> Exported:
-        return Exported(Model(self.keys.encoder, self.keys.head), {"scores": ("batch",)}, self.keys.sample_rate,
+        return Exported(WordGraph(self.keys.encoder, self.keys.head), {"scores": ("batch",)}, self.keys.sample_rate,
                         labels=self.keys.words)
