@@ -80,8 +80,8 @@ def run(brain: Task, utterances: int, seconds: float, counts: type[A], gpu: bool
             gpu_step.move(brain)
         weights = [mode.from_tensor(tensor) for tensor in (*brain.modules.parameters(), *brain.modules.buffers())]
         batch = brain.stand_in(utterances, seconds).to(brain.device)
-        with torch.enable_grad(), counts(weights) as counter:
-            backward(lambda: brain.loss_of(batch).total)
+        with brain.trainer.keeping_computed(), torch.enable_grad(), counts(weights) as counter:
+            backward(lambda: brain.trainer.loss_of(batch))  # it holds the outputs until the end, as in training
         return counter
 
     with gpu_step.without_driver() if gpu else contextlib.nullcontext(), gpu_step.without_fused_layers():

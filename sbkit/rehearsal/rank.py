@@ -32,7 +32,6 @@ from sbkit.rehearsal.watch import (
     call_after,
     call_before,
     dump_collectives,
-    find_stand_ins,
     keep_collectives,
     memory_timeline,
 )
@@ -163,7 +162,6 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             if not str(error).startswith("Could not run "):  # as torch says of an operation without a kernel for them
                 raise
             diary.write("skip", f"stand-ins lack an operation: {first_line(error)}")
-        find_stand_ins(diary)
         diary.enter("a step of the planned batch")
         batch = made.batch(count, seconds)
         for _ in range(2):  # the first makes the optimizer's states

@@ -6,7 +6,6 @@ Each process appends lines of JSON to a diary, so that what it did is known even
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import linecache
 import pickle
@@ -24,7 +23,6 @@ from typing import Any
 import speechbrain
 import torch
 from speechbrain.core import Stage
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sbkit.errors import SbkitError, first_line
@@ -152,7 +150,6 @@ class Watch:
         self.diary.write("step", self.steps)
         if self.diary.launch == "train" and self.epoch == 1:
             if self.steps == SETTLED:
-                find_stand_ins(self.diary)
                 self._find_changes()
             elif self.steps > SETTLED:
                 self._counted += 1
@@ -272,19 +269,6 @@ def memory_timeline(brain: Brain, batch: MicroBatch) -> tuple[int, int, dict[str
 
 def _line(event: Mapping[str, Any]) -> tuple[str, int]:
     return own_place((frame["filename"], frame["line"]) for frame in event.get("frames", ()))
-
-
-def find_stand_ins(diary: Diary) -> None:
-    """Look for tensors without memory, which would make all that follows such tensors, too."""
-    gc.collect()
-    made = [each for each in gc.get_objects() if type(each) is FakeTensor]  # isinstance calls properties
-    left = [each for each in made if each.fake_mode.shape_env is None]  # the compiler's have one
-    for tensor in left[:3]:
-        owners = [key for holder in gc.get_referrers(tensor) if isinstance(holder, dict)
-                  for key, value in holder.items() if value is tensor and isinstance(key, str)]
-        diary.find("stand-in", ("", 0), f"a stand-in of shape {tuple(tensor.shape)} on {tensor.device} is left"
-                   f"{f', held as {owners[0]}' if owners else ''}: all computed with it is a stand-in as well",
-                   "make it anew outside of stand_ins(), or don't keep it")
 
 
 def dump_collectives(diary: Diary) -> None:

@@ -98,7 +98,7 @@ class Model:
 
     def __init__(self, keep):
         self.modules, self.keep = nn.ModuleDict({"layer": Caching()}).to("meta"), keep
-        self.untouched = contextlib.nullcontext
+        self.trainer, self.keeping_computed = self, contextlib.nullcontext
         self.objects = SimpleNamespace(rule=LengthRule.identity())
 
     def stand_in(self, utterances, seconds):
@@ -108,7 +108,7 @@ class Model:
         y = self.modules["layer"].linear(batch)
         self.objects.rule(torch.ones(2, dtype=torch.long, device=batch.device))
         self.keep(self.modules["layer"], y)
-        return SimpleNamespace(total=y.sum())
+        return y.sum()
 
 
 def stand_ins():

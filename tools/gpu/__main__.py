@@ -20,6 +20,7 @@ from pathlib import Path
 from sbkit.doctor import examination, probe
 from sbkit.doctor.finding import Scope
 from sbkit.errors import SbkitError
+from sbkit.rehearsal import nullcard
 
 from . import report
 from .bench import CheckProcess
@@ -83,14 +84,14 @@ def prove(args: argparse.Namespace) -> int:
 
 def _run(check: Check, later: Sequence[Check], until: float, settings: dict[str, object], logs: Path) -> Result:
     """Run a check for as long as it may take; one that has no room is left out, and those after it aren't."""
-    cards = settings["cards"]
+    cards, on_null = settings["cards"], nullcard.active()
     assert isinstance(cards, int)
-    if check.cards > cards:
-        return left_out(check, f"needs {check.cards} cards", NOT_SHOWN)
+    if why := check.not_here(cards, on_null):
+        return left_out(check, why, NOT_SHOWN)
     left = until - time.monotonic()
     if check.seconds > left:
         return left_out(check, f"no time was left: {max(0.0, left):.0f} s of the {check.seconds:g} s it needs", NOT_RUN)
-    shares = sum(each.seconds for each in later if each.cards <= cards)
+    shares = sum(each.seconds for each in later if not each.not_here(cards, on_null))
     running = CheckProcess(check, settings, logs, max(check.seconds, left - shares))
     try:
         return running.result()

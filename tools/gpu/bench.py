@@ -266,11 +266,11 @@ class CheckProcess:
         seconds, late = time.monotonic() - self._started, self._process.exitcode is None
         self.end()
         how = f"cut off after {seconds:.0f} s, its limit" if late else self._how(self._process.exitcode)
-        seen = self._folder / "seen.jsonl"
-        lines = [json.loads(line) for line in seen.read_text(encoding="utf-8").splitlines()] if seen.exists() else []
+        file = self._folder / "seen.jsonl"
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
         found = [Observation(**line) for line in lines if "note" not in line]
-        found = without_values(self.check, found) if nullcard.active() else found
-        return Result(self.check, complete(self.check, found, how, late, self._cards),
+        seen = complete(self.check, found, how, late, self._cards)
+        return Result(self.check, without_values(self.check, seen) if nullcard.active() else seen,
                       [line["note"] for line in lines if "note" in line], seconds, str(self._log))
 
     def end(self) -> None:

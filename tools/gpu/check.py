@@ -9,6 +9,7 @@ from typing import Any
 OK, SHORT, FAILED, NOT_RUN = "as expected", "short", "failed", "not run"
 #: Verdicts that are no failure: something needed is missing (two cards, a package), or a card's target on a CPU.
 NOT_SHOWN, DRY_RUN = "not shown here", "dry run"
+NO_VALUES = "a null card can't show it"
 #: Verdicts for exit code 1: a check that wasn't run proves nothing.
 BAD = (FAILED, SHORT, NOT_RUN)
 
@@ -46,10 +47,12 @@ class Check:
     seconds: float
     expects: tuple[Expect, ...]
 
-    @property
-    def cards(self) -> int:
-        """The fewest cards needed for any of its lines."""
-        return min(each.cards for each in self.expects)
+    def not_here(self, cards: int, on_null: bool) -> str:
+        """Why none of its lines can be shown with so many cards, which may be null cards; ``""`` if one can."""
+        needed = min(each.cards for each in self.expects)
+        if needed > cards:
+            return f"needs {needed} cards"
+        return NO_VALUES if on_null and not any(each.on_null for each in self.expects) else ""
 
 
 _STOCK = (
@@ -167,7 +170,7 @@ def without_values(check: Check, found: Iterable[Observation]) -> list[Observati
     """Replace the verdicts of lines that a null card can't show: values and speeds mean nothing there."""
     shown = {each.key for each in check.expects if each.on_null}
     return [each if each.key in shown else
-            replace(each, verdict=NOT_SHOWN, seen=f"a null card can't show it: {each.seen}") for each in found]
+            replace(each, verdict=NOT_SHOWN, seen=f"{NO_VALUES}: {each.seen}") for each in found]
 
 
 def left_out(check: Check, why: str, verdict: str) -> Result:
