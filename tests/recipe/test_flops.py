@@ -1,7 +1,7 @@
 """A step's arithmetic: counted right, on a copy, and set against what the device's data sheet says."""
 
+import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,16 +58,34 @@ def test_it_is_what_torch_counts(tmp_path):
 def test_an_lstm_is_counted_on_a_card_as_on_a_cpu(hparams):
     def counted(device):
         brain = brain_of(hparams)
-        plain, lstm = brain.loss_of, nn.LSTM(16, 16)
+        plain, lstm = brain.trainer.loss_of, nn.LSTM(16, 16)
         brain.modules["model"].append(nn.ModuleList([lstm]))
         brain.modules.to(device)
         brain.device = torch.device(device)
         without = flops.run(brain, 2, SECONDS, flops.Arithmetic).operations
-        brain.loss_of = lambda batch: SimpleNamespace(
-            total=plain(batch).total + lstm(torch.ones(9, 2, 16, device=device))[0].sum())
+        brain.trainer.loss_of = lambda batch: plain(batch) + lstm(torch.ones(9, 2, 16, device=device))[0].sum()
         return flops.run(brain, 2, SECONDS, flops.Arithmetic).operations - without
 
     assert counted("cuda") == counted("cpu") > 9 * 2 * 2 * 16 * 128
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_a_forward_gives_is_held_until_backward_ends_as_in_training(gpu, hparams, monkeypatch):
+    computed, given, held = hparams["brain"].compute_forward, [], []
+
+    class Looking(flops.Arithmetic):
+        def __torch_dispatch__(self, *call):
+            held.extend(each() is not None for each in given)
+            return super().__torch_dispatch__(*call)
+
+    def compute_forward(brain, batch, stage):
+        outputs = computed(brain, batch, stage)
+        given.append(weakref.ref(outputs[0]))
+        return outputs
+
+    monkeypatch.setattr(hparams["brain"], "compute_forward", compute_forward)
+    flops.run(brain_of(hparams), 2, SECONDS, Looking, gpu=gpu)
+    assert len(held) > 100 and all(held) and not any(each() for each in given)
 
 
 def test_what_a_task_keeps_of_a_forward_is_not_kept(hparams, monkeypatch):
