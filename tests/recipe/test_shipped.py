@@ -1,5 +1,6 @@
 """Every YAML that is shipped passes the check, and plain HyperPyYAML loads and builds it too."""
 
+import inspect
 import json
 import textwrap
 from pathlib import Path
@@ -18,6 +19,8 @@ from sbkit.recipe.build import build
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
+from sbkit.system.renamed import FORMER
+from sbkit.train.muon import Muon
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(str(p.relative_to(ROOT)) for folder in ("hparams", "recipes") for p in (ROOT / folder).rglob("*.yaml"))
@@ -86,6 +89,13 @@ def test_a_shipped_recipe_passes_the_check(name, tmp_path):
     assert {row[4] for row in report.sections["devices"].rows} <= {"moved", "holds nothing"}
     assert report.sections["bill"].values["parameters"] > 1e6
     assert not (tmp_path / "run").exists(), "a check leaves no trace"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_recipe_gives_its_optimizer_no_former_names(name):
+    optimizer = read(ROOT / name, {}, Findings()).value["opt_class"]
+    former = {key for key, each in inspect.signature(Muon).parameters.items() if each.default is FORMER}
+    assert "every" in former and not former & set(optimizer.value)
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not refers_below(name)])

@@ -54,6 +54,7 @@ def prove(args: argparse.Namespace) -> int:
     started, stamp = time.monotonic(), time.time()
     asked = [check for check in CHECKS if not args.only or check.name in args.only]
     settings, machine = look(args.dry_run)
+    on_null = nullcard.active() and not args.only  # where what it can't show is left out
     logs = Path(f"{args.out}-logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{len(asked)} checks on {machine}, {args.minutes:g} minutes at most; logs in {logs}")
@@ -68,7 +69,7 @@ def prove(args: argparse.Namespace) -> int:
     try:
         until = started + 60 * args.minutes - APART
         for place, check in enumerate(asked):
-            result = _run(check, asked[place + 1:], until, {**settings, "home": home}, logs)
+            result = _run(check, asked[place + 1:], until, {**settings, "home": home}, logs, on_null)
             results[check.name] = result
             written = report.write(report.Made(stamp, time.monotonic() - started, args.dry_run, about,
                                                list(results.values()), args.only), args.out)
@@ -82,9 +83,10 @@ def prove(args: argparse.Namespace) -> int:
     return 0 if passed(found) else 1
 
 
-def _run(check: Check, later: Sequence[Check], until: float, settings: dict[str, object], logs: Path) -> Result:
+def _run(check: Check, later: Sequence[Check], until: float, settings: dict[str, object], logs: Path,
+         on_null: bool) -> Result:
     """Run a check for as long as it may take; one that has no room is left out, and those after it aren't."""
-    cards, on_null = settings["cards"], nullcard.active()
+    cards = settings["cards"]
     assert isinstance(cards, int)
     if why := check.not_here(cards, on_null):
         return left_out(check, why, NOT_SHOWN)
