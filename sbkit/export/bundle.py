@@ -95,7 +95,9 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
     unknown = sorted(set(wanted) - set(available))
     if unknown or not wanted:
         raise SbkitError(f"this model has no format {', '.join(unknown)}" if unknown else "--formats names no format",
-                         hint=f"it has {', '.join(available)}; docs/models.md says what each needs")
+                         hint=f"it has {', '.join(available)}" + (
+                             "; an int8 model is judged by its words, so an own task needs labels for it"
+                             if layout.INT8 in unknown else ""))
     if request.chunk is not None and request.target is None:
         raise SbkitError("--chunk is for --target: a bundle's own graph takes chunks of all sizes that the model "
                          "learnt", hint="leave it out, or add --target sherpa")
