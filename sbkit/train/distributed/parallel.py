@@ -20,6 +20,7 @@ from speechbrain.processing.features import InputNormalization
 from torch import nn
 
 from sbkit.errors import SbkitError
+from sbkit.nn import sync_batch_norm
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.train.distributed import ranks
 
@@ -307,10 +308,10 @@ def communicates_in_forward(module: nn.Module) -> bool:
     return isinstance(module, nn.SyncBatchNorm)
 
 
-def convert_batch_norm(modules: nn.ModuleDict, device: torch.device) -> None:
-    """Use batch statistics of all ranks, as SpeechBrain does, if the device has a kernel for it."""
-    if device.type == "cpu" or ranks.world_size() == 1:
+def convert_batch_norm(modules: nn.ModuleDict) -> None:
+    """Use batch statistics of all ranks, as SpeechBrain does on a GPU."""
+    if ranks.world_size() == 1:
         return
     for name, module in modules.items():
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
-            modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+            modules[name] = sync_batch_norm.convert(module)

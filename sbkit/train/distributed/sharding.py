@@ -50,7 +50,7 @@ def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrid
     undivided : what else in the recipe needs parameters whole, as a message calls it
     search, settles : see ``DDPWrapper``
     """
-    parallel.convert_batch_norm(loss_module.owned, device)
+    parallel.convert_batch_norm(loss_module.owned)
     if keys.activation_checkpointing:
         checkpoint_activations(loss_module.owned, keys.activation_checkpointing)
     if ranks.world_size() == 1 or not any(p.requires_grad for p in loss_module.parameters()):
