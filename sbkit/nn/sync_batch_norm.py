@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """``torch.nn.SyncBatchNorm`` that runs on a CPU too. On a GPU torch's own waits for the device in each layer, to
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """``torch.nn.SyncBatchNorm`` for a CPU too. On a GPU torch's own waits for the device in each layer, to
     leave out ranks with empty batches, which there are none of here."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
@@ -34,7 +34,7 @@ def convert(module: nn.Module) -> nn.Module:
     module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     for layer in module.modules():
         if type(layer) is nn.SyncBatchNorm:
-            layer.__class__ = SyncBatchNorm
+            layer.__class__ = SyncBatchNorm  # type: ignore[assignment]  # the same attributes, another forward
     return module
 
 

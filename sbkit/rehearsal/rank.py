@@ -189,7 +189,14 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         capped = f", all that this machine's memory allows of {most:.0f} s" if most > host else ""
         count = max(1, int(min(most, host) / seconds))
         torch.cuda.reset_peak_memory_stats()
-        if not brain.try_batch(brain.stand_in(count, seconds).to(device)):
+        try:
+            fits = brain.try_batch(brain.stand_in(count, seconds).to(device))
+        except RuntimeError as error:
+            if "32-bit index math" not in str(error):
+                raise
+            diary.write("skip", f"{count} utterances of {seconds:g} s are more than a convolution takes without cuDNN")
+            return 0
+        if not fits:
             diary.find("estimate", (str(request.path), 0), f"the check says that {most:.0f} s fit into this card, and "
                        f"{count} utterances of {seconds:g} s don't", "sbkit tune finds what fits; tell us about this "
                        "recipe, since its cost is counted wrong")

@@ -305,7 +305,7 @@ def communicates_in_forward(module: nn.Module) -> bool:
     """Return whether a layer communicates between ranks in its forward, so that all ranks must call it together."""
     if isinstance(module, InputNormalization):
         return module.norm_type == "global"
-    return isinstance(module, nn.SyncBatchNorm)
+    return isinstance(module, (nn.SyncBatchNorm, sync_batch_norm.SyncBatchNorm))
 
 
 def convert_batch_norm(modules: nn.ModuleDict) -> None:
