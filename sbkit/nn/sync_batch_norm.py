@@ -57,7 +57,8 @@ class _Normalised(torch.autograd.Function):
         return output, mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor,  # as above
+                 *_: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, variance, count = ctx.saved_tensors
         dims, wide = [0, *range(2, x.dim())], gradient.float()
         scale = (variance + ctx.eps).rsqrt()
