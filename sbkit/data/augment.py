@@ -1,4 +1,4 @@
-"""Waveform augmentation in the data workers: speed, crops, noise, reverberation, gain, reproducible after a resume.
+"""Waveform augmentation in the data workers, reproducible after a resume: speed, crops, noise, rooms, gain, codecs.
 
 Every utterance has its own random generator, seeded by (seed, visit, utterance), so that its augmentation depends
 neither on the number of workers nor on where a run was stopped.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import io
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
+import soxr
 
 from sbkit.data.audio import SUFFIXES, AudioError, audio_info, read_audio
 from sbkit.data.batch import SAMPLE_RATE
@@ -37,6 +40,15 @@ logger = logging.getLogger(__name__)
 _TRIES = 5
 #: Decoded impulse responses that a worker keeps; about 8 MB if each has a second.
 _KEPT_RESPONSES = 128
+#: libsndfile's format and subtype of a codec, the sample rate that it is used at, and how it is set.
+_CODECS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "ulaw": ("WAV", "ULAW", 8000, {}), "alaw": ("WAV", "ALAW", 8000, {}), "gsm": ("WAV", "GSM610", 8000, {}),
+    "adpcm": ("WAV", "IMA_ADPCM", 8000, {}),
+    "mp3": ("MP3", "MPEG_LAYER_III", 16000, {"bitrate_mode": "AVERAGE", "compression_level": 0.95}),
+    "opus": ("OGG", "OPUS", 16000, {"compression_level": 1.0}),
+    "opus_narrow": ("OGG", "OPUS", 8000, {"compression_level": 1.0}),
+    "vorbis": ("OGG", "VORBIS", 16000, {"compression_level": 1.0}),
+}
 
 
 class Augment:
@@ -256,6 +268,62 @@ class AddReverb:
         wet = wet[: len(signal)].astype(np.float32)
         power, wet_power = _power(signal), _power(wet)
         return wet * np.float32((power / wet_power) ** 0.5) if wet_power else signal
+
+
+class ApplyCodec:
+    """Encode and decode an utterance with a random codec, as a telephone or a call over the net does.
+
+    Those of telephones keep 8 kHz, so that nothing above 4 kHz is left; the others are at their lowest bit rates.
+
+    Arguments
+    ---------
+    codecs: names to choose from: ulaw and alaw (telephones), gsm (mobiles, 13 kbit/s), adpcm and opus_narrow, all at
+        8 kHz; mp3 (14 kbit/s), opus (9) and vorbis (18) at 16 kHz.
+    prob: probability that an utterance is changed.
+    sample_rate: of the waveforms; set by the loader.
+    """
+
+    def __init__(self, codecs: Sequence[str] = tuple(_CODECS), prob: float = 0.5, sample_rate: int | None = None):
+        wrong = [name for name in codecs if name not in _CODECS] if isinstance(codecs, (list, tuple)) else [codecs]
+        if wrong or not codecs:
+            raise SbkitError(f"ApplyCodec: codecs are {codecs!r}", hint=f"a list of any of {', '.join(_CODECS)}")
+        self.codecs, self.prob, self.sample_rate = list(codecs), _share(prob, "ApplyCodec"), sample_rate
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[S]`` to ``[S]``."""
+        if rng.random() >= self.prob or len(signal) < (self.sample_rate or SAMPLE_RATE) // 100:  # 10 ms
+            return signal
+        container, subtype, rate, options = _CODECS[self.codecs[rng.integers(len(self.codecs))]]
+        own, file = self.sample_rate or SAMPLE_RATE, io.BytesIO()
+        loudest = max(1.0, float(np.abs(signal).max(initial=0.0)))  # files hold -1 to 1
+        soundfile.write(file, soxr.resample(signal / np.float32(loudest), own, rate, "MQ"), rate, format=container,
+                        subtype=subtype, **options)
+        file.seek(0)
+        coded = soxr.resample(soundfile.read(file, dtype="float32")[0], rate, own, "MQ")[: len(signal)]
+        return np.pad(coded, (0, len(signal) - len(coded))) * np.float32(loudest)
+
+
+class Overdrive:
+    """Clip an utterance's peaks, as a microphone that is too loud does, and keep its loudness.
+
+    Arguments
+    ---------
+    low_db, high_db: range of what is cut from the highest peak, in decibels.
+    prob: probability that an utterance is changed.
+    """
+
+    def __init__(self, low_db: float = 3.0, high_db: float = 15.0, prob: float = 0.2):
+        _check_range("Overdrive", low_db=low_db, high_db=high_db)
+        self.low_db, self.high_db, self.prob = low_db, high_db, _share(prob, "Overdrive")
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[S]`` to ``[S]``."""
+        if rng.random() >= self.prob:
+            return signal
+        limit = np.abs(signal).max(initial=0.0) * np.float32(10 ** (-rng.uniform(self.low_db, self.high_db) / 20))
+        cut = np.clip(signal, -limit, limit)
+        power, left = _power(signal), _power(cut)
+        return cut * np.float32((power / left) ** 0.5) if left else signal
 
 
 @functools.lru_cache(maxsize=_KEPT_RESPONSES)

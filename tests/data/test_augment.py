@@ -8,9 +8,21 @@ import time
 import numpy as np
 import pytest
 from hyperpyyaml import load_hyperpyyaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sounds import encoded, speechlike
 
-from sbkit.data.augment import AddNoise, AddReverb, Augment, Crop, Gain, SpeedPerturb, planned_seconds
+from sbkit.data.augment import (
+    AddNoise,
+    AddReverb,
+    ApplyCodec,
+    Augment,
+    Crop,
+    Gain,
+    Overdrive,
+    SpeedPerturb,
+    planned_seconds,
+)
 from sbkit.errors import SbkitError
 
 SIGNAL = speechlike(1.0)
@@ -95,6 +107,47 @@ def test_reverberation_is_the_convolution_aligned_and_as_loud(tmp_path):
     assert db(wet) == pytest.approx(db(SIGNAL), abs=0.01)
 
 
+CODECS = ApplyCodec().codecs
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_leaves_the_speech_where_it_was_and_what_it_keeps_of_it(name):
+    speech = speechlike(3.0)
+    coded = ApplyCodec([name], prob=1)(speech, rng())
+    assert coded.dtype == np.float32 and len(coded) == len(speech)
+    assert not np.array_equal(coded, speech) and abs(db(coded) - db(speech)) < 3
+    both = np.fft.irfft(np.fft.rfft(coded, 1 << 17) * np.conj(np.fft.rfft(speech, 1 << 17)))
+    assert abs(int(np.argmax(both)) % (1 << 17)) in (0, 1, (1 << 17) - 1), "not delayed by more than a sample"
+    power = np.square(np.abs(np.fft.rfft(coded)))
+    above = power[np.fft.rfftfreq(len(coded), 1 / 16000) > 4200].sum() / power.sum()
+    assert above < 1e-3 if name not in ("mp3", "opus", "vorbis") else above > 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(CODECS), st.integers(0, 3000), st.floats(0, 4), st.sampled_from([8000, 16000, 22050, 48000]))
+def test_a_codec_takes_any_length_loudness_and_rate(name, size, peak, rate):
+    noise = np.float32(peak) * np.random.default_rng(size).uniform(-1, 1, size).astype(np.float32)
+    coded = ApplyCodec([name], prob=1, sample_rate=rate)(noise, rng())
+    assert coded.shape == noise.shape and coded.dtype == np.float32 and np.isfinite(coded).all()
+
+
+def test_codecs_are_drawn_and_repeat_themselves():
+    some = ApplyCodec(["ulaw", "gsm"], prob=0.5)
+    made = [some(SIGNAL, rng(name=str(i))) for i in range(40)]
+    assert len({each.tobytes() for each in made}) == 3  # neither, one, the other
+    assert 10 < sum(np.array_equal(each, SIGNAL) for each in made) < 30
+    assert np.array_equal(made[7], some(SIGNAL, rng(name="7")))
+
+
+def test_peaks_are_cut_and_the_loudness_stays():
+    cut = Overdrive(12, 12, prob=1)(SIGNAL, rng())
+    assert db(cut) == pytest.approx(db(SIGNAL), abs=0.01) and cut.dtype == np.float32
+    top = np.abs(cut).max()
+    assert np.mean(np.abs(cut) > 0.999 * top) > 20 * np.mean(np.abs(SIGNAL) > 0.999 * np.abs(SIGNAL).max())
+    silence = np.zeros(100, np.float32)
+    assert np.array_equal(Overdrive(prob=1)(silence, rng()), silence)
+
+
 def test_stages_run_in_order_and_repeat_themselves(noises):
     chain = Augment([SpeedPerturb(), Gain(), AddNoise(str(noises), prob=0.7)])
     again = Augment([SpeedPerturb(), Gain(), AddNoise(str(noises), prob=0.7)])
@@ -157,6 +210,9 @@ def test_mistakes_are_told_before_the_first_batch(tmp_path):
         Gain("quiet")
     with pytest.raises(SbkitError, match="prob is 5"):
         Gain(prob=5)
+    for wrong in (["ulaw", "g729"], "ulaw", []):
+        with pytest.raises(SbkitError, match=r"ApplyCodec: codecs are .*; a list of any of ulaw, alaw, gsm"):
+            ApplyCodec(wrong)
     with pytest.raises(SbkitError, match=r"snr_low \(20\) is above snr_high \(10\)"):
         AddNoise("x", 20, 10)
 
