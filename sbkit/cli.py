@@ -52,6 +52,7 @@ COMMANDS = {
     "transcribe": "transcribe recordings with an exported bundle",
     "listen": "show words while somebody speaks, from the microphone or standard input",
     "speak": "speak a text with an exported voice",
+    "enhance": "take the noise out of recordings with an exported enhancer",
     "tokenize": "turn a corpus into codes with an exported codec",
     "resynthesize": "turn codes into files of sound with an exported codec",
     "run": "run an exported model that gives tensors, such as vectors of speakers, on recordings",

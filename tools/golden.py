@@ -46,6 +46,8 @@ CODEC = ["hparams/codec.yaml", *TRAIN, *(
     "--n_mels 20 --size 16 --hidden 24 --encoder_layers 1 --slow_layers 1 --fast_layers 1 --sizes [256,512] "
     "--crop_seconds 0.5 --step_seconds 4 --max_batch_seconds 4 --adversarial_from 3 --discriminators.channels 4 "
     "--discriminators.sizes [256]").split()]
+ENHANCER = ["hparams/enhance.yaml", *TRAIN, *(
+    "--channels 16 --hidden 24 --layers 2 --crop_seconds 0.5 --step_seconds 4 --max_batch_seconds 4").split()]
 VOICE = ["hparams/tts.yaml", *TRAIN, *(
     "--size 16 --hidden 24 --frame_size 20 --frame_hidden 24 --text_encoder.layers 1 --durations.size 12 "
     "--durations.hidden 16 --durations.layers 1 --frame_decoder.layers 1 --decoder.size 16 --decoder.hidden 24 "
@@ -448,6 +450,7 @@ SCENARIOS: dict[str, Callable[[Place], Figures]] = {
     "ssl": _pretrained("ssl", "hparams/ssl.yaml"),
     "lora": _pretrained("lora", "recipes/CommonVoice/ASR/CTC/hparams/lora.yaml"),
     "codec": _training("codec-run", *CODEC),
+    "enhancer": _training("enhancer", *ENHANCER),
     "voice": _voice,
     "script": _script,
     "bundle": _bundle,

@@ -10,6 +10,7 @@ from sbkit.recipe.keys import Declared, Keys
 from sbkit.recipe.names import RUN_OPTIONS
 from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.enhance.keys import EnhancementKeys
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.speaker.keys import SpeakerKeys
@@ -42,6 +43,8 @@ CHAPTERS = (
     Chapter("Codec", CodecKeys, "`brain: !name:sbkit.tasks.codec.Codec` has those of every task and these."),
     Chapter("Speakers", SpeakerKeys,
             "`brain: !name:sbkit.tasks.speaker.Verification` has those of every task and these."),
+    Chapter("Enhancement", EnhancementKeys,
+            "`brain: !name:sbkit.tasks.enhance.Enhancement` has those of every task and these."),
     Chapter("Voice", TTSKeys, "`brain: !name:sbkit.tasks.tts.TTS` has those of every task and these."),
 )
 

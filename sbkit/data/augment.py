@@ -145,7 +145,7 @@ class SpeedPerturb:
                 isinstance(speed, Real) and 0.5 <= speed <= 2 for speed in speeds):
             raise SbkitError(f"SpeedPerturb: speeds are {speeds!r}",
                              hint="expected a list of factors from 0.5 to 2, such as 0.9")
-        self.speeds, self.prob = [float(speed) for speed in speeds], _share(prob, "SpeedPerturb")
+        self.speeds, self.prob = [float(speed) for speed in speeds], share(prob, "SpeedPerturb")
 
     @property
     def stretch(self) -> float:
@@ -192,8 +192,8 @@ class Gain:
     aligned = True
 
     def __init__(self, low_db: float = -10.0, high_db: float = 6.0, prob: float = 1.0):
-        _check_range("Gain", low_db=low_db, high_db=high_db)
-        self.low_db, self.high_db, self.prob = low_db, high_db, _share(prob, "Gain")
+        check_range("Gain", low_db=low_db, high_db=high_db)
+        self.low_db, self.high_db, self.prob = low_db, high_db, share(prob, "Gain")
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
@@ -215,9 +215,9 @@ class AddNoise:
 
     def __init__(self, folder: str, snr_low: float = 0.0, snr_high: float = 20.0, prob: float = 0.5,
                  sample_rate: int | None = None):
-        _check_range("AddNoise", snr_low=snr_low, snr_high=snr_high)
+        check_range("AddNoise", snr_low=snr_low, snr_high=snr_high)
         self.files = AudioFiles(folder, "AddNoise")
-        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, _share(prob, "AddNoise")
+        self.snr_low, self.snr_high, self.prob = snr_low, snr_high, share(prob, "AddNoise")
         self.sample_rate = sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -225,11 +225,7 @@ class AddNoise:
         if rng.random() >= self.prob:
             return signal
         ratio = rng.uniform(self.snr_low, self.snr_high)
-        noise = self.files.draw(rng, lambda path: self._stretch(path, len(signal), rng))
-        power, noise_power = _power(signal), _power(noise)
-        if not power or not noise_power:
-            return signal
-        return signal + noise * np.float32((power / noise_power / 10 ** (ratio / 10)) ** 0.5)
+        return mixed(signal, self.files.draw(rng, lambda path: self._stretch(path, len(signal), rng)), ratio)
 
     def _stretch(self, path: str, size: int, rng: np.random.Generator) -> np.ndarray:
         rate = self.sample_rate or SAMPLE_RATE
@@ -256,7 +252,7 @@ class AddReverb:
 
     def __init__(self, folder: str, prob: float = 0.5, sample_rate: int | None = None):
         self.files = AudioFiles(folder, "AddReverb")
-        self.prob, self.sample_rate = _share(prob, "AddReverb"), sample_rate
+        self.prob, self.sample_rate = share(prob, "AddReverb"), sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
@@ -369,11 +365,20 @@ class AudioFiles:
                          hint=f"look at what is in {self.folder}")
 
 
+def mixed(signal: np.ndarray, noise: np.ndarray, decibels: float) -> np.ndarray:
+    """Add noise ``[S]`` to a signal ``[S]`` at a signal-to-noise ratio; silence stays as it is."""
+    power, noise_power = _power(signal), _power(noise)
+    if not power or not noise_power:
+        return signal
+    return signal + noise * np.float32((power / noise_power / 10 ** (decibels / 10)) ** 0.5)
+
+
 def _power(signal: np.ndarray) -> float:
     return float(np.dot(signal, signal)) / max(len(signal), 1)
 
 
-def _check_range(whose: str, **limits: float) -> None:
+def check_range(whose: str, **limits: float) -> None:
+    """Refuse two limits that are no numbers, or of which the first is above the second."""
     for name, value in limits.items():
         check_number(f"{whose}: {name}", value)
     (low, least), (high, most) = limits.items()
@@ -381,7 +386,8 @@ def _check_range(whose: str, **limits: float) -> None:
         raise SbkitError(f"{whose}: {low} ({least}) is above {high} ({most})")
 
 
-def _share(prob: float, whose: str) -> float:
+def share(prob: float, whose: str) -> float:
+    """Return a probability, or refuse it."""
     check_number(f"{whose}: prob", prob)
     if not 0 <= prob <= 1:
         raise SbkitError(f"{whose}: prob is {prob}", hint="a probability from 0 to 1")

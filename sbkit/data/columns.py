@@ -39,13 +39,26 @@ class SignalColumn:
     aligned: whether it is cut out of its file as the row's recording is, and read at the same speed; augmentations
         that are ``aligned`` (``Crop``, ``Gain``) change both alike, and others only the row's recording. False: it is
         read whole, has a length of its own, and isn't augmented.
+    or_recording: whether, in a corpus whose ``columns`` don't name such a column, it is the row's own recording without
+        what augmentations that aren't aligned, such as noise, add to it.
     """
 
     aligned: bool = True
+    or_recording: bool = False
+
+    def __post_init__(self) -> None:
+        if self.or_recording and not self.aligned:
+            raise ValueError("a row's own recording is aligned with it")
 
 
 #: What a task declares: columns by name.
 Declared = Mapping[str, LabelColumn | SignalColumn]
+
+
+def needed_of(declared: Declared, named: Mapping[str, str]) -> Declared:
+    """The columns that a corpus has to have, which names some of them."""
+    return {name: column for name, column in declared.items()
+            if name in named or not getattr(column, "or_recording", False)}
 
 
 class Padded(NamedTuple):

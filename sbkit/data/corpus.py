@@ -18,7 +18,7 @@ import pyarrow as pa
 
 import sbkit
 from sbkit.data import exclusions
-from sbkit.data.columns import Declared, SignalColumn
+from sbkit.data.columns import Declared, SignalColumn, needed_of
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number, texts
@@ -107,6 +107,7 @@ class Corpus:
         self.report: dict[str, Any] | None = None
         self._needs_text = True
         self._declared: Declared = {}
+        self._recordings: set[str] = set()  # columns that are the rows' own recordings
         self._check()
 
     def _check(self) -> None:
@@ -166,8 +167,7 @@ class Corpus:
         needs_text : whether rows without a text are left out
         columns : those that the task declares; rows that lack one are left out
         """
-        self._needs_text, self._declared = needs_text, columns or {}
-        check_columns(self.columns, self._declared)
+        self._declare(needs_text, columns or {})
         with locked(self.folder / ".lock"):
             source = self._open(show_progress)
             fingerprint = self._fingerprint(source)
@@ -248,10 +248,16 @@ class Corpus:
         opened.wanted = {name: isinstance(column, SignalColumn) for name, column in self._declared.items()}
         return opened
 
+    def _declare(self, needs_text: bool, columns: Declared) -> Declared:
+        """Note what the task needs; returns those of its columns that the source has to have."""
+        check_columns(self.columns, columns)
+        self._needs_text, self._declared = needs_text, needed_of(columns, self.columns)
+        self._recordings = set(columns) - set(self._declared)
+        return self._declared
+
     def check_declared(self, needs_text: bool, columns: Declared) -> None:
         """Refuse a local source that lacks a column, as far as that is seen without reading or unpacking it."""
-        self._needs_text, self._declared = needs_text, columns
-        check_columns(self.columns, columns)
+        columns = self._declare(needs_text, columns)
         given = self.source
         elsewhere = isinstance(given, (str, Path)) and (on_hub(given) or Path(given).is_file())
         if not columns or given is None or elsewhere:
@@ -334,6 +340,8 @@ class Corpus:
         chosen = choose_splits(source, self.only, self.splits)
         check_needed(source, needed, chosen)
         rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
+        for each in rows.values():
+            each.meta = {name: column for name, column in each.meta.items() if name not in self._recordings}
         journal = self.folder / f"{_JOURNAL}{fingerprint[:16]}"
         manifests: dict[str, Manifest] = {}
         reports: dict[str, SplitReport] = {}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from sbkit.data.augment import Augment
+from sbkit.data.augment import Augment, planned_seconds
 from sbkit.data.batch import SAMPLE_RATE, Batch, DevicePrefetcher
 from sbkit.data.columns import BatchColumns
 from sbkit.data.manifest import Manifest
@@ -200,8 +200,6 @@ class TrainLoader(_Loader):
                  columns: BatchColumns | None = None, sample_rate: int = SAMPLE_RATE, **reading: Any):
         if len(plan.durations) != len(manifest):
             raise ValueError(f"a plan for {len(plan.durations)} utterances, a manifest of {len(manifest)}")
-        if augment is not None:
-            augment.check()
         if columns is not None:
             columns.check_classes(manifest)
         self.plan, self.rank, self.world, self.min_micros = plan, rank, world, min_micros
@@ -247,14 +245,15 @@ class EvalLoader(_Loader):
     """Loads one rank's share of a manifest once, longest first; no utterance is seen by two ranks.
 
     Ranks may have different numbers of batches. An utterance longer than ``max_batch_seconds`` is a batch of its own.
-    The other arguments are those of ``TrainLoader``.
+    ``augment`` changes an utterance alike each time. The other arguments are those of ``TrainLoader``.
     """
 
     def __init__(self, manifest: Manifest, tokenizer: SupportsEncode | None, *, max_batch_seconds: float,
                  max_batch_utterances: int | None = None, rank: int = 0, world: int = 1,
-                 columns: BatchColumns | None = None, sample_rate: int = SAMPLE_RATE, **reading: Any):
-        reader = Reader(manifest, tokenizer, columns=columns, sample_rate=sample_rate)
-        seconds = reader.columns.longest(manifest, manifest.durations)
+                 augment: Augment | None = None, columns: BatchColumns | None = None,
+                 sample_rate: int = SAMPLE_RATE, **reading: Any):
+        reader = Reader(manifest, tokenizer, augment=augment, columns=columns, sample_rate=sample_rate)
+        seconds = reader.columns.longest(manifest, planned_seconds(augment, manifest.durations))
         self.batches = eval_batches(seconds, max_batch_seconds, world, max_batch_utterances)[rank::world]
         super().__init__(reader, max(max_batch_seconds, float(seconds.max(initial=0.0))), **reading)
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from sbkit.data.audio import AudioError, read_utterance, will_need
 from sbkit.data.augment import Augment
 from sbkit.data.batch import SAMPLE_RATE, Batch, stand_in
-from sbkit.data.columns import BatchColumns, Padded
+from sbkit.data.columns import BatchColumns, Padded, SignalColumn
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import unit_of
 from sbkit.errors import SbkitError
@@ -72,6 +72,7 @@ class Reader(Dataset[Any]):
         self.reading = torch.full((1,), -1)
         """The row that each worker process read last, in shared memory."""
         if augment is not None:
+            augment.check()
             augment.set_sample_rate(sample_rate)
         self._sharded = len(manifest) > 0 and "?offset=" in manifest.wavs[0] and hasattr(os, "posix_fadvise")
 
@@ -147,17 +148,24 @@ class Reader(Dataset[Any]):
             return read_utterance(wav, start, duration, sample_rate=self.sample_rate, speed=speed,
                                   remote=manifest.remote)
 
-        wavs = {other: manifest.column(other)[row] for other in self.columns.signals}
-        together = {other: read(wavs[other], start, duration, speed)
-                    for other, column in self.columns.signals.items() if column.aligned}
-        apart = {other: read(wavs[other], 0.0, float(seconds[row])) for other, seconds in self._seconds.items()}
-        aligned = [read(manifest.wavs[row], start, duration, speed), *together.values()]
+        recording = read(manifest.wavs[row], start, duration, speed)
+
+        def second(other: str, column: SignalColumn) -> np.ndarray:
+            if column.or_recording and other not in manifest.meta:
+                return recording.copy()
+            return read(manifest.column(other)[row], start, duration, speed)
+
+        signals = self.columns.signals
+        together = {other: second(other, column) for other, column in signals.items() if column.aligned}
+        apart = {other: read(manifest.column(other)[row], 0.0, float(seconds[row]))
+                 for other, seconds in self._seconds.items()}
+        aligned = [recording, *together.values()]
         shortest = min(map(len, aligned))  # their files may differ by some samples
         aligned = [signal[:shortest] for signal in aligned]
         if self.augment is not None and rng is not None:
             aligned = self.augment.together(aligned, rng)
         found = apart | dict(zip(together, aligned[1:], strict=True))
-        return [aligned[0], *(found[other] for other in wavs)]
+        return [aligned[0], *(found[other] for other in signals)]
 
 
 @dataclass

@@ -28,9 +28,14 @@ _SPLIT_OFF = 1 << 30  # larger models get a separate file of weights, since a pr
 
 
 def trace_module(module: nn.Module, example: tuple[Tensor, ...],
-                 open_: dict[str, tuple[int, ...]]) -> torch.export.ExportedProgram:
-    """Trace a module; ``open_`` lists the dynamic dimensions of each input."""
-    shapes = {name: dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for name, dims in open_.items()}
+                 open_: Mapping[str, tuple[int, ...] | list[tuple[int, ...]]]) -> torch.export.ExportedProgram:
+    """Trace a module; ``open_`` lists the dynamic dimensions of each input, and of ``*inputs`` those of each of them.
+    """
+    def dynamic(dims: tuple[int, ...]) -> dict[int, Any]:  # torch's, which no type declares
+        return dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
+
+    shapes = {name: tuple(map(dynamic, dims)) if isinstance(dims, list) else dynamic(dims)
+              for name, dims in open_.items()}
     try:
         with torch.no_grad(), _quiet():
             program = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)

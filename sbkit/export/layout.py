@@ -64,7 +64,7 @@ CODES = ("codes", "frames")
 
 FORMAT, VERSION = "sbkit bundle", 1
 #: Kinds of bundles, by how they are run.
-CTC, TRANSDUCER, GRAPH, VOICE, CODEC = "ctc", "transducer", "graph", "voice", "codec"
+CTC, TRANSDUCER, GRAPH, VOICE, CODEC, ENHANCER = "ctc", "transducer", "graph", "voice", "codec", "enhancer"
 #: Types of the tensors of a stream's state.
 TYPES = ("float32", "int64")
 #: Buffers get as large as these say, so there are bounds: bytes of a configuration (10,000 symbols have 200 kB) and of
@@ -80,6 +80,9 @@ _MAX_RULES, _MAX_RULE = 1000, 100
 FILE = String(1, 255, r"(?!\.{1,2}$)[^/\\\x00-\x1f\x7f]+", "the name of a file in the bundle's folder")
 #: Entries of each codebook.
 BOOKS = Array(Integer(maximum=1 << 24), max_items=256)
+#: Inputs of a graph for streams that hold their state.
+STATE = Object(min_items=1, values=Record(
+    {"type": Enumerated(TYPES), "shape": Array(Integer(maximum=MAX_STATE), max_items=8)}, needed=True))
 _SAMPLES = Integer(0, MAX_SECONDS * MAX_RATE)
 
 T = TypeVar("T", bound="Bundle | Streaming")
@@ -175,6 +178,31 @@ class GraphConfig(Bundle):
 
 
 @dataclass(kw_only=True)
+class EnhancerConfig(GraphConfig):
+    """The configuration of a model that gives waveforms without their noise, whole and piece by piece."""
+
+    kind, what = ENHANCER, "a model that takes noise out of recordings"
+    use = "use it: sbkit enhance {} FILES... --to FOLDER"
+    hop: int = value(Integer())
+    """A piece of a stream has a multiple of so many samples."""
+    delay: int = value(Integer(0))
+    """Samples of a stream between one that is heard and what becomes of it."""
+    state: dict[str, dict[str, Any]] = value(STATE)
+    """Inputs of the graph for streams, as ``Streaming.state``."""
+    streams: dict[str, str] = value(Object(FILE), default_factory=dict)
+    """The file of that graph in each format."""
+
+    def check(self, path: Path) -> None:
+        super().check(path)
+        for name in ("hop", "delay"):
+            _refuse(str(path), name, getattr(self, name), Integer(0, MAX_FRAME_SECONDS * self.sample_rate))
+        _check_state(str(path), self.state)
+        if self.streams.keys() != self.models.keys():
+            raise SbkitError(f"{path}: streams must give a file for each of {', '.join(self.models)}, not "
+                             f"{shown(self.streams)}")
+
+
+@dataclass(kw_only=True)
 class Streaming:
     """What a program needs to know to run a recogniser on streams: windows of samples and a state in, log-probabilities
     and the next state out.
@@ -192,8 +220,7 @@ class Streaming:
     """Samples of a feature frame beyond those of the step to the next."""
     before: int = value(_SAMPLES)
     after: int = value(_SAMPLES)
-    state: dict[str, dict[str, Any]] = value(Object(min_items=1, values=Record(
-        {"type": Enumerated(TYPES), "shape": Array(Integer(maximum=MAX_STATE), max_items=8)}, needed=True)))
+    state: dict[str, dict[str, Any]] = value(STATE)
     """Inputs that hold the state: ``type`` (float32 or int64) and ``shape``, to which a batch adds a first dimension.
     The next state is in the outputs of these names after ``next_``. A stream begins with zeros."""
     ahead: int = value(Integer(0), default=0)
@@ -207,8 +234,7 @@ class Streaming:
         _check_fields(told, self)
         if self.ahead >= min(self.chunks):
             raise SbkitError(f"{told}: ahead is {self.ahead}, but must be below the smallest of chunks")
-        if sum(math.prod(part["shape"]) for part in self.state.values()) > MAX_STATE:
-            raise SbkitError(f"{told}: state has more than {MAX_STATE:,} numbers", hint="export the model again")
+        _check_state(told, self.state)
 
 
 @dataclass(kw_only=True)
@@ -464,6 +490,11 @@ def _refuse(told: str, name: str, found: object, allowed: Schema) -> None:
     """Raise if a value isn't allowed."""
     if found not in allowed:
         raise SbkitError(f"{told}: {name} is {shown(found)}, but must be {allowed}", hint="export the model again")
+
+
+def _check_state(told: str, state: dict[str, dict[str, Any]]) -> None:
+    if sum(math.prod(part["shape"]) for part in state.values()) > MAX_STATE:
+        raise SbkitError(f"{told}: state has more than {MAX_STATE:,} numbers", hint="export the model again")
 
 
 def _check_rules(told: str, text: object) -> None:

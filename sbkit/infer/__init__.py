@@ -5,6 +5,7 @@ from __future__ import annotations
 from sbkit.decode.spans import Word
 from sbkit.decode.streaming import StreamResult
 from sbkit.infer.codec import CodecModel
+from sbkit.infer.enhancer import EnhancerModel
 from sbkit.infer.graph_model import GraphModel, Output
 from sbkit.infer.model import Model, load
 from sbkit.infer.pipeline import Options
@@ -17,8 +18,8 @@ from sbkit.infer.transcript import Segment, Transcript
 from sbkit.infer.voice import Voice
 from sbkit.system.renamed import renamed
 
-__all__ = ["CodecModel", "GraphModel", "Model", "Options", "Output", "Recording", "Segment", "Speech", "SpokenWord",
-           "Stream", "StreamEngine", "StreamResult", "Transcript", "UnknownCharacters", "UnspeakableText", "Voice",
-           "Word", "load"]
+__all__ = ["CodecModel", "EnhancerModel", "GraphModel", "Model", "Options", "Output", "Recording", "Segment", "Speech",
+           "SpokenWord", "Stream", "StreamEngine", "StreamResult", "Transcript", "UnknownCharacters",
+           "UnspeakableText", "Voice", "Word", "load"]
 
 __getattr__ = renamed(__name__, Codec="CodecModel", Heard="StreamResult")

@@ -16,6 +16,7 @@ from sbkit.infer.bundle_engine import Loaded
 from sbkit.infer.codec import codec
 from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
+from sbkit.infer.enhancer import enhancer
 from sbkit.infer.formats import AUTO
 from sbkit.infer.graph_model import GraphEngine, GraphModel
 from sbkit.infer.pipeline import Options, Pipeline
@@ -135,14 +136,16 @@ def _voice(bundle: str | Path, model: str, device: str, threads: int | None) -> 
 
 #: What loads each kind of bundle, given its folder, model, device, threads, and more if it takes that.
 LOADERS: layout.ByKind[Callable[..., Any]] = layout.ByKind({
-    layout.Config: _recogniser, layout.GraphConfig: _graph, layout.VoiceConfig: _voice, layout.CodecConfig: codec})
+    layout.Config: _recogniser, layout.GraphConfig: _graph, layout.VoiceConfig: _voice, layout.CodecConfig: codec,
+    layout.EnhancerConfig: enhancer})
 
 
 def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int | None = None,
          compile: str | None = None, options: Options | None = None, buckets: Sequence[tuple[int, float]] | None = None
          ) -> Any:  # one of those below
-    """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a codec ``encode`` and ``decode``, a model of
-    another task ``run``, and one of a kind of your own what you added to ``LOADERS``.
+    """Load a bundle: a recogniser has ``transcribe``, a voice ``speak``, a codec ``encode`` and ``decode``, an enhancer
+    ``enhance`` and ``stream``, a model of another task ``run``, and one of a kind of your own what you added to
+    ``LOADERS``.
 
     >>> model = load("bundle")                            # doctest: +SKIP
     >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP

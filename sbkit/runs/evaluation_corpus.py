@@ -62,8 +62,9 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
     def corpus_of(split: str, folder: Path) -> Corpus:
         if request.on is None:
             return own.only_split(split, folder)
+        named = {role: name for role, name in own.columns.items() if role in (columns or {})}
         return Corpus(source, own.language, folder, splits={"test": split}, text=own.text, only=("test",),
-                      schemes=own.schemes, url_megabytes=own.url_megabytes, url_seconds=own.url_seconds)
+                      columns=named, schemes=own.schemes, url_megabytes=own.url_megabytes, url_seconds=own.url_seconds)
 
     split = request.split
     with _naming_the_run(request):
@@ -119,6 +120,7 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
     keys = recipe.keys
     loader = EvalLoader(
         manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
+        augment=keys.test_augment,
         max_batch_seconds=request.max_batch_seconds or _batch_seconds(keys),
         rank=ranks.rank(), world=ranks.world_size(), pin_memory=torch.device(brain.device).type == "cuda",
         workers=keys.num_workers if request.workers is None else request.workers, sample_rate=keys.sample_rate,

@@ -70,8 +70,8 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     train_set = TrainLoader(train, encoder, plan, min_micros=brain.grad_accumulation_factor, augment=keys.augment,
                             **reading)
     valid_set, test_set = (
-        EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, **reading)
-        for split in ("dev", "test")
+        EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **reading)
+        for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
     )
     brain.open_run(train.texts, steps)
     if request.run_opts.test_only and not brain.checkpointer.list_checkpoints():

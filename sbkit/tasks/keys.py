@@ -51,6 +51,9 @@ class TaskKeys(TrainKeys):
     init_leave: Sequence[str] | None = key("a list of parts that are not taken but reinitialised", None, NAMES)
     train_logger: TrainLog | None = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
     augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
+    valid_augment: Augment | None = key("the same of validations, such as noise: an utterance's is always the same",
+                                        None)
+    test_augment: Augment | None = key("the same of tests", None)
     number_of_epochs: int | None = key("how often training goes through the corpus; the limit of epoch_counter has to "
                                        "refer to it", None, SIZE)
     num_workers: int = key("processes that read audio; 0: the run reads it itself", 2, COUNT)

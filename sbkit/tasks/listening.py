@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib
+import logging
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+logger = logging.getLogger(__name__)
+
 #: Clips that a report lets one hear.
 KEPT = 10
-Row = Any  # of a test: a task's own NamedTuple, with id, reference, and sound ([S] int16, of clips that are kept)
+#: What to install for each measure.
+_FROM = {"pystoi": "'sbkit[speech]'", "pesq": "pesq"}
+Row = Any  # of a test: a task's own NamedTuple, with id, reference, and sound (int16, of clips that are kept)
+
+
+def stoi(wanted: np.ndarray, made: np.ndarray, sample_rate: int) -> float | None:
+    """Compute the short-time objective intelligibility, at most 1; None for a clip that has too little speech, and
+    where pystoi is not installed."""
+    measure = measure_of("pystoi", "stoi")
+    if measure is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            return float(measure(wanted, made, sample_rate))
+        except RuntimeWarning:  # less than 0.4 s that isn't silent
+            return None
+
+
+@functools.cache
+def measure_of(module: str, name: str) -> Callable[..., Any] | None:
+    """A function of a module that need not be installed; the first time it isn't, say so."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError:
+        logger.info("%s is not measured: %s isn't installed (pip install %s)", name.upper(), module, _FROM[module])
+        return None
 
 
 class Drawn:

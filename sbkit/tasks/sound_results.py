@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import soundfile
 
 from sbkit.data.manifest import Manifest
@@ -36,6 +37,10 @@ class SoundResults(Results):
         """Say what was measured of a clip."""
         return str(row.id)
 
+    def made(self, row: Row) -> Mapping[str, np.ndarray]:
+        """Return the sounds of a clip by their labels: with one alone, the report has its recording too."""
+        return {self.maker: row.sound}
+
     def word_error_rates(self) -> Mapping[str, float]:
         return {f"in what the {self.maker} made": self.stats["WER"]} if "WER" in self.stats else {}
 
@@ -49,12 +54,13 @@ class SoundResults(Results):
         (folder / sounds).mkdir(parents=True, exist_ok=True)
         self.players = []
         for number, row in enumerate(kept, 1):
-            made, said = sounds / f"{number:02}.flac", manifest.row(place[row.id])
-            soundfile.write(folder / made, row.sound, self.sample_rate)
-            self.players.append(Player(
-                row.reference or row.id, self.remark(row),
-                [SoundSample("recording", said.wav, said.start, said.duration),
-                 SoundSample(self.maker, str(made), 0.0, len(row.sound) / self.sample_rate)]))
+            made, said = self.made(row), manifest.row(place[row.id])
+            samples = [] if len(made) > 1 else [SoundSample("recording", said.wav, said.start, said.duration)]
+            for label, sound in made.items():
+                path = sounds / (f"{number:02}-{label}.flac" if len(made) > 1 else f"{number:02}.flac")
+                soundfile.write(folder / path, sound, self.sample_rate)
+                samples.append(SoundSample(label, str(path), 0.0, len(sound) / self.sample_rate))
+            self.players.append(Player(row.reference or row.id, self.remark(row), samples))
         super().write(folder, manifest, of)
 
     def recognised_rows(self) -> list[list[str]]:

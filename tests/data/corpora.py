@@ -47,3 +47,18 @@ def archive(folder: Path, into: Path) -> Path:
     with tarfile.open(into, "w:gz") as tar:
         tar.add(folder, arcname=folder.name)
     return into
+
+
+def recording(path: Path, seconds: float = SECONDS, seed: int = 0, rate: int = 16_000) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded(speechlike(seconds, rate, seed), rate))
+
+
+def voicebank(folder: Path, seconds: float = SECONDS, rate: int = 48_000) -> Path:
+    """VoiceBank-DEMAND's folders, with two pairs of each of four speakers: two in train, one in dev and in test."""
+    for speaker, where in (("p225", "trainset_28spk"), ("p226", "trainset_28spk"), ("p227", "trainset_28spk"),
+                           ("p232", "testset")):
+        for i in (1, 2):
+            for number, kind in enumerate(("clean", "noisy")):
+                recording(folder / f"{kind}_{where}_wav" / f"{speaker}_{i:03}.wav", seconds, 2 * i + number, rate)
+    return folder

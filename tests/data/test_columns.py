@@ -182,6 +182,44 @@ def test_noise_is_on_the_recording_alone(manifest):
             assert torch.equal(row, plain[name])
 
 
+class Noise:
+    def __call__(self, signal, rng):
+        return signal + 0.1 * rng.standard_normal(len(signal)).astype(np.float32)
+
+
+def test_a_recording_can_be_its_own_second_signal(sounds, tmp_path):
+    """Where the corpus names no clean one, that is the recording before noise, cut alike, even if a list has a column
+    of that name; where it names one, that is read."""
+    listed = [{**row, "clean": "gone.wav"} for row in rows(sounds)]
+    corpus, declared = write("csv", tmp_path, listed, sounds), {"clean": SignalColumn(or_recording=True)}
+    named = prepared(corpus, declared)["train"]
+    assert named.column("clean")[0] == f"{sounds}/clean0.wav"
+    corpus.columns = {}
+    corpus.check_declared(False, declared)
+    found = prepared(corpus, declared)["train"]
+    assert len(found) == CLIPS and "clean" not in found.meta
+    stages, keys = [SpeedPerturb([0.8, 1.1]), Crop(0.4)], {"declared": declared, "keys": None}
+    plain = {name: row for batch in loader(found, augment=Augment([*stages, Gain()]), **keys).at(1)
+             for name, row in zip(batch.ids, batch.signals, strict=True)}
+    for batch in loader(found, augment=Augment([*stages, Gain(), Noise()]), **keys).at(1):
+        for name, noisy, clean in zip(batch.ids, batch.signals, batch.columns["clean"].data, strict=True):
+            assert torch.equal(clean, plain[name]) and not torch.allclose(noisy, clean, atol=0.1)
+
+
+def test_the_noise_of_an_evaluation_is_the_same_each_time(manifest):
+    made = EvalLoader(manifest, None, max_batch_seconds=20, augment=Augment([Noise()]), workers=0,
+                      columns=BatchColumns({"clean": SignalColumn()}))
+    first, again = list(made), list(made)
+    for one, other in zip(first, again, strict=True):
+        assert one.ids == other.ids and torch.equal(one.signals, other.signals)
+        assert not torch.allclose(one.signals, one.columns["clean"].data, atol=0.1)
+
+
+def test_what_is_read_whole_is_no_recording_of_its_row():
+    with pytest.raises(ValueError, match="aligned"):
+        SignalColumn(aligned=False, or_recording=True)
+
+
 def test_a_stage_that_would_part_them_is_named(manifest):
     class Half:
         def __call__(self, signal, rng):

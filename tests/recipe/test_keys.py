@@ -303,14 +303,19 @@ def loaded(made):
     seen = {}
 
     def train(manifest, encoder, plan, **reading):
-        seen.update(reading, steps=len(plan), batching=plan.batching.max_batch_seconds)
-        raise Stop
+        seen.update(reading, steps=len(plan), batching=plan.batching.max_batch_seconds, noises=[])
+
+    def test(manifest, encoder, *, augment, **reading):
+        seen["noises"].append(augment)
+        if len(seen["noises"]) == 2:
+            raise Stop
 
     made.patch.setattr(training, "TrainLoader", train)
+    made.patch.setattr(training, "EvalLoader", test)
     manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], wavs=["a.wav"] * 2, texts=["a", "b"])
     with pytest.raises(Stop):
         training.fit_and_test(made.recipe, SimpleNamespace(run_opts=RunOptions(device="cpu")), torch.device("cpu"),
-                              {"train": manifest}, None, None)
+                              dict.fromkeys(("train", "dev", "test"), manifest), None, None)
     return {name: str(value) for name, value in seen.items()}
 
 
@@ -448,6 +453,8 @@ CASES = {
     "init_leave": (None, ["ctc_lin"], begun, {**ALONE, "init_from": From(lambda made: weights_of(made, 1))}),
     "train_logger": (None, From(lambda made: TrainLog(str(made.folder / "train_log.txt"))), files),
     "augment": (None, Augment([Gain()]), loaded),
+    "valid_augment": (None, Augment([Gain()]), loaded),
+    "test_augment": (None, Augment([Gain()]), loaded),
     "number_of_epochs": (3, 5, epochs),
     "num_workers": (0, 1, loaded),
     "sample_rate": (8000, 16_000, loaded),

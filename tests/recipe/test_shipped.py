@@ -38,6 +38,8 @@ def stand_ins(name: str, folder: Path) -> dict:
     texts = [path.read_text() for path, _ in load.chain(ROOT / name)]
     if any("data_folder: !PLACEHOLDER" in text for text in texts):
         given |= {"data_folder": str(folder), "language": "fr"}
+    if any("sbkit.tasks.enhance" in text for text in texts) and "data_folder" in given:
+        (folder / "noisy_testset_wav").mkdir(exist_ok=True)  # VoiceBank-DEMAND's layout
     if any("encoder_source: null" in text for text in texts):
         large = {"hidden_size": 256, "intermediate_size": 512}
         given |= {"encoder_source": str(encoders.make(folder / "encoder", "wav2vec2-layer", **large))}
@@ -66,7 +68,8 @@ def codec_of(name: str, folder: Path) -> Path:
 
 
 #: The last layer of recipes whose name has a mark; of others it is ``ctc_lin``.
-LAST = [("codec", "head"), ("tts", "code_head"), ("speaker", "classifier"), ("large", "seq_lin")]
+LAST = [("codec", "head"), ("tts", "code_head"), ("speaker", "classifier"), ("enhance", "enhancer"),
+        ("large", "seq_lin")]
 
 
 def test_there_are_recipes_to_check():

@@ -14,6 +14,7 @@ from sbkit.data.sources.huggingface import Hub, Parquet, SavedToDisk
 from sbkit.data.sources.json_lines import JsonLines
 from sbkit.data.sources.ljspeech import LJSpeech
 from sbkit.data.sources.speechbrain_csv import SpeechBrainCsv
+from sbkit.data.sources.voicebank import VoiceBank
 from sbkit.data.sources.voxceleb import VoxCeleb
 from sbkit.errors import SbkitError
 
@@ -24,8 +25,8 @@ _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
     "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
-    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, a save_to_disk folder, VoxCeleb or recordings "
-    "alone (where no texts are needed), or hf://owner/name"
+    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, a save_to_disk folder, VoxCeleb, VoiceBank-DEMAND "
+    "or recordings alone (where no texts are needed), or hf://owner/name"
 )
 
 
@@ -85,6 +86,8 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
         return CommonVoice(path, language)
     if LJSpeech.matches(path):
         return LJSpeech(path, columns, data_root)
+    if VoiceBank.matches(path):
+        return VoiceBank(path, columns)
     for kind in _FILE_KINDS:
         if files := kind.in_folder(path):
             return kind(files, columns, data_root)

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 
-def analysis(size: int) -> Tensor:
+def analysis(size: int, taper: Tensor | None = None) -> Tensor:
     """The real and imaginary parts of the transform of windowed frames: [size, 2 * bins], bins = size // 2 + 1.
 
-    Of white noise, the power of each bin is that of the noise.
+    Of white noise, the power of each bin is that of the noise. ``taper`` is another window than Hann's.
     """
     at, bins = torch.arange(size, dtype=torch.float64), torch.arange(size // 2 + 1, dtype=torch.float64)
     angle = 2 * math.pi * at[:, None] * bins / size
-    taper = window(size)
+    taper = window(size) if taper is None else taper
     return (taper[:, None] / taper.square().sum().sqrt() * torch.cat([angle.cos(), -angle.sin()], dim=1)).float()
 
 
-def synthesis(size: int, hop: int) -> Tensor:
+def synthesis(size: int, hop: int, taper: Tensor | None = None) -> Tensor:
     """The inverse, windowed again and scaled so that frames every ``hop`` samples add up: [2 * bins, size]."""
     at, bins = torch.arange(size, dtype=torch.float64), torch.arange(size // 2 + 1, dtype=torch.float64)
     angle = 2 * math.pi * bins[:, None] * at / size
     twice = torch.full_like(bins, 2.0)  # for the bins above the middle, which mirror those below
     twice[0] = twice[-1] = 1.0
     weighted = torch.cat([twice[:, None] * angle.cos(), -twice[:, None] * angle.sin()]) / size
-    taper = window(size)
+    taper = window(size) if taper is None else taper
     return (weighted * taper * hop / taper.square().sum()).float()
 
 

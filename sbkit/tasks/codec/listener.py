@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from sbkit.tasks.codec.results import CodecRow
-from sbkit.tasks.listening import Clock, Drawn
-
-logger = logging.getLogger(__name__)
+from sbkit.tasks.listening import Clock, Drawn, measure_of, stoi
 
 #: Rates at which PESQ is defined, and the names of its two kinds.
 _PESQ = {8_000: "nb", 16_000: "wb"}
-#: What to install for each measure.
-_FROM = {"pystoi": "'sbkit[speech]'", "pesq": "pesq"}
 
 
 class Listener:
@@ -48,35 +39,11 @@ class Listener:
                 for i, (row, pair) in enumerate(zip(rows, pairs, strict=True))]
 
 
-def stoi(wanted: np.ndarray, made: np.ndarray, sample_rate: int) -> float | None:
-    """Compute the short-time objective intelligibility, at most 1; None for a clip that has too little speech, and
-    where pystoi is not installed."""
-    measure = _measure("pystoi", "stoi")
-    if measure is None:
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        try:
-            return float(measure(wanted, made, sample_rate))
-        except RuntimeWarning:  # less than 0.4 s that isn't silent
-            return None
-
-
 def pesq(wanted: np.ndarray, made: np.ndarray, sample_rate: int) -> float | None:
     """Compute the perceptual evaluation of speech quality, 1 to 4.64; None for a clip without speech, at other rates
     than PESQ's own, and where pesq is not installed."""
-    measure = _measure("pesq", "pesq")
+    measure = measure_of("pesq", "pesq")
     if measure is None or sample_rate not in _PESQ:
         return None
     score = measure(sample_rate, wanted, made, _PESQ[sample_rate], on_error=1)
     return float(score) if score > 0 else None  # -1: no speech was found
-
-
-@functools.cache
-def _measure(module: str, name: str) -> Callable[..., Any] | None:
-    """A function of a module that need not be installed; the first time it isn't, say so."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError:
-        logger.info("%s is not measured: %s isn't installed (pip install %s)", name.upper(), module, _FROM[module])
-        return None

@@ -225,7 +225,7 @@ def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_pa
 
 def test_stoi_is_one_for_the_same_and_none_where_there_is_too_little_speech():
     pytest.importorskip("pystoi", reason="STOI needs the extra 'speech'")
-    from sbkit.tasks.codec.listener import stoi
+    from sbkit.tasks.listening import stoi
 
     noise = np.random.default_rng(0).normal(size=32_000).astype(np.float32)
     assert stoi(noise, noise, 16_000) == pytest.approx(1)

@@ -1,0 +1,31 @@
+"""``sbkit enhance``: take the noise out of recordings with an exported enhancer."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import add_model, add_schemes, count
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="an enhancer's folder that sbkit export made")
+    parser.add_argument("files", metavar="FILES", nargs="+",
+                        help="audio files of any length and rate, folders, a manifest.csv, or - for stdin")
+    parser.add_argument("--to", metavar="FOLDER", type=Path, required=True,
+                        help="write NAME.wav for each recording, at the model's rate, skipping those that exist")
+    parser.add_argument("--overwrite", action="store_true", help="redo recordings whose files exist")
+    add_schemes(parser)
+    add_model(parser, "onnx")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Enhance the recordings and return the exit code."""
+    from sbkit.infer.enhancing import EnhanceRequest, enhance
+    from sbkit.train.signals import EndSignals
+
+    with EndSignals():
+        return enhance(EnhanceRequest(**{name: getattr(args, name) for name in EnhanceRequest.__dataclass_fields__}))

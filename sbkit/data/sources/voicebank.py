@@ -1,0 +1,84 @@
+"""VoiceBank-DEMAND and what is laid out like it: recordings of the same name in a noisy and in a clean folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.data.audio import SUFFIXES
+from sbkit.data.manifest import Column
+from sbkit.data.sources.base import Rows, Source, blank, no_column, pick, stamp
+from sbkit.errors import SbkitError
+
+#: The column of the clean recordings.
+CLEAN = "clean_wav"
+#: Speakers of the training set that are dev, as in SpeechBrain's recipe.
+DEV_SPEAKERS = ("p226", "p287")
+_TEST = "testset_wav"
+
+
+class VoiceBank(Source):
+    """Noisy recordings and clean ones of the same name: ``noisy_trainset_28spk_wav``, ``clean_trainset_28spk_wav``,
+    ``noisy_testset_wav`` and ``clean_testset_wav``.
+
+    - A name begins with its speaker, ``p226_001.wav``. Two speakers of the training set are dev.
+    - The training set may be another one, such as that of 56 speakers: every ``noisy_trainset_*_wav`` is part of it.
+    - There are no texts.
+    """
+
+    kind = "VoiceBank-DEMAND"
+
+    def __init__(self, folder: Path, columns: Mapping[str, str]):
+        self.folder, self.where, self.columns = folder, str(folder), columns
+
+    @staticmethod
+    def matches(folder: Path) -> bool:
+        """Whether a folder has such folders."""
+        return any(folder.glob("noisy_trainset*_wav")) or (folder / f"noisy_{_TEST}").is_dir()
+
+    def names(self) -> list[str]:
+        return [*(("train", "dev") if self._sets("train") else ()), *(("test",) if self._sets("test") else ())]
+
+    def fingerprint(self) -> list[Any]:
+        folders = sorted({path.parent for name in ("train", "test") for path in self._recordings(name)})
+        return [self.kind, *(stamp(each) for noisy in folders for each in (noisy, self._clean(noisy)))]
+
+    def header(self, name: str) -> list[str]:
+        del name
+        return ["id", "audio", "speaker", CLEAN]
+
+    def read(self, name: str, show_progress: bool = True) -> Rows:
+        del show_progress
+        if self.needs_text:
+            raise SbkitError(f"{self.folder} has recordings and no texts", hint="this layout is for what needs none")
+        paths = self._recordings(name)
+        if name != "test":
+            paths = [path for path in paths if (_speaker(path) in DEV_SPEAKERS) == (name == "dev")]
+        clean = Column([str(self._clean(path.parent) / path.name) for path in paths])
+        roles = {role: pick(role, self.header(name), self.columns) for role in self.wanted}
+        if missing := [role for role, column in roles.items() if column is None]:
+            raise no_column(self.where, missing[0], self.header(name), self.columns)
+        return Rows(origin=f"{self.folder} [{name}]", ids=Column([path.stem for path in paths]),
+                    wavs=Column(list(map(str, paths))), texts=blank(len(paths)),
+                    speakers=Column([_speaker(path) for path in paths]), durations=np.full(len(paths), np.nan),
+                    starts=np.zeros(len(paths)),
+                    meta={role: clean for role, column in roles.items() if column == CLEAN})
+
+    def _sets(self, name: str) -> list[Path]:
+        found = [self.folder / f"noisy_{_TEST}"] if name == "test" else self.folder.glob("noisy_trainset*_wav")
+        return sorted(path for path in found if path.is_dir())
+
+    def _recordings(self, name: str) -> list[Path]:
+        return sorted(path.absolute() for folder in self._sets(name) for path in folder.iterdir()
+                      if path.suffix.lower() in SUFFIXES)
+
+    @staticmethod
+    def _clean(noisy: Path) -> Path:
+        return noisy.with_name(f"clean_{noisy.name.removeprefix('noisy_')}")
+
+
+def _speaker(path: Path) -> str:
+    return path.name.partition("_")[0]

@@ -1,0 +1,199 @@
+"""Takes noise out of recordings and streams with an exported enhancer, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer import formats
+from sbkit.infer.bundle_engine import BundleEngine, Loaded
+from sbkit.infer.device import DeviceChoice
+from sbkit.infer.onnx_session import Interface
+from sbkit.infer.recordings import Recording, Source
+
+#: Seconds of a recording that are enhanced at once.
+PIECE_SECONDS = 4.0
+State = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class NoisyPiece:
+    """Frames [T, hop] float32 of a stream, and the state after those before."""
+
+    frames: np.ndarray
+    state: State
+
+    def __len__(self) -> int:
+        return self.frames.size
+
+
+class EnhanceEngine(BundleEngine):
+    """Enhances pieces of streams.
+
+    Arguments
+    ---------
+    folder : an enhancer's bundle
+    model : ``onnx`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
+    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
+    threads : CPU threads of one run; None for all that this process may use
+    """
+
+    config: layout.EnhancerConfig
+
+    def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
+                 threads: int | None = None):
+        super().__init__(folder)
+        self.config = layout.EnhancerConfig.read(self.folder)
+        model = formats.choose(self.folder, self.config.streams, model, kind="enhancer")
+        self._start(self.folder / self.config.streams[model], model, DeviceChoice.parse(device), threads)
+
+    def submit(self, pieces: Sequence[NoisyPiece]) -> Future[Any]:
+        """Queue a batch; the future gives for each piece samples [S] and the next state."""
+        return self.worker.submit(self._run, list(pieces))
+
+    def state(self) -> State:
+        """Make the state before the first sample of a stream."""
+        return [np.zeros(part["shape"], part["type"]) for part in self.config.state.values()]
+
+    # ------------------------------------------------------------------ within the worker
+
+    def _example(self) -> NoisyPiece:
+        return NoisyPiece(np.zeros((2, self.config.hop), np.float32), self.state())
+
+    def _interface(self) -> Interface:
+        example = self._example()
+        inputs = {"pieces": example.frames[None],
+                  **{name: part[None] for name, part in zip(self.config.state, example.state, strict=True)}}
+        return Interface(inputs, ("enhanced", *(f"next_{name}" for name in self.config.state)))
+
+    def _warm_up(self, path: Path) -> None:
+        self._run([self._example()])  # what it gives is looked at
+
+    def _run(self, pieces: list[NoisyPiece]) -> list[tuple[np.ndarray, State]]:
+        """Run pieces of one length together: a state is that after all frames of a batch."""
+        found: dict[int, tuple[np.ndarray, State]] = {}
+        for count in {len(piece.frames) for piece in pieces}:
+            alike = [i for i, piece in enumerate(pieces) if len(piece.frames) == count]
+            for some in [alike] if self.config.batching else [[i] for i in alike]:
+                found.update(zip(some, self._batch([pieces[i] for i in some]), strict=True))
+        return [found[i] for i in range(len(pieces))]
+
+    def _batch(self, pieces: list[NoisyPiece]) -> list[tuple[np.ndarray, State]]:
+        frames = np.stack([piece.frames for piece in pieces])
+        state = [np.stack(parts) for parts in zip(*(piece.state for piece in pieces), strict=True)]
+        sound, *after = self.compute(frames, *state)
+        if sound.shape != frames.shape or [part.shape for part in after] != [part.shape for part in state]:
+            raise SbkitError(f"the enhancer gave {list(sound.shape)} for {list(frames.shape)}",
+                             hint="export it again")
+        if not np.isfinite(sound).all():
+            raise SbkitError("the enhancer gave samples that are no numbers", hint="was it trained to the end?")
+        return [(sound[i].reshape(-1), [part[i].copy() for part in after]) for i in range(len(pieces))]
+
+
+class EnhancedStream:
+    """A stream without its noise, of as many samples as it has.
+
+    Arguments
+    ---------
+    seconds : so much is enhanced at once, besides the rest that :meth:`finish` gives; less is rounded up to a frame
+    """
+
+    def __init__(self, config: layout.EnhancerConfig, state: State, seconds: float):
+        self._hop, self._state = config.hop, state
+        self._size = max(1, round(seconds * config.sample_rate / config.hop)) * config.hop
+        self._kept = np.zeros(0, np.float32)
+        self._skip = self._delay = config.delay
+        self._owed = 0  # samples that came and were not given yet
+
+    def pieces(self, samples: np.ndarray) -> Iterator[NoisyPiece]:
+        """Take samples [N], any number of them, and yield the pieces that they complete; give :meth:`take` what each
+        becomes before the next is asked for."""
+        self._kept = np.concatenate([self._kept, np.asarray(samples, np.float32)])
+        self._owed += len(samples)
+        while len(self._kept) >= self._size:
+            piece, self._kept = self._kept[: self._size], self._kept[self._size:]
+            yield self._piece(piece)
+
+    def rest(self) -> Iterator[NoisyPiece]:
+        """Yield the last piece, if there is any."""
+        if self._owed:
+            yield self._piece(np.pad(self._kept, (0, self._delay + -(len(self._kept) + self._delay) % self._hop)))
+        self._kept = self._kept[:0]
+
+    def take(self, found: tuple[np.ndarray, State]) -> np.ndarray:
+        """Note the next state, and return the samples [N] that are to be heard."""
+        sound, self._state = found
+        skipped = min(self._skip, len(sound))
+        self._skip -= skipped
+        sound = sound[skipped : skipped + self._owed]
+        self._owed -= len(sound)
+        return sound.clip(-1.0, 1.0)
+
+    def _piece(self, samples: np.ndarray) -> NoisyPiece:
+        return NoisyPiece(samples.reshape(-1, self._hop), self._state)
+
+
+class LiveEnhancer:
+    """A stream that is enhanced as its samples come; ``feed`` them, then ``finish``."""
+
+    def __init__(self, engine: EnhanceEngine, seconds: float):
+        self._engine, self._stream = engine, EnhancedStream(engine.config, engine.state(), seconds)
+
+    def feed(self, samples: np.ndarray) -> np.ndarray:
+        """Take samples [N] at the model's rate, any number of them; returns those [M] that are ready."""
+        return self._run(self._stream.pieces(samples))
+
+    def finish(self) -> np.ndarray:
+        """Return the rest."""
+        return self._run(self._stream.rest())
+
+    def _run(self, pieces: Iterator[NoisyPiece]) -> np.ndarray:
+        found = [self._stream.take(self._engine.submit([piece]).result()[0]) for piece in pieces]
+        return np.concatenate([np.zeros(0, np.float32), *found])
+
+
+class EnhancerModel(Loaded[EnhanceEngine]):
+    """A loaded enhancer, which any number of threads may call.
+
+    >>> model = sbkit.infer.load("bundle")                # doctest: +SKIP
+    >>> samples = model.enhance("noisy.mp3")              # doctest: +SKIP
+    """
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples per second."""
+        return self.engine.config.sample_rate
+
+    def enhance(self, audio: Source) -> np.ndarray:
+        """Return a recording's samples [S] float32 at :attr:`sample_rate` without their noise.
+
+        audio : a path, the bytes of a file, a binary file, or float samples [S] at :attr:`sample_rate`
+        """
+        recording = audio if isinstance(audio, Recording) else Recording(audio)
+        return np.concatenate(list(self.blocks(recording.blocks(self.sample_rate))))
+
+    def blocks(self, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield the samples of a recording that comes in blocks [S], some seconds at a time."""
+        stream = self.stream(PIECE_SECONDS)
+        for block in blocks:
+            yield stream.feed(block)
+        yield stream.finish()
+
+    def stream(self, seconds: float = 0.0) -> LiveEnhancer:
+        """Begin a stream.
+
+        seconds : how much is enhanced at once; by default each frame as soon as it is there
+        """
+        return LiveEnhancer(self.engine, seconds)
+
+
+def enhancer(bundle: str | Path, model: str, device: str, threads: int | None) -> EnhancerModel:
+    """Load an enhancer."""
+    return EnhancerModel(EnhanceEngine(bundle, model, device, threads))

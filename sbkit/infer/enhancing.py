@@ -1,0 +1,107 @@
+"""The command ``sbkit enhance``: recordings of any length to files of sound without their noise."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sbkit.data.audio import AudioError
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.infer.enhancer import EnhancerModel, enhancer
+from sbkit.infer.formats import AUTO
+from sbkit.infer.inputs import collect
+from sbkit.infer.recordings import Recording
+from sbkit.infer.resynthesis import file_names
+from sbkit.infer.sound_file import SoundWriter
+from sbkit.system import disk
+from sbkit.system.console import atomic_write, progress
+
+LEFT_OUT = 1  # exit code if some recordings could not be read
+
+
+@dataclass(frozen=True)
+class EnhanceRequest:
+    """What to enhance, and where to.
+
+    files : files, folders, manifests, ``-``
+    to : the folder of what becomes of them
+    overwrite : redo recordings whose files exist
+    schemes : URL schemes allowed in manifests
+    """
+
+    bundle: Path
+    files: Sequence[str]
+    to: Path
+    overwrite: bool = False
+    schemes: Sequence[str] = ()
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
+
+
+def enhance(request: EnhanceRequest) -> int:
+    """Enhance and return the exit code: 1 if some recordings could not be read."""
+    layout.EnhancerConfig.read(request.bundle)
+    recordings = collect(request.files, schemes=request.schemes)
+    paths = [request.to / f"{name}.wav" for name in file_names(each.id for each in recordings)]
+    _check_place(request.to, recordings, paths)
+    waiting = [(recording, path) for recording, path in zip(recordings, paths, strict=True)
+               if request.overwrite or not path.exists()]
+    if len(waiting) < len(recordings):
+        print(f"{len(recordings) - len(waiting)} are already done (--overwrite redoes them)", file=sys.stderr)
+    lengths = [_seconds(recording) for recording, _ in waiting]
+    errors: list[AudioError] = []
+    began, seconds = time.perf_counter(), 0.0
+    with enhancer(request.bundle, request.model, request.device, request.threads) as model, \
+            disk.disk_errors_as_user_error(request.to):
+        print(model.running, file=sys.stderr)
+        request.to.mkdir(parents=True, exist_ok=True)
+        with progress(what="enhancing", total=round(sum(lengths)), unit="s", show=bool(waiting)) as bar:
+            for recording, path in waiting:
+                try:
+                    for part in _write(model, recording, path):
+                        seconds += part
+                        bar.update(min(round(seconds), bar.total) - bar.n)
+                except AudioError as error:
+                    errors.append(error)
+                    continue
+                if recording.warning:
+                    print(f"{recording.name}: {recording.warning}", file=sys.stderr)
+    for each in errors:
+        print(f"left out: {each}", file=sys.stderr)
+    took = time.perf_counter() - began
+    factor = f" (real-time factor {took / seconds:.4f})" if seconds else ""
+    print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {took:.1f} s{factor}")
+    return LEFT_OUT if errors else 0
+
+
+def _check_place(to: Path, recordings: Sequence[Recording], paths: Sequence[Path]) -> None:
+    """Refuse a place that is no folder, and one where a recording would be replaced by what becomes of it."""
+    if to.exists() and not to.is_dir():
+        raise SbkitError(f"{to} is a file", hint="--to names the folder of what becomes of the recordings")
+    there = {path.resolve() for path in paths if path.exists()}
+    for recording in recordings:
+        if isinstance(recording.audio, str) and Path(recording.audio).resolve() in there:
+            raise SbkitError(f"{recording.audio} would be replaced by what becomes of it",
+                             hint="choose another folder with --to")
+
+
+def _seconds(recording: Recording) -> float:
+    with contextlib.suppress(AudioError):
+        return recording.seconds(1)
+    return 0.0  # the error is told when it is read
+
+
+def _write(model: EnhancerModel, recording: Recording, path: Path) -> Iterator[float]:
+    """Write a recording's file, and yield the seconds of each part of it."""
+    rate = model.sample_rate
+    with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, "wav", rate)) as writer:
+        for samples in model.blocks(recording.blocks(rate)):
+            writer.add(samples)
+            yield len(samples) / rate
+        writer.end()
