@@ -25,8 +25,8 @@ _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
     "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
-    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, a save_to_disk folder, VoxCeleb, VoiceBank-DEMAND "
-    "or recordings alone (where no texts are needed), or hf://owner/name"
+    "train.jsonl or train*.parquet, LJSpeech's metadata.csv and wavs/, a save_to_disk folder, VoxCeleb, "
+    "VoiceBank-DEMAND or recordings alone (where no texts are needed), or hf://owner/name"
 )
 
 

@@ -17,7 +17,7 @@ State = tuple[Tensor, ...]
 class Enhancer(nn.Module):
     """Waveforms [B, S] and sample counts [B] to waveforms [B, S], 0 beyond an utterance's end.
 
-    A frame's mask depends on it, on those before it and on ``ahead`` behind it, so what is heard so far can be given out
+    A frame's mask depends on it, on those before it and on ``ahead`` behind it, so what is heard can be given out
     ``delay`` samples later, and an utterance has the same samples alone, in a batch, and in pieces of any size.
 
     Arguments
