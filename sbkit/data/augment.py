@@ -283,7 +283,7 @@ class ApplyCodec:
         wrong = [name for name in codecs if name not in _CODECS] if isinstance(codecs, (list, tuple)) else [codecs]
         if wrong or not codecs:
             raise SbkitError(f"ApplyCodec: codecs are {codecs!r}", hint=f"a list of any of {', '.join(_CODECS)}")
-        self.codecs, self.prob, self.sample_rate = list(codecs), _share(prob, "ApplyCodec"), sample_rate
+        self.codecs, self.prob, self.sample_rate = list(codecs), share(prob, "ApplyCodec"), sample_rate
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
@@ -309,8 +309,8 @@ class Overdrive:
     """
 
     def __init__(self, low_db: float = 3.0, high_db: float = 15.0, prob: float = 0.2):
-        _check_range("Overdrive", low_db=low_db, high_db=high_db)
-        self.low_db, self.high_db, self.prob = low_db, high_db, _share(prob, "Overdrive")
+        check_range("Overdrive", low_db=low_db, high_db=high_db)
+        self.low_db, self.high_db, self.prob = low_db, high_db, share(prob, "Overdrive")
 
     def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """``[S]`` to ``[S]``."""
