@@ -69,12 +69,12 @@ def results(fn, *args, **kwargs) -> list:
     return [outcome.value for outcome in found]
 
 
-def _place(rank: int, world: int, port: int) -> dict[str, str]:
+def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
     return torchrun_environment(rank, world, port) | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def _run(pipe, rank, world, port, fn, args) -> None:
-    os.environ.update(_place(rank, world, port))
+    os.environ.update(environment_of(rank, world, port))
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of its own children, as in a program that nobody forked
     if nullcard.active():
@@ -121,7 +121,7 @@ def programs(world: int, fn, *args: str, timeout: float = 120, **environment: st
         streams = [(Path(folder, f"out{rank}"), Path(folder, f"err{rank}")) for rank in range(world)]
         port, processes = free_port(), []
         for rank, (out, err) in enumerate(streams):
-            job = _place(rank, world, port) if world > 1 else {}
+            job = environment_of(rank, world, port) if world > 1 else {}
             processes.append(_CONTEXT.Process(target=_program, args=(str(out), str(err), job | environment, fn, args)))
             processes[-1].start()
         until = time.monotonic() + timeout

@@ -15,8 +15,8 @@ NOT_YET = frozenset("""
     _Check _Decoder _Handles _SLOW_READER_SECONDS _Server _announced _attention _backward _changing _compile
     _compiled _decoder _enter _events _facts _fill _fingerprint _first _follow _forward _found _from_stdin _groups
     _handles _heard _keep _keep_result _kept _label _line _lines _load _loader _model _now _open _over _pipeline
-    _place _places _rehearse _rotated _save _search _session _settled _setup _smi _speakers _state _stored
-    _streams _sums _to_tensorboard _turned _unpack _used _user _waiting _windows _write _writer _writer_class
+    _places _rehearse _rotated _save _search _session _settled _setup _smi _speakers _state _streams _sums
+    _to_tensorboard _turned _unpack _used _waiting _windows _write _writer _writer_class
 """.split())
 """Of sbkit: to be tested through what is public."""
 

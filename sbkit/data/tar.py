@@ -6,20 +6,19 @@ import tarfile
 from pathlib import PurePosixPath
 from typing import IO
 
+from sbkit.data.sound_kinds import kind_of
+
 BLOCK = 512
 #: What a tar ends with.
 END = bytes(2 * BLOCK)
-_MAGIC: dict[str, bytes | tuple[bytes, ...]] = {
-    "wav": b"RIFF", "flac": b"fLaC", "ogg": b"OggS", "mp3": (b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2"),
-}
 
 
 def suffix(data: bytes, path: str) -> str:
     """The suffix for a member's name: by its data, else by the name of its file, else "audio"."""
+    if (kind := kind_of(data)) is not None:
+        return kind.suffix
     called = PurePosixPath(path).suffix[1:].lower()
-    if not (called.isalnum() and called.isascii() and len(called) <= 5):
-        called = "audio"
-    return next((name for name, magic in _MAGIC.items() if data.startswith(magic)), called)
+    return called if called.isalnum() and called.isascii() and len(called) <= 5 else "audio"
 
 
 def append(file: IO[bytes], name: str, data: bytes) -> int:

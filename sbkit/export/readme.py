@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sbkit.export import layout
-from sbkit.export.layout import Bundle
+from sbkit.export.layout import Bundle, Config
 from sbkit.export.parity import Comparison
 
 #: What readers of all kinds of bundles are told of a program of torch.
@@ -58,6 +58,33 @@ print(model.run("clip.mp3"){".label" if labels else ".outputs"})
     parts += [*(_USE[each].format(**values) for each in _USE if each in config.models), *of_targets]
     parts.append(compared(comparison))
     return "\n".join(parts)
+
+
+def recogniser_head(name: str, model: str, config: Config) -> str:
+    """Make the beginning of a recogniser's README: what it is, and how sbkit runs it."""
+    experiment = config.trained.get("experiment")
+    return f"""# {name}
+
+Speech recognition{f" ({config.language})" if config.language else ""} with {model} at {config.sample_rate} Hz, trained
+by sbkit{f" (experiment {experiment})" if experiment else ""}.
+
+```
+sbkit transcribe {name} FILES...
+```
+
+```python
+import sbkit.infer
+model = sbkit.infer.load("{name}")
+print(model.transcribe("clip.mp3").text)
+```
+"""
+
+
+def joined(config: Config) -> str:
+    """Make the expression that joins the symbols ``said`` into a text."""
+    if config.word_separator is None:
+        return '"".join(said).replace("▁", "")'
+    return f'" ".join("".join(said).replace("{config.word_separator}", " ").split())'
 
 
 def compared(comparison: Comparison) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from io import BufferedIOBase
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
-from sbkit.data import mp3
+from sbkit.data.sound_kinds import kind_of
 from sbkit.errors import SbkitError, first_line
 
 _AT_ONCE = 1 << 16  # bytes read at most; as many as there are
@@ -31,13 +32,6 @@ class SoundSource(Protocol):
         """Give int16 samples [N] until there are no more."""
 
 
-class Readable(Protocol):
-    """A binary file that gives what is there."""
-
-    def read1(self, size: int, /) -> bytes:
-        """Read up to ``size`` bytes, none only at the end."""
-
-
 class Pcm:
     """Reads 16-bit little-endian samples of one channel, as soon as they are there.
 
@@ -48,7 +42,7 @@ class Pcm:
     name : of the file in messages
     """
 
-    def __init__(self, file: Readable, rate: int, name: str = "standard input"):
+    def __init__(self, file: BufferedIOBase, rate: int, name: str = "standard input"):
         self._file, self.rate, self.name = file, rate, name
         self.warning: str | None = None
 
@@ -138,12 +132,6 @@ def _sounddevice() -> ModuleType:
     return sounddevice
 
 
-#: Kinds of files, and the place and the bytes by which they are known.
-_MAGIC = {
-    "WAV": ((0, b"RIFF"), (0, b"RF64")), "FLAC": ((0, b"fLaC"),), "Ogg (Vorbis, Opus)": ((0, b"OggS"),),
-    "MP3": ((0, b"ID3"),), "AIFF": ((0, b"FORM"),), "WebM": ((0, b"\x1a\x45\xdf\xa3"),), "MP4": ((4, b"ftyp"),),
-    "CAF": ((0, b"caff"),), "AU": ((0, b".snd"),), "AMR": ((0, b"#!AMR"),),
-}
 _LONGEST = 1_443  # the longest frame of an MP3, and the beginning of the next
 
 
@@ -158,16 +146,5 @@ class Beginning:
         if len(self._seen) >= _LONGEST:
             return None
         self._seen += data[: _LONGEST - len(self._seen)]
-        return file_of(self._seen)
-
-
-def file_of(begin: bytes) -> str | None:
-    """Return the kind of file that begins like this; None for samples."""
-    kinds = (kind for kind, marks in _MAGIC.items() if any(begin[at:].startswith(magic) for at, magic in marks))
-    return next(kinds, "MP3" if _two_frames(begin) else None)
-
-
-def _two_frames(begin: bytes) -> bool:
-    """Whether this is a frame of an MP3 and the beginning of another: one alone may well be a sample."""
-    frame = mp3.frame_at(begin, 0)
-    return frame is not None and len(begin) > frame.size + 1 and begin[frame.size : frame.size + 2] == begin[:2]
+        found = kind_of(self._seen)
+        return None if found is None else found.name

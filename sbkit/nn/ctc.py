@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from sbkit.nn.guard import guard_indices, has_values
+from sbkit.nn.lengths import lengths_to_mask
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +221,20 @@ def _rehearse(
     losses.sum().backward()
     assert logits.grad is not None, "backward has set it"
     return losses.detach().cpu().float(), logits.grad.cpu().float()
+
+
+def consistency(log_probs: Tensor, frames: Tensor) -> Tensor:
+    """Compute the loss of CR-CTC, by which two augmented views of an utterance should give the same outputs.
+
+    It is the KL divergence of each view from the other, summed over frames: a scalar.
+
+    The view that serves as the target gets no gradient.
+
+    Arguments
+    ---------
+    log_probs : [2 B, T, V], the first views of all utterances, then their second views
+    frames : [2 B] int64, frame counts; padding is ignored
+    """
+    target = torch.cat(log_probs.detach().chunk(2)[::-1])
+    divergence = (target.exp() * (target - log_probs)).sum(-1)  # [2 B, T]
+    return divergence.masked_fill(~lengths_to_mask(frames, log_probs.shape[1]), 0.0).sum()

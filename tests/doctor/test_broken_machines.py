@@ -241,7 +241,7 @@ def test_a_check_that_breaks_or_never_answers_is_a_line():
 
 def test_neither_home_nor_user_nor_host_are_told(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "alice"))
-    monkeypatch.setattr(finding, "_user", lambda: "alice")
+    monkeypatch.setenv("LOGNAME", "alice")
     monkeypatch.setattr(finding.socket, "gethostname", lambda: "gpu-box-7")
     told = f"{tmp_path}/alice/.venv, /data/alice/cv and nfs on gpu-box-7:/export, not malice"
     assert finding.without_names(told) == "~/.venv, /data/USER/cv and nfs on HOST:/export, not malice"

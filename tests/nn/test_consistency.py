@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import kl_div
 
-from sbkit.nn.consistency import consistency
+from sbkit.nn.ctc import consistency
 
 
 def views(seed=0):

@@ -13,7 +13,7 @@ import soundfile
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from tools.bench import learning, systems
+from tools.bench import corpora, learning, systems
 from tools.bench.figure import figure, log_ticks, points
 from tools.bench.harness import read_lines
 from tools.bench.learning import Asked, Length, Results, as_markdown, matrix
@@ -44,15 +44,15 @@ def results(tmp_path):
 
 
 def test_a_corpus_is_hours_of_speech_or_a_folder():
-    assert systems.parse("es:0.3").name == "es-0.3h"
-    given = systems.parse("de=/data/cv/small")
+    assert corpora.parse("es:0.3").name == "es-0.3h"
+    given = corpora.parse("de=/data/cv/small")
     assert (given.language, given.folder, given.name) == ("de", "/data/cv/small", "de-small")
 
 
 @pytest.mark.parametrize("text", ["en", "en:", ":1", "en:much", "en:0", "en:-1", "=folder", "en="])
 def test_a_corpus_that_says_neither_is_refused(text):
     with pytest.raises(SbkitError, match="a corpus is asked for as"):
-        systems.parse(text)
+        corpora.parse(text)
 
 
 def test_systems_take_turns_and_the_first_seed_comes_whole():
@@ -146,11 +146,11 @@ def test_nemo_gets_the_same_utterances_as_wavs_of_16_khz(tmp_path):
     soundfile.write(tmp_path / "long.wav", 0.1 * np.sin(time), 8000)
     manifest = Manifest(ids=["x", "y"], wavs=[str(tmp_path / "long.wav")] * 2, durations=[1.0, 1.5], starts=[0.0, 1.2],
                         texts=["año nuevo", "l'été"])
-    systems.convert(manifest, tmp_path / "nemo", "dev")
+    corpora.convert(manifest, tmp_path / "nemo", "dev")
     rows = read_lines(tmp_path / "nemo" / "dev.json")
     assert [(row["id"], row["text"], row["duration"]) for row in rows] == [("x", "año nuevo", 1.0), ("y", "l'été", 1.5)]
     assert [soundfile.info(row["audio_filepath"]).samplerate for row in rows] == [16_000, 16_000]
-    corpus = systems.Corpus("es", "es", "", str(tmp_path / "nemo"), 1.0, 2, 0.0)
+    corpus = corpora.Corpus("es", "es", "", str(tmp_path / "nemo"), 1.0, 2, 0.0)
     assert corpus.references("dev") == {"x": "año nuevo", "y": "l'été"}
 
 
@@ -176,7 +176,7 @@ class Machine:
 def machine(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(systems, "measure", machine.measure)
-    monkeypatch.setattr(systems, "prepare", lambda *_: None)
+    monkeypatch.setattr(corpora, "prepare", lambda *_: None)
     return machine
 
 

@@ -38,7 +38,7 @@ from typing import Any
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write, table
 from sbkit.system.cores import usable_cores
-from tools.bench import harness, systems
+from tools.bench import corpora, harness, systems
 from tools.bench.figure import figure
 from tools.bench.harness import RECIPE, check_keys
 from tools.bench.systems import NAMES, SYSTEMS, Cell
@@ -210,7 +210,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace):
         self.out = args.out.absolute()
-        self.specs = {spec.name: spec for spec in map(systems.parse, words(args.corpora))}
+        self.specs = {spec.name: spec for spec in map(corpora.parse, words(args.corpora))}
         self.lengths = [*(Length(epochs=int(word)) for word in words(args.epochs)),
                         *(Length(minutes=float(word)) for word in words(args.minutes))]
         self.setting = systems.Setting(args.device, precision(args), args.threads, args.nemo, args.keys)
@@ -282,7 +282,7 @@ class Bench:
             yield cell
 
     def measure(self, cell: Cell) -> None:
-        corpus = systems.prepare(self.specs[cell.corpus], self.out, RECIPE, self.setting.keys)
+        corpus = corpora.prepare(self.specs[cell.corpus], self.out, RECIPE, self.setting.keys)
         folder = self.out / "work" / cell.name
         shutil.rmtree(folder, ignore_errors=True)  # a run that was stopped would be resumed
         print(f"{cell.name} ...", end=" ", file=sys.stderr, flush=True)
@@ -306,10 +306,10 @@ class Bench:
 
     def train_seconds(self, name: str) -> float | None:
         """Estimate the seconds of a corpus's training audio."""
-        spec, found = self.specs[name], systems.find(self.specs[name], self.out)
+        spec, found = self.specs[name], corpora.find(self.specs[name], self.out)
         if found is not None:
             return 3600 * found.train_hours
-        return None if spec.folder is not None else 3600 * spec.hours * systems.TRAIN_SHARE
+        return None if spec.folder is not None else 3600 * spec.hours * corpora.TRAIN_SHARE
 
 
 # ---------------------------------------------------------------- the table

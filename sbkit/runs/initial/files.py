@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file as load_safetensors
 from speechbrain.utils.checkpoints import hook_on_loading_state_dict_checkpoint
+from torch import nn
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.train.averaging import weights_in
@@ -124,3 +125,26 @@ def _is_safetensors(path: Path) -> bool:
             return file.read(9)[8:] == b"{"
     except OSError:
         return False
+
+
+# ------------------------------------------------------------ statistics of a corpus, kept beside a state dict
+
+
+def counting_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules that count statistics over a whole corpus, by path."""
+    for path, module in modules.named_modules():
+        if getattr(module, "norm_type", "") == "global" and hasattr(module, "_load_statistics_dict"):
+            yield path, module
+
+
+def load_statistics(modules: nn.Module, found: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Give the modules under these paths what another run had counted."""
+    for path, module in counting_modules(modules):
+        if path in found:
+            values = dict(found[path])
+            module._load_statistics_dict({**values, "count": int(values["count"])})
+
+
+def statistics_names(head: str) -> dict[str, str]:
+    """What the statistics of a module are called, by what they are called in it."""
+    return {name: f"{head}.{name}" for name in sorted(STATISTICS)}

@@ -15,7 +15,7 @@ from sbkit.nn.pretrained import Encoder, networks
 from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.report import listed
-from sbkit.runs.initial.files import STATISTICS
+from sbkit.runs.initial.files import counting_modules, statistics_names
 from sbkit.runs.initial.source import TokenTables, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -201,9 +201,9 @@ class Match:
     def _counted(self) -> dict[str, dict[str, str]]:
         """What the running statistics of the model's normalisations are called there, by the module's path."""
         found = {}
-        for path, _ in _counting_modules(self.modules):
+        for path, _ in counting_modules(self.modules):
             heads = [name.removesuffix(".count") for name in self.parts.names(f"{path}.count")]
-            for names in map(_statistics_names, heads):
+            for names in map(statistics_names, heads):
                 if self.theirs.keys() >= set(names.values()) and not self.left_there.intersection(names.values()):
                     found[path] = names
                     break
@@ -409,26 +409,3 @@ def _is_own(layer: str, theirs: Mapping[str, torch.Tensor], paths: Mapping[str, 
             return False
     own = modules.get_submodule(paths[layer + _DOWN].removesuffix(_DOWN))
     return scale is None or scale == getattr(own, "lora_scale", None)
-
-
-# ------------------------------------------------------------ statistics of a corpus, kept beside a state dict
-
-
-def _counting_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules that count statistics over a whole corpus, by path."""
-    for path, module in modules.named_modules():
-        if getattr(module, "norm_type", "") == "global" and hasattr(module, "_load_statistics_dict"):
-            yield path, module
-
-
-def load_statistics(modules: nn.Module, found: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Give the modules under these paths what another run had counted."""
-    for path, module in _counting_modules(modules):
-        if path in found:
-            values = dict(found[path])
-            module._load_statistics_dict({**values, "count": int(values["count"])})
-
-
-def _statistics_names(head: str) -> dict[str, str]:
-    """What the statistics of a module are called, by what they are called in it."""
-    return {name: f"{head}.{name}" for name in sorted(STATISTICS)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sbkit.export import layout
 from sbkit.export.layout import Config, Streaming
 from sbkit.export.parity import Comparison
-from sbkit.export.readme import PROGRAM, compared
+from sbkit.export.readme import PROGRAM, compared, joined, recogniser_head
 
 _WORDS = """### From log-probabilities to words
 
@@ -176,9 +176,7 @@ def sherpa_stream(rate: int, milliseconds: int, bands: int, version: str) -> str
 
 def words(config: Config) -> str:
     """Write the section on how log-probabilities become words."""
-    joined = '"".join(said).replace("▁", "")' if config.word_separator is None else \
-        f'" ".join("".join(said).replace("{config.word_separator}", " ").split())'
-    return _WORDS.format(vocabulary=config.vocabulary, blank=config.blank_id, joined=joined,
+    return _WORDS.format(vocabulary=config.vocabulary, blank=config.blank_id, joined=joined(config),
                          silent=sorted({config.blank_id, *config.silent_ids}))
 
 
@@ -186,23 +184,7 @@ def text(name: str, config: Config, comparison: Comparison, of_targets: Sequence
     """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
               "frame": 1000 * config.frame_seconds}
-    trained = config.trained
-    parts = [f"""# {name}
-
-Speech recognition{f" ({config.language})" if config.language else ""} with CTC at {config.sample_rate} Hz, trained by
-sbkit{f" (experiment {trained['experiment']})" if trained.get("experiment") else ""}.
-
-```
-sbkit transcribe {name} FILES...
-```
-
-```python
-import sbkit.infer
-model = sbkit.infer.load("{name}")
-print(model.transcribe("clip.mp3").text)
-```
-"""]
-    parts.append(words(config))
+    parts = [recogniser_head(name, "CTC", config), words(config)]
     parts += [_USE[each].format(**values) for each in _USE if each in config.models]
     if config.streaming is not None and config.streaming.models:
         parts.append(_streams(name, config, config.streaming))

@@ -1,11 +1,15 @@
-"""The joint search of ``sbkit evaluate``, with CTC and the attention decoder."""
+"""How a test is searched: in chunks, and jointly by CTC and the attention decoder."""
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from sbkit.decode.greedy import Hypotheses, greedy
 from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.tasks.ctc.keys import CTCKeys
+from sbkit.tasks.recognise.live import LiveTest
 from sbkit.tasks.recognise.search import options
 
 
@@ -23,3 +27,13 @@ def joint(request: EvaluateRequest, keys: CTCKeys) -> JointSearch:
         given["ctc_weight"] = request.ctc_weight
     begin, end = keys.ends
     return JointSearch(keys.tokenizer, blank_id=keys.blank_index, bos_id=begin, eos_id=end, **given)
+
+
+class Live(LiveTest):
+    """Hears each utterance of a test in chunks of each size that was asked for."""
+
+    def searched(self, scores: Tensor) -> Tensor:
+        return scores.float().log_softmax(-1)
+
+    def greedy(self, searched: Tensor, frames: Tensor) -> Hypotheses:
+        return greedy(searched, frames, blank_id=self.keys.blank_index)

@@ -16,17 +16,15 @@ from sbkit.decode.beam import BeamSearch
 from sbkit.decode.greedy import Hypotheses, greedy
 from sbkit.decode.joint import JointSearch, Step
 from sbkit.errors import SbkitError
-from sbkit.nn.consistency import consistency
-from sbkit.nn.ctc import CTCLoss, ctc_loss
+from sbkit.nn.ctc import CTCLoss, consistency, ctc_loss
 from sbkit.nn.guard import guard_indices
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.tasks.ctc.keys import CTCKeys
-from sbkit.tasks.ctc.live import Live
 from sbkit.tasks.ctc.parts import has_its_decoder, has_layers_between, stack, tapped
-from sbkit.tasks.ctc.search import joint
+from sbkit.tasks.ctc.search import Live, joint
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.task import RecognitionTask

@@ -8,7 +8,7 @@ from sbkit.decode.transducer import MOST_IN_A_FRAME
 from sbkit.export import layout
 from sbkit.export.layout import TransducerConfig
 from sbkit.export.parity import Comparison
-from sbkit.export.readme import PROGRAM, compared
+from sbkit.export.readme import PROGRAM, compared, joined, recogniser_head
 
 _SEARCH = """### From states to words
 
@@ -101,27 +101,11 @@ def sherpa_stream(rate: int, milliseconds: int, bands: int, version: str) -> str
 
 def text(name: str, config: TransducerConfig, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
     """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
-    joined = '"".join(said).replace("▁", "")' if config.word_separator is None else \
-        f'" ".join("".join(said).replace("{config.word_separator}", " ").split())'
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "size": config.joint_size,
               "frame": 1000 * config.frame_seconds, "decoder": config.decoder, "joiner": config.joiner,
-              "blank": config.blank_id, "context": config.context, "joined": joined, "most": MOST_IN_A_FRAME,
+              "blank": config.blank_id, "context": config.context, "joined": joined(config), "most": MOST_IN_A_FRAME,
               "silent": sorted({config.blank_id, *config.silent_ids})}
-    parts = [f"""# {name}
-
-Speech recognition{f" ({config.language})" if config.language else ""} with a transducer at {config.sample_rate} Hz,
-trained by sbkit{f" (experiment {config.trained['experiment']})" if config.trained.get("experiment") else ""}.
-
-```
-sbkit transcribe {name} FILES...
-```
-
-```python
-import sbkit.infer
-model = sbkit.infer.load("{name}")
-print(model.transcribe("clip.mp3").text)
-```
-""", _SEARCH.format(**values)]
+    parts = [recogniser_head(name, "a transducer", config), _SEARCH.format(**values)]
     parts += [_USE[each].format(**values) for each in _USE if each in config.models]
     if config.streaming is not None and config.streaming.models:
         parts.append(_STREAMS.format(

@@ -10,8 +10,7 @@ from speechbrain.core import Stage
 from sbkit.data.batch import Batch
 from sbkit.decode.joint import JointSearch
 from sbkit.errors import SbkitError
-from sbkit.nn.consistency import consistency
-from sbkit.nn.ctc import ctc_loss
+from sbkit.nn.ctc import consistency, ctc_loss
 from sbkit.recipe import load
 from sbkit.tasks.ctc import CTC
 

@@ -20,7 +20,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Chunks
 from sbkit.score import utterances
 from sbkit.score.latency import stable_words
-from sbkit.tasks.ctc.live import Live
+from sbkit.tasks.ctc.search import Live
 
 PIECES = ["<unk>", "▁", "a", "b", "c"]
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import _place
+from processes import environment_of
 
 from sbkit.system.processes import born, free_port
 
@@ -66,7 +66,7 @@ def ends(folder: Path, fails: int, error: str, stuck: str | None, device: str = 
     port = free_port()
     streams = [(folder / f"stderr{rank}").open("w+") for rank in range(2)]
     jobs = [subprocess.Popen([sys.executable, "-c", JOB.format(settings=settings)], stderr=stream,
-                             env=os.environ | _place(rank, 2, port)) for rank, stream in enumerate(streams)]
+                             env=os.environ | environment_of(rank, 2, port)) for rank, stream in enumerate(streams)]
     try:
         codes = [job.wait(timeout=120) for job in jobs]
         seconds = time.time() - float((folder / "failed").read_text())
