@@ -84,6 +84,15 @@ def test_a_transducer_is_heard_as_ctc_is(tmp_path):
         assert lines(heard(server, signal)) == ["ab cd", "cab dab"]
 
 
+def test_hot_words_search_a_transducers_stream(tmp_path):
+    a, b = map(bundles.PIECES.index, "ab")
+    either = bundles.voiced([3, 0, (a + b) / 2, 0, *bundles.spell("cd"), *[0] * 20])  # a and b, in either order
+    made = bundles.make_transducer(tmp_path / "level")
+    for said in ("ab", "ba"):
+        with serving.serving(made, limits=MANY, search={"hot_words": {said: 8.0}}) as server:
+            assert lines(heard(server, np.concatenate([either, either]))) == [f"{said} cd"] * 2
+
+
 def test_what_is_settled_is_told_apart_from_what_may_change(server):
     partials = [each for each in converse(server, bundles.say("one two three")) if each["type"] == "partial"]
     assert all(each["text"].startswith(each["settled"]) for each in partials)
