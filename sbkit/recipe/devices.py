@@ -35,8 +35,8 @@ def section(built: Built, owned: Owned) -> Section:
     columns = ["key", "class", "parameters", "trained", "after the move", "optimizer", "checkpoint"]
     remarks = [f"{count:,} parameters; moved to the meta device to prove where each tensor goes"]
     if any(isinstance(each, _BatchNorm) for root in owned.roots.values() for each in root.modules()):
-        remarks.append("BatchNorm normalises by the batch that is computed at once, on GPUs that of all devices, so "
-                       "the number of devices and max_batch_seconds change what is learnt")
+        remarks.append("BatchNorm normalises by what all devices compute at once, so where a step takes several "
+                       "micro-batches the number of devices and max_batch_seconds change what is learnt")
     return Section("Modules", columns, rows, remarks)
 
 
