@@ -1,0 +1,172 @@
+"""Enhancement from pairs and from clean speech with noise added: trained, killed and resumed, on two ranks, scored and
+heard in its report, exported, and run on files; and how many decibels it wins after a minute.
+"""
+
+import base64
+import contextlib
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+import soundfile
+import torch
+import yaml
+
+from sbkit.cli import main
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--channels", "16", "--hidden", "24", "--layers", "2", "--crop_seconds", "0.5", "--step_seconds", "4",
+        "--least_steps", "0", "--max_batch_seconds", "8", "--number_of_epochs", "2", "--num_workers", "1",
+        "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0", "--ckpt_interval_steps", "2",
+        "--no-check"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def voice(seconds, seed):
+    """A buzz whose pitch glides and whose loudness comes and goes."""
+    drawn, at = np.random.default_rng(seed), np.arange(int(seconds * 16_000)) / 16_000
+    pitch = 120 + 60 * np.sin(2 * np.pi * drawn.uniform(0.5, 2) * at + drawn.uniform(0, 6))
+    phase = 2 * np.pi * np.cumsum(pitch) / 16_000
+    return (0.1 * sum(np.sin(k * phase) / k for k in range(1, 12)) * (0.6 + 0.4 * np.sin(6 * np.pi * at))).astype("f4")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Clean recordings, and lists of them that have no texts."""
+    folder = tmp_path_factory.mktemp("data")
+    for split, count in (("train", 48), ("dev", 8), ("test", 12)):
+        lines = ["ID,wav"]
+        for i in range(count):
+            soundfile.write(folder / f"{split}{i}.wav", voice(0.6 + 0.1 * (i % 7), 1000 * len(split) + i), 16_000)
+            lines.append(f"{split}{i},{split}{i}.wav")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def words(out, data, *more, recipe="hparams/enhance.yaml"):
+    return "train", recipe, *TINY, "--data_folder", data, "--output_folder", out, *more
+
+
+def latest(out):
+    return max((out / "save").glob("CKPT+*"), key=lambda f: yaml.safe_load((f / "CKPT.yaml").read_text())["unixtime"])
+
+
+def outcome(out):
+    """Everything that training left, but for times."""
+    folder = latest(out)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    measured = ("kind", "epoch", "step", "train_loss", "valid_loss", "valid_SI_SNRi", "test_loss", "test_SI_SNRi")
+    return {"model": torch.load(folder / "model.ckpt", weights_only=True),
+            "optimizer": torch.load(folder / "optimizer.ckpt", weights_only=True)["state"],
+            "metrics": [[line.get(key) for key in measured] for line in lines if line["kind"] in ("epoch", "test")]}
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "out"
+    said = processes.sbkit(*words(out, data), cwd=ROOT, **ENVIRONMENT)
+    assert "48    48" in re.sub(r" +", "    ", said.stderr), "no row is left out for want of a text"
+    return out
+
+
+def test_killed_and_started_again_it_ends_as_if_it_had_never_been_stopped(run, data, tmp_path):
+    """Noise included, which is drawn anew for each pass."""
+    out = tmp_path / "out"
+
+    def saved():
+        with contextlib.suppress(ValueError, FileNotFoundError):  # there is none yet, or it has just been deleted
+            return yaml.safe_load((latest(out) / "brain.ckpt").read_text())["optimizer_step"] >= 6
+
+    processes.killed(saved, *words(out, data), cwd=ROOT, **ENVIRONMENT)
+    said = processes.sbkit(*words(out, data), cwd=ROOT, **ENVIRONMENT)
+    assert "Loading a checkpoint from" in (out / "log.txt").read_text() + said.stderr
+    found, wanted = outcome(out), outcome(run)
+    assert [key for key in wanted if not same(found[key], wanted[key])] == []
+
+
+def test_two_ranks_train_what_one_does(run, data, tmp_path):
+    """But for sums of another order, which Muon makes larger: it gives small directions of a gradient their weight."""
+    processes.sbkit(*words(tmp_path / "two", data), cwd=ROOT, ranks=2, **ENVIRONMENT)
+    one, two = outcome(run), outcome(tmp_path / "two")
+    assert max((one["model"][name] - two["model"][name]).abs().max().item() for name in one["model"]) < 1e-2
+    for ours, theirs in zip(one["metrics"], two["metrics"], strict=True):
+        assert ours[:3] == theirs[:3]
+        assert ours[3:] == [None if each is None else pytest.approx(each, rel=1e-3, abs=1e-2) for each in theirs[3:]]
+
+
+def test_it_is_scored_again_in_the_same_noise(run):
+    said = processes.sbkit("evaluate", run, "--device", "cpu", "--workers", "0", cwd=ROOT, **ENVIRONMENT)
+    assert "SI_SNRi" in said.stdout
+    facts = json.loads((run / "evaluations" / "test-best" / "result.json").read_text())
+    tested = json.loads((run / "test_results.json").read_text())["stats"]
+    low, high = facts["SI_SNRi_interval"]
+    assert low < facts["SI_SNRi"] < high and facts["SI_SNRi"] == pytest.approx(tested["SI_SNRi"], abs=1e-3)
+    assert facts["STOI_of_noisy"] == pytest.approx(tested["STOI_of_noisy"], abs=1e-6)
+
+
+def test_the_report_lets_one_hear_the_noisy_the_enhanced_and_the_clean(run):
+    page = (run / "report.html").read_text()
+    assert "Worst recordings" in page and "By the SI-SNR of the noisy recording" in page
+    section = page[page.index('id="listen"'):page.index("</section>", page.index('id="listen"'))]
+    sounds = [base64.b64decode(each) for each in re.findall(r'src="data:audio/mpeg;base64,([^"]+)"', section)]
+    assert len(sounds) == 30 and all(section.count(label) >= 10 for label in ("noisy", "enhanced", "clean"))
+
+
+@pytest.mark.parametrize("formats", ["onnx", "torch"])
+def test_its_bundle_enhances_files_as_the_checkpoint_does(run, data, tmp_path, formats):
+    bundle = tmp_path / "bundle"
+    said = processes.sbkit("export", run, "--to", bundle, "--formats", formats, cwd=ROOT, **ENVIRONMENT)
+    assert f"use it: sbkit enhance {bundle} FILES" in said.stdout
+    parity = json.loads((bundle / "parity.json").read_text())
+    for compared in (parity["formats"], *parity["stream"].values()):
+        assert 0 <= compared[formats]["difference"] < 1e-4 and compared[formats]["batch_difference"] < 1e-4
+    assert parity["stream"].keys() == {"0.1 s", "1 s"}
+    files = [data / f"test{i}.wav" for i in range(3)]
+    assert main(["enhance", str(bundle), *map(str, files), "--to", str(tmp_path / "out"), "--model", formats]) == 0
+    for file in files:
+        assert soundfile.info(tmp_path / "out" / file.name).frames == soundfile.info(file).frames
+    assert "sbkit enhance bundle" in (bundle / "README.md").read_text()
+
+
+def test_pairs_of_voicebanks_layout_are_learnt_from(tmp_path):
+    """The clean one is the target, and no noise is added."""
+    folder, out = tmp_path / "vb", tmp_path / "out"
+    for number, name in enumerate(("p225_001", "p225_002", "p226_001", "p227_001", "p232_001")):
+        where, clean = "testset" if name.startswith("p232") else "trainset_28spk", voice(1.0, number)
+        noisy = clean + 0.05 * np.random.default_rng(number).standard_normal(len(clean)).astype("f4")
+        for kind, sound in (("clean", clean), ("noisy", noisy)):
+            (folder / f"{kind}_{where}_wav").mkdir(parents=True, exist_ok=True)
+            soundfile.write(folder / f"{kind}_{where}_wav" / f"{name}.wav", sound, 16_000)
+    more = ["--number_of_epochs", "1", "--precision", "fp32"]
+    processes.sbkit(*words(out, folder, *more, recipe="recipes/Voicebank/enhance/hparams/large.yaml"), cwd=ROOT,
+                    **ENVIRONMENT)
+    rows = (out / "manifests" / "train.csv").read_text()
+    assert f"{folder}/clean_trainset_28spk_wav/p225_001.wav" in rows
+    stats = json.loads((out / "test_results.json").read_text())["stats"]
+    noisy, clean = (soundfile.read(folder / f"{kind}_testset_wav" / "p232_001.wav")[0] for kind in ("noisy", "clean"))
+    before = stats["SI_SNR"] - stats["SI_SNRi"]
+    scale = noisy @ clean / (clean @ clean)
+    known = 10 * np.log10(np.sum((scale * clean) ** 2) / np.sum((noisy - scale * clean) ** 2))
+    assert before == pytest.approx(known, abs=0.05), "of the pairs as they are on the disk"
+    said = processes.sbkit("evaluate", out, "--on", folder, "--split", "dev", "--name", "dev", cwd=ROOT, **ENVIRONMENT)
+    assert "SI_SNRi" in said.stdout, "another corpus has its clean recordings too"
+
+
+def test_it_wins_decibels(data, tmp_path):
+    """Of a voice that it has never heard, in noises that it has never heard."""
+    out = tmp_path / "out"
+    processes.sbkit(*words(out, data, "--channels", "48", "--hidden", "96", "--layers", "4", "--least_steps", "400",
+                           "--number_of_epochs", "1", "--ckpt_interval_steps", "0"), cwd=ROOT, **ENVIRONMENT)
+    stats = json.loads((out / "test_results.json").read_text())["stats"]
+    assert stats["SI_SNRi"] > 6 and stats["STOI"] > stats["STOI_of_noisy"]
