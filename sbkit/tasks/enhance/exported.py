@@ -134,18 +134,6 @@ class ExportedEnhancer(Exported):
 
 _USE = """### Files and streams
 
-```
-sbkit enhance {name} clip.mp3 --to enhanced
-```
-
-```python
-import sbkit.infer
-stream = sbkit.infer.load("{name}").stream()
-for samples in microphone:  # float32 [N], any number of them at {config.sample_rate} Hz
-    play(stream.feed(samples))
-play(stream.finish())
-```
-
-`stream.onnx` is a step of it: pieces [batch, frames, {config.hop}] and a state, zeros at first, to pieces that come
-{config.delay} samples later and the next state.
+`sbkit enhance {name} clip.mp3 --to enhanced`. `stream.onnx` is a step: pieces [batch, frames, {config.hop}] and a
+state, zeros at first, to pieces that come {config.delay} samples later and the next state.
 """

@@ -65,8 +65,7 @@ class Enhanced(SoundResults):
 
     def remark(self, row: EnhancedRow) -> str:
         """Say what was measured of a clip."""
-        heard = "" if row.stoi is None or row.stoi_before is None else \
-            f" · STOI {row.stoi_before:.3f} to {row.stoi:.3f}"
+        heard = "" if row.stoi is None else f" · STOI {row.stoi_before:.3f} to {row.stoi:.3f}"
         return f"SI-SNR {row.before:.1f} to {row.after:.1f} dB{heard} · {row.id}"
 
     def made(self, row: EnhancedRow) -> Mapping[str, np.ndarray]:
