@@ -25,9 +25,11 @@ class LabelColumn:
     classes: the key of the recipe whose list has all labels of the training set, which a run makes where it is null;
         ``batch.labels`` then has the place of each text there, ``[B]`` int64, and -1 in dev and test for one that it
         doesn't have.
+    stand_in: the text of stand-in batches, on which a recipe is checked.
     """
 
     classes: str | None = None
+    stand_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class BatchColumns:
         ones."""
         columns: dict[str, Any] = {
             name: Padded(0.1 * torch.randn(signals.shape) if noise else signals.clone(), lengths.clone())
-            if name in self.signals else [""] * len(signals) for name in self.declared}
+            if isinstance(column, SignalColumn) else [column.stand_in] * len(signals)
+            for name, column in self.declared.items()}
         count = len(signals)
         labels = {name: torch.randint(max(1, len(values)), (count,)) if noise else torch.zeros(count, dtype=torch.long)
                   for name, values in self.classes.items()}

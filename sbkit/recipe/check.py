@@ -85,15 +85,16 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         ownership.check_optimizer(built, owned, findings)
         report.sections["devices"] = table = devices.section(built, owned)
         traced = trace.trace(built, modules, findings)
+        report.partly = traced.brain is not None and not traced.complete
         if traced.note:
-            report.notes.append(traced.note)
+            report.notes.append(traced.note + ("; so the cost is unknown" if report.partly else ""))
         start = None
         if traced.task is not None:
             traced.task.check_outputs(traced, findings)
             start = traced.task.check_start(traced, findings)
         _check_corpus(built, traced.task, findings, starting)
         labels, note = _check_prepared(traced, findings) if not starting else (None, "")
-        if traced.complete and not any(each.severity == "error" for each in findings):
+        if traced.brain is not None and not any(each.severity == "error" for each in findings):
             report.notes += filter(None, [real_batches.try_them(traced, findings)])
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
         bill_section = _cost(owned, traced, findings, report, run_opts, starting, measure)

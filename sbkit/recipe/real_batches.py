@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from sbkit.errors import summary
 from sbkit.recipe.keys import Task
 from sbkit.recipe.source import Findings, Place
-from sbkit.recipe.trace import Trace
+from sbkit.recipe.trace import Trace, own_line
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ APART = 0.1
 
 def try_them(traced: Trace, findings: Findings) -> str:
     """Add what they show to the findings; returns why something couldn't be tried, if so."""
-    brain, note = traced.brain, ""
+    brain = traced.brain
     numbers = sum(each.numel() for each in brain.modules.parameters())
     if numbers > MOST_NUMBERS:
         return (f"a batch of one, padding and the metric: a model of {numbers / 1e6:,.0f} million parameters isn't "
@@ -38,31 +38,46 @@ def try_them(traced: Trace, findings: Findings) -> str:
     traced.built.initialise()
     with brain.restoring(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run gives them again
-        batching = traced.built.hparams.get("batching")
-        if getattr(batching, "min_batch_utterances", 2) == 1:
-            _one_utterance(brain, traced, findings)
+        batching, place = traced.built.hparams.get("batching"), traced.built.nodes["brain"].place
+        least = getattr(batching, "min_batch_utterances", 1)
+        error = _training(brain, max(least, 1), findings, place)
+        if error is not None and least == 1 and _training(brain, 2, findings, place) is None:
+            node = traced.built.nodes.get("batching")
+            findings.error("one-utterance", node.place if node else Place(), "batching",
+                           f"a batch of one utterance fails, which this recipe may have: {summary(error)}",
+                           "set min_batch_utterances: 2 there")
+        elif error is not None:
+            findings.error("forward", place, "brain", f"a training batch of noise fails{own_line(error)}: "
+                           f"{summary(error)}")
+            return ""
         brain.modules.eval()
         try:
             _padding(brain, traced, findings)
-            if brain.metric.name != "loss" and brain.is_prepared(brain.keys):
-                _metric(brain, traced, findings)
+            if brain.is_prepared(brain.keys):
+                _validation(brain, traced, findings)
         except Exception as error:  # the task's own code on noise, which a corpus may never have
             logger.debug("not tried on noise", exc_info=True)
-            note = f"a validation of one recording of noise: {summary(error)}"
-    return note
+            what, line = "a validation of one recording of noise", own_line(error)
+            if not line:
+                return f"{what}: {summary(error)}"
+            findings.warning("validation", place, "brain", f"{what} fails{line}: {summary(error)}",
+                             "columns of texts are empty there, unless LabelColumn(stand_in=...) says otherwise")
+    return ""
 
 
-def _one_utterance(brain: Task, traced: Trace, findings: Findings) -> None:
+def _training(brain: Task, utterances: int, findings: Findings, place: Place) -> Exception | None:
+    """Compute a training batch; returns the error with which it ended."""
     brain.modules.train()
     try:
         with torch.no_grad():
-            batch = brain.stand_in(1, SECONDS, noise=True)
-            brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
+            batch = brain.stand_in(utterances, SECONDS, noise=True)
+            loss = brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
     except Exception as error:  # each layer has its own
-        node = traced.built.nodes.get("batching")
-        findings.error("one-utterance", node.place if node else Place(), "batching",
-                       f"a batch of one utterance fails, which this recipe may have: {summary(error)}",
-                       "set min_batch_utterances: 2 there")
+        return error
+    if float(getattr(loss, "count", 1)) == 0:
+        findings.error("loss", place, "brain", "the loss of a training batch has a count of 0, so that nothing is "
+                       "learnt from it", "return sbkit.Loss(sum, count), of utterances, tokens or frames")
+    return None
 
 
 def _padding(brain: Task, traced: Trace, findings: Findings) -> None:
@@ -105,7 +120,7 @@ def _apart(alone: Tensor, padded: Tensor) -> float:
     return float((apart / size.clamp(min=1e-9)).median())
 
 
-def _metric(brain: Task, traced: Trace, findings: Findings) -> None:
+def _validation(brain: Task, traced: Trace, findings: Findings) -> None:
     samples = round(SECONDS * brain.keys.sample_rate)
     brain.rows = []
     with torch.no_grad():
@@ -116,3 +131,6 @@ def _metric(brain: Task, traced: Trace, findings: Findings) -> None:
         findings.error("metric", node.place, "brain",
                        f"{type(brain).__name__} chooses the best checkpoint by {brain.metric.name!r}, and its "
                        f"validations give {', '.join(known)}", "return it from stats, or name one of these in metric")
+        return
+    if brain.rows:
+        brain.results(brain.rows, 0.0, {})

@@ -74,6 +74,8 @@ class Report:
     seconds: float = 0.0
     built: bool = True
     """Whether the objects of the recipe were built and checked as well."""
+    partly: bool = False
+    """Whether stand-ins ended before the loss was computed, so that much of the check is left out."""
 
     def add(self, found: Iterable[Finding]) -> None:
         """Add findings that aren't there yet."""
@@ -109,7 +111,8 @@ class Report:
     def verdict(self) -> str:
         """A summary in one line."""
         if not self.errors and not self.warnings:
-            seen = "" if self.built else " in what can be seen without running it"
+            seen = (" in what can be seen without running it" if not self.built else
+                    " in what could be checked" if self.partly else "")
             return f"{self.recipe}: nothing wrong{seen} ({self.seconds:.1f} s)"
         counts = [_count(len(self.errors), "error"), _count(len(self.warnings), "warning")]
         return f"{self.recipe}: {' and '.join(filter(None, counts))} ({self.seconds:.1f} s)"

@@ -12,10 +12,13 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import re
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe import gpu_step
 from sbkit.recipe.build import Built
@@ -51,6 +55,7 @@ _MISMATCHES = (
     re.compile(r"to have (?P<wanted>\d+) channels, but got (?P<got>\d+) channels"),
     re.compile(r"shape \[\*, (?P<wanted>\d+)\], but got input of size\s?\[.*?(?P<got>\d+)\]"),
 )
+_HOME, _PYTHON = Path(sbkit.__file__).parent, Path(sysconfig.get_paths()["stdlib"])
 _OTHER_DEVICE = re.compile(r"two different devices (\S+), (\S+)|Expected all tensors to be on the same device")
 
 
@@ -195,8 +200,8 @@ def _reporting(found: Trace, findings: Findings) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         node, _ = _blame(error, found.built)
         where = node.key if node else "the features"
-        found.note = (f"the {found.stage} after {where}, which reads values of tensors on the host (.item() or the "
-                      "like) or makes shapes of them; that also makes a GPU wait")
+        found.note = (f"the {found.stage} after {where}, which reads values of tensors on the host "
+                      f"(.item() or the like){own_line(error)} or makes shapes of them; that also makes a GPU wait")
     except Exception as error:  # each layer has its own errors for a shape that doesn't fit
         call = without_stand_in(error)
         if call is None:
@@ -205,6 +210,15 @@ def _reporting(found: Trace, findings: Findings) -> Iterator[None]:
             node, _ = _blame(error, found.built)
             found.note = (f"the {found.stage} from {call}{f' in {node.key}' if node else ''} on, which computes "
                           "nothing without memory or a driver")
+
+
+def own_line(error: BaseException) -> str:
+    """The innermost line of the user's own code in which an error was raised, as part of a message."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not Path(frame.filename).is_relative_to(_HOME) and "site-packages" not in frame.filename \
+                and not Path(frame.filename).is_relative_to(_PYTHON):
+            return f" at {Path(os.path.relpath(frame.filename))}:{frame.lineno}"
+    return ""
 
 
 def without_stand_in(error: BaseException) -> str | None:
@@ -305,7 +319,7 @@ def _report(error: Exception, found: Trace, findings: Findings) -> None:
     node, layer = _blame(error, built)
     if node is not None:
         place, key = node.place, node.key
-    elif found.stage == "loss":
+    elif found.stage == "loss" or own_line(error):
         place, key = built.nodes["brain"].place, "brain"
     else:
         place, key = Place(built.nodes["modules"].place.file), next(reversed(found.outputs), "features")
@@ -333,7 +347,8 @@ def _report(error: Exception, found: Trace, findings: Findings) -> None:
                 suggestion = f"make what comes before it give {wanted}"
             findings.error("shape-mismatch", place, key, message, suggestion)
             return
-    findings.error("forward", place, key, f"the {found.stage} fails{inside}: {type(error).__name__}: {text[:300]}",
+    findings.error("forward", place, key,
+                   f"the {found.stage} fails{inside}{own_line(error)}: {type(error).__name__}: {text[:300]}",
                    "compare its arguments with the shapes that come in" if isinstance(error, RuntimeError) else
                    _texts(node))
 

@@ -135,7 +135,7 @@ def test_a_new_folder_for_a_task_of_ones_own_has_it_and_passes_its_check(home, t
     report = json.loads(sbkit(own, "check", "hparams/mine.yaml", "--json"))
     assert report["errors"] == [] and [each["code"] for each in report["warnings"]] == ["no-corpus"]
     corpus(own / "data")
-    assert "accuracy" in sbkit(own, "train", "hparams/mine.yaml", "--noprogressbar", "--epoch_counter.limit", "1")
+    assert "accuracy" in sbkit(own, "train", "hparams/mine.yaml", "--noprogressbar", "--number_of_epochs", "1")
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_it_is_trained_tested_and_reported(home, trained):
 @pytest.mark.slow
 def test_it_is_compared_with_another_run_and_says_how_sure_it_is(home, trained):
     short = home / "results" / "short"
-    shown = sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--epoch_counter.limit", "1",
+    shown = sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--number_of_epochs", "1",
                   "--output_folder", short)
     numbers = json.loads((short / "test_results.json").read_text())
     accuracy, estimate = numbers["stats"]["accuracy"], numbers["estimate"]

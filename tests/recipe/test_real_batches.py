@@ -69,6 +69,30 @@ class Complete(Chooses):
         return {**super().stats(rows), "F1": 0.5}
 
 
+class Unfinished(Complete):
+    def results(self, rows, loss, unread):
+        return rows[0].kind
+
+
+class Reads(Chooses):
+    def compute_objectives(self, predictions, batch, stage):
+        loss = super().compute_objectives(predictions, batch, stage)
+        assert predictions.ctc.abs().max().item() < 1e9
+        return loss
+
+
+class ReadsWell(Reads):
+    metric = Metric("precision")
+
+    def results(self, rows, loss, unread):
+        return rows
+
+
+class CountsNothing(CTC):
+    def compute_objectives(self, predictions, batch, stage):
+        return super().compute_objectives(predictions, batch, stage)._replace(count=0)
+
+
 class NeedsSpeech(Chooses):
     def stats(self, rows):
         raise ValueError("nothing was said")
@@ -115,8 +139,26 @@ def test_a_metric_that_validations_do_not_give_is_an_error(tmp_path):
     assert checked(tmp_path, brain="Complete")[1] == []
 
 
-def test_a_validation_that_noise_ends_is_a_note(tmp_path):
-    report, found = checked(tmp_path, brain="NeedsSpeech")
-    assert found == []
-    assert any("a validation of one recording of noise: " in note and "nothing was said" in note
-               for note in report.notes)
+def test_a_validation_that_noise_ends_is_a_warning_with_its_line(tmp_path):
+    _, ((code, message),) = checked(tmp_path, brain="NeedsSpeech")
+    line = 1 + Path(__file__).read_text().splitlines().index('        raise ValueError("nothing was said")')
+    assert code == "validation" and f"test_real_batches.py:{line}: " in message and "nothing was said" in message
+
+
+def test_results_are_tried_as_well(tmp_path):
+    _, ((code, message),) = checked(tmp_path, brain="Unfinished")
+    assert code == "validation" and "has no attribute 'kind'" in message
+
+
+def test_a_loss_that_reads_values_leaves_out_stand_ins_alone(tmp_path):
+    report, ((code, message),) = checked(tmp_path, brain="Reads")
+    assert code == "metric" and "by 'F1', and its validations give loss, precision" in message
+    assert any("the loss after brain" in note or "reads values of tensors on the host" in note for note in report.notes)
+    assert any(f"{Path(__file__).name}:" in note and "so the cost is unknown" in note for note in report.notes)
+    report, found = checked(tmp_path, brain="ReadsWell")
+    assert found == [] and "nothing wrong in what could be checked" in report.verdict()
+
+
+def test_a_loss_that_counts_nothing_is_an_error(tmp_path):
+    _, ((code, message),) = checked(tmp_path, brain="CountsNothing")
+    assert code == "loss" and "count of 0, so that nothing is learnt" in message

@@ -184,7 +184,7 @@ def tables(run: RunData) -> Markup | None:
     for each in run.tables:
         said = [None if _are_numbers([row[i] for row in each["rows"]]) else "said" for i in range(len(each["columns"]))]
         head = tag("tr", [tag("th", str(name), class_=kind) for name, kind in zip(each["columns"], said, strict=True)])
-        lines = [tag("tr", [tag("td", str(value), class_=kind) for value, kind in zip(row, said, strict=True)])
+        lines = [tag("tr", [tag("td", _plain(value), class_=kind) for value, kind in zip(row, said, strict=True)])
                  for row in each["rows"]]
         table = tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain"), class_="scroll")
         shown += [tag("h3", each["title"]), table, each.get("remark") and tag("p", each["remark"], class_="lead")]

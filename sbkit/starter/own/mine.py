@@ -1,4 +1,4 @@
-"""A word mine: which of a few words is said in a recording."""
+"""Tells which of a few words is said in a recording."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WordNumbers:
 
 @dataclass(kw_only=True)
 class MineKeys(TaskKeys):
-    """The keys that the mine reads, besides those of every task."""
+    """The keys that the task reads, besides those of every task."""
 
     encoder: Any = key("waveforms [B, S] and sample counts [B] to vectors [B, D]")
     head: Any = key("vectors to a score for each word, [B, N]")
