@@ -46,9 +46,9 @@ class Output:
         return label | {name: _rounded(value) for name, value in self.outputs.items()}
 
     def wav(self, rate: int) -> bytes:
-        """The first output as a WAV file, if it is samples at the model's rate, as a length called samples says."""
+        """The first output as a WAV file, if it can be samples at the model's rate: as many as its length says."""
         name, signal = next(iter(self.outputs.items()))
-        if self.lengths.get(name) != "samples" or signal.ndim != 1 or not np.issubdtype(signal.dtype, np.floating):
+        if name not in self.lengths or signal.ndim != 1 or not np.issubdtype(signal.dtype, np.floating):
             raise SbkitError(f"{name} {list(signal.shape)} is no sound", hint="ask for its numbers: json or npz")
         file = io.BytesIO()
         writer = SoundWriter(file, "wav", rate)
