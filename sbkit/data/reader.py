@@ -24,7 +24,7 @@ from sbkit.data.batch import SAMPLE_RATE, Batch, stand_in
 from sbkit.data.columns import BatchColumns, Padded, SignalColumn
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import unit_of
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 
 #: Seconds that a worker continues after SIGTERM, so that its run can end in order.
 SECONDS_AFTER_SIGTERM = 20
@@ -120,13 +120,22 @@ class Reader(Dataset[Any]):
         for name, several in zip(self.columns.signals, others, strict=True):
             sizes = [len(signal) for signal in several]
             columns[name] = Padded(_pad(several, torch.float32, self._width(sizes)), torch.tensor(sizes))
-        tokens = [self.tokenizer.encode(text) for text in texts] if self.tokenizer else [[] for _ in texts]
+        tokens = [self._encoded(*pair) for pair in zip(ids, texts, strict=True)]
         return Batch(
             ids=ids, signals=_pad(signals, torch.float32, self._width(lengths)), signal_lengths=torch.tensor(lengths),
             tokens=_pad(tokens, torch.int64), token_lengths=torch.tensor([len(line) for line in tokens]),
             texts=texts, columns=columns, labels=labels, damaged=damaged, samples=sum(lengths),
             sample_rate=self.sample_rate, **place,
         )
+
+    def _encoded(self, name: str, text: str) -> list[int]:
+        if self.tokenizer is None:
+            return []
+        try:
+            return self.tokenizer.encode(text)
+        except Exception as error:  # the task's own code
+            raise SbkitError(f"{type(self.tokenizer).__name__}.encode can't take the text of {name}, {shown(text)}: "
+                             f"{type(error).__name__}: {error}") from error
 
     def _width(self, lengths: list[int]) -> int:
         """The number of samples to which each row of the batch is padded."""

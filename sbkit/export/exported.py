@@ -82,7 +82,11 @@ class Exported:
         """Trace the graph with dynamic batch and time dimensions."""
         batch, samples = _EXAMPLE
         example = self.examples or (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
-        return graph.trace_module(self.graph.eval(), example, {"signals": (0, 1), "lengths": (0,)})
+        program = graph.trace_module(self.graph.eval(), example, {"signals": (0, 1), "lengths": (0,)})
+        if (given := len(program.graph_signature.user_outputs)) != len(self.outputs):
+            raise SbkitError(f"the graph gives {given} tensors, and outputs names {len(self.outputs)}: "
+                             f"{', '.join(self.outputs)}", hint="name each of them in Exported(outputs=...)")
+        return program
 
     def config(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> layout.Bundle:
         """Make the contents of config.json, except for files, training and versions, which the export adds."""

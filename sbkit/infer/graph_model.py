@@ -45,10 +45,11 @@ class Output:
         label = {} if self.label is None else {"label": self.label}
         return label | {name: _rounded(value) for name, value in self.outputs.items()}
 
-    def wav(self, rate: int) -> bytes:
-        """The first output as a WAV file, if it can be samples at the model's rate: as many as its length says."""
+    def wav(self, rate: int, samples: float) -> bytes:
+        """The first output as a WAV file, if it can be sound: about as many samples as the recording has."""
         name, signal = next(iter(self.outputs.items()))
-        if name not in self.lengths or signal.ndim != 1 or not np.issubdtype(signal.dtype, np.floating):
+        if signal.ndim != 1 or not np.issubdtype(signal.dtype, np.floating) or not (
+                name in self.lengths and abs(len(signal) - samples) <= 1 + 0.1 * samples):
             raise SbkitError(f"{name} {list(signal.shape)} is no sound", hint="ask for its numbers: json or npz")
         file = io.BytesIO()
         writer = SoundWriter(file, "wav", rate)

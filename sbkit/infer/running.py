@@ -58,7 +58,8 @@ def run(request: RunRequest) -> int:
         config = model.engine.config
         for recording in progress(recordings, what="running", show=len(recordings) > 1):
             try:
-                audio += recording.seconds(config.sample_rate)
+                seconds = recording.seconds(config.sample_rate)
+                audio += seconds
                 made = model.run(recording)
             except AudioError as error:
                 errors += 1
@@ -71,7 +72,7 @@ def run(request: RunRequest) -> int:
                                      hint="write files: --output FOLDER")
                 sys.stdout.write(_line(recording, made))
             else:
-                _write(request.output, recording, made, request.formats, config.sample_rate)
+                _write(request.output, recording, made, request.formats, config.sample_rate, seconds)
     where = f" -> {request.output}" if request.output is not None else ""
     print(f"{len(recordings) - errors} of {len(recordings)} recordings, {audio:.1f} s of audio in "
           f"{time.perf_counter() - began:.1f} s{where}", file=sys.stderr)
@@ -82,7 +83,8 @@ def _line(recording: Recording, made: Output) -> str:
     return json.dumps({"id": recording.id, **made.facts()}, ensure_ascii=False) + "\n"
 
 
-def _write(folder: Path, recording: Recording, made: Output, formats: Sequence[str], rate: int) -> None:
+def _write(folder: Path, recording: Recording, made: Output, formats: Sequence[str], rate: int,
+           seconds: float) -> None:
     for name in formats:
         path = below(folder, recording, name)
         try:
@@ -91,7 +93,7 @@ def _write(folder: Path, recording: Recording, made: Output, formats: Sequence[s
                 with atomic_write(path) as file:
                     file.write(_line(recording, made))
             elif name == "wav":
-                path.write_bytes(made.wav(rate))
+                path.write_bytes(made.wav(rate, seconds * rate))
             else:
                 np.savez(path, allow_pickle=False, **made.outputs)
         except OSError as error:

@@ -245,7 +245,7 @@ def _outputs(state: State, ask: OutputsForm, held: DiskReservation, visit: Reque
     state.metrics.audio.labels(served.name).inc(len(signal) / rate)
     if ask.sound:
         try:
-            return Response(made.wav(rate), media_type="audio/wav")
+            return Response(made.wav(rate, len(signal)), media_type="audio/wav")
         except SbkitError as error:
             raise invalid(str(error), "response_format", "unsupported_value") from None
     if made.size > _MOST_NUMBERS:

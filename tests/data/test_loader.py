@@ -316,12 +316,25 @@ def test_a_resumed_run_counts_on(manifest, tmp_path):
 # ---------------------------------------------------------------- errors and ends
 
 
+class BrokenStage:
+    def __call__(self, signal, rng):
+        raise TypeError("no noise today")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_worker_arrives_with_its_cause(manifest, workers):
+    with make(manifest, workers=workers, augment=Augment([BrokenStage()])) as loader, \
+            pytest.raises(SbkitError) as caught:
+        list(loader.at(1))
+    assert str(caught.value) == "reading epoch 1, step 0 failed: TypeError: no noise today"
+    assert 'raise TypeError("no noise today")' in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_text_that_cannot_be_encoded_is_named(manifest, workers):
     with make(manifest, Broken(), workers=workers) as loader, pytest.raises(SbkitError) as caught:
         list(loader.at(1))
-    assert str(caught.value) == "reading epoch 1, step 0 failed: TypeError: no tokens today"
-    assert 'raise TypeError("no tokens today")' in str(caught.value.__cause__)
+    assert str(caught.value) == "Broken.encode can't take the text of u8, 'hellossssssss': TypeError: no tokens today"
 
 
 @pytest.mark.parametrize("signum, said", [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, r"signal \d+")])

@@ -8,6 +8,9 @@ import pytest
 import soundfile
 
 from sbkit.cli import main
+from sbkit.errors import SbkitError
+from sbkit.export.exported import Exported
+from sbkit.infer.graph_model import Output
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +81,15 @@ def test_more_numbers_than_a_screen_takes_need_files(sound, tmp_path, capsys):
     soundfile.write(tmp_path / "long.wav", np.zeros(11_000, np.float32), graph_bundles.RATE)
     assert run(sound, tmp_path / "long.wav") == 2
     assert "11,001 numbers, too many for the screen" in capsys.readouterr().err
+
+
+def test_a_number_for_each_frame_is_no_sound():
+    made = Output({"speech": np.zeros(50, np.float32), "frames": np.array(50)}, lengths={"speech": "frames"})
+    with pytest.raises(SbkitError, match=r"speech \[50\] is no sound"):
+        made.wav(16_000, 8_000)
+    assert len(made.wav(16_000, 50)) == 44 + 2 * 50
+
+
+def test_outputs_that_are_not_named_are_refused_before_they_are_exported():
+    with pytest.raises(SbkitError, match="the graph gives 2 tensors, and outputs names 1: quieter"):
+        Exported(graph_bundles.Quieter(), {"quieter": ("batch", "samples")}, graph_bundles.RATE).trace()
