@@ -31,6 +31,8 @@ APART = 0.1
 def try_them(traced: Trace, findings: Findings) -> str:
     """Add what they show to the findings; returns why something couldn't be tried, if so."""
     brain = traced.brain
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return ""  # one rank checks, and the task's code may wait for all
     numbers = sum(each.numel() for each in brain.modules.parameters())
     if numbers > MOST_NUMBERS:
         return (f"a batch of one, padding and the metric: a model of {numbers / 1e6:,.0f} million parameters isn't "

@@ -70,7 +70,7 @@ def test_a_phone_shows_all_of_a_comparison(browser, page, width):
     browser.open(page, width=width, height=800, phone=True)
     cells = browser.run("[...document.querySelectorAll('#against tr > *')].map((e) => "
                         "[e.innerText, e.getBoundingClientRect().right])")
-    assert [text for text, _ in cells[3::3]] == ["the other run", "this run", "points", "95 % interval", "p"]
+    assert [text for text, _ in cells[3::3]] == ["the other run", "this run", "difference", "95 % interval", "p"]
     assert max(right for _, right in cells) <= width
 
 

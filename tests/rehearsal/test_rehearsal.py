@@ -89,10 +89,10 @@ class Left(Spotter):
 
 
 class Crashing(Spotter):
-    """Ends the process without a word."""
+    """Ends the process on a card without a word."""
 
     def compute_objectives(self, scores, batch, stage):
-        if stage == VALID:
+        if stage == VALID and torch.device(self.device).type == "cuda":
             os.abort()  # crashes
         return super().compute_objectives(scores, batch, stage)
 
