@@ -60,16 +60,17 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
     A ``stats`` that can't take one row, or rows that are drawn, leaves out what would follow from that.
     """
     def value_of(some_rows: Sequence[Any]) -> float:
-        return float(stats(some_rows)[metric.name])
+        value = float(stats(some_rows)[metric.name])
+        if not math.isfinite(value):
+            raise ValueError(f"it is {value}")
+        return value
 
-    if not rows or metric.name not in (known := stats(rows)):
+    if not rows or metric.name not in (known := stats(rows)) or not math.isfinite(known[metric.name]):
         return None
     found = MetricEstimate(metric.name, metric.lower_is_better, float(known[metric.name]), [row.id for row in rows])
     end, rng = time.monotonic() + SECONDS, np.random.default_rng(0)
     try:
-        alone = [value_of([row]) for row in rows]
-        if all(map(math.isfinite, alone)):
-            found.values = alone
+        found.values = [value_of([row]) for row in rows]
     except Exception as error:  # the task's own code, asked for something that a test can do without
         logger.debug("%s of one recording: %r", metric.name, error)
     try:

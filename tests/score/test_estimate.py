@@ -68,6 +68,13 @@ def test_what_stats_cannot_give_is_left_out(caplog):
 
     assert estimate(HIGH, rows(range(30)), pairs).values == [] and estimate(HIGH, rows(range(30)), pairs).interval
 
+    def seldom(some):  # undefined where no recording has the value, as an error rate is without trials of both kinds
+        return {"gain": 1.0 if any(row.value for row in some) else float("nan")}
+
+    rare = estimate(HIGH, rows([1, 0, 0]), seldom)
+    assert rare.values == rare.drawn == [] and rare.interval is None and rare.value == 1.0
+    assert estimate(HIGH, rows([0, 0]), seldom) is None
+
     def once(some):
         if len({row.id for row in some}) < len(some):
             raise ValueError("a recording comes twice")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from sbkit.nn.codec import fourier
 FLOOR = 1e-7
 
 
-class Frames(nn.Module):
+class Frames(nn.Module, ABC):
     """Frames of ``size`` samples every ``hop``, as coefficients and back, by two matrices.
 
     Arguments
@@ -44,13 +46,13 @@ class Frames(nn.Module):
         count = pieces.shape[1] - (ratio - 1)
         return torch.cat([pieces[:, i : i + count] for i in range(ratio)], dim=2) @ self.analysis
 
+    @abstractmethod
     def features(self, coefficients: Tensor) -> Tensor:
         """Coefficients [B, T, C] to what a network is told of them, [B, T, features_size]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def masked(self, coefficients: Tensor, masks: Tensor) -> Tensor:
         """Multiply coefficients [B, T, C] with masks [B, T, masks_size]."""
-        raise NotImplementedError
 
     def synthesise(self, coefficients: Tensor) -> Tensor:
         """The inverse: frames are added where they overlap, [B, T, C] to [B, (T - 1) * hop + size]."""
