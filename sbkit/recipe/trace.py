@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 import sysconfig
 import traceback
 import warnings
@@ -94,8 +95,10 @@ def stand_ins(*holders: object) -> Iterator[FakeTensorMode]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which becomes a finding here
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # A compiled layer that is called within another mode would never be compiled afterwards.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
-        with warnings.catch_warnings(), mode:
+        with warnings.catch_warnings(), eager, mode:
             warnings.simplefilter("ignore")
             yield mode
     finally:

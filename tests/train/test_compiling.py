@@ -9,6 +9,7 @@ from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.nnet import attention
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from toys import ToyEvalLoader, ToyTrainLoader, brain, furthest, state
 
 import sbkit
@@ -16,6 +17,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.fast.attention import rotary_table
 from sbkit.nn.native import library
+from sbkit.recipe.trace import stand_ins
 from sbkit.train import compiling
 from sbkit.train.distributed.ddp import DDPWrapper
 from sbkit.train.distributed.parallel import LossModule
@@ -65,6 +67,17 @@ def test_layers_are_compiled_once_for_all_lengths_and_stay_what_they_were():
     for length in (3, 17, 40):
         for layer in layers:
             layer(torch.randn(5, length, 4))
+    assert compiling.graphs() - before == 1
+
+
+def test_layers_that_stand_ins_went_through_are_compiled_afterwards():
+    modules = stacked()
+    assert compiling.compile_blocks(modules, None, "cpu") == 3
+    before = compiling.graphs()
+    with stand_ins(modules), FlopCounterMode(display=False):
+        modules["model"][0][0](torch.randn(2, 9, 4)).sum().backward()
+    modules.zero_grad()
+    modules["model"][0][0](torch.randn(2, 9, 4))
     assert compiling.graphs() - before == 1
 
 

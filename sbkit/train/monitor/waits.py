@@ -115,8 +115,13 @@ class HostWaits:
               file: TextIO | None = None, line: str | None = None) -> None:
         if not re.match(_WAIT, str(message)):
             self._shown(message, category, filename, lineno, file, line)
-        elif not self._paused and (threading.get_ident() == self._thread or _in_backward()):
+        elif not self._paused and not compiles() and (threading.get_ident() == self._thread or _in_backward()):
             self._places[filename, lineno] += 1
+
+
+def compiles() -> bool:
+    """Return whether torch.compile is at work in this thread, which reads values for itself, once a graph."""
+    return torch._guards.CompileContext.current_compile_id() is not None
 
 
 def _in_backward() -> bool:

@@ -121,6 +121,22 @@ def test_only_what_belongs_to_the_steps_counts(card, shown):
     assert counter.a_step() == 0.25 and not shown
 
 
+def test_what_the_compiler_reads_for_itself_is_no_wait_of_a_step(card, shown):
+    counter = HostWaits(CUDA)
+
+    def compiler(graph, inputs):
+        card.wait()
+        return graph.forward
+
+    with counter:
+        steps(counter, waits.FIRST)
+        for length in (3, 4):
+            torch.compile(lambda x: x + 1, backend=compiler, dynamic=False)(torch.ones(length))
+        steps(counter, 4)
+    torch.compiler.reset()
+    assert counter.a_step() == 0 and not shown
+
+
 def test_who_looks_for_waits_is_left_alone(card, shown):
     counter = HostWaits(CUDA)
     card.mode = 2
