@@ -136,7 +136,8 @@ def _figures(figures: Line, card: Card) -> Section:
     if "collectives" in figures:
         rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
     idles = needs is not None and host > needs >= LITTLE
-    remarks = ["the card waits for the host in each step: a larger max_batch_seconds, or --compile"] if idles else []
+    remarks = ["the card waits for the host in each step: a larger max_batch_seconds"
+               + (" helps" if figures.get("compiled") else ", or --compile")] if idles else []
     return Section("Figures", ["what", "how much"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
 
