@@ -16,7 +16,7 @@ NOT_YET = frozenset("""
     _compiled _decoder _enter _events _facts _fill _fingerprint _first _follow _forward _found _from_stdin _groups
     _handles _heard _keep _keep_result _kept _label _line _lines _load _loader _model _now _open _over _pipeline
     _places _rehearse _rotated _save _search _session _settled _setup _smi _speakers _state _streams _sums
-    _to_tensorboard _turned _unpack _used _waiting _windows _write _writer _writer_class
+    _turned _unpack _used _waiting _windows _write
 """.split())
 """Of sbkit: to be tested through what is public."""
 

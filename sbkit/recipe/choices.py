@@ -41,12 +41,15 @@ class Texts(NamedTuple):
 
     of: str
     """What the texts are, for messages."""
+    among: tuple[str, ...] = ()
+    """The texts that there may be; any, if there are none."""
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value)
+        return isinstance(value, (list, tuple)) and all(
+            each in self.among if self.among else isinstance(each, str) for each in value)
 
     def __str__(self) -> str:
-        return f"a list of {self.of}"
+        return f"a list of {self.of}" + (f": {', '.join(self.among)}" if self.among else "")
 
 
 NAMES = Texts("names of parts")

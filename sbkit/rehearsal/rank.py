@@ -169,7 +169,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
                 raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the card",
                                  hint="lower max_batch_seconds")
         steps = [_timed(brain, batch) for _ in range(TRIES)]
-        host, counted = min(step[0] for step in steps), steps[-1][1]
+        host, counted = min(steps, key=lambda step: step[0])
         held, peak, timeline = memory_timeline(brain, batch)
         peak_flops, source = peak_of(device, brain.precision)
         estimate = job["estimate"]

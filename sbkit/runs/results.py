@@ -34,7 +34,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
         print(describe_unread("test", results.unread, results.utterances))
     print(results.where(folder, "test"))
     if metrics_log is not None:
-        metrics_log.flush()
+        metrics_log.close()
     try:  # its inputs are already saved, so an error must not fail the run
         print(f"report: {write_report(folder, remote=manifest.remote)}", flush=True)
     except (SbkitError, OSError) as error:

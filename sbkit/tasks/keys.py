@@ -16,6 +16,7 @@ from sbkit.train.keys import TrainKeys
 if TYPE_CHECKING:
     from speechbrain.utils.epoch_loop import EpochCounter
     from speechbrain.utils.parameter_transfer import Pretrainer
+    from speechbrain.utils.train_logger import TrainLogger
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from sbkit.train.brain import Brain
     from sbkit.train.checkpoint.checkpointer import Checkpointer
     from sbkit.train.schedule import Schedule
-    from sbkit.train.train_log import TrainLog
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,8 @@ class TaskKeys(TrainKeys):
     init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
     init_average: int = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1, SIZE)
     init_leave: Sequence[str] | None = key("a list of parts that are not taken but reinitialised", None, NAMES)
-    train_logger: TrainLog | None = key("a sbkit.train.train_log.TrainLog: a line for each epoch", None)
+    train_logger: TrainLogger | None = key("a sbkit.train.train_log.TrainLog, or a logger of SpeechBrain's: a line for "
+                                           "each epoch", None)
     augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
     valid_augment: Augment | None = key("the same of validations, such as noise: an utterance's is always the same",
                                         None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sbkit.recipe.choices import Range
+from sbkit.recipe.choices import Range, Texts
 from sbkit.recipe.keys import Keys, key
 from sbkit.recipe.parts import FACTORS, FREEZE
+from sbkit.train.monitor.loggers import KINDS
 
 
 @dataclass(kw_only=True)
@@ -35,7 +36,9 @@ class TrainKeys(Keys):
     layer_decay: float = key("each layer below the top one of the encoder trains at so many times the rate of the one "
                              "above", 1.0, Range(0, 1, above=True))
     log_interval: float = key("seconds between lines of metrics.jsonl", 10.0, Range(0))
-    tensorboard: bool = key("write the same numbers for TensorBoard", False)
+    loggers: Sequence[str] = key("tools that get the same numbers, such as `[tensorboard, wandb]`", (),
+                                 Texts("tools", tuple(KINDS)))
+    tensorboard: bool = key("the former name of `loggers: [tensorboard]`", False)
 
     @property
     def average(self) -> Any:  # an EMA, as above

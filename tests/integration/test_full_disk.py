@@ -42,6 +42,7 @@ from sbkit.system.console import LogFile
 from sbkit.tasks.transcripts import write_nbest
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.diagnose import culprit
+from sbkit.train.monitor.loggers import Run, TensorBoard
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.train_log import TrainLog
 
@@ -200,14 +201,14 @@ def test_metrics_and_log_lines_wait_for_room_and_training_hears_of_it_once(room,
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_tensorboard_lacks_points_and_goes_on_with_the_metrics(room, caplog):
     pytest.importorskip("tensorboard")
-    metrics = MetricsLog(room.path, tensorboard=True)
+    drawn = TensorBoard("tensorboard", Run(room.path, {}))
+    metrics = MetricsLog(room.path, [drawn])
     metrics.write("step", step=1, loss=1.0)
     metrics.flush()
     with room.full():
-        with metrics.drawing():  # as if the disk filled up between the two files
-            for step in range(LINES):
-                metrics._to_tensorboard({"time": 1.0, "kind": "step", "step": step, "loss": 1.0}, type(metrics._writer))
-            metrics._writer.flush()
+        for step in range(LINES):  # as if the disk filled up between the two files
+            drawn.log({"step/loss": 1.0}, step, 1.0)
+        drawn.flush()
         metrics.write("step", step=2, loss=1.0)
     metrics.write("step", step=3, loss=1.0)
     metrics.close()

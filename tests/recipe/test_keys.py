@@ -435,6 +435,8 @@ CASES = {
     "learning_rates": (None, {"ctc_lin": 3.0}, weights),
     "layer_decay": (1.0, 0.5, weights),
     "log_interval": (0.0, 1e6, lines, {"output_folder": From(lambda made: str(made.folder))}),
+    "loggers": ([], ["tensorboard"], lambda made: refusal(made, files) or files(made),
+                {"output_folder": From(lambda made: str(made.folder))}),
     "tensorboard": (False, True, lambda made: refusal(made, files) or files(made),
                     {"output_folder": From(lambda made: str(made.folder))}),
     "brain": (CTC, Other, lambda made: type(made.brain())),

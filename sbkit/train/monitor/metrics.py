@@ -1,33 +1,25 @@
-"""The log metrics.jsonl, with one JSON object per line, and TensorBoard's if requested."""
+"""The log metrics.jsonl, with one JSON object per line, whose numbers also go to the tools that a recipe names."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.distributed import if_main_process
 
-from sbkit.errors import SbkitError
 from sbkit.nn.peek import Peek
-from sbkit.score.run_files import METRICS, TENSORBOARD
-from sbkit.system import disk
+from sbkit.score.run_files import METRICS
 from sbkit.train.keys import TrainKeys
+from sbkit.train.monitor.loggers import Logger, Run, make
 from sbkit.train.resumable_file import ResumableFile
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-logger = logging.getLogger(__name__)
 
 KINDS = ("step", "epoch", "warning", "test", "run")
 
@@ -45,19 +37,25 @@ class MetricsLog:
               padding_share=0.04, grad_norm=norm, skipped_steps=0)
     """
 
-    def __init__(self, folder: str | os.PathLike[str], tensorboard: bool = False, enabled: bool | None = None):
+    def __init__(self, folder: str | os.PathLike[str], loggers: Sequence[Logger] = (), enabled: bool | None = None):
         self.path = Path(folder) / METRICS
         self.enabled = if_main_process() if enabled is None else enabled
         self._file = ResumableFile(self.path, _written_again)
         self._waiting: deque[dict[str, Any]] = deque()
-        self._writer_class = _tensorboard() if tensorboard and self.enabled else None
-        self._writer: SummaryWriter | None = None
+        self._loggers = loggers if self.enabled else ()
         self._step: int | None = None  # of the last line with a step
 
     @classmethod
-    def of(cls, keys: TrainKeys) -> MetricsLog | None:
-        """Make the log in a recipe's ``output_folder``; None without one."""
-        return None if keys.output_folder is None else cls(keys.output_folder, tensorboard=keys.tensorboard)
+    def of(cls, keys: TrainKeys, values: Mapping[str, Any]) -> MetricsLog | None:
+        """Make the log in a recipe's ``output_folder``; None without one.
+
+        values : the recipe's, by key, of which loggers are told the plain ones
+        """
+        if keys.output_folder is None:
+            return None
+        names = [*keys.loggers, *(["tensorboard"] if keys.tensorboard else [])] if if_main_process() else []
+        plain = {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
+        return cls(keys.output_folder, make(names, Run(Path(keys.output_folder), plain)))
 
     def write(self, kind: str, **values: Any) -> None:
         """Add a line, with ``time`` (seconds since 1970) and ``kind``."""
@@ -73,46 +71,25 @@ class MetricsLog:
     def flush(self) -> None:
         """Wait for values that have not arrived, and write all lines."""
         self._write_ready(wait=True)
-        with self.drawing():
-            if self._writer is not None:
-                self._writer.flush()
+        for each in self._loggers:
+            each.flush()
 
     def close(self) -> None:
-        """Write all lines and close TensorBoard's file."""
+        """Write all lines and end what loggers have begun."""
         self.flush()
-        with self.drawing():
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Give up TensorBoard's writer if the disk is full; a new one is made once metrics.jsonl can be written."""
-        try:
-            yield
-        except OSError as error:
-            logger.warning("%s. Some points are missing in TensorBoard",
-                           disk.explain(error, self.path.parent / TENSORBOARD))
-            self._writer = None
+        for each in self._loggers:
+            each.close()
 
     def _write_ready(self, wait: bool = False) -> None:
         while self._waiting and (wait or _arrived(self._waiting[0])):
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
             self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
-            if self._writer_class is not None and not self._file.waiting:
-                with self.drawing():
-                    self._to_tensorboard(line, self._writer_class)
-
-    def _to_tensorboard(self, line: dict[str, Any], writer_class: type[SummaryWriter]) -> None:
-        self._step = step = line.get("step", self._step)
-        if self._writer is None:
-            if step is None:  # no step yet
-                return
-            # purge_step hides points that a resumed run writes again.
-            self._writer = writer_class(str(self.path.parent / TENSORBOARD), purge_step=step or None)
-        for name, value in line.items():
-            if name not in ("time", "step", "epoch") and type(value) in (int, float):
-                self._writer.add_scalar(f"{line['kind']}/{name}", value, step, walltime=line["time"])
+            self._step = line.get("step", self._step)
+            if self._loggers and self._step is not None and not self._file.waiting:  # none before there is a step
+                numbers = {f"{line['kind']}/{name}": value for name, value in line.items()
+                           if name not in ("time", "step", "epoch") and type(value) in (int, float)}
+                for each in self._loggers:
+                    each.log(numbers, self._step, line["time"])
 
     def start_afresh(self) -> None:
         """Drop the lines of an earlier start of this run, which left no checkpoint."""
@@ -140,7 +117,7 @@ def _written_again(line: str) -> bool:
         return True
 
 
-def _plain(value: object) -> object:
+def _plain(value: object) -> Any:  # a type of JSON
     """Convert a value to types of JSON."""
     if isinstance(value, Peek):
         array = value.numpy()
@@ -154,14 +131,3 @@ def _plain(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-def _tensorboard() -> type[SummaryWriter]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as missing:
-        raise SbkitError(
-            f"tensorboard: true, but TensorBoard can't be imported ({missing})",
-            hint="pip install 'sbkit[tensorboard]'",
-        ) from missing
-    return SummaryWriter

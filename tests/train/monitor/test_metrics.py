@@ -17,7 +17,6 @@ from speechbrain.utils.checkpoints import Checkpointer
 from speechbrain.utils.train_logger import FileTrainLogger
 from toys import load, save
 
-from sbkit.errors import SbkitError
 from sbkit.train.monitor import metrics
 from sbkit.train.monitor.metrics import MetricsLog
 from sbkit.train.resumable_file import ResumableFile
@@ -172,43 +171,6 @@ def test_a_kill_leaves_whole_lines(tmp_path):
     MetricsLog(tmp_path).write("run")
     steps = [line["step"] for line in lines(tmp_path) if line["kind"] == "step"]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 100
-
-
-def test_tensorboard_when_asked(tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = MetricsLog(tmp_path, tensorboard=True)
-    log.write("step", step=7, loss=torch.tensor(1.25), note="text is left out")
-    log.close()
-    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["step/loss"]
-    (event,) = events.Scalars("step/loss")
-    assert (event.step, event.value) == (7, 1.25)
-
-
-def test_tensorboard_draws_a_resumed_run_over_what_it_does_again(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    made = []
-    log = MetricsLog(tmp_path, tensorboard=True)
-
-    def writer(folder, purge_step):
-        made.append(purge_step)
-        return mock.Mock()
-
-    monkeypatch.setattr(log, "_writer_class", writer)
-    log.write("run", event="resume")
-    assert made == []
-    log.write("step", step=51, loss=1.0)
-    log.write("epoch", epoch=2, train_loss=1.0)
-    assert made == [51]
-    drawn = [call.args[0::2] for call in log._writer.add_scalar.call_args_list]
-    assert drawn == [("step/loss", 51), ("epoch/train_loss", 51)]
-
-
-def test_tensorboard_missing_is_one_clear_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(SbkitError, match=r"pip install 'sbkit\[tensorboard\]'"):
-        MetricsLog(tmp_path, tensorboard=True)
 
 
 STATS = [

@@ -1,0 +1,189 @@
+"""Where else a run's numbers go: TensorBoard, Weights & Biases, MLflow and trackio, each of which is an extra."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from sbkit.errors import SbkitError, first_line
+from sbkit.score.run_files import LOGGERS, TENSORBOARD
+from sbkit.system import disk
+
+logger = logging.getLogger(__name__)
+
+
+class Run(NamedTuple):
+    """What a logger is told of a run."""
+
+    folder: Path
+    values: Mapping[str, Any]
+    """The recipe's plain values, by key."""
+
+    @property
+    def project(self) -> str:
+        """The name under which runs of an experiment stand together."""
+        return str(self.values.get("experiment") or "sbkit")
+
+    def identity(self) -> str:
+        """The name that this run has, and keeps when it is resumed."""
+        path = self.folder / LOGGERS
+        if not path.is_file() or not path.read_text().strip():
+            path.write_text(uuid.uuid4().hex[:8] + "\n")
+        return path.read_text().strip()
+
+
+class Logger:
+    """Sends numbers to one tool, which is opened with the first of them; what fails there never ends a run.
+
+    A logger that fails is left out for the rest of the run, with a warning: metrics.jsonl has the same numbers.
+    """
+
+    module: ClassVar[str]
+    """What is imported for it."""
+
+    def __init__(self, name: str, run: Run):
+        self.name, self.run = name, run
+        self._open: Any = None  # the tool's own object for a run
+        self._failed = False
+        try:
+            self._module: Any = importlib.import_module(self.module)
+        except ImportError as missing:
+            raise SbkitError(f"loggers: {name} can't be imported ({missing})",
+                             hint=f"pip install 'sbkit[{name}]'") from missing
+
+    def log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        """Send numbers of a step, at ``seconds`` since 1970."""
+        self._try(self._log, values, step, seconds)
+
+    def flush(self) -> None:
+        """Send what waits, if the tool lets anything wait that a killed run would lose."""
+
+    def close(self) -> None:
+        """End the tool's run, if one was begun."""
+        if self._open is not None:
+            self._try(self._close)
+            self._open = None
+
+    def _try(self, call: Any, *given: object) -> None:  # a bound method of a derived class
+        if self._failed:
+            return
+        try:
+            call(*given)
+        except OSError as error:
+            self._drop(disk.explain(error, self.run.folder))
+        except Exception as error:  # of a tool's own kinds, from anywhere between here and its server
+            self._drop(f"{type(error).__name__}: {first_line(error)}".rstrip("."))
+        except SystemExit as error:  # of a tool that asks for a login
+            self._drop(f"it ended with {error.code}")
+
+    def _drop(self, why: str) -> None:
+        self._failed = True
+        logger.warning("loggers: %s fails, and the run goes on without it: %s. metrics.jsonl has all numbers",
+                       self.name, why)
+
+    def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+
+class TensorBoard(Logger):
+    """Files in ``tensorboard/`` of the run's folder. After a full disk, another file goes on."""
+
+    module = "torch.utils.tensorboard"
+
+    def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        if self._open is None:  # purge_step hides points that a resumed run writes again
+            self._open = self._module.SummaryWriter(str(self.run.folder / TENSORBOARD), purge_step=step or None)
+        for name, value in values.items():
+            self._open.add_scalar(name, value, step, walltime=seconds)
+
+    def flush(self) -> None:
+        if self._open is not None:
+            self._try(self._open.flush)
+
+    def _drop(self, why: str) -> None:
+        logger.warning("%s. Some points are missing in TensorBoard", why)
+        self._open = None
+
+    def _close(self) -> None:
+        self._open.close()
+
+
+class WandB(Logger):
+    """Weights & Biases, which sends from a process of its own; WANDB_MODE=offline keeps all in the run's folder."""
+
+    module = "wandb"
+
+    def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        if self._open is None:
+            name = self.run.identity()
+            self._open = self._module.init(project=self.run.project, id=name, name=f"{self.run.folder.name}-{name}",
+                                           dir=str(self.run.folder), config=dict(self.run.values), resume="allow")
+            # Its own count of steps may only grow, and a resumed run goes back to its checkpoint.
+            self._open.define_metric("*", step_metric="step")
+        self._open.log({**values, "step": step})
+
+    def _close(self) -> None:
+        self._open.finish()
+
+
+class Trackio(Logger):
+    """Trackio's database on this machine, or the place that its environment variables name."""
+
+    module = "trackio"
+
+    def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        if self._open is None:
+            name = f"{self.run.folder.name}-{self.run.identity()}"
+            self._open = self._module.init(project=self.run.project, name=name, config=dict(self.run.values),
+                                           resume="allow", embed=False)
+        self._open.log(dict(values), step=step)
+
+    def _close(self) -> None:
+        self._open.finish()
+
+
+class MLflow(Logger):
+    """The server or files that MLFLOW_TRACKING_URI names."""
+
+    module = "mlflow"
+
+    def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        if self._open is None:
+            self._open = self._begin()
+        metric = self._module.entities.Metric
+        self._open.log_batch(self._id, [metric(name, value, int(1000 * seconds), step)
+                                        for name, value in values.items()])
+
+    def _begin(self) -> Any:  # its client
+        client = self._module.MlflowClient()
+        name = self.run.identity()
+        found = client.get_experiment_by_name(self.run.project)
+        experiment = found.experiment_id if found else client.create_experiment(self.run.project)
+        of_this = client.search_runs([experiment], f"tags.sbkit = '{name}'", max_results=1)
+        if of_this:
+            self._id = of_this[0].info.run_id
+            client.update_run(self._id, "RUNNING")
+        else:
+            self._id = client.create_run(experiment, run_name=f"{self.run.folder.name}-{name}",
+                                         tags={"sbkit": name}).info.run_id
+            for key, value in self.run.values.items():
+                client.log_param(self._id, key, value)
+        return client
+
+    def _close(self) -> None:
+        self._open.set_terminated(self._id)
+
+
+KINDS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+
+
+def make(names: Iterable[str], run: Run) -> list[Logger]:
+    """Make the loggers that a recipe names."""
+    return [KINDS[name](name, run) for name in dict.fromkeys(names)]

@@ -1,0 +1,112 @@
+"""What TensorBoard, Weights & Biases, MLflow and trackio have of a run, without a network; and a tool that fails."""
+
+import json
+import logging
+import sqlite3
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.train.monitor import loggers
+from sbkit.train.monitor.loggers import Run
+from sbkit.train.monitor.metrics import MetricsLog
+
+RECIPE = {"experiment": "words", "lr": 0.001, "precision": "bf16"}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """Where each tool keeps what it is told."""
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio"),
+                        "WANDB_DATA_DIR": str(tmp_path), "WANDB_CACHE_DIR": str(tmp_path),
+                        "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true",
+                        "MLFLOW_DISABLE_TELEMETRY": "true"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def written(folder, names):
+    """The log of a run in a folder."""
+    return MetricsLog(folder, loggers.make(names, Run(folder, RECIPE)))
+
+
+def run_twice(folder, name):
+    """A run that was killed after step 20 and goes on from step 10."""
+    folder.mkdir()
+    first = written(folder, [name])
+    first.write("run", event="start")
+    for step in (10, 20):
+        first.write("step", step=step, loss=torch.tensor(5.0 - step / 10), note="text is left out")
+    first.flush()
+    again = written(folder, [name])
+    again.write("step", step=20, loss=3.5)
+    again.write("epoch", epoch=1, valid_WER=12.5)
+    again.write("test", test_WER=11.0, step=20)
+    again.close()
+    first.close()
+    return (folder / "loggers.txt").read_text().strip() if (folder / "loggers.txt").exists() else ""
+
+
+def test_tensorboard(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_twice(tmp_path / "run", "tensorboard")
+    events = reader.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["epoch/valid_WER", "step/loss", "test/test_WER"]
+    assert {event.step: event.value for event in events.Scalars("step/loss")} == {10: 4.0, 20: 3.5}
+
+
+@pytest.mark.slow
+def test_mlflow_has_one_run_with_its_recipe_and_both_starts(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    name = run_twice(tmp_path / "run", "mlflow")
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("words").experiment_id])
+    assert found.info.run_name == f"run-{name}" and found.info.status == "FINISHED"
+    assert found.data.params == {"experiment": "words", "lr": "0.001", "precision": "bf16"}
+    assert found.data.metrics == {"step/loss": 3.5, "epoch/valid_WER": 12.5, "test/test_WER": 11.0}
+    assert [(each.step, each.value) for each in client.get_metric_history(found.info.run_id, "step/loss")] \
+        == [(10, 4.0), (20, 3.0), (20, 3.5)]
+
+
+@pytest.mark.slow
+def test_trackio_has_one_run(tmp_path):
+    pytest.importorskip("trackio")
+    name = run_twice(tmp_path / "run", "trackio")
+    (path,) = (tmp_path / "trackio").glob("words*.db")
+    rows = sqlite3.connect(path).execute("select run_name, step, metrics from metrics order by id").fetchall()
+    values = [(step, json.loads(values)) for run, step, values in rows if run == f"run-{name}"]
+    assert len(values) == len(rows) and (20, {"step/loss": 3.5}) in values and (20, {"epoch/valid_WER": 12.5}) in values
+
+
+@pytest.mark.slow
+def test_wandb_keeps_a_run_in_its_folder_without_a_network(tmp_path):
+    pytest.importorskip("wandb")
+    name = run_twice(tmp_path / "run", "wandb")
+    kept = list((tmp_path / "run/wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+    assert kept and b"valid_WER" in b"".join(path.read_bytes() for path in kept)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("torch.utils.tensorboard", "tensorboard"), ("wandb", "wandb"),
+                                             ("mlflow", "mlflow"), ("trackio", "trackio")])
+def test_a_tool_that_is_not_installed_is_one_clear_error(tmp_path, monkeypatch, name, extra):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SbkitError, match=rf"loggers: {extra} can't be imported") as error:
+        loggers.make([extra], Run(tmp_path, {}))
+    assert error.value.hint == f"pip install 'sbkit[{extra}]'"
+
+
+@pytest.mark.parametrize("failure", [ConnectionError("no route to host"), ValueError("401: who are you?"),
+                                     SystemExit(1), OSError(28, "No space left on device")])
+def test_a_tool_that_fails_ends_no_run_and_is_told_once(tmp_path, monkeypatch, caplog, failure):
+    monkeypatch.setitem(sys.modules, "trackio", mock.Mock(init=mock.Mock(side_effect=failure)))
+    log = written(tmp_path, ["trackio"])
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            log.write("step", step=step, loss=1.0)
+        log.close()
+    (record,) = caplog.records
+    assert "loggers: trackio fails, and the run goes on without it" in record.message
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
