@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +20,7 @@ class Run(NamedTuple):
     """What a logger is told of a run."""
 
     folder: Path
-    values: Mapping[str, Any]
+    values: Mapping[str, bool | int | float | str]
     """The recipe's plain values, by key."""
 
     @property
@@ -50,7 +50,7 @@ class Logger:
         self._open: Any = None  # the tool's own object for a run
         self._failed = False
         try:
-            self._module: Any = importlib.import_module(self.module)
+            self._module: Any = importlib.import_module(self.module)  # without types
         except ImportError as missing:
             raise SbkitError(f"loggers: {name} can't be imported ({missing})",
                              hint=f"pip install 'sbkit[{name}]'") from missing
@@ -68,7 +68,7 @@ class Logger:
             self._try(self._close)
             self._open = None
 
-    def _try(self, call: Any, *given: object) -> None:  # a bound method of a derived class
+    def _try(self, call: Callable[..., None], *given: object) -> None:
         if self._failed:
             return
         try:
