@@ -58,6 +58,7 @@ class Player:
     title: str
     remark: str
     sounds: list[SoundSample]
+    among_worst: bool = False
 
 
 @dataclass

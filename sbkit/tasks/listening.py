@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-#: Clips that a report lets one hear.
+#: Clips that a report lets one hear: so many drawn by lot, and so many of the worst.
 KEPT = 10
 #: What to install for each measure.
 _FROM = {"pystoi": "'sbkit[speech]'", "pesq": "pesq"}
@@ -49,21 +50,26 @@ def measure_of(module: str, name: str) -> Callable[..., Any] | None:
 
 
 class Drawn:
-    """The clips of a test that are kept, the first by lot so far."""
+    """The clips of a test that are kept: the first by lot so far, and the worst if it is said how good they are."""
 
     def __init__(self) -> None:
-        self._kept: list[str] = []
+        self._lots: list[str] = []
+        self._qualities: list[float] = []
 
-    def take(self, name: str, sound: np.ndarray) -> np.ndarray | None:
+    def take(self, name: str, sound: np.ndarray, quality: float = math.inf) -> np.ndarray | None:
         """Return a clip in 16 bits if it is among those that are kept."""
-        self._kept = sorted([*self._kept, lot(name)])[:KEPT]
-        return pcm(sound) if lot(name) in self._kept else None
+        self._lots = sorted([*self._lots, lot(name)])[:KEPT]
+        self._qualities = sorted([*self._qualities, quality])[:KEPT]
+        return pcm(sound) if lot(name) in self._lots or math.inf > quality <= self._qualities[-1] else None
 
 
-def first_drawn(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of all ranks, of which only the ``KEPT`` first drawn still have their sound."""
+def first_drawn(rows: Sequence[Row], quality: Callable[[Row], float] = lambda row: math.inf) -> list[Row]:
+    """Return the rows of all ranks, of which only the ``KEPT`` first drawn and the ``KEPT`` worst still have their
+    sound."""
     last = max(sorted(lot(row.id) for row in rows)[:KEPT], default="")
-    return [row if lot(row.id) <= last else row._replace(sound=None) for row in rows]
+    worst = max(sorted(map(quality, rows))[:KEPT], default=math.inf)
+    return [row if lot(row.id) <= last or math.inf > quality(row) <= worst else row._replace(sound=None)
+            for row in rows]
 
 
 def lot(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, Results, SoundSample
 from sbkit.score.significance import interval
-from sbkit.tasks.listening import Row
+from sbkit.tasks.listening import KEPT, Row, lot
 
 #: Where the clips to listen to are written, below the results.
 SOUNDS = "sounds"
@@ -49,18 +49,25 @@ class SoundResults(Results):
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         """Write the numbers, and what was made of a few texts or recordings."""
-        kept = sorted((row for row in self.rows if row.sound is not None), key=lambda row: row.id)
+        heard = {row.id: row for row in self.rows if row.sound is not None}
+        drawn = sorted(sorted(heard, key=lot)[:KEPT])
+        worst = [] if self.estimate is None else [self.estimate.ids[i] for i in self.estimate.worst()[:KEPT]]
+        if not heard.keys() >= set(worst):  # this task keeps only what is drawn by lot
+            worst = []
         sounds, place = Path(self._sounds(of)), {name: i for i, name in enumerate(manifest.ids)}
         (folder / sounds).mkdir(parents=True, exist_ok=True)
-        self.players = []
-        for number, row in enumerate(kept, 1):
-            made, said = self.made(row), manifest.row(place[row.id])
+        players = {}
+        for number, name in enumerate(dict.fromkeys([*drawn, *worst]), 1):
+            row = heard[name]
+            made, said = self.made(row), manifest.row(place[name])
             samples = [] if len(made) > 1 else [SoundSample("recording", said.wav, said.start, said.duration)]
             for label, sound in made.items():
                 path = sounds / (f"{number:02}-{label}.flac" if len(made) > 1 else f"{number:02}.flac")
                 soundfile.write(folder / path, sound, self.sample_rate)
                 samples.append(SoundSample(label, str(path), 0.0, len(sound) / self.sample_rate))
-            self.players.append(Player(row.reference or row.id, self.remark(row), samples))
+            players[name] = Player(row.reference or name, self.remark(row), samples)
+        self.players = [players[name] for name in drawn]
+        self.players += [replace(players[name], among_worst=True) for name in worst]
         super().write(folder, manifest, of)
 
     def recognised_rows(self) -> list[list[str]]:

@@ -121,6 +121,12 @@ def test_the_report_lets_one_hear_the_noisy_the_enhanced_and_the_clean(run):
     section = page[page.index('id="listen"'):page.index("</section>", page.index('id="listen"'))]
     sounds = [base64.b64decode(each) for each in re.findall(r'src="data:audio/mpeg;base64,([^"]+)"', section)]
     assert len(sounds) == 30 and all(section.count(label) >= 10 for label in ("noisy", "enhanced", "clean"))
+    section = page[page.index('id="worst"'):page.index("</section>", page.index('id="worst"'))]
+    won = [float(after) - float(before) for before, after in re.findall(r"SI-SNR (-?[\d.]+) to (-?[\d.]+) dB", section)]
+    assert len(won) == 10 and won == pytest.approx(sorted(won), abs=0.11), "the least improved first"
+    assert all(section.count(f">{label}<") == 10 for label in ("noisy", "enhanced", "clean"))
+    embedded = re.findall(r'data-clip="([^"]+)"', page)
+    assert len(set(embedded)) == len(embedded) > 30 and set(re.findall(r'data-same="([^"]+)"', page)) < set(embedded)
 
 
 @pytest.mark.parametrize("formats", ["onnx", "torch"])

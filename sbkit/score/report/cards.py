@@ -47,15 +47,20 @@ class AudioEmbedder:
         self.owned, self.remote = owned, remote
         self.left = int(megabytes * 1e6)
         self.megabytes = megabytes
-        self._known: dict[str, tuple[str | None, str | None]] = {}
+        self._embedded: set[str] = set()
+
+    def player(self, one: HasAudio) -> Markup:
+        """Make a player, or say why there is none; a recording is embedded once, however often it is shown."""
+        if one.id in self._embedded:  # the page's script copies it from the player that has it
+            return tag("audio", controls=True, preload="none", data_same=one.id)
+        uri, why_not = self.get(one)
+        if uri is None:
+            return tag("p", why_not, class_="remark")
+        self._embedded.add(one.id)
+        return tag("audio", controls=True, preload="metadata", src=uri, data_clip=one.id)
 
     def get(self, one: HasAudio) -> tuple[str | None, str | None]:
         """Return (a data URI, None), or (None, the reason why there is none)."""
-        if one.id not in self._known:
-            self._known[one.id] = self._make(one)
-        return self._known[one.id]
-
-    def _make(self, one: HasAudio) -> tuple[str | None, str | None]:
         if self.left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"
         try:
@@ -75,7 +80,7 @@ class AudioEmbedder:
         uri = "data:audio/mpeg;base64," + base64.b64encode(encoded.getvalue()).decode()
         if len(uri) > self.left:
             self.left = 0
-            return self._make(one)
+            return self.get(one)
         self.left -= len(uri)
         return uri, None
 
@@ -85,11 +90,10 @@ _NOTHING = "·"  # placeholder for a missing word in an alignment
 
 
 class Cards:
-    """Makes cards for the utterances of ``results``; each recording is embedded once, however often it is shown."""
+    """Makes cards for the utterances of ``results``."""
 
     def __init__(self, results: ScoredRun, clips: AudioEmbedder):
         self.results, self.clips = results, clips
-        self._embedded: set[str] = set()
 
     def card(self, index: int, *remarks: str, other: tuple[Tokens, str, str] | None = None) -> Markup:
         """Make a card from the utterance's index, remarks about it, and another run's (words, alignment, name)."""
@@ -107,18 +111,8 @@ class Cards:
         if one.speaker:
             facts.append(f"speaker {short(one.speaker)}")
         below = tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts")
-        return tag("article", here, self._player(index), *(tag("p", remark, class_="remark") for remark in remarks),
+        return tag("article", here, self.clips.player(one), *(tag("p", remark, class_="remark") for remark in remarks),
                    below, class_="utterance")
-
-    def _player(self, index: int) -> Markup:
-        one = self.results.heard[index]
-        uri, why_not = self.clips.get(one)
-        if uri is None:
-            return tag("p", why_not, class_="remark")
-        if one.id in self._embedded:  # the page's script copies it from the player that has it
-            return tag("audio", controls=True, preload="none", data_same=one.id)
-        self._embedded.add(one.id)
-        return tag("audio", controls=True, preload="metadata", src=uri, data_clip=one.id)
 
 
 def diff(reference: Tokens, heard: Tokens, way: str) -> Markup:

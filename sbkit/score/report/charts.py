@@ -48,12 +48,12 @@ class Scale:
 
 def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, str]], *, unit: str = "",
            note: str | None = None, x_label: str = "epoch") -> Markup | None:
-    """Draw a line chart over steps, starting at zero; None if there is nothing to draw."""
+    """Draw a line chart over steps, with zero on its axis; None if there is nothing to draw."""
     series = [thinned(one) for one in series]
     series = [one for one in series if len(one.x)]
     if not series:
         return None
-    y = Scale(0, _top(series), HEIGHT - BOTTOM, TOP)
+    y = Scale(*_ends(series), HEIGHT - BOTTOM, TOP)
     x = Scale(min(min(one.x) for one in series), max(max(one.x) for one in series), LEFT, WIDTH - RIGHT)
     parts = [_grid(y, unit="%" if unit == " %" else ""), _x_axis(x, ticks, x_label)]
     for one in series:
@@ -220,12 +220,16 @@ def _curve(one: Series, x: Scale, y: Scale) -> list[Markup]:
     return parts
 
 
-def _top(series: Sequence[Series]) -> float:
-    """The end of the y axis, chosen so that a wild start does not flatten the rest."""
+def _ends(series: Sequence[Series]) -> tuple[float, float]:
+    """The ends of the y axis, which has zero, chosen so that a wild start does not flatten the rest."""
     everything = np.concatenate([np.asarray(one.y) for one in series])
     settled = np.concatenate([np.asarray(one.y)[len(one.y) // 20:] for one in series])
-    highest, usual = float(everything.max()), float(settled.max())
-    return _nice_top(usual * 1.1 if highest > 2 * usual else highest)
+
+    def end(most: float, usual: float) -> float:
+        return _nice_top(usual * 1.1 if most > 2 * max(usual, 0) else most) if most > 0 else 0.0
+
+    low = -end(-float(everything.min()), -float(settled.min()))
+    return low, end(float(everything.max()), float(settled.max())) or float(not low)
 
 
 def _nice_top(value: float) -> float:

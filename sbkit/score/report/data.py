@@ -184,7 +184,8 @@ def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _players(numbers: Mapping[str, Any], folder: Path) -> list[Player]:
     """The players of results, with recordings that lie below their folder found there, wherever it is now."""
     return [Player(each["title"], each["remark"],
-                   [SoundSample(**{**sound, "wav": _below(folder, sound["wav"])}) for sound in each["sounds"]])
+                   [SoundSample(**{**sound, "wav": _below(folder, sound["wav"])}) for sound in each["sounds"]],
+                   each.get("among_worst", False))
             for each in numbers.get("players", [])]
 
 

@@ -98,7 +98,7 @@ def _page(data: RunData, other: RunData | None, compared: RunComparison | None, 
         parts["worst"] = sections.worst(results, cards, count, suspected)
         parts["labels"] = sections.labels(cards, suspected, count, can_judge(results))
     elif data.estimate is not None:
-        parts["worst"] = sections.worst_recordings(data.estimate, data.recordings, clips, count)
+        parts["worst"] = sections.worst_recordings(data, data.estimate, clips, count)
     parts["data"] = sections.data(data)
     parts["making"] = sections.making(data)
     there = {place: part for place, part in parts.items() if part is not None}

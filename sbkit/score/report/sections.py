@@ -17,7 +17,7 @@ from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel
 from sbkit.score.report.groups import UtteranceGroup
-from sbkit.score.results import ScoredRecording
+from sbkit.score.results import Player, ScoredRecording
 from sbkit.score.significance import interval
 
 WORDS_SHOWN = 14
@@ -76,7 +76,8 @@ def tiles(run: RunData) -> Markup:
     trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if trained:
         steps = run.epochs[-1].get("step", 0)
-        cells.append(_tile("Training", _hours(trained), f"{len(run.epochs)} epochs, {steps:,} steps"))
+        epochs = "1 epoch" if len(run.epochs) == 1 else f"{len(run.epochs)} epochs"
+        cells.append(_tile("Training", _hours(trained), f"{epochs}, {steps:,} steps"))
     speed = run.epochs[-1].get("audio_s_per_s") if run.epochs else None
     if speed:
         cells.append(_tile("Training speed", f"{speed:.3g}\N{NO-BREAK SPACE}s/s", _speed_details(run.epochs[-1])))
@@ -198,19 +199,15 @@ def _are_numbers(column: Sequence[object]) -> bool:
 
 def players(run: RunData, clips: AudioEmbedder) -> Markup | None:
     """Show what the task lets one hear, the recordings of each entry side by side."""
-    if not run.players:
-        return None
-    shown = []
-    for each in run.players:
-        sounds = []
-        for sound in each.sounds:
-            uri, why_not = clips.get(sound)
-            sounds += [tag("p", sound.label, class_="side"),
-                       tag("p", why_not, class_="remark") if uri is None else
-                       tag("audio", controls=True, preload="metadata", src=uri)]
-        shown.append(tag("article", tag("p", each.title, dir="auto"), sounds,
-                         each.remark and tag("p", each.remark, class_="facts"), class_="utterance"))
-    return section("listen", "Listen", tag("div", shown, class_="cards"))
+    shown = [_player(each, clips) for each in run.players if not each.among_worst]
+    return section("listen", "Listen", tag("div", shown, class_="cards")) if shown else None
+
+
+def _player(each: Player, clips: AudioEmbedder) -> Markup:
+    sounds = [(tag("p", sound.label, class_="side"), clips.player(sound)) for sound in each.sounds]
+    return tag("article", tag("p", each.title, dir="auto"), sounds,
+               each.remark and tag("p", each.remark, class_="facts"), class_="utterance")
+
 
 
 def where(results: ScoredRun, other: ScoredRun | None) -> Markup:
@@ -291,24 +288,22 @@ def worst(results: ScoredRun, cards: Cards, count: int, suspects: Sequence[Suspe
     return section("worst", "Worst utterances", KEY, shown, lead=lead)
 
 
-def worst_recordings(estimate: MetricEstimate, recordings: Sequence[ScoredRecording], clips: AudioEmbedder,
-                     count: int) -> Markup | None:
-    """Show the recordings on which a metric is worst; None for one that a single recording doesn't have."""
+def worst_recordings(run: RunData, estimate: MetricEstimate, clips: AudioEmbedder, count: int) -> Markup | None:
+    """Show the recordings on which a metric is worst, with what was made of them if the test has kept it; None for a
+    metric that a single recording doesn't have."""
     if len(set(estimate.values)) < 2:  # none is worse than another
         return None
-    shown = [recording(recordings[i], clips, f"{estimate.name} {estimate.values[i]:.4g}")
-             for i in estimate.worst()[:count]]
+    shown = [_player(each, clips) for each in run.players if each.among_worst] or [
+        recording(run.recordings[i], clips, f"{estimate.name} {estimate.values[i]:.4g}")
+        for i in estimate.worst()[:count]]
     return section("worst", "Worst recordings", tag("div", shown, class_="cards"),
                    lead=f"By {estimate.name}, which is {estimate.value:.4g} on all {len(estimate.ids)}.")
 
 
 def recording(one: ScoredRecording, clips: AudioEmbedder, remark: str) -> Markup:
     """Make a card of a recording: a remark, a player, and what is known of it."""
-    uri, why_not = clips.get(one)
     facts = [f"{one.duration:.1f} s", *([f"speaker {short(one.speaker)}"] if one.speaker else [])]
-    return tag("article", tag("p", remark),
-               tag("p", why_not, class_="remark") if uri is None else
-               tag("audio", controls=True, preload="metadata", src=uri),
+    return tag("article", tag("p", remark), clips.player(one),
                tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts"), class_="utterance")
 
 

@@ -79,14 +79,14 @@ class Enhancement(Task):
         noisy, sound, clean = waves
         rate, peak = self.keys.sample_rate, max(1.0, *(float(np.abs(wave).max()) for wave in waves))
         return row._replace(stoi_before=stoi(clean, noisy, rate), stoi=stoi(clean, sound, rate),
-                            sound=self._drawn.take(row.id, np.stack(waves) / peak))
+                            sound=self._drawn.take(row.id, np.stack(waves) / peak, row.after - row.before))
 
     def stats(self, rows: Sequence[EnhancedRow]) -> dict[str, float]:
         """Compute means over utterances."""
         return measures(rows)
 
     def results(self, rows: Sequence[EnhancedRow], loss: float, unread: Mapping[str, str]) -> Enhanced:
-        return Enhanced.of(first_drawn(rows), loss, unread, self.keys.sample_rate)
+        return Enhanced.of(first_drawn(rows, lambda row: row.after - row.before), loss, unread, self.keys.sample_rate)
 
     # ------------------------------------------------------------ export
 

@@ -226,6 +226,12 @@ def test_a_curve_goes_where_its_numbers_are():
     assert 'points="44,12 217,98 390,184"' in drawn
 
 
+def test_numbers_below_zero_are_on_the_picture_and_so_is_zero():
+    """As a loss in decibels is."""
+    drawn = charts.curves("Loss", [Series("loss", [0, 50, 100], [-2.0, -8.0, -14.0])], [(50, "1"), (100, "2")])
+    assert 'points="44,34.9 217,103.7 390,172.5"' in drawn and ">0<" in drawn
+
+
 def test_long_runs_are_thinned_by_means_and_lose_what_is_no_number():
     values = np.sin(np.arange(50_000) / 500)
     values[10] = np.nan
@@ -241,7 +247,7 @@ def test_a_wild_beginning_does_not_flatten_the_rest():
     assert ">4<" in drawn and ">5,000<" not in drawn
 
 
-@pytest.mark.parametrize("values", [[0.0], [1e-9, 2e-9], [3.7], [99.99, 100.0], [1e6], [0.0, 0.0]])
+@pytest.mark.parametrize("values", [[0.0], [1e-9, 2e-9], [3.7], [-3.7], [-1e6, 1e6], [99.99, 100.0], [1e6], [0.0, 0.0]])
 def test_any_numbers_have_an_axis(values):
     drawn = charts.curves("x", [Series("x", range(len(values)), values)], [(0, "1")])
     assert "nan" not in drawn and drawn.count('class="grid"') >= 2
