@@ -49,6 +49,7 @@ COMMANDS = {
     "report": "write a page about a run: its curves, its errors, what to fix next",
     "replay": "rerun a non-finite step, layer by layer",
     "export": "make a bundle that others can use from a run",
+    "push": "put a bundle on the Hugging Face Hub",
     "transcribe": "transcribe recordings with an exported bundle",
     "listen": "show words while somebody speaks, from the microphone or standard input",
     "speak": "speak a text with an exported voice",

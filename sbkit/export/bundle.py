@@ -22,6 +22,7 @@ from sbkit.export.exported import Exported
 from sbkit.export.source import Trained
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.restore import BEST
+from sbkit.score.report import model_card
 from sbkit.system.console import progress
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
         logger.warning("Utterances get other outputs in a batch than alone, since layers of this model look beyond an "
                        "utterance's end; so each will run alone")
     readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
+    readme = model_card.of_bundle(readme, request.run, config.pipeline_tag)
     _describe(folder, config, comparison, request.tolerance, readme)
     return comparison, config
 

@@ -104,6 +104,8 @@ class Bundle:
     """What such a bundle has, as a message says it."""
     use: ClassVar[str]
     """How one begins to use it; ``{}`` stands for its folder."""
+    pipeline_tag: ClassVar[str | None] = None
+    """What the Hugging Face Hub calls the task, if it has a name for it."""
     sample_rate: int = value(Integer(1000, MAX_RATE))
     language: str | None = value(Nullable(String(0, 100)), default=None)
     min_samples: int = value(Integer(maximum=MAX_SECONDS * MAX_RATE), default=1)
@@ -183,6 +185,7 @@ class EnhancerConfig(GraphConfig):
 
     kind, what = ENHANCER, "a model that takes noise out of recordings"
     use = "use it: sbkit enhance {} FILES... --to FOLDER"
+    pipeline_tag = "audio-to-audio"
     hop: int = value(Integer())
     """A piece of a stream has a multiple of so many samples."""
     delay: int = value(Integer(0))
@@ -245,6 +248,7 @@ class Config(Bundle):
     outputs: ClassVar[tuple[str, str]] = OUTPUTS
     """Names of the graph's outputs, [B, T, ...] float32 and the numbers of frames [B] int64."""
     use = "use it: sbkit transcribe {} FILES..."
+    pipeline_tag = "automatic-speech-recognition"
     hop_samples: int = value(Integer())
     """Samples between two feature frames."""
     subsampling: int = value(Integer())
@@ -344,6 +348,7 @@ class VoiceConfig(Bundle):
 
     kind, what = VOICE, "a voice"
     use = "use it: sbkit speak {} TEXT --to FILE"
+    pipeline_tag = "text-to-speech"
     symbols: list[str] = value(Array(String(), 2))
     """The character of each id of a text; the first id is padding, and its name no symbol of any text."""
     speakers: list[str] = value(Array(String(), 1))
@@ -391,6 +396,7 @@ class CodecConfig(Bundle):
 
     kind, what = CODEC, "a codec"
     use = "use it: sbkit tokenize {} CORPUS --to FOLDER"
+    pipeline_tag = "audio-to-audio"
     codec: str = value(SHA256)
     """The sha256 of its weights and of what else defines its codes."""
     books: list[int] = value(BOOKS._replace(min_items=1))

@@ -19,7 +19,7 @@ from sbkit.errors import SbkitError
 from sbkit.score import chunk_size, estimate
 from sbkit.score.latency import LATE
 from sbkit.score.markup import Markup, tag, text
-from sbkit.score.report import charts, sections
+from sbkit.score.report import charts, model_card, sections
 from sbkit.score.report.cards import AudioEmbedder, Cards
 from sbkit.score.report.data import RunData, ScoredRun, rate, read
 from sbkit.score.report.findings import can_judge, findings, suspects
@@ -38,7 +38,7 @@ _TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
                  title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0,
                  remote: Remote = NOWHERE, log: Callable[[str], object] = lambda verdict: None) -> Path:
-    """Write the page of a run from the files in its folder; returns its path.
+    """Write the page of a run from the files in its folder, and its README.md beside its own; returns its path.
 
     Arguments
     ---------
@@ -61,6 +61,9 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     try:
         with atomic_write(path) as file:
             file.write(page)
+        if other is None and out is None and data.folder == data.run:
+            with atomic_write(data.folder / model_card.README) as file:
+                file.write(model_card.of_run(data))
     except OSError as error:
         raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
     if compared is not None:

@@ -1,0 +1,57 @@
+"""Puts a bundle on the Hugging Face Hub, as it was proven equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sbkit.errors import SbkitError, first_line
+from sbkit.export import layout
+
+_LOG_IN = "`hf auth login`, or set HF_TOKEN to a token that may write (https://huggingface.co/settings/tokens)"
+
+
+def push(bundle: Path, repository: str, private: bool = False) -> str:
+    """Upload a bundle's files as one commit, and return where they are.
+
+    Files that another program left in the folder aren't uploaded, and one that was changed is refused; README.md, the
+    model card, may be edited. The token is what huggingface_hub finds, and is never read here.
+
+    Arguments
+    ---------
+    repository : ``owner/name``; it is made if there is none
+    private : make it for its owner only; one that exists stays what it is
+    """
+    config = layout.read(bundle)
+    for name, expected in config.files.items():
+        path = bundle / name
+        if not path.is_file() or (name != layout.README and layout.fingerprint(path) != expected):
+            raise SbkitError(f"{path} is not the file that was exported and compared",
+                             hint="export the model again, so that what you publish is what was proven")
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        raise SbkitError(f"{repository}: HF_HUB_OFFLINE forbids to ask the hub", hint="unset it")
+    try:
+        api = HfApi(library_name="sbkit")
+        where = api.create_repo(repository, private=private or None, exist_ok=True)
+        api.upload_folder(repo_id=where.repo_id, folder_path=bundle, commit_message="A bundle of sbkit",
+                          allow_patterns=[layout.CONFIG, *config.files])
+    except errors.HFValidationError as error:
+        raise SbkitError(f"{repository} can't be a name on the hub: {first_line(error)}",
+                         hint="name it owner/name, of letters, digits, '-', '_' and '.'") from error
+    except errors.LocalTokenNotFoundError as error:
+        raise SbkitError("the hub takes models from whoever is logged in, and nobody is", hint=_LOG_IN) from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status == 401:
+            raise SbkitError(f"the hub doesn't know you, who want to write to {repository}", hint=_LOG_IN) from error
+        if status == 403:
+            raise SbkitError(f"you may not write to {repository} on the hub",
+                             hint=f"name one of your own, or log in with another account: {_LOG_IN}") from error
+        raise SbkitError(f"{repository}: the hub answers {status}: {first_line(error)}",
+                         hint="the same command again uploads what is missing") from error
+    except Exception as error:  # of the client for HTTP, which differs by its version
+        raise SbkitError(f"{repository} can't be uploaded to {constants.ENDPOINT}: {first_line(error)}",
+                         hint="check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub); the same "
+                              "command again uploads what is missing") from error
+    return str(where)

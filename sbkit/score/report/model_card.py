@@ -1,0 +1,132 @@
+"""A model card: the README.md of a run, and what that of its bundle says of training, for the Hugging Face Hub too.
+
+It has no paths of the machine that trained, since it is made to be shown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from sbkit.score.report import data
+from sbkit.score.report.data import RunData
+from sbkit.score.significance import interval
+from sbkit.system import untrusted
+
+README = "README.md"
+_MAX_BYTES = 1 << 20  # of another model's card
+_SOURCES = {"encoder_source": "a pretrained encoder", "init_from": "weights of an earlier model"}
+_FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
+
+
+def of_run(run: RunData) -> str:
+    """Make the README.md of a run's folder."""
+    task = _key(run, "brain").rpartition(".")[2]
+    shown = [f"# {_key(run, 'experiment') or run.folder.resolve().name}",
+             "A model" + (f" for {task}" if task else "") + ", trained by sbkit. `hyperparams.yaml` is its recipe, "
+             "`report.html` has everything on one page; `sbkit export` makes what can be used elsewhere."]
+    return "\n\n".join([_front(run), *shown, *_sections(run)]) + "\n"
+
+
+def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None) -> str:
+    """Complete the README of a bundle by what its run's folder says.
+
+    pipeline_tag : what the Hub calls its task, if it has a name for it
+    """
+    run = data.read(folder)
+    return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *_sections(run)]) + "\n"
+
+
+def _front(run: RunData, pipeline_tag: str | None = None) -> str:
+    """The front matter, as the Hub reads it: JSON's texts and lists are YAML's."""
+    language, started = _key(run, "language"), [name for name, _ in _started_from(run) if _on_hub(name)]
+    licences = {licence for _, licence in _started_from(run) if licence}
+    values: dict[str, object] = {"library_name": "sbkit", "tags": ["sbkit", "speechbrain"]}
+    if re.fullmatch(r"[a-z]{2,3}", language):
+        values["language"] = language
+    if len(licences) == 1:
+        values["license"] = licences.pop()
+    if started:
+        values["base_model"] = started
+    if pipeline_tag:
+        values["pipeline_tag"] = pipeline_tag
+    return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
+
+
+def _sections(run: RunData) -> list[str]:
+    parts = []
+    if figures := _figures(run):
+        parts += ["## Figures", figures]
+    if run.prepared:
+        rows = [(name, f"{part['kept']:,}", f"{part['hours']:.2f}") for name, part in run.prepared["splits"].items()]
+        source = run.prepared["source"]
+        where = f" ({source['where']})" if _on_hub(source["where"]) else ""
+        parts += ["## Trained and tested on", source["kind"] + where,
+                  _table(("split", "recordings", "hours"), rows)]
+    if started := _started_from(run):
+        parts += ["## Started from", "\n".join(
+            f"- {_SOURCES[key]}: {name if _on_hub(name) else Path(name).name}, "
+            + (f"licence: {licence}" if licence else "whose licence is not known here: look at its source")
+            for (name, licence), key in zip(started, _started_keys(run), strict=True))]
+    if facts := _training(run):
+        parts += ["## Training", _table(("what", "how much"), facts)]
+    return parts
+
+
+def _figures(run: RunData) -> str:
+    """The table of what the test gave, each with the interval that is 95 % sure."""
+    rows: list[tuple[str, ...]] = []
+    if run.results is not None:
+        for name, rates in (("WER", run.results.words), ("CER", run.results.characters)):
+            rows.append((name, f"{rates.rate:.2f} %", "{:.2f} to {:.2f} %".format(*interval(rates))))
+    for name, value in run.stats.items():
+        between = run.estimate.interval if run.estimate is not None and run.estimate.name == name else None
+        rows.append((name, f"{value:.4g}", "{:.4g} to {:.4g}".format(*between) if between else ""))
+    return _table(("test", "figure", "95 % interval"), rows) if rows else ""
+
+
+def _training(run: RunData) -> list[tuple[str, ...]]:
+    start = run.starts[-1] if run.starts else {}
+    rows: list[tuple[str, ...]] = [(name, f"{start[name]:,}" if isinstance(start[name], int) else str(start[name]))
+            for name in ("parameters", "devices", "device", "precision") if start.get(name) is not None]
+    seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
+    if run.epochs:
+        rows += [("epochs", str(len(run.epochs))), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
+                 ("hours", f"{seconds / 3600:.2f}")]
+    versions = start.get("environment") or {}
+    return rows + [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))
+
+
+def _key(run: RunData, name: str) -> str:
+    """The value of a recipe's key as its text; empty if it has none."""
+    found = re.search(rf"^{name}:[ \t]*(.*?)(?:[ \t]+#.*)?$", run.recipe, re.MULTILINE)
+    value = found[1].strip("'\"") if found else ""
+    return "" if value in ("null", "~") else value
+
+
+def _started_keys(run: RunData) -> list[str]:
+    return [key for key in _SOURCES if _key(run, key)]
+
+
+def _started_from(run: RunData) -> list[tuple[str, str]]:
+    """What the run started from, each with its licence where a card of it is on this machine."""
+    return [(name, _licence(name)) for name in (_key(run, key) for key in _started_keys(run))]
+
+
+def _on_hub(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) is not None and not Path(name).exists()
+
+
+def _licence(name: str) -> str:
+    card = Path(name).expanduser() / README
+    if not card.is_file():
+        return ""
+    front = _FRONT_MATTER.match(untrusted.read_text(card, _MAX_BYTES))
+    said = re.search(r"^license: *\"?([\w.-]+)\"?", front[1], re.MULTILINE) if front else None
+    return said[1] if said else ""
