@@ -23,10 +23,9 @@ _FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
 
 def of_run(run: RunData) -> str:
     """Make the README.md of a run's folder."""
-    task = _key(run, "brain").rpartition(".")[2]
     shown = [f"# {_key(run, 'experiment') or run.folder.resolve().name}",
-             "A model" + (f" for {task}" if task else "") + ", trained by sbkit. `hyperparams.yaml` is its recipe, "
-             "`report.html` has everything on one page; `sbkit export` makes what can be used elsewhere."]
+             "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, and "
+             "`sbkit export` makes what can be used elsewhere."]
     return "\n\n".join([_front(run), *shown, *_sections(run)]) + "\n"
 
 
@@ -94,7 +93,7 @@ def _training(run: RunData) -> list[tuple[str, ...]]:
     seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if run.epochs:
         rows += [("epochs", str(len(run.epochs))), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
-                 ("hours", f"{seconds / 3600:.2f}")]
+                 ("minutes", f"{seconds / 60:.3g}")]
     versions = start.get("environment") or {}
     return rows + [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]
 

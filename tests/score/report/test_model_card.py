@@ -1,0 +1,53 @@
+"""The README.md of a run and of its bundle: figures, data, what it started from, and no path of this machine."""
+
+import pytest
+import run_folders
+import yaml
+
+from sbkit.score.report import model_card, write_report
+from sbkit.score.report.data import read
+
+
+def front(text):
+    """The front matter of a card, as the hub reads it."""
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+@pytest.fixture
+def run(tmp_path):
+    return run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=run_folders.sound(tmp_path / "a.wav")))
+
+
+def test_a_run_has_a_card_with_its_figures_and_no_place_of_this_machine(run, tmp_path):
+    write_report(run)
+    card = (run / "README.md").read_text()
+    words = read(run).results.words
+    assert front(card) == {"library_name": "sbkit", "tags": ["sbkit", "speechbrain"]}
+    assert f"| WER | {words.rate:.2f} % |" in card and "| parameters | 1,234,567 |" in card
+    assert "Common Voice\n" in card and str(tmp_path) not in card and "/data/cv" not in card and "torchrun" not in card
+
+
+@pytest.mark.parametrize(("key", "what"), [("encoder_source", "a pretrained encoder"),
+                                           ("init_from", "weights of an earlier model")])
+def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, key, what):
+    source = tmp_path / "their-model"
+    source.mkdir()
+    (source / "README.md").write_text("---\nlanguage: cs\nlicense: cc-by-sa-4.0\n---\n# theirs\n")
+    recipe = run / "hyperparams.yaml"
+    recipe.write_text(f"{recipe.read_text()}\nlanguage: cs  # Czech\n{key}: {source}\n")
+    card = model_card.of_run(read(run))
+    assert f"- {what}: their-model, licence: cc-by-sa-4.0" in card and str(tmp_path) not in card
+    assert front(card)["license"] == "cc-by-sa-4.0" and front(card)["language"] == "cs"
+
+    (source / "README.md").unlink()
+    card = model_card.of_run(read(run))
+    assert "their-model, whose licence is not known here" in card and "license" not in front(card)
+
+    recipe.write_text(recipe.read_text().replace(str(source), "openai/whisper-base"))
+    assert front(model_card.of_run(read(run)))["base_model"] == ["openai/whisper-base"]
+
+
+def test_a_bundles_readme_goes_on_with_it(run):
+    text = model_card.of_bundle("# words\n\nHow to use it.\n", run, "automatic-speech-recognition")
+    assert front(text)["pipeline_tag"] == "automatic-speech-recognition"
+    assert text.index("How to use it.") < text.index("## Figures") < text.index("## Training")
