@@ -24,8 +24,8 @@ _FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
 def of_run(run: RunData) -> str:
     """Make the README.md of a run's folder."""
     shown = [f"# {_key(run, 'experiment') or run.folder.resolve().name}",
-             "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, and "
-             "`sbkit export` makes what can be used elsewhere."]
+             "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, "
+             "and `sbkit export` makes what can be used elsewhere."]
     return "\n\n".join([_front(run), *shown, *_sections(run)]) + "\n"
 
 
