@@ -84,6 +84,15 @@ class Verified(Results):
         same = self.scored.trials.same
         return f"{super().headline()}, {len(same):,} trials, {int(same.sum()):,} of them of one speaker"
 
+    def _said(self, name: str) -> str:
+        return super()._said(name) + " %" * (name == "EER")
+
+    def lines(self) -> list[str]:
+        return [self.tables[0].remark]
+
+    def columns(self) -> list[tuple[str, Any]]:
+        return [*super().columns(), ("threshold", f"{self.scored.rates.threshold:.3f}")]
+
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "threshold": self.scored.rates.threshold, "trials": len(self.scored.trials.same)}
 
@@ -112,7 +121,7 @@ class Verified(Results):
             rows.append([name, len(found), f"{found.mean():.3f}" if len(found) else "", f"{wrong.mean():.2%}"
                          if len(found) else ""])
         return Table("Trials", ["speakers", "trials", "mean score", "errors"], rows,
-                     f"accepted from a score of {threshold:.3f} on, where both kinds err alike")
+                     f"one speaker from a score of {threshold:.3f} on, where both kinds of errors are equally frequent")
 
     def _wrong(self) -> Table:
         """Lists the worst trials."""

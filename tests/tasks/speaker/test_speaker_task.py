@@ -146,6 +146,9 @@ def test_the_worst_trials_are_listed_and_to_be_heard(tmp_path):
     worst = min(zip(found.scored.scores[found.scored.trials.same], strict=True))[0]
     assert refused[0][1] == f"{worst:.3f}"
     assert json.loads((tmp_path / "results.json").read_text())["players"]
+    threshold = f"{found.scored.rates.threshold:.3f}"
+    assert f"from a score of {threshold} on" in found.lines()[0] and found.columns()[-1] == ("threshold", threshold)
+    assert "EER" in found.headline() and found.columns()[0][1].endswith(" %")
 
 
 def test_a_list_that_names_nobody_of_the_test_is_refused(tmp_path, caplog):
