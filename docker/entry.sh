@@ -1,0 +1,9 @@
+#!/bin/sh
+# What a container runs: sbkit, which computes on the device that the image was built for unless another is named. A
+# server that was built for a GPU and finds none ends with that message, and doesn't go on slowly.
+set -eu
+case " $* " in
+*" --device "* | *" --device="*) ;;
+" serve "* | " train "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
+esac
+exec sbkit "$@"

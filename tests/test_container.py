@@ -1,0 +1,94 @@
+"""docker/: what the images are made by, and that a server on another device than the image's is found."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCKER = ROOT / "docker"
+#: Where a Debian is made to install sbkit into; it takes ten minutes and 8 GB.
+CHROOT = os.environ.get("SBKIT_CHROOT", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "code", "said"), [
+    ("cpu", 0, "asked for cpu, computed on cpu: well"), ("cuda", 1, "the server doesn't start")])
+def test_the_last_step_fails_where_the_server_has_not_the_images_device(device, code, said):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, DOCKER / "try_server.py", device], env=environment, capture_output=True,
+                          text=True)
+    assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
+
+
+def test_an_answer_from_another_device_fails(monkeypatch):
+    """As of a server that was told cuda and went on without it."""
+    sys.path.insert(0, str(DOCKER))
+    try:
+        import try_server
+    finally:
+        sys.path.remove(str(DOCKER))
+    told = []
+    popen = subprocess.Popen
+
+    def start(words, **given):
+        told.append(words)
+        return popen([*words[:words.index("--device") + 1], "cpu", *words[words.index("--device") + 2:]], **given)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert try_server.main("cuda") == 1 and "cuda" in told[0]
+
+
+def test_the_scripts_are_shell_and_name_what_there_is():
+    scripts = sorted(DOCKER.glob("*.sh"))
+    assert [script.name for script in scripts] == ["build.sh", "entry.sh", "install.sh"]
+    for script in scripts:
+        assert os.access(script, os.X_OK)
+        subprocess.run(["sh", "-n", script], check=True)
+    used = re.findall(r"/opt/sbkit/(docker/[\w.]+)", "".join(path.read_text() for path in DOCKER.iterdir()
+                                                             if path.is_file()))
+    assert {"docker/install.sh", "docker/entry.sh", "docker/try_server.py"} == set(used)
+    assert all((ROOT / path).is_file() for path in used)
+
+
+@pytest.mark.parametrize(("words", "run"), [
+    (["serve", "model"], "sbkit serve model --device cuda"), (["train", "a.yaml"], "sbkit train a.yaml --device cuda"),
+    (["serve", "model", "--device", "cpu"], "sbkit serve model --device cpu"),
+    (["check", "a.yaml"], "sbkit check a.yaml")])
+def test_a_container_computes_on_its_device_unless_told_otherwise(tmp_path, words, run):
+    (tmp_path / "sbkit").write_text('#!/bin/sh\necho sbkit "$@"\n')
+    (tmp_path / "sbkit").chmod(0o755)
+    done = subprocess.run([DOCKER / "entry.sh", *words], capture_output=True, text=True, check=True, env={
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SBKIT_DEVICE": "cuda"})
+    assert done.stdout.strip() == run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not CHROOT, reason="makes a Debian to install into, as root: SBKIT_CHROOT names its folder")
+def test_the_steps_of_an_image_in_a_debian(tmp_path):
+    root = Path(CHROOT)
+    if not (root / "bin/sh").exists():
+        subprocess.run(["debootstrap", "--variant=minbase", "bookworm", root], check=True)
+    for file in ("resolv.conf", "pip.conf", "ssl/certs/ca-certificates.crt"):  # as this machine finds packages
+        if (Path("/etc") / file).exists():
+            (root / "etc" / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path("/etc") / file, root / "etc" / file)
+    shutil.copytree(ROOT, root / "opt/sbkit", dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns(".git", ".venv", "results", "__pycache__"))
+    plain = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "TORCH_INDEX": "",
+             "DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run(["mount", "--bind", "/proc", root / "proc"], check=True)
+    try:
+        inside = ["chroot", root]
+        subprocess.run([*inside, "/opt/sbkit/docker/install.sh", "cpu"], env=plain, check=True)
+        python = "/opt/venv/bin/python"
+        subprocess.run([*inside, python, "/opt/sbkit/docker/try_server.py", "cpu"], env=plain, check=True)
+        wrong = subprocess.run([*inside, python, "/opt/sbkit/docker/try_server.py", "cuda"], env=plain)
+        assert wrong.returncode == 1
+    finally:
+        subprocess.run(["umount", root / "proc"], check=True)
