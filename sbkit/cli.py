@@ -9,6 +9,7 @@ import difflib
 import gc
 import importlib
 import json
+import keyword
 import os
 import re
 import signal
@@ -50,6 +51,7 @@ COMMANDS = {
     "replay": "rerun a non-finite step, layer by layer",
     "export": "make a bundle that others can use from a run",
     "push": "put a bundle on the Hugging Face Hub",
+    "import": "make a bundle of a CTC model that others trained",
     "transcribe": "transcribe recordings with an exported bundle",
     "listen": "show words while somebody speaks, from the microphone or standard input",
     "speak": "speak a text with an exported voice",
@@ -112,7 +114,8 @@ def dispatch(argv: list[str]) -> int:
 
 def command_module(command: str) -> ModuleType:
     """The module of a command: ``HELP`` or ``add`` describes its arguments, ``run`` runs it."""
-    return importlib.import_module(f"sbkit.commands.{command.replace('-', '_')}")
+    name = command.replace("-", "_") + "_" * keyword.iskeyword(command)
+    return importlib.import_module(f"sbkit.commands.{name}")
 
 
 class _Parser(argparse.ArgumentParser):

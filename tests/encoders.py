@@ -28,6 +28,9 @@ KINDS = {
         "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_layers": 1,
         "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1,
         "eos_token_id": 2, "decoder_start_token_id": 1, "encoder_layerdrop": 0.1}),
+    "parakeet": ("ParakeetEncoderConfig", "ParakeetEncoder", {**_TRANSFORMER, "subsampling_conv_channels": 8}),
+    "lasr": ("LasrEncoderConfig", "LasrEncoder", {
+        **_TRANSFORMER, "subsampling_conv_channels": 16, "conv_kernel_size": 8}),
 }
 
 
@@ -36,7 +39,10 @@ def make(folder, kind="wav2vec2-layer", head=None, normalizes=None, seed=0, **mo
     config, model, given = KINDS[kind]
     torch.manual_seed(seed)
     given = {**given, **more}
-    made = getattr(transformers, head or model)(getattr(transformers, config)(**given)).eval()
+    described = getattr(transformers, config)(**given)
+    if head and kind in ("parakeet", "lasr"):  # their heads have a config around the encoder's
+        described = getattr(transformers, config.replace("Encoder", "CTC"))(encoder_config=described, **more)
+    made = getattr(transformers, head or model)(described).eval()
     with torch.no_grad():
         for name, value in made.named_parameters():  # norms and biases that change nothing would hide what they do
             if value.dim() == 1 or "gru_rel_pos_const" in name:
@@ -54,6 +60,8 @@ def _extractor(kind, given, normalizes):
         return transformers.SeamlessM4TFeatureExtractor(padding_value=1)
     if kind == "whisper":
         return transformers.WhisperFeatureExtractor(feature_size=given.get("num_mel_bins", 80))
+    if kind in ("parakeet", "lasr"):
+        return getattr(transformers, f"{kind.title()}FeatureExtractor")()
     layer = given["feat_extract_norm"] == "layer"
     return transformers.Wav2Vec2FeatureExtractor(
         do_normalize=layer if normalizes is None else normalizes, return_attention_mask=layer)
@@ -67,7 +75,8 @@ def theirs(folder, kind, signal):
         given = extractor(signal.numpy(), sampling_rate=16_000, return_tensors="pt")
         if kind == "whisper":
             model = model.encoder
-        more = {"attention_mask": given["attention_mask"]} if kind == "w2v-bert" else {}  # half a frame is left out
+        # Half a frame is left out of w2v-BERT's, and the last one of Parakeet's.
+        more = {"attention_mask": given["attention_mask"]} if kind in ("w2v-bert", "parakeet") else {}
         return model(given[model.main_input_name], **more).last_hidden_state[0]
 
 

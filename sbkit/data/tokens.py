@@ -300,6 +300,10 @@ class Tokenizer:
         """All pieces in order of their ids."""
         return self.processor.id_to_piece(list(range(self.size)))
 
+    def silent_ids(self) -> list[int]:
+        """The ids of pieces that are no text, such as those that begin and end a sentence."""
+        return [i for i in range(self.size) if self.processor.is_control(i)]
+
     def coverage(self, texts: Iterable[str]) -> Counter[str]:
         """The characters in ``texts`` that have no piece, with counts; empty if all have one."""
         counts: Counter[str] = Counter()

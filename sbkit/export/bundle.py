@@ -59,15 +59,16 @@ class ExportRequest:
     chunk: int | None = None
 
 
-def export(request: ExportRequest, bundles: Bundles | None = None) -> int:
+def export(request: ExportRequest, bundles: Bundles | None = None, opened: Callable[[], Trained] | None = None) -> int:
     """Export a run, print how it compares with its checkpoint, and return the exit code.
 
     bundles : opens the recogniser of a task that makes sound, which compares what is heard; None: sound alone is
+    opened : gives a model that is not a run's
     """
     to = request.to.resolve()  # a link to a bundle stays a link
     publish.tidy(to)
     _check(request)
-    trained = source.open_run(request.run, request.checkpoint, request.average, bundles)
+    trained = opened() if opened else source.open_run(request.run, request.checkpoint, request.average, bundles)
     with publish.room_beside(to) as aside:
         comparison, config = _fill(aside, trained, request)
         publish.publish(aside, to, request.force)
@@ -156,6 +157,8 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
             _write_companion(companion, files, folder, config, step)
         step("running the checkpoint")
         comparison = exported.comparison(chosen, config, folder)
+        if trained.original is not None:
+            comparison.add(*trained.original, None, batches=False)
         for name in formats:
             step(f"comparing {name}")
             comparison.add(name, exported.runner(name, folder, config), _size(folder, name),

@@ -35,6 +35,8 @@ class ComparisonClips:
     alone: list[Clip]
     origin: str
     longest: float
+    hint: str | None = None
+    """What would make the comparison mean more."""
 
     @property
     def uneven(self) -> list[Clip]:
@@ -58,13 +60,14 @@ def choose(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: flo
         found = corpus.manifest("test")
         clips = _utterances(found if max_seconds is None
                             else found.select(np.flatnonzero(found.durations <= max_seconds)), sample_rate, count)
-    origin = f"{len(clips)} utterances of the run's test split" if clips else "noise, since the run's audio is missing"
+    origin = f"{len(clips)} utterances of the test split" if clips else "noise, since no audio of a test split is there"
+    hint = None if clips else "what is said of noise means little: bring back the run's audio, or import with --corpus"
     if not clips:
         clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
     clips.append(_long(clips, longest * BEYOND, sample_rate, max_seconds))
     clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
-    return ComparisonClips(clips, origin, longest)
+    return ComparisonClips(clips, origin, longest, hint)
 
 
 def _utterances(manifest: Manifest, sample_rate: int, count: int) -> list[Clip]:

@@ -31,7 +31,7 @@ class ParityResult:
 
     format: str
     bytes: int | None
-    """Size of its files; None for the checkpoint."""
+    """Size of its files; None for the checkpoint, and for the code of others."""
     difference: float | None
     """Largest absolute difference from the checkpoint's outputs; None for a program that gives only words."""
     batch_difference: float | None
@@ -102,7 +102,7 @@ class Comparison:
         """Write how far apart they are, for tables and messages."""
         return f"{apart:.2g}"
 
-    def add(self, name: str, run: Runner, size: int, batches: bool = True) -> ParityResult:
+    def add(self, name: str, run: Runner, size: int | None, batches: bool = True) -> ParityResult:
         """Run a format on the clips and record how it differs; :meth:`failures` judges."""
         found, seconds = _timed(lambda clip: run([clip.signal])[0], self.clips.alone)
         texts = [self.text(each) for each in found]
@@ -197,7 +197,7 @@ class Comparison:
         """Raise ``SbkitError`` with the failures and the table, if there are any failures."""
         if failures:
             raise SbkitError("the export does not match the checkpoint, so nothing was published:\n  "
-                             + "\n  ".join(failures) + "\n" + self.table())
+                             + "\n  ".join(failures) + "\n" + self.table(), hint=self.clips.hint)
 
     def facts(self) -> dict[str, Any]:
         """Return the contents of parity.json."""

@@ -62,11 +62,13 @@ print(model.run("clip.mp3"){".label" if labels else ".outputs"})
 
 def recogniser_head(name: str, model: str, config: Config) -> str:
     """Make the beginning of a recogniser's README: what it is, and how sbkit runs it."""
-    experiment = config.trained.get("experiment")
+    experiment, imported = config.trained.get("experiment"), config.trained.get("imported")
+    origin = f"imported from {imported}" if imported else \
+        f"trained\nby sbkit{f' (experiment {experiment})' if experiment else ''}"
+    language = f" ({config.language})" if config.language else ""
     return f"""# {name}
 
-Speech recognition{f" ({config.language})" if config.language else ""} with {model} at {config.sample_rate} Hz, trained
-by sbkit{f" (experiment {experiment})" if experiment else ""}.
+Speech recognition{language} with {model} at {config.sample_rate} Hz, {origin}.
 
 ```
 sbkit transcribe {name} FILES...

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError, summary
 from sbkit.export.exported import Exported
+from sbkit.export.runners import Runner
 from sbkit.nn import adapters
 from sbkit.runs import restore
 from sbkit.runs.bundles import Bundles
@@ -37,6 +38,8 @@ class Trained:
     keys: RunKeys
     facts: dict[str, Any]
     """Recipe, checkpoint and scores, for config.json."""
+    original: tuple[str, Runner] | None = None
+    """Of a model that others trained: what runs their own code, and its name. It is compared like a format."""
 
 
 def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, bundles: Bundles | None = None,
@@ -52,19 +55,25 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     recipe = restore.read_run(Path(run))
     brain = restore.build(recipe, "cpu")
     used = restore.take_weights(brain, checkpoint, mean_of)
+    averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
+    return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged), bundles)
+
+
+def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | None = None) -> Trained:
+    """Open the model of a Brain that has its weights; ``run`` is the folder with its recipe."""
     for module in (*brain.modules.values(), *vars(brain.hparams).values()):
         if isinstance(module, nn.Module):
             module.float().eval()
     adapters.merge(brain.modules)
     if bundles is not None and brain.recogniser is not None:
         _take_recogniser(brain, brain.recogniser, bundles)
-    exported = brain.exported(Path(run))
+    exported = brain.exported(run)
     if exported is None:
         raise SbkitError(f"{type(brain).__name__} does not say what to export",
                          hint="define its method exported(run), as docs/extend.md shows")
     exported.forward = functools.partial(_forward, brain)
-    averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
-    return Trained(exported, recipe.keys, _facts(recipe.keys, brain, used, averaged))
+    parameters = sum(each.numel() for each in brain.modules.parameters())
+    return Trained(exported, brain.keys, {**facts, "parameters": parameters})
 
 
 def _forward(brain: Task, signal: Tensor, samples: int) -> Any:  # whatever the task's forward gives
@@ -90,5 +99,4 @@ def _facts(keys: RunKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bo
     return {
         "experiment": keys.experiment or "", "checkpoint": Path(best.path).name,
         "mean_of": len(used), "moving_average": averaged, **({} if len(used) > 1 else {"valid": meta}),
-        "parameters": sum(each.numel() for each in brain.modules.parameters()),
     }

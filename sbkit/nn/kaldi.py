@@ -172,18 +172,21 @@ def _hann(size: int) -> Tensor:
     return torch.hann_window(size, dtype=torch.float64)
 
 
-def _kaldi(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
+def kaldi_filters(sample_rate: int, bins: int, bands: int, low: float, high: float,
+                  dtype: torch.dtype = torch.float32) -> Tensor:
     """Make triangular filters, evenly spaced on the mel scale: [bins / 2 + 1, bands].
 
     As in Kaldi, the highest bin is left out, and filters are computed in fp32: models were trained with its rounding.
+
+    dtype : another one for models that were trained without it
     """
     lowest, highest = (1127.0 * math.log1p(each / 700.0) for each in (low, high))
     step = (highest - lowest) / (bands + 1)
-    left, centre, right = (lowest + torch.arange(first, first + bands) * step for first in (0.0, 1.0, 2.0))
-    places = 1127.0 * (1.0 + torch.arange(bins // 2 + 1) * (sample_rate / bins) / 700.0).log()[:, None]
+    left, centre, right = (lowest + torch.arange(first, first + bands, dtype=dtype) * step for first in (0.0, 1.0, 2.0))
+    places = 1127.0 * (1.0 + torch.arange(bins // 2 + 1, dtype=dtype) * (sample_rate / bins) / 700.0).log()[:, None]
     filters = torch.minimum((places - left) / (centre - left), (right - places) / (right - centre)).clamp(min=0.0)
     filters[-1] = 0.0
-    return filters
+    return filters.float()
 
 
 def slaney_filters(sample_rate: int, bins: int, bands: int, low: float, high: float) -> Tensor:
@@ -203,4 +206,4 @@ def _slaney_mel(hertz: float) -> float:
 
 
 _WINDOWS = {"povey": _povey, "hann": _hann}
-_FILTERS = {"kaldi": _kaldi, "slaney": slaney_filters}
+_FILTERS = {"kaldi": kaldi_filters, "slaney": slaney_filters}

@@ -231,10 +231,9 @@ def kept(keys: RecogniserKeys, texts: Sequence[str], given: Mapping[str, Any]) -
         if source is None:
             raise SbkitError("init_tokenizer: keep needs a model to take the tokenizer from",
                              hint="name one: init_from")
-        if source.tokenizer is None:
+        proto = source.piece_model()
+        if proto is None:
             raise SbkitError(f"init_tokenizer: keep: {source.description} has no tokenizer", hint=_NEW)
-        proto = source.tokenizer.read_bytes()
-        Tokenizer(path.parent, model=source.tokenizer).load()  # an error before anything is written
         with atomic_write(path, "wb") as file:
             file.write(proto)
     tokenizer = Tokenizer(path.parent, model=path).load()
@@ -247,5 +246,7 @@ def kept(keys: RecogniserKeys, texts: Sequence[str], given: Mapping[str, Any]) -
     kind = "char" if all(len(piece) == 1 for piece in plain) else "unigram"
     parts = given.get("tokenizer", {})
     own = {"model": str(path), "model_type": kind, "vocab_size": tokenizer.size}
+    ends = {"bos_index": tokenizer.bos_id, "eos_index": tokenizer.eos_id}  # -1: it has none
     return tokenizer, {"output_neurons": tokenizer.size, "token_type": kind,
+                       **{key: place if place >= 0 else None for key, place in ends.items()},
                        "tokenizer": {**(parts if isinstance(parts, Mapping) else {}), **own}}

@@ -45,7 +45,7 @@ class TaskKeys(TrainKeys):
     pretrainer: Pretrainer | None = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before "
                                         "training begins", None)
     init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
-                                "a folder for EncoderASR, or a .safetensors file", None)
+                                "a folder for EncoderASR, a CTC model of transformers, or a .safetensors file", None)
     init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
     init_average: int = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1, SIZE)
     init_leave: Sequence[str] | None = key("a list of parts that are not taken but reinitialised", None, NAMES)

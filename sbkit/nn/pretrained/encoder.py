@@ -14,9 +14,10 @@ from torch.nn import functional
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.lengths import N, lengths_to_mask
 from sbkit.nn.pretrained import source, tensors
+from sbkit.nn.pretrained.conformers import Lasr, Parakeet
 from sbkit.nn.pretrained.layers import replace_layers
 from sbkit.nn.pretrained.networks import EncoderOptions, Network, W2vBert, Wav2Vec2, make_config
-from sbkit.nn.pretrained.source import Settings, check_language, is_folder
+from sbkit.nn.pretrained.source import Settings, check_language, is_folder, names_model
 from sbkit.nn.pretrained.whisper import Whisper
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,9 @@ class Encoder(nn.Module):
     Arguments
     ---------
     source : a folder written by transformers' ``save_pretrained``, or a repository of the Hugging Face Hub,
-        ``owner/name`` or ``owner/name@revision``, which is downloaded once; None: that of the run in ``init_from``
+        ``owner/name`` or ``owner/name@revision``, which is downloaded once; None: that of ``init_from``
     folder : where a run keeps its copy of the config
-    init_from : a run of ours that the weights come from; its copy of the config is used if the source isn't there
+    init_from : what the weights come from; the copy of the config in a run is used if the source isn't there
     freeze_front : never train the convolutions in front
     layers : use only this many of the lowest layers; None: all
     dropout : for all of the encoder's dropouts; None: as in its config
@@ -131,11 +132,18 @@ class Encoder(nn.Module):
                                  hint="is it of this model? if the download is incomplete, download it again")
         files = tensors.TensorFiles(paths, self.network.prefixes)
         lines = tensors.check(self.network, files, self.source)
-        if self._adapters():
-            lines.append(f"adapters of {language}" if language else "adapters of the model's own file, of no language")
+        lines += self.notes()
         missing = self.network.state_dict().keys() - files.shapes.keys()
         self.reinitialised = frozenset(f"network.{name}" for name in missing)
         return files, lines
+
+    def notes(self) -> list[str]:
+        """What to log about the encoder that its source says otherwise, or that was chosen."""
+        dropped, language = self.settings.config.get("layerdrop"), self.adapter_language
+        lines = [f"layerdrop is 0, and not {dropped:g} as in its config: no layer is skipped"] if dropped else []
+        if self._adapters():
+            lines.append(f"adapters of {language}" if language else "adapters of the model's own file, of no language")
+        return lines
 
     def _adapters(self) -> set[str]:
         """The names of the tensors of MMS's adapters."""
@@ -205,12 +213,18 @@ class Weights:
         return {"encoder": encoder.source}
 
 
+def network_class(settings: Settings) -> type[Network]:
+    """Return the class of a family's networks."""
+    classes: dict[str, type[Network]] = {"wav2vec2-bert": W2vBert, "whisper": Whisper, "parakeet_encoder": Parakeet,
+                                         "lasr_encoder": Lasr}
+    return classes.get(settings.config.get("model_type", ""), Wav2Vec2)
+
+
 def _build(settings: Settings, options: EncoderOptions) -> Network:
     """Build the encoder that the settings describe, with random weights."""
     config = make_config(settings, options)
-    classes: dict[str, type[Network]] = {"wav2vec2-bert": W2vBert, "whisper": Whisper}
     try:
-        network = classes.get(settings.config["model_type"], Wav2Vec2)(settings, options, config)
+        network = network_class(settings)(settings, options, config)
     except SbkitError:
         raise
     except Exception as error:  # transformers checks some values of a config only when it builds the layers
@@ -229,6 +243,8 @@ def _named(named: str | None, init_from: str | Path | None) -> str:
     """Return the source, or say what is missing."""
     if isinstance(named, str) and named:
         return named
+    if init_from is not None and names_model(str(init_from)):
+        return str(init_from)
     lacking = "no pretrained encoder is named" if init_from is None else \
         f"no pretrained encoder is named, and {init_from} is no run that has kept the config of one"
     raise SbkitError(lacking, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")

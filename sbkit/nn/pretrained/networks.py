@@ -81,7 +81,7 @@ def mask(states: Tensor, counts: Tensor, time: MaskSpans, feature: MaskSpans, fi
 
 
 _DROPOUTS = ("dropout", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout",
-             "conformer_conv_dropout")
+             "conformer_conv_dropout", "dropout_positions")
 _LEFT_OUT = ("dtype", "torch_dtype", "architectures", "attn_implementation", "_attn_implementation")
 #: What of the families' configs decides what the weights mean.
 _DEFINING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "feat_extract_norm",
@@ -91,7 +91,11 @@ _DEFINING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "interme
              "feature_projection_input_dim", "position_embeddings_type", "left_max_position_embeddings",
              "right_max_position_embeddings", "conv_depthwise_kernel_size", "d_model", "encoder_layers",
              "encoder_attention_heads", "encoder_ffn_dim", "activation_function", "num_mel_bins",
-             "max_source_positions", "scale_embedding")
+             "max_source_positions", "scale_embedding", "conv_kernel_size", "subsampling_factor",
+             "subsampling_conv_channels", "subsampling_conv_kernel_size", "subsampling_conv_stride", "scale_input",
+             "attention_bias", "convolution_bias", "feed_forward_residual_weights", "conv_residual_weights",
+             "rope_parameters")
+_RATE = 16_000
 _BANDS, _STACKED = 80, 2  # of w2v-BERT's features
 _EPSILON = 1e-7  # of transformers' feature extractors
 _KALDI = 2.0 ** 15  # Kaldi's samples are 16-bit integers
@@ -307,11 +311,15 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     different layers. Attention is torch's own, which takes a mask of booleans; transformers' other kinds would add it
     to the scores.
     """
-    kind, known = settings.config.get("model_type"), ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper")
+    kind = settings.config.get("model_type")
+    known = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper", "parakeet_encoder", "lasr_encoder")
     if kind not in known:
         problem = f"is of an unknown kind ({kind})" if kind else "has no model_type in its config.json"
         raise SbkitError(f"the encoder's source {settings.source} {problem}",
                          hint=f"sbkit knows {', '.join(known)}; XLS-R and MMS are wav2vec2")
+    if settings.sample_rate != _RATE:
+        raise SbkitError(f"the encoder's source {settings.source} takes {settings.sample_rate:,} samples a second, and "
+                         f"these families {_RATE:,}", hint="take a model that was trained at that rate")
     try:
         import transformers
     except ImportError as error:

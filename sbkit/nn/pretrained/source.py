@@ -21,6 +21,7 @@ WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
 _MAX_JSON_BYTES = 1 << 26  # an index of weights names each of them
 _KEPT = "encoder.json"  # the copy in a run's folder, and what it holds
 _FIELDS = {"source": str, "config": dict, "preprocessor": dict, "adapter_language": str | None}
+_ENCODER = "encoder_config"
 _LISTED = 30  # languages that a message names
 _ADAPTER, _LANGUAGE = "adapter.{}.safetensors", re.compile(r"[\w-]+")  # of MMS, for a language
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
@@ -42,11 +43,16 @@ class Settings:
     def of(cls, source: str) -> Settings:
         """Read the settings of a folder or a repository."""
         config = _object(find(source, CONFIG))
-        try:
-            preprocessor = _object(find(source, PREPROCESSOR))
-        except _NoSuchFile:
-            preprocessor = {}
-        return cls(source, config, preprocessor)
+        if isinstance(config.get(_ENCODER), dict):  # of a model whose encoder has a config of its own
+            config = config[_ENCODER]
+        path = present(source, PREPROCESSOR)
+        return cls(source, config, {} if path is None else _object(path))
+
+    @property
+    def sample_rate(self) -> int:
+        """The sample rate that it was trained at."""
+        rate = self.preprocessor.get("sampling_rate")
+        return rate if isinstance(rate, int) else 16_000
 
     @classmethod
     def kept(cls, source: str | None, folder: str | Path | None) -> Settings | None:
@@ -86,6 +92,16 @@ def is_folder(source: str) -> bool:
     return Path(source).expanduser().is_dir()
 
 
+def names_model(source: str) -> bool:
+    """Whether this is a folder with a model of transformers, or may be such a repository: ``owner/name``."""
+    folder = Path(source).expanduser()
+    if folder.exists():
+        with contextlib.suppress(SbkitError):
+            return (folder / CONFIG).is_file() and "model_type" in _object(folder / CONFIG)
+        return False
+    return "/" in source and _REPOSITORY.fullmatch(source) is not None and not source.startswith(".")
+
+
 def local(source: str) -> Path | None:
     """Return the source as a folder; None if it names a repository."""
     folder = Path(source).expanduser()
@@ -111,12 +127,19 @@ def find(source: str, name: str) -> Path:
     return folder / name
 
 
+def present(source: str, name: str) -> Path | None:
+    """Return the path of a source's file; None if it has none of this name."""
+    try:
+        return find(source, name)
+    except _NoSuchFile:
+        return None
+
+
 def weights(source: str) -> list[Path]:
     """Return the paths of all files of a source's weights."""
     for name, several in WEIGHTS.items():
-        try:
-            path = find(source, name)
-        except _NoSuchFile:
+        path = present(source, name)
+        if path is None:
             continue
         if not several:
             return [path]

@@ -18,7 +18,8 @@ from sbkit.runs import pretrained
 from sbkit.runs.initial import table
 from sbkit.runs.initial.files import load_statistics
 from sbkit.runs.initial.matching import Match, ParameterOutcome
-from sbkit.runs.initial.source import TokenTables, WeightSource, find
+from sbkit.runs.initial.published import find
+from sbkit.runs.initial.source import TokenTables, WeightSource
 from sbkit.runs.keys import RunKeys
 from sbkit.train.distributed import ranks
 

@@ -266,7 +266,7 @@ class Match:
     def _which_rows(self, path: str, rows: Mapping[str, list[int]] | None) -> str:
         if path not in self.with_rows:
             return ""
-        if rows is None and self.source.tokenizer is not None:
+        if rows is None and self.source.has_tokenizer:
             return "rows of tokens that both have"
         if not rows or path not in rows:
             return "rows as they lie: no tokenizer there"
@@ -278,7 +278,7 @@ class Match:
         """Of tensors with a row for each token, which row each comes from; empty if that is unknown."""
         if not paths or self.tables is None:
             return {}
-        if self.source.tokenizer is None and all(self._fits(path) for path in paths):
+        if not self.source.has_tokenizer and all(self._fits(path) for path in paths):
             if self.source.lost_tokenizer is not None:
                 logger.warning("init_from: %s names the tokenizer %s, which doesn't exist: token rows are copied in "
                                "order, as if both had the same", self.source.description,

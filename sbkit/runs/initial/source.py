@@ -37,7 +37,7 @@ from sbkit.train.checkpoint.files import damage
 
 logger = logging.getLogger(__name__)
 
-KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, or a .safetensors file"
+KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, a CTC model of transformers, or a .safetensors file"
 #: What a bundle says that it is, and the file that says it; in that, transformers' models say theirs.
 _BUNDLE, _CONFIG, _MAX_BYTES = "sbkit bundle", "config.json", 1 << 24
 _WEIGHTS = "model.safetensors"  # of bundles that have them by their names in the recipe
@@ -54,13 +54,16 @@ class TokenRows(NamedTuple):
     """The ids of what has a part to play, such as ``blank``, whatever it is written as."""
 
     def rows_in(self, other: TokenRows) -> list[int]:
-        """For each id the same one's in another vocabulary; -1 where that lacks it.
+        """For each id the same one's in another vocabulary; -1 where that lacks it. Case doesn't count if that has
+        capitals alone.
 
         >>> TokenRows(["_", "b", "a"], {"blank": 0}).rows_in(TokenRows(["<unk>", "a", "c"], {"blank": 0}))
         [0, -1, 1]
         """
         mine, theirs = ({place: role for role, place in each.roles.items()} for each in (self, other))
         places = {piece: place for place, piece in enumerate(other.pieces) if place not in theirs}
+        if not any(len(piece) == 1 and piece.islower() for piece in places):
+            places = {piece.lower(): place for piece, place in places.items()} | places
         return [other.roles.get(mine[place], -1) if place in mine else places.get(piece, -1)
                 for place, piece in enumerate(self.pieces)]
 
@@ -168,6 +171,18 @@ class WeightSource:
             return kept
         return weights_in(kept) if kept["updates"] else {}
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it is known what its rows stand for."""
+        return self.tokenizer is not None
+
+    def piece_model(self) -> bytes | None:
+        """The SentencePiece model of its tokens, as a run keeps it; None if it has none."""
+        if self.tokenizer is None:
+            return None
+        Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()  # an error before anything is written
+        return self.tokenizer.read_bytes()
+
     def vocabulary(self) -> TokenRows:
         """What each row of its head stands for; an error says why that is unknown."""
         if self.tokenizer is None:
@@ -190,7 +205,7 @@ def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> Wei
     run = _run_of(path)
     if run is not None:
         return _of_run(run, checkpoint, mean_of, metric)
-    _refuse_choice(path, checkpoint, mean_of)
+    refuse_choice(path, checkpoint, mean_of)
     if path.is_file():
         return _of_file(path, metric)
     if (path / METAFNAME).is_file():
@@ -215,8 +230,8 @@ def _run_of(path: Path) -> Path | None:
     return path.parent if any(path.glob("CKPT+*")) and (path.parent / RECIPE).is_file() else None
 
 
-def _refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
-    """There is nothing to choose among in what isn't a run."""
+def refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
+    """Refuse a choice of checkpoints in what isn't a run."""
     for key, asked, none in (("init_average", mean_of, 1), ("init_checkpoint", checkpoint, restore.BEST)):
         if asked != none:
             raise SbkitError(f"{key}: {asked} is of a run's checkpoints, and init_from names no run but {path}",
@@ -230,10 +245,6 @@ def _no_source(folder: Path) -> SbkitError:
         return SbkitError(f"init_from: the bundle {folder} has graphs alone, and no weights that could train on",
                           hint="name the run that it came from; a bundle with SpeechBrain's format, which sbkit export "
                           "says whether a model has, would do as well")
-    if "model_type" in said:
-        return SbkitError(f"init_from: {folder} is a model of transformers ({said['model_type']}), and not one that a "
-                          "recipe of sbkit was trained to", hint="a recipe with a pretrained encoder, such as "
-                          f"hparams/ssl.yaml, takes it as --encoder_source {folder}")
     return SbkitError(f"init_from: {folder} is none of what a run can start from", hint=f"name {KINDS}")
 
 

@@ -60,7 +60,14 @@ class ExportedRecognizer(Exported):
             return ()
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
-        return choose(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder))
+        found, tokenizer = choose(corpus, self.sample_rate, count, longest_seconds(self.recognizer.encoder)), \
+            self.keys.tokenizer
+        silent = {self.keys.blank_index, *tokenizer.silent_ids()}
+        said = "".join(piece for place, piece in enumerate(tokenizer.pieces()) if place not in silent)
+        if said == said.upper() != said.lower():  # a model of capitals, which only others have trained
+            for clip in found.alone:
+                clip.text = clip.text and clip.text.upper()
+        return found
 
     def trace(self) -> torch.export.ExportedProgram:
         return trace(self.graph)
@@ -71,7 +78,7 @@ class ExportedRecognizer(Exported):
     def described(self, program: torch.export.ExportedProgram, clips: ComparisonClips) -> dict[str, Any]:
         """Return what a configuration says of every recogniser."""
         keys, model, tokenizer = self.keys, self.recognizer, self.keys.tokenizer
-        ends = keys.bos_index, keys.eos_index, getattr(tokenizer, "bos_id", None), getattr(tokenizer, "eos_id", None)
+        ends = keys.bos_index, keys.eos_index, *tokenizer.silent_ids()
         most = longest_seconds(model.encoder)
         texts = [clip.text for clip in clips.alone if clip.text]
         spaced = not texts or sum(" " in text for text in texts) > _SPACED * len(texts)

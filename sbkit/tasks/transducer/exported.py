@@ -83,7 +83,7 @@ class TransducerComparison(Comparison):
         super().__init__(clips, expected, sample_rate, lambda output: words(_search(exported, output[0])),
                          lambda output: decode(_search(own, output[0]).ids.tolist()), ("states", "log_probs"))
 
-    def add(self, name: str, run: Runner, size: int, batches: bool = True) -> ParityResult:
+    def add(self, name: str, run: Runner, size: int | None, batches: bool = True) -> ParityResult:
         def both(signals: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
             return [(states, self._paths[signal.tobytes()].scores(self._exported, states))
                     for signal, states in zip(signals, run(signals), strict=True)]

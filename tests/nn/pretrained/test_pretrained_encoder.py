@@ -51,7 +51,9 @@ def test_alone_it_is_what_transformers_says(folders, kind):
         signals, counts = waves([samples], seed=samples)
         with torch.no_grad():
             found = encoder(signals, counts)[0]
-        expected = encoders.theirs(folders(kind), kind, signals[0])[:encoder.frames(samples)]
+        least = encoder.network.min_samples if kind == "lasr" else 0  # transformers' own takes no shorter ones
+        given = torch.nn.functional.pad(signals[0], (0, max(0, least - samples)))
+        expected = encoders.theirs(folders(kind), kind, given)[:encoder.frames(samples)]
         assert found.shape == expected.shape == (encoder.frames(samples), encoder.width)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

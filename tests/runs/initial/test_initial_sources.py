@@ -8,6 +8,7 @@ import pickle
 import shutil
 from pathlib import Path
 
+import encoders
 import pytest
 import torch
 from run_folders import corpus, run_with_model
@@ -324,10 +325,9 @@ def test_a_bundle_of_graphs_alone(english, tmp_path):
 
 
 def test_a_pretrained_encoder_is_another_keys(english, tmp_path):
-    (tmp_path / "xls-r").mkdir()
-    (tmp_path / "xls-r" / "config.json").write_text('{"model_type": "wav2vec2"}')
+    encoders.make(tmp_path / "xls-r", "wav2vec2-layer")
     error = refusal(english, tmp_path, tmp_path / "xls-r")
-    assert "is a model of transformers (wav2vec2)" in error.message
+    assert "is a model of transformers (wav2vec2) without a CTC head" in error.message
     assert error.hint.endswith(f"takes it as --encoder_source {tmp_path / 'xls-r'}")
 
 

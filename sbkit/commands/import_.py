@@ -1,0 +1,35 @@
+"""``sbkit import``: make a bundle of a CTC model that others trained."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sbkit.commands.options import above, count
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("source", metavar="SOURCE", help="a folder as transformers saves it, or owner/name or "
+                        "owner/name@revision on the Hugging Face Hub")
+    parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
+    parser.add_argument("--corpus", help="compare on recordings of its test split, instead of noise: whatever a "
+                        "recipe's data_folder may be")
+    parser.add_argument("--language", help="the corpus's language, named in the bundle")
+    parser.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
+                        help="any of onnx,int8,torch (default: all)")
+    parser.add_argument("--clips", type=count, default=40, help="number of recordings to compare on")
+    parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,
+                        help="largest allowed difference of a log-probability from the model's own code (0.001)")
+    parser.add_argument("--force", action="store_true", help="replace an existing bundle")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import the model and return the exit code."""
+    from sbkit.system.environment import check_torch_exports, check_torch_pair
+
+    check_torch_pair()
+    check_torch_exports()
+    from sbkit.export.imported import ImportRequest, import_model
+
+    return import_model(ImportRequest(**{name: getattr(args, name) for name in ImportRequest.__dataclass_fields__}))

@@ -1,0 +1,59 @@
+"""Writes a SentencePiece model of pieces that others have made. Needs no protobuf, whose format it is."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from sbkit.errors import SbkitError
+
+_UNIGRAM, _BPE, _CHAR = 1, 2, 4  # kinds of models
+_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # kinds of pieces
+_RARE = -1e4  # the score of a piece that no text is cut into if there is another way
+
+
+def piece_model(pieces: Sequence[str], silent: Collection[int] = (), scores: Mapping[str, float] | None = None,
+                merges: bool = False) -> bytes:
+    """Make the contents of a model's file.
+
+    Arguments
+    ---------
+    pieces : in the order of their ids, with ``▁`` for a space; the first is the unknown piece, and CTC's blank. ``<s>``
+        and ``</s>`` begin and end a sentence if they are silent
+    silent : the ids of further ones that are no text
+    scores : by which a text is cut; none: it is cut into characters
+    merges : whether they are ranks of merges (BPE)
+    """
+    if twice := [piece for piece, count in Counter(pieces).items() if count > 1 or not piece]:
+        raise SbkitError(f"{len(twice)} tokens are written like others or not at all, such as {twice[0]!r}",
+                         hint="SentencePiece needs a name for each")
+    kinds = [_UNKNOWN if not i else _CONTROL if i in silent else _NORMAL for i in range(len(pieces))]
+    scores = scores or {}
+    listed = b"".join(_bytes(1, _bytes(1, piece.encode()) + _float(2, scores.get(piece, _RARE if scores else 0.0))
+                             + _number(3, kind)) for piece, kind in zip(pieces, kinds, strict=True))
+    trainer = _number(3, (_BPE if merges else _UNIGRAM) if scores else _CHAR) + _number(40, 0) \
+        + _bytes(45, pieces[0].encode())
+    normalizer = _bytes(1, b"identity") + b"".join(_number(field, 1) for field in (3, 4, 5))
+    return listed + _bytes(2, trainer) + _bytes(3, normalizer)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _float(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 5) + struct.pack("<f", value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    """A number in groups of seven bits, the lowest first."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*found, value])

@@ -1,0 +1,192 @@
+"""The encoders of Parakeet and of LASR: Conformers over log-mel features."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sbkit.nn.kaldi import fourier, framed, full_precision, kaldi_filters, product, slaney_filters, spectrum
+from sbkit.nn.lengths import N, lengths_to_mask
+from sbkit.nn.pretrained.networks import EncoderOptions, Network, at_least, lowest, make, padded
+from sbkit.nn.pretrained.source import Settings
+
+_RATE, _HOP, _SIZE, _BINS = 16_000, 160, 400, 512
+
+
+class Conformer(Network):
+    """What both have: convolutions over features, which take several frames together, and layers.
+
+    Batch normalisation keeps the statistics of pretraining: those of a batch would include its padding.
+    """
+
+    prefixes = ("encoder.",)
+    reinitialised = ()
+    layers: nn.ModuleList
+    window: Tensor
+    fourier: Tensor
+    min_samples: int
+    """The smallest number of samples that makes a state."""
+
+    def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
+        super().__init__(settings, options, config)
+        self.register_buffer("window", torch.hann_window(_SIZE, periodic=False, dtype=torch.float64).float(),
+                             persistent=False)
+        self.register_buffer("fourier", fourier(_SIZE, _BINS), persistent=False)
+        encoder = make("AutoModel", config)
+        for name, part in encoder.named_children():
+            self.add_module(name, part)
+        self.layers = lowest(encoder.layers, options.layers)
+        self.dropout: float = config.dropout
+        for parameter in self.front:
+            parameter.requires_grad_(not options.freeze_front)
+
+    @property
+    def stack(self) -> nn.ModuleList:
+        return self.layers
+
+    def train(self, mode: bool = True) -> Conformer:
+        """Set the mode of all modules but those of batch normalisation."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+        return self
+
+    @abstractmethod
+    def feature_frames(self, samples: N) -> N:
+        """Return the number of frames of features for at least ``min_samples`` samples."""
+
+    @abstractmethod
+    def features(self, signals: Tensor, samples: Tensor) -> Tensor:
+        """Waveforms [B, S] and sample counts [B] to features [B, T, F]."""
+
+    @abstractmethod
+    def subsampled(self, feats: Tensor, counts: Tensor) -> Tensor:
+        """Features [B, T, F] of ``counts`` [B] frames to [B, T', D]."""
+
+    @abstractmethod
+    def positions(self, states: Tensor) -> Any:  # whatever the layers take
+        """Compute what the layers are given about the places of states [B, T, D]."""
+
+    def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
+        """[B, S], [B] -> [B, T, D]."""
+        signals, samples = padded(signals, self.min_samples), at_least(samples, self.min_samples)
+        counts = self.feature_frames(samples)
+        with full_precision(signals):
+            feats = self.features(signals.float(), samples)
+        with self.front_context():
+            states = self.subsampled(self.masked(feats, counts), counts)
+        positions = self.positions(states)
+        states = functional.dropout(states, self.dropout, self.training)
+        inside = lengths_to_mask(self.frames(samples), states.shape[1])[:, None, None]
+        for layer in self.layers:
+            states = layer(states, attention_mask=inside, position_embeddings=positions)
+        return states
+
+    def power(self, signals: Tensor) -> Tensor:
+        """Waveforms [B, S] to the power spectra [B, T, N] of whole frames."""
+        return spectrum(framed(signals, _SIZE, _HOP) * self.window, self.fourier, _BINS)
+
+
+class Parakeet(Conformer):
+    """NeMo's FastConformer, as in Parakeet's CTC models and transducers: a frame every 80 ms.
+
+    Features are normalised over an utterance's own frames, which removes its loudness.
+    """
+
+    normalizes = True
+    mel: Tensor
+    subsampling: Any  # a class of transformers' that isn't public, as the next
+    encode_positions: Any
+    _PREEMPHASIS, _FLOOR, _EPSILON = 0.97, 2.0 ** -24, 1e-5
+
+    def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
+        super().__init__(settings, options, config)
+        self.register_buffer("mel", slaney_filters(_RATE, _BINS, config.num_mel_bins, 0.0, _RATE / 2),
+                             persistent=False)
+        self.scale: float = config.hidden_size ** 0.5 if config.scale_input else 1.0
+        self.min_samples = 2 * _HOP  # one frame has no deviation
+
+    @property
+    def front(self) -> list[nn.Parameter]:
+        return list(self.subsampling.parameters())
+
+    def feature_frames(self, samples: N) -> N:
+        return samples // _HOP
+
+    def frames(self, samples: N) -> N:
+        count = self.feature_frames(at_least(samples, self.min_samples))
+        for layer in self.subsampling.layers:
+            if isinstance(layer, nn.Conv2d):
+                count = (count + 2 * (layer.kernel_size[0] // 2) - layer.kernel_size[0]) // layer.stride[0] + 1
+        return count
+
+    def features(self, signals: Tensor, samples: Tensor) -> Tensor:
+        before = functional.pad(signals, (1, 0))[:, :-1]
+        signals = (signals - self._PREEMPHASIS * before).masked_fill(~lengths_to_mask(samples, signals.shape[1]), 0.0)
+        count = self.feature_frames(samples)[:, None, None]
+        most = signals.shape[1] // _HOP
+        power = self.power(functional.pad(signals, (_SIZE // 2, _SIZE // 2)))[:, :most]
+        level = (product(power, self.mel) + self._FLOOR).log()
+        inside = lengths_to_mask(count[:, 0, 0], most)[..., None]
+        centred = level - level.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
+        spread = (centred.masked_fill(~inside, 0.0).square().sum(1, keepdim=True) / (count - 1)).sqrt()
+        return (centred / (spread + self._EPSILON)).masked_fill(~inside, 0.0)
+
+    def subsampled(self, feats: Tensor, counts: Tensor) -> Tensor:
+        return self.subsampling(feats, lengths_to_mask(counts, feats.shape[1])) * self.scale
+
+    def positions(self, states: Tensor) -> Tensor:
+        return self.encode_positions(states)
+
+
+class Lasr(Conformer):
+    """LASR's Conformer, as in MedASR: a frame every 40 ms."""
+
+    mel: Tensor
+    subsampler: Any  # classes of transformers' that aren't public
+    rotary_emb: Any
+    out_norm: Any
+    _LOW, _HIGH, _FLOOR = 125.0, 7500.0, 1e-5
+
+    def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
+        super().__init__(settings, options, config)
+        self.register_buffer("mel", kaldi_filters(_RATE, _BINS, config.num_mel_bins, self._LOW, self._HIGH,
+                                                  torch.float64), persistent=False)
+        frames = 1
+        for conv in self._convolutions:
+            frames = (frames - 1) * conv.stride[0] + conv.kernel_size[0]
+        self.min_samples = _SIZE + (frames - 1) * _HOP
+
+    @property
+    def _convolutions(self) -> list[nn.Conv1d]:
+        return [self.subsampler.conv_0, self.subsampler.conv_1]
+
+    @property
+    def front(self) -> list[nn.Parameter]:
+        return list(self.subsampler.parameters())
+
+    def feature_frames(self, samples: N) -> N:
+        return (samples - _SIZE) // _HOP + 1
+
+    def frames(self, samples: N) -> N:
+        count = self.feature_frames(at_least(samples, self.min_samples))
+        for conv in self._convolutions:
+            count = (count - conv.kernel_size[0]) // conv.stride[0] + 1
+        return count
+
+    def features(self, signals: Tensor, samples: Tensor) -> Tensor:
+        return product(self.power(signals), self.mel).clamp(min=self._FLOOR).log()
+
+    def subsampled(self, feats: Tensor, counts: Tensor) -> Tensor:
+        return self.subsampler(feats)
+
+    def positions(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary_emb(states, torch.arange(states.shape[1], device=states.device)[None])
+
+    def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
+        return self.out_norm(super().forward(signals, samples))

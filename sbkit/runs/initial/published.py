@@ -1,0 +1,71 @@
+"""CTC models that others have published, as something to start from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sbkit.data.piece_model import piece_model
+from sbkit.errors import SbkitError
+from sbkit.nn.pretrained.ctc import CTCModel
+from sbkit.nn.pretrained.source import names_model
+from sbkit.runs.initial import source
+from sbkit.runs.initial.source import TokenRows, WeightSource
+from sbkit.score.metric import Metric
+from sbkit.score.run_files import RECIPE
+
+#: Where a recipe such as hparams/ssl.yaml has what a model has as encoder and head.
+_KEYS = {"encoder": "encoder.network", "head": "ctc_lin"}
+_ROLES = ("blank", "bos", "eos")  # of tokens, as recipes have keys for them
+
+
+@dataclass
+class PublishedSource(WeightSource):
+    """A CTC model of transformers: its tensors by the names of a recipe with a pretrained encoder, and its tokens."""
+
+    model: CTCModel = field(kw_only=True)
+
+    @classmethod
+    def of(cls, name: str) -> PublishedSource:
+        """Open a folder or a repository; raises if that has no CTC head."""
+        model = CTCModel(name)
+        model.head()
+        return cls(f"the CTC model {name}", encoders={"encoder": model.settings}, model=model)
+
+    def tensors(self, shapes: bool = False) -> dict[str, torch.Tensor]:
+        parts = ((name.partition("."), value) for name, value in self.model.tensors(shapes).items())
+        return {f"{_KEYS[part]}.{rest}": value for (part, _, rest), value in parts}
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return True
+
+    @property
+    def kept_order(self) -> list[int]:
+        """The ids of its tokens in the order of a run that keeps its tokenizer, where the blank is the first."""
+        blank = self.model.tokens.roles["blank"]
+        return [blank, *(place for place in range(len(self.model.tokens.pieces)) if place != blank)]
+
+    def piece_model(self) -> bytes:
+        tokens, order = self.model.tokens, self.kept_order
+        try:
+            return piece_model([tokens.pieces[place] for place in order],
+                               {new for new, place in enumerate(order) if place in tokens.silent}, tokens.scores,
+                               tokens.merges)
+        except SbkitError as error:
+            raise SbkitError(f"the tokenizer of {self.model.source} can't be kept: {error.message}",
+                             hint=error.hint) from error
+
+    def vocabulary(self) -> TokenRows:
+        tokens = self.model.tokens
+        return TokenRows(tokens.pieces, {role: tokens.roles[role] for role in _ROLES if role in tokens.roles})
+
+
+def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
+    """What a path holds, or a repository of the Hugging Face Hub; the arguments are those of ``source.find``."""
+    if names_model(str(path)) and not (Path(path).expanduser() / RECIPE).is_file():
+        source.refuse_choice(Path(path), checkpoint, mean_of)
+        return PublishedSource.of(str(path))
+    return source.find(path, checkpoint, mean_of, metric)

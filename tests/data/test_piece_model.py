@@ -1,0 +1,40 @@
+"""SentencePiece models of pieces that others have made: SentencePiece reads them as they were meant."""
+
+import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.data.piece_model import piece_model
+from sbkit.errors import SbkitError
+
+
+def opened(*args):
+    return sentencepiece.SentencePieceProcessor(model_proto=piece_model(*args))
+
+
+@given(st.lists(st.characters(exclude_categories=("Z", "C"), exclude_characters="▁"), min_size=1, max_size=40,
+                unique=True), st.data())
+def test_characters_are_read_back_and_written_as_they_were(letters, data):
+    own = opened(["<pad>", "<s>", "</s>", "[UNK]", "▁", *letters], {1, 2, 3})
+    assert [own.id_to_piece(i) for i in range(own.vocab_size())][5:] == letters
+    assert (own.unk_id(), own.bos_id(), own.eos_id(), own.pad_id()) == (0, 1, 2, -1)
+    assert [own.is_control(i) for i in range(own.vocab_size())] == [False] + [True] * 3 + [False] * (len(letters) + 1)
+    words = data.draw(st.lists(st.text(st.sampled_from(letters), min_size=1), min_size=1, max_size=4))
+    ids = own.encode(" ".join(words))
+    assert own.decode(ids) == " ".join(words) and ids.count(4) == len(words)
+    assert own.decode([3, *ids, 1]) == " ".join(words)
+
+
+def test_pieces_cut_a_text_by_their_scores_or_by_merges():
+    pieces = ["<blank>", "▁", "a", "b", "ab", "▁a", "▁ab"]
+    cut = opened(pieces, (), {piece: -1.0 for piece in pieces})
+    assert cut.encode("ab ba", out_type=str) == ["▁ab", "▁", "b", "a"] and cut.bos_id() == -1
+    merged = opened(pieces, (), {"▁a": 0.0, "ab": -1.0}, True)
+    assert merged.encode("ab bab", out_type=str) == ["▁a", "b", "▁", "b", "ab"], "▁a first"
+
+
+@pytest.mark.parametrize("pieces", [["_", "a", "a"], ["_", "", "a"], ["a", "a"]])
+def test_pieces_that_can_not_be_told_apart_are_refused(pieces):
+    with pytest.raises(SbkitError, match="written like others or not at all"):
+        piece_model(pieces)

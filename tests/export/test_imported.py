@@ -1,0 +1,176 @@
+"""Other people's CTC models become bundles that say what their own code says."""
+
+import json
+import pickle
+
+import numpy as np
+import onnxruntime
+import published
+import pytest
+import soundfile
+import torch
+
+import sbkit.infer
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.export.imported import ImportRequest, import_model
+
+LENGTHS = (16_000, 4_000, 23_457, 9_999)
+QUICK = ("wav2vec2", "parakeet")
+
+
+def said(text):
+    """Words, without the marks that a tokenizer of letters writes where its head says them."""
+    for mark in ("<s>", "</s>", "<unk>"):
+        text = text.replace(mark, "")
+    return text.split()
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    """Each kind's folder and bundle, made when asked for."""
+    home, made = tmp_path_factory.mktemp("imported"), {}
+
+    def bundle(kind):
+        if kind not in made:
+            folder = published.make(home / kind, kind)
+            assert import_model(ImportRequest(str(folder), home / "bundles" / kind, formats=["onnx"])) == 0
+            made[kind] = folder, home / "bundles" / kind
+        return made[kind]
+
+    return bundle
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
+                                  for kind in published.KINDS])
+def test_a_bundle_says_of_each_clip_what_transformers_says(bundles, kind, capsys):
+    folder, bundle = bundles(kind)
+    config = layout.Config.read(bundle)
+    graph = onnxruntime.InferenceSession(bundle / "model.onnx")
+    recogniser = sbkit.infer.load(bundle, model=layout.ONNX, device="cpu")
+    tokens = published.PIECES if kind == "parakeet" else published.SPOKEN if kind == "lasr" else published.LETTERS
+    blank = tokens.index("<pad>")
+    order = [blank, *(place for place in range(len(tokens)) if place != blank)]
+    heard = set()
+    for seed, samples in enumerate(LENGTHS):
+        signal = published.spoken(samples, seed)
+        expected, text = published.theirs(folder, signal)
+        found, (frames,) = graph.run(None, {"signals": signal[None], "lengths": np.array([samples])})
+        assert 0 <= len(expected) - frames <= 1, "a frame of their padding may follow"
+        np.testing.assert_allclose(found[0, :frames], expected[:frames][:, order], atol=2e-3)
+        assert recogniser.transcribe(signal).text.split() == said(text)
+        heard |= set(expected[:frames].argmax(-1).tolist())
+    assert len(heard) > 3, "it says something"
+    assert config.blank_id == 0 and config.trained["imported"] == str(folder)
+    facts = json.loads((bundle / layout.PARITY).read_text())["formats"]
+    assert facts["transformers"]["difference"] <= 1e-3 and facts["transformers"]["words_changed"] == 0
+
+
+def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path):
+    """And whose blank is its last token."""
+    letters = [*published.LETTERS[1:], "<pad>"]
+    folder = published.make(tmp_path / "small", letters=letters, do_lower_case=True)
+    assert import_model(ImportRequest(str(folder), tmp_path / "bundle", formats=["torch"], clips=2)) == 0
+    lines = (tmp_path / "bundle" / layout.TOKENS).read_text().splitlines()
+    assert lines[0] == "<blk> 0" and {"a 5", "▁ 4", "z 30"} <= set(lines)
+    model = sbkit.infer.load(tmp_path / "bundle", model=layout.TORCH, device="cpu")
+    signal = published.spoken(16_000)
+    text = published.theirs(folder, signal)[1]
+    assert model.transcribe(signal).text.split() == said(text) and text == text.lower() != text.upper()
+
+
+@pytest.mark.slow
+def test_recordings_may_be_what_is_compared_on(tmp_path, capsys):
+    """In all formats; a corpus's words are held against a model of capitals in capitals."""
+    folder, corpus = published.make(tmp_path / "model"), tmp_path / "corpus"
+    corpus.mkdir()
+    lines = ["ID,duration,wav,wrd"]
+    for i, samples in enumerate(LENGTHS):
+        signal = published.spoken(samples, i)
+        soundfile.write(corpus / f"{i}.wav", signal, 16_000, subtype="FLOAT")
+        text = " ".join(said(published.theirs(folder, signal)[1])).lower().replace("'", "")
+        lines.append(f"{i},{samples / 16_000},{corpus / f'{i}.wav'},{text or 'x'}")
+    (corpus / "test.csv").write_text("\n".join(lines) + "\n")
+    import_model(ImportRequest(str(folder), tmp_path / "bundle", corpus=str(corpus), language="en", tolerance=0.002,
+                               formats=["onnx", "torch"]))
+    assert "compared on 4 utterances of the test split" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "bundle" / layout.PARITY).read_text())
+    assert facts["formats"]["checkpoint"]["wer"] < 30, "what is left is what the corpus's text rules change"
+    assert layout.Config.read(tmp_path / "bundle").language == "en"
+
+
+# ------------------------------------------------------------ bad input
+
+
+def refusal(tmp_path, source):
+    with pytest.raises(SbkitError) as caught:
+        import_model(ImportRequest(str(source), tmp_path / "bundle"))
+    assert not (tmp_path / "bundle").exists() and "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_a_model_without_a_head(tmp_path):
+    import encoders
+
+    encoders.make(tmp_path / "bare", "wav2vec2-layer")
+    error = refusal(tmp_path, tmp_path / "bare")
+    assert "is a model of transformers (wav2vec2) without a CTC head" in error.message
+    assert error.hint.endswith(f"--encoder_source {tmp_path / 'bare'}")
+
+
+@pytest.mark.parametrize("letters, what", [
+    (published.LETTERS[:-1], "that has 32 rows, and the tokenizer has none for 1, such as row 31"),
+    ([*published.LETTERS, "É"], "that has 32 rows, and the tokenizer has 1 more, such as 'É'"),
+])
+def test_a_tokenizer_that_does_not_fit_its_head(tmp_path, letters, what):
+    folder = published.make(tmp_path / "model")
+    published.tokenizer(folder, "wav2vec2", letters)
+    error = refusal(tmp_path, folder)
+    assert f"the tokenizer of {folder} doesn't fit its head: {what}" in error.message
+
+
+def test_a_model_without_a_tokenizer(tmp_path):
+    folder = published.make(tmp_path / "model")
+    for name in ("vocab.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    assert f"{folder} has no tokenizer that transformers can open" in refusal(tmp_path, folder).message
+
+
+def test_a_model_at_another_rate(tmp_path):
+    folder = published.make(tmp_path / "model")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sampling_rate": 8_000}))
+    assert "takes 8,000 samples a second, and these families 16,000" in refusal(tmp_path, folder).message
+
+
+def test_the_hub_without_a_network(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    error = refusal(tmp_path, "nobody/has-this")
+    assert "no folder has this name, its config.json is not in the hub's cache" in error.message
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path):
+    folder = published.make(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": torch.zeros(32, 32), "x": Evil(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    assert "holds more than tensors, so loading it could run code" in refusal(tmp_path, folder).message
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    refusal(tmp_path, folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_layers_between_encoder_and_head_are_none_of_ours(tmp_path):
+    folder = published.make(tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "add_adapter": True}))
+    assert "has layers between encoder and head (add_adapter)" in refusal(tmp_path, folder).message

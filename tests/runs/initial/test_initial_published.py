@@ -1,0 +1,85 @@
+"""A run starts from a CTC model that others have published, with its head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import published
+import pytest
+import torch
+import transformers
+from run_folders import corpus
+from starts import spanish, target
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.check import check
+from sbkit.runs import initial
+
+RECIPE = Path(__file__).parents[3] / "hparams" / "ssl.yaml"
+TINY = {"num_workers": 0, "least_steps": 0}
+SMALL = [letter.lower() if len(letter) == 1 else letter for letter in published.LETTERS]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("published") / "data", train=6, dev=2, test=2)
+
+
+def started(tmp_path, data, model, caplog, **keys):
+    """A Brain that took what the model has, that model, and the rows of the table."""
+    brain = target(tmp_path / "new", data, RECIPE, TINY, init_from=str(model), **keys)
+    with caplog.at_level("INFO", "sbkit.runs.initial"):
+        initial.load(brain)
+    (table,) = (record.getMessage() for record in caplog.records if "Starting from" in record.getMessage())
+    return brain, transformers.AutoModelForCTC.from_pretrained(model), [" ".join(line.split())
+                                                                       for line in table.splitlines()]
+
+
+@pytest.mark.parametrize("letters", [SMALL, published.LETTERS], ids=["small", "capitals"])
+def test_rows_of_equal_tokens_are_taken_and_the_whole_encoder(data, tmp_path, caplog, letters):
+    """No encoder_source is named, and the case of a vocabulary of capitals doesn't count."""
+    model = published.make(tmp_path / "model", letters=letters)
+    brain, own, table = started(tmp_path, data, model, caplog)
+    pieces, head, ids = brain.keys.tokenizer.pieces(), brain.keys.ctc_lin, dict(zip(SMALL, range(32), strict=True))
+    assert len(pieces) > 10
+    for row, piece in enumerate(pieces):
+        there = ids[{"▁": "|", "<unk>": "<pad>"}.get(piece, piece)]
+        torch.testing.assert_close(head.weight[row], own.lm_head.weight[there], rtol=0, atol=0)
+        torch.testing.assert_close(head.bias[row], own.lm_head.bias[there], rtol=0, atol=0)
+    encoder = brain.keys.encoder.network.encoder
+    torch.testing.assert_close(encoder.layer_norm.weight, own.wav2vec2.encoder.layer_norm.weight, rtol=0, atol=0)
+    assert any(f"for all {len(pieces)} tokens" in row for row in table)
+
+
+def test_tokens_that_it_lacks_are_reinitialised(tmp_path, caplog):
+    model = published.make(tmp_path / "model", letters=SMALL)
+    brain, _, table = started(tmp_path, spanish(tmp_path / "data", train=6, dev=2, test=2), model, caplog)
+    own = {*brain.keys.tokenizer.pieces()} - {"▁", "<unk>"}
+    assert own - {*SMALL} == {"ñ"} and any("1 are reinitialised" in row for row in table)
+
+
+@pytest.mark.parametrize("letters", [SMALL, [*SMALL[3:], *SMALL[:3]], ["<pad>", *SMALL[4:]]],
+                         ids=["first", "last", "no ends"])
+def test_its_tokenizer_may_be_kept(data, tmp_path, caplog, letters):
+    """Whatever its blank's place, and also where it has no ends of a sentence."""
+    model = published.make(tmp_path / "model", letters=letters, **(
+        {} if "<s>" in letters else {"bos_token": None, "eos_token": None, "unk_token": "<pad>"}))
+    brain, own, table = started(tmp_path, data, model, caplog, init_tokenizer="keep")
+    keys, blank = brain.keys, letters.index("<pad>")
+    order = [blank, *(place for place in range(len(letters)) if place != blank)]
+    torch.testing.assert_close(keys.ctc_lin.weight, own.lm_head.weight[order], rtol=0, atol=0)
+    assert keys.output_neurons == len(letters) and keys.blank_index == 0
+    assert (keys.bos_index is None) == ("<s>" not in letters)
+    text = "a low test"
+    assert keys.tokenizer.decode(keys.tokenizer.encode(text)) == text
+    assert any(f"for all {len(letters)} tokens" in row for row in table)
+
+
+def test_the_check_shows_what_will_be_taken_and_what_can_not(data, tmp_path):
+    model = published.make(tmp_path / "model", letters=SMALL)
+    keys = {**TINY, "output_folder": str(tmp_path / "new"), "data_folder": str(data), "init_from": str(model)}
+    report = check(RECIPE, keys, starting=True)
+    assert not report.errors and report.sections["start"].values["from"] == f"the CTC model {model}"
+    published.tokenizer(model, "wav2vec2", SMALL[:-1])
+    with pytest.raises(SbkitError, match="doesn't fit its head"):
+        started(tmp_path, data, model, None, init_tokenizer="keep")
