@@ -9,7 +9,6 @@ import difflib
 import gc
 import importlib
 import json
-import keyword
 import os
 import re
 import signal
@@ -114,8 +113,7 @@ def dispatch(argv: list[str]) -> int:
 
 def command_module(command: str) -> ModuleType:
     """The module of a command: ``HELP`` or ``add`` describes its arguments, ``run`` runs it."""
-    name = command.replace("-", "_") + "_" * keyword.iskeyword(command)
-    return importlib.import_module(f"sbkit.commands.{name}")
+    return importlib.import_module(f"sbkit.commands.{command.replace('-', '_')}")
 
 
 class _Parser(argparse.ArgumentParser):

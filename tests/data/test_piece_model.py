@@ -27,9 +27,9 @@ def test_characters_are_read_back_and_written_as_they_were(letters, data):
 
 
 def test_pieces_cut_a_text_by_their_scores_or_by_merges():
-    pieces = ["<blank>", "▁", "a", "b", "ab", "▁a", "▁ab"]
-    cut = opened(pieces, (), {piece: -1.0 for piece in pieces})
-    assert cut.encode("ab ba", out_type=str) == ["▁ab", "▁", "b", "a"] and cut.bos_id() == -1
+    pieces = ["<blank>", "▁", "a", "b", "ab", "▁a"]
+    cut = opened(pieces, (), {"▁": -1.0, "a": -9.0, "b": -2.0, "ab": -1.0, "▁a": -5.0})
+    assert cut.encode("ab bab", out_type=str) == ["▁", "ab", "▁", "b", "ab"] and cut.bos_id() == -1
     merged = opened(pieces, (), {"▁a": 0.0, "ab": -1.0}, True)
     assert merged.encode("ab bab", out_type=str) == ["▁a", "b", "▁", "b", "ab"], "▁a first"
 

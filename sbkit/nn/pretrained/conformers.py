@@ -100,8 +100,8 @@ class Parakeet(Conformer):
 
     normalizes = True
     mel: Tensor
-    subsampling: Any  # a class of transformers' that isn't public, as the next
-    encode_positions: Any
+    subsampling: Any  # a class of transformers' that isn't public
+    encode_positions: Any  # as well
     _PREEMPHASIS, _FLOOR, _EPSILON = 0.97, 2.0 ** -24, 1e-5
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
@@ -148,9 +148,9 @@ class Lasr(Conformer):
     """LASR's Conformer, as in MedASR: a frame every 40 ms."""
 
     mel: Tensor
-    subsampler: Any  # classes of transformers' that aren't public
-    rotary_emb: Any
-    out_norm: Any
+    subsampler: Any  # a class of transformers' that isn't public
+    rotary_emb: Any  # as well
+    out_norm: nn.LayerNorm
     _LOW, _HIGH, _FLOOR = 125.0, 7500.0, 1e-5
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network

@@ -128,7 +128,7 @@ class CTCModel:
 
         folder = str(self.folder)
         try:
-            extractor: Any = transformers.AutoFeatureExtractor.from_pretrained(folder)  # type: ignore[no-untyped-call]
+            extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)  # type: ignore[no-untyped-call]
             model = transformers.AutoModelForCTC.from_pretrained(folder, dtype=torch.float32,
                                                                  trust_remote_code=False).eval()
         except Exception as error:  # whatever its files make of transformers
@@ -160,12 +160,12 @@ class CTCModel:
         return found
 
 
-def _piece(tokenizer: Any, place: int) -> str:
+def _piece(tokenizer: Any, place: int) -> str:  # each family has a class for it
     piece = str(tokenizer.convert_ids_to_tokens(place)).replace(" ", _SPACE)
     return piece.lower() if getattr(tokenizer, "do_lower_case", False) else piece
 
 
-def _scores(tokenizer: Any) -> tuple[dict[str, float], bool]:
+def _scores(tokenizer: Any) -> tuple[dict[str, float], bool]:  # as there
     """Return by what a tokenizer with pieces cuts a text, and whether by merges."""
     if not tokenizer.is_fast:
         return {}, False
