@@ -11,6 +11,7 @@ import torch
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.runs import initial
+from sbkit.runs.initial.source import WeightSource
 from sbkit.tasks import asr
 from sbkit.tasks.asr import kept
 
@@ -21,7 +22,7 @@ TEXTS = ["a cab", "bad cab", "a bee"]
 def source(tmp_path, monkeypatch):
     """A folder with a tokenizer of char pieces, as what a run starts from."""
     made = Tokenizer(tmp_path / "theirs", model_type="char").prepare(TEXTS)
-    found = SimpleNamespace(description="the run there", tokenizer=made.path)
+    found = WeightSource("the run there", tokenizer=made.path)
     monkeypatch.setattr(initial, "source_of", lambda keys: found if keys.init_from else None)
     return found
 
@@ -38,7 +39,7 @@ def test_it_becomes_the_runs_own_and_sizes_follow(tmp_path, source):
     assert path.read_bytes() == source.tokenizer.read_bytes()
     theirs = Tokenizer(tmp_path, model=source.tokenizer).load()
     assert tokenizer.pieces() == theirs.pieces()
-    assert follows == {"output_neurons": theirs.size, "token_type": "char", "tokenizer": {
+    assert follows == {"output_neurons": theirs.size, "token_type": "char", "bos_index": 1, "eos_index": 2, "tokenizer": {
         "max_texts": 3, "model": str(path), "model_type": "char", "vocab_size": theirs.size}}
 
 
