@@ -40,7 +40,8 @@ def test_it_becomes_the_runs_own_and_sizes_follow(tmp_path, source):
     theirs = Tokenizer(tmp_path, model=source.tokenizer).load()
     assert tokenizer.pieces() == theirs.pieces()
     assert follows == {"output_neurons": theirs.size, "token_type": "char", "bos_index": 1, "eos_index": 2,
-                       "tokenizer": {"max_texts": 3, "model": str(path), "model_type": "char", "vocab_size": theirs.size}}
+                       "tokenizer": {"max_texts": 3, "model": str(path), "model_type": "char",
+                                     "vocab_size": theirs.size}}
 
 
 def test_a_run_that_goes_on_needs_the_source_no_more(tmp_path, source, monkeypatch):
