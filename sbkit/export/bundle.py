@@ -37,10 +37,9 @@ class ExportRequest:
     """The options of ``sbkit export``.
 
     run : the output folder of a training
-    to : the bundle's folder
+    to, force : the bundle's folder, and whether it replaces an existing one
     checkpoint, average : as ``sbkit.runs.restore.take_weights`` takes them
     formats : which of the task's formats to write, by default all; int8 is made from onnx
-    force : replace an existing bundle
     tolerance : largest allowed difference from the checkpoint's outputs, where the task has no bound of its own
     clips : number of test utterances to compare on
     target : ``sherpa`` adds models for sherpa-onnx
@@ -157,8 +156,6 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
             _write_companion(companion, files, folder, config, step)
         step("running the checkpoint")
         comparison = exported.comparison(chosen, config, folder)
-        if trained.original is not None:
-            comparison.add(*trained.original, None, batches=False)
         for name in formats:
             step(f"comparing {name}")
             comparison.add(name, exported.runner(name, folder, config), _size(folder, name),

@@ -50,6 +50,8 @@ class Exported:
     """What the task's ``compute_forward`` returns to the graph's outputs, in their order; None: they are the same."""
     forward: Callable[[Tensor, int], Any] | None = field(default=None, init=False)
     """The checkpoint's ``compute_forward`` of one padded waveform [S] and its length, which the export sets."""
+    original: tuple[str, Runner] | None = field(default=None, init=False)
+    """Of a recogniser that others trained: what runs their own code, after its name. It is compared like a format."""
 
     #: Values that ``--target`` takes for this task.
     targets: ClassVar[tuple[str, ...]] = ()

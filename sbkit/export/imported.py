@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def _opened(request: ImportRequest, run: Path) -> Trained:
     for note in brain.recognizer.encoder.notes():
         print(note)
     trained = source.of_brain(brain, run, {"imported": request.source})
-    return replace(trained, original=("transformers", _own_code(published, tokenizer, brain.recognizer.encoder)))
+    trained.exported.original = "transformers", _own_code(published, tokenizer, brain.recognizer.encoder)
+    return trained
 
 
 def _own_code(published: PublishedSource, tokenizer: Tokenizer, encoder: Any) -> Runner:  # an Encoder

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from sbkit.errors import SbkitError, summary
 from sbkit.export.exported import Exported
-from sbkit.export.runners import Runner
 from sbkit.nn import adapters
 from sbkit.runs import restore
 from sbkit.runs.bundles import Bundles
@@ -38,8 +37,6 @@ class Trained:
     keys: RunKeys
     facts: dict[str, Any]
     """Recipe, checkpoint and scores, for config.json."""
-    original: tuple[str, Runner] | None = None
-    """Of a model that others trained: what runs their own code, and its name. It is compared like a format."""
 
 
 def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, bundles: Bundles | None = None,

@@ -99,4 +99,7 @@ class ExportedRecognizer(Exported):
                 "vocab_size": str(config.vocabulary), "blank_id": str(config.blank_id), "comment": "made by sbkit"}
 
     def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> Comparison:
-        return self.compared(clips, config, folder, self.reference(config))
+        found = self.compared(clips, config, folder, self.reference(config))
+        if self.original is not None:
+            found.add(*self.original, None, batches=False)
+        return found
