@@ -13,10 +13,11 @@ import numpy as np
 
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
-from sbkit.export import bundle, source
+from sbkit.export import bundle, layout, source
 from sbkit.export.bundle import ExportRequest
 from sbkit.export.runners import Runner
 from sbkit.export.source import Trained
+from sbkit.nn.pretrained.source import is_folder
 from sbkit.recipe import load, starter
 from sbkit.runs import initial, restore
 from sbkit.runs.initial.published import PublishedSource
@@ -60,18 +61,19 @@ def _opened(request: ImportRequest, run: Path) -> Trained:
     path.write_bytes(published.piece_model())
     tokenizer = Tokenizer(run, model=path).load()
     ends = {"bos_index": tokenizer.bos_id, "eos_index": tokenizer.eos_id}
-    recipe = load.open_recipe(load.load(_RECIPE, {
-        "output_folder": str(run), "data_folder": request.corpus, "language": request.language or "",
-        "encoder_source": request.source, "init_from": request.source, "output_neurons": tokenizer.size,
-        "tokenizer": {"model": str(path)}, **{key: place if place >= 0 else None for key, place in ends.items()},
-    }), _RECIPE)
+    values = {"output_folder": str(run), "data_folder": request.corpus, "language": request.language or "",
+              "init_from": request.source, "output_neurons": tokenizer.size, "tokenizer": {"model": str(path)},
+              **{key: place if place >= 0 else None for key, place in ends.items()}}
+    (run / layout.RECIPE).write_text(load.merged(_RECIPE, values), encoding="utf-8")  # for the model card
+    recipe = load.open_recipe(load.load(_RECIPE, values), _RECIPE)
     if request.corpus is not None:
         recipe.keys.corpus.prepare(needed=("test",))
     brain = restore.build(recipe, "cpu")
     initial.load(brain)
     for note in brain.recognizer.encoder.notes():
         print(note)
-    trained = source.of_brain(brain, run, {"imported": request.source})
+    name = Path(request.source).name if is_folder(request.source) else request.source
+    trained = source.of_brain(brain, run, {"imported": name})
     trained.exported.original = "transformers", _own_code(published, tokenizer, brain.recognizer.encoder)
     return trained
 

@@ -61,7 +61,9 @@ def test_a_bundle_says_of_each_clip_what_transformers_says(bundles, kind, capsys
         assert recogniser.transcribe(signal).text.split() == said(text)
         heard |= set(expected[:frames].argmax(-1).tolist())
     assert len(heard) > 3, "it says something"
-    assert config.blank_id == 0 and config.trained["imported"] == str(folder)
+    assert config.blank_id == 0 and config.trained["imported"] == folder.name
+    readme = (bundle / layout.README).read_text()
+    assert f"imported from {folder.name}." in readme and str(folder) not in readme
     facts = json.loads((bundle / layout.PARITY).read_text())["formats"]
     assert facts["transformers"]["difference"] <= 1e-3 and facts["transformers"]["words_changed"] == 0
 
