@@ -15,6 +15,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.reader import SupportsEncode
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
+from sbkit.recipe.parts import flattened
 from sbkit.runs import initial
 from sbkit.score.latency import Shown
 from sbkit.system.console import atomic_write
@@ -149,7 +150,8 @@ class ASR(Task):
             masks=masks is not None and getattr(masks, "ramp", None) is None,
             schedule=keys.schedule if self.opt_class is not None else None,
             thaw=int(max((step for step in thaws if math.isfinite(step)), default=0)),
-            trained=keys.pretrainer is not None or keys.init_from is not None, keys=frozenset(vars(self.hparams)))
+            trained=keys.pretrainer is not None or keys.init_from is not None,
+            fastest=max([1.0, *flattened(keys.learning_rates or {}).values()]), keys=frozenset(vars(self.hparams)))
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
         """Train, and warn at the end of all that still holds."""

@@ -24,8 +24,13 @@ LEARNS = 2 * NOTHING
 #: Steps at the peak of the learning rate until a run is taken to stay at chance: those of hparams/ctc.yaml that learn
 #: have left it after 100 to 230, the slowest after 330. A lower peak than usual gets up to three times as many.
 PATIENCE, MAX_TIMES = 400, 3.0
+#: The same from trained weights: a share of the run, between two numbers of steps. Whisper base with the rates of
+#: hparams/ssl.yaml leaves chance after 45 to 75 steps, with the head at the encoder's rate after 190.
+TRAINED_PATIENCE, TRAINED_SHARE = (40, 150), 0.15
 #: The usual peak of the learning rate from nothing, and that of hparams/ssl.yaml from trained weights.
-USUAL_RATE, TRAINED_RATE = 0.002, 3e-4
+USUAL_RATE, TRAINED_RATE = 0.002, 1e-4
+#: The peak there of the head, which is new.
+HEAD_RATE = 0.01
 #: Divergence: of what was clearly learnt (from ``CLEARLY`` below chance on) half of the way down from chance is lost,
 #: on a logarithmic scale, or the loss has grown to ``GROWN`` times where it began, and stays there for ``LASTING``
 #: steps. A lowest loss counts as a tenth of chance at least: below, spikes multiply it.
@@ -63,6 +68,7 @@ class Setup(NamedTuple):
     schedule : of the learning rate, as this start of the run has it
     thaw : steps after which the last part that is frozen for some steps trains
     trained : the weights are trained already, by a pretrainer or init_from
+    fastest : the highest factor of the learning rate that a part has
     keys : names that the recipe has at its top, so that advice can use them
     """
 
@@ -72,6 +78,7 @@ class Setup(NamedTuple):
     schedule: Schedule | None = None
     thaw: int = 0
     trained: bool = False
+    fastest: float = 1.0
     keys: Container[str] = ("lr", "least_steps", "number_of_epochs", "step_seconds")
 
     def option(self, name: str, otherwise: str) -> str:
@@ -82,6 +89,14 @@ class Setup(NamedTuple):
     def usual_rate(self) -> float:
         """The learning rate with which most such runs learn."""
         return TRAINED_RATE if self.trained else USUAL_RATE
+
+    @property
+    def patience(self) -> float:
+        """Steps at that rate until a run is taken to stay at chance."""
+        if not self.trained:
+            return PATIENCE
+        least, most = TRAINED_PATIENCE
+        return min(most, max(least, TRAINED_SHARE * (self.planned or math.inf)))
 
     @property
     def peak(self) -> float:
@@ -112,8 +127,8 @@ class _State:
 class LearningNotices:
     """Watches training steps, and returns notices of two kinds for whoever watches the run.
 
-    - ``chance``: the loss has not left chance (see ``LearningProgress``) after ``PATIENCE`` steps, counted by their
-      learning rates, or at the end of training;
+    - ``chance``: the loss has not left chance (see ``LearningProgress``) after ``Setup.patience`` steps, counted by
+      their learning rates, or at the end of training;
     - ``divergence``: what was clearly learnt is half lost, or the loss is far above where it began.
 
     A notice is given once, again when the problem has passed, and at the end of training if it has not. It depends on
@@ -178,7 +193,7 @@ class LearningNotices:
         """Steps at the peak until a run is taken to stay at chance; one that is still above it gets no extra time."""
         rate = self.setup.usual_rate / self.setup.peak if self.setup.peak > 0 else 1.0
         lower = min(MAX_TIMES, max(1.0, rate))
-        return PATIENCE * (lower if self._state.came_down or self.setup.trained else 1.0)
+        return self.setup.patience * (lower if self._state.came_down or self.setup.trained else 1.0)
 
     def _chance(self) -> list[Notice]:
         state, below = self._state, self._below
@@ -246,7 +261,7 @@ class LearningNotices:
                 than = "chance is" if self._began == state.chance else "in the first steps it was"
                 detail = f"The loss is {state.loss:.3g}; {than} {self._began:.3g}."
             return Notice(what, self._done, headline, f"{detail} The best checkpoint is kept.", tuple(advice))
-        enough = state.learnt >= PATIENCE
+        enough = state.learnt >= setup.patience
         if state.came_down or setup.trained:
             headline = f"The model has learnt nothing{': its loss stands at chance' if enough else ' yet'}"
         else:
@@ -261,9 +276,10 @@ class LearningNotices:
         more = [f"more steps: {setup.option('least_steps', 'batching.least_steps')} {steps} or more in a new run, a "
                 f"higher {setup.option('number_of_epochs', 'epoch_counter.limit')}, or a smaller "
                 f"{setup.option('step_seconds', 'batching.step_seconds')}"]
-        order = [rate, masks * setup.masks, more] if enough else [more, rate, masks * setup.masks]
-        usual = (f"hparams/ssl.yaml, which starts from trained weights, has a peak of {TRAINED_RATE:g}; "
-                 "docs/finetune.md has others' settings" if setup.trained else
+        first = self._faster_head()
+        order = [first, rate, masks * setup.masks, more] if enough else [first, more, rate, masks * setup.masks]
+        usual = ("With the rates of hparams/ssl.yaml Whisper base leaves chance after 45 to 75 steps; docs/finetune.md "
+                 "has others' settings" if setup.trained else
                  f"Runs of hparams/ctc.yaml that learn leave chance after 100 to 230 steps at a rate of {USUAL_RATE:g}")
         detail = (f"{_sentence(self._against_chance())}{state.validation} {usual}. This one has done {self._done:,}, "
                   f"which at its learning rates count for {state.learnt:,.0f}.")
@@ -288,6 +304,15 @@ class LearningNotices:
         schedule = self.setup.schedule
         limit = None if schedule is None else schedule.max_lr_at_chance
         return schedule is not None and limit is not None and 0.9 * limit <= self._reached <= limit < schedule.peak
+
+    def _faster_head(self) -> list[str]:
+        """A higher rate of what is new in a model of trained weights, if it is low."""
+        setup = self.setup
+        if not setup.trained or not 0 < setup.fastest * setup.peak <= HEAD_RATE / 2:
+            return []
+        factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / setup.peak:.0f}}}'"
+        option = f"--head_lr {HEAD_RATE:g}" if "head_lr" in setup.keys else factor
+        return [f"a higher learning rate of the new head, before the encoder forgets what it knows: {option}"]
 
     def _lower_rate(self) -> list[str]:
         """A third of the learning rate that was reached, and twice its warm-up if there is room for it."""

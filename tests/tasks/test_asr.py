@@ -217,11 +217,12 @@ class Thermostat(Parrot):
 
 def test_what_a_recipe_does_with_its_rate_and_its_parts_is_known_to_its_notices():
     layer = torch.nn.Linear(1, 1)
-    hparams = {"freeze": {"layer.weight": 30, "layer.bias": 20}}
+    hparams = {"freeze": {"layer.weight": 30, "layer.bias": 20}, "learning_rates": {"layer": {"bias": 7}}}
     opt = {"opt_class": lambda params: torch.optim.SGD(params, lr=1.0)}
     brain = Thermostat({"layer": layer}, hparams=hparams, run_opts={"device": "cpu"}, **opt)
     brain.notices.setup = brain._setup(9000)
     assert brain.notices.setup.thaw == 30 and brain.notices.setup.schedule is None
+    assert brain.notices.setup.fastest == 7
     begin(brain)
     for step in range(2, 101):
         brain.open_step(step)

@@ -382,7 +382,7 @@ def stock(hparams: dict[str, Any], request: CommandLine) -> SimpleNamespace:
         brain.evaluate(test, progressbar=False)
 
     return SimpleNamespace(step=step, epoch=epoch, validation=validation, evaluation=evaluation, brain=brain,
-                           epoch_steps=len(train))
+                           epoch_steps=len(train), train=train, clips=len(train_set))
 
 
 SIDES: dict[str, MakeSide] = {"stock": stock, "sbkit": ours}
