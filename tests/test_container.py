@@ -80,8 +80,10 @@ def test_the_steps_of_an_image_in_a_debian(tmp_path):
             shutil.copy(Path("/etc") / file, root / "etc" / file)
     shutil.copytree(ROOT, root / "opt/sbkit", dirs_exist_ok=True,
                     ignore=shutil.ignore_patterns(".git", ".venv", "results", "__pycache__"))
+    network = {name: value for name, value in os.environ.items()
+               if name.startswith(("PIP_", "SSL_")) or name.lower().endswith("_proxy")}
     plain = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "TORCH_INDEX": "",
-             "DEBIAN_FRONTEND": "noninteractive"}
+             "DEBIAN_FRONTEND": "noninteractive", **network}
     subprocess.run(["mount", "--bind", "/proc", root / "proc"], check=True)
     try:
         inside = ["chroot", root]

@@ -54,6 +54,17 @@ def test_an_encoder_has_either_name(given, key):
     assert list(keys.clashes()) == [] and keys.encoder_key == key
 
 
+def test_a_search_of_transducers_is_none_of_ctc(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: !include:{SMALL}\n    seed: 2\n\n"
+                    "decoder: !new:sbkit.decode.transducer_beam.TransducerBeam\n")
+    with pytest.raises(SbkitError) as error:
+        load.open_recipe(hparams(path, tmp_path), path)
+    assert str(error.value) == (
+        f"{path}:4: it is a TransducerBeam, which searches the states of a transducer, and this is CTC; "
+        "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
+
+
 @pytest.mark.parametrize("key", ["corpus", "batching", "epoch_counter", "checkpointer"])
 def test_null_for_what_a_run_needs_is_refused_at_check_and_load(key, tmp_path):
     path = tmp_path / "mine.yaml"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.errors import SbkitError
 from sbkit.recipe.choices import SHARE, Range
 from sbkit.recipe.keys import Problem, key
@@ -40,6 +41,9 @@ class CTCKeys(EncoderKeys):
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()
+        if isinstance(self.decoder, TransducerBeam):
+            yield Problem("decoder", "it is a TransducerBeam, which searches the states of a transducer, and this is CTC",
+                          "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
         if self.chunks is not None and self.ctc_weight < 1:
             yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, so an attention decoder trains, which sees whole "
                           "utterances, and chunks are for a model that runs live",
