@@ -33,6 +33,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--average", type=int, default=1, metavar="N",
                         help="score the mean of the N best (or last) checkpoints")
     parser.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 if a WER is higher")
+    for option, field, what in (("--max", "most", "above"), ("--min", "least", "below")):
+        parser.add_argument(option, dest=field, action="append", default=[], type=_bound, metavar="NAME=VALUE",
+                            help=f"exit with 1 if this figure of the results is {what} VALUE (repeatable)")
     parser.add_argument("--name", help="name that the results folder begins with (default: the corpus)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results (default: RUN/evaluations)")
     add_search(parser)
@@ -51,6 +54,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, help="number of processes that read audio")
 
 
+def _bound(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    return name, float(value)
+
+
 def run(args: argparse.Namespace) -> int:
     """Score as the command line asks and return the exit code."""
     check_torch_pair()
@@ -60,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate(request: EvaluateRequest) -> int:
-    """Score, write the files and print a table; the exit code says whether ``max_wer`` was met."""
+    """Score, write the files and print a table; the exit code says whether all bounds were met."""
     from sbkit.infer.bundles import BundleLoader
     from sbkit.runs import evaluation_corpus, restore
     from sbkit.train import device as devices
@@ -113,7 +121,7 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
 def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
     from sbkit.score.run_files import REPORT
 
-    columns, max_wer = [name for name, _ in results[0].results.lines_of_table()[0]], request.max_wer
+    columns = [name for name, _ in results[0].results.lines_of_table()[0]]
     rows = []
     for came, facts, *_ in results:  # what lines share stands in the first of them
         shared = [facts["checkpoint"].removesuffix(request.label()), facts["utterances"], facts["hours"]]
@@ -130,14 +138,19 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
                           ("have no reference", scored.facts.get("without_reference"))):
             if ids:
                 print(f"  not scored: {len(ids)} utterances that {what}: {', '.join(ids[:5])}")
-    if max_wer is None:
-        return 0
-    if not results[0].results.word_error_rates():
-        raise SbkitError("there is no WER to compare with --max-wer", hint=f"the results are {', '.join(columns)}")
-    over = [(scored.facts["checkpoint"], of, rate) for scored in results
-            for of, rate in scored.results.word_error_rates().items() if rate > max_wer]
-    for checkpoint, of, rate in over:
-        print(f"{checkpoint}: a WER of {rate:.2f} %{of and ' '}{of} is more than --max-wer {max_wer:g}",
-              file=sys.stderr)
-    return OVER_LIMIT if over else 0
-
+    bounds = [(name, 1, "more", bound) for name, bound in request.most]
+    bounds += [(name, -1, "less", bound) for name, bound in request.least]
+    if request.max_wer is not None:
+        bounds.append(("WER", 1, "more", request.max_wer))
+    code = 0
+    for name, sign, beyond, bound in bounds:
+        if not results[0].results.figures(name):
+            raise SbkitError(f"there is no {name} to compare with {bound:g}",
+                             hint=f"the results are {', '.join(columns)}")
+        for scored in results:
+            for of, value in scored.results.figures(name).items():
+                if not sign * value <= sign * bound:  # also NaN
+                    code = OVER_LIMIT
+                    print(f"{scored.facts['checkpoint']}: {name} is {value:.4g}{of and ' '}{of}, {beyond} than "
+                          f"{bound:g}", file=sys.stderr)
+    return code

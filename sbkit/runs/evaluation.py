@@ -30,7 +30,8 @@ class EvaluateRequest:
     split : a split of the corpus; None for its test split, or its only one
     checkpoints : ``best``, ``last``, names of checkpoints
     average : score the mean of this many instead
-    max_wer : in per cent; a higher WER makes the exit code 1
+    max_wer : the same as ``("WER", max_wer)`` among ``most``
+    most, least : names of the results' figures, each with a bound: a figure beyond it makes the exit code 1
     name : name of the results, to which checkpoint and search options are appended; by default the corpus's
     out : the folder for results, by default ``RUN/evaluations``
     lm : a language model (ARPA or KenLM's binary) to search with
@@ -51,6 +52,8 @@ class EvaluateRequest:
     checkpoints: Sequence[str] = ("best",)
     average: int = 1
     max_wer: float | None = None
+    most: Sequence[tuple[str, float]] = ()
+    least: Sequence[tuple[str, float]] = ()
     name: str | None = None
     out: Path | None = None
     lm: str | None = None

@@ -107,9 +107,9 @@ class Results:
         """The lines of that table, with the same columns; one, unless a test was heard in several ways."""
         return [self.columns()]
 
-    def word_error_rates(self) -> Mapping[str, float]:
-        """The rates that ``--max-wer`` limits, in per cent, by what to call them in a message."""
-        return {"": self.stats["WER"]} if "WER" in self.stats else {}
+    def figures(self, name: str) -> Mapping[str, float]:
+        """The figures of this name that ``--max`` limits, by what they are of; none if there are none."""
+        return {"": self.stats[name]} if name in self.stats else {}
 
     def files(self, of: str = "") -> list[str]:
         """The names of the result files; ``of``, such as ``test``, is part of them."""

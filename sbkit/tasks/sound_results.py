@@ -41,8 +41,9 @@ class SoundResults(Results):
         """Return the sounds of a clip by their labels: with one alone, the report has its recording too."""
         return {self.maker: row.sound}
 
-    def word_error_rates(self) -> Mapping[str, float]:
-        return {f"in what the {self.maker} made": self.stats["WER"]} if "WER" in self.stats else {}
+    def figures(self, name: str) -> Mapping[str, float]:
+        found = super().figures(name)
+        return {f"in what the {self.maker} made": value for value in found.values()} if name == "WER" else found
 
     def files(self, of: str = "") -> list[str]:
         return [*super().files(of), self._sounds(of)]

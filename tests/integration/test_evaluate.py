@@ -123,7 +123,11 @@ def test_too_many_errors_are_an_exit_code(run, capsys):
     wer = (evaluate(run), result(run, "test-best")["WER"])[1]
     assert evaluate(run, "--max-wer", wer + 0.01) == 0
     assert evaluate(run, "--max-wer", wer - 0.01) == 1
-    assert "is more than --max-wer" in capsys.readouterr().err
+    assert f"best: WER is {wer:.4g}, more than" in capsys.readouterr().err
+    assert evaluate(run, "--max", f"WER={wer + 0.01}", "--min", "CER=0") == 0
+    assert evaluate(run, "--min", f"WER={wer + 0.01}") == 1 and "less than" in capsys.readouterr().err
+    assert evaluate(run, "--max", "EER=5") == 2
+    assert "there is no EER to compare with 5" in capsys.readouterr().err
 
 
 def test_a_recording_that_cannot_be_read_is_named_and_not_scored(run, home, capsys):
@@ -158,6 +162,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--split", "other"], "the corpus of {home}/run: {home}/data has no split 'other'"),
     (["--average", "0"], "can't average 0 checkpoints"),
     (["--max-wer", "low"], "invalid float value"),
+    (["--max", "WER"], "argument --max: invalid"),
     (["--tune-lm"], "there is no language model to weight; name one: --lm FILE.arpa"),
     (["--lm", "{home}/nowhere.arpa"], "nowhere.arpa: there is no such language model"),
     (["--lm", "{home}/cut.arpa"], "cut.arpa is truncated: its section"),

@@ -61,7 +61,7 @@ def test_a_search_of_transducers_is_none_of_ctc(tmp_path):
     with pytest.raises(SbkitError) as error:
         load.open_recipe(hparams(path, tmp_path), path)
     assert str(error.value) == (
-        f"{path}:4: it is a TransducerBeam, which searches the states of a transducer, and this is CTC; "
+        f"{path}:4: it is a TransducerBeam, which searches a transducer's states, and this is CTC; "
         "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
 
 

@@ -42,7 +42,7 @@ class CTCKeys(EncoderKeys):
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()
         if isinstance(self.decoder, TransducerBeam):
-            yield Problem("decoder", "it is a TransducerBeam, which searches the states of a transducer, and this is CTC",
+            yield Problem("decoder", "it is a TransducerBeam, which searches a transducer's states, and this is CTC",
                           "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
         if self.chunks is not None and self.ctc_weight < 1:
             yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, so an attention decoder trains, which sees whole "

@@ -222,5 +222,7 @@ class LiveTranscripts(Transcripts):
     def lines_of_table(self) -> list[list[tuple[str, Any]]]:
         return [list(zip(COLUMNS, each.row(), strict=True)) for each in self.live]
 
-    def word_error_rates(self) -> Mapping[str, float]:
+    def figures(self, name: str) -> Mapping[str, float]:
+        if name != "WER":
+            return super().figures(name)
         return {f"(chunk: {chunk_size.named(each.chunk)})": each.WER for each in self.live}
