@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, add_schemes, count
+from sbkit.commands.options import add_model, add_schemes
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +18,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="redo recordings whose files exist")
     add_schemes(parser)
     add_model(parser, "onnx")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,8 +21,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microphone", metavar="NAME", help="its number or a part of its name, as "
                         "python -m sounddevice lists them (default: the system's)")
     add_model(parser)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
     add_search(parser)
 
 

@@ -21,9 +21,11 @@ def add_schemes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser, formats: str = "onnx, int8 (on a CPU)") -> None:
-    """Add ``--model``."""
+    """Add ``--model``, ``--device`` and ``--threads``."""
     parser.add_argument("--model", default="auto", help=f"{formats} or torch, a program that can run any code of "
                         "whoever made the bundle (default: the first that it has except torch)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--threads", type=count, help="CPU threads of a model (default: all available)")
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:

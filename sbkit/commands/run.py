@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, add_schemes, count
+from sbkit.commands.options import add_model, add_schemes
 
 FORMATS = "npz", "wav", "json"
 
@@ -20,8 +20,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", dest="formats", default=["npz"], type=_formats, metavar="A,B",
                         help=f"of these files, any of {','.join(FORMATS)}; wav is the first output (default: npz)")
     add_model(parser)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
     add_schemes(parser)
 
 

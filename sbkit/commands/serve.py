@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import above, add_model, add_search, count
+from sbkit.commands.options import above, add_model, add_search
 from sbkit.serve.limits import Limits
 
 #: Help texts of the limits in ``sbkit.serve.limits``.
@@ -33,8 +33,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000)
     add_model(parser)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="CPU threads per model (default: all available)")
     parser.add_argument("--batch-seconds", type=above, metavar="S",
                         help="seconds of audio in one batch, padding included")
     parser.add_argument("--chunk-seconds", type=above, metavar="S",

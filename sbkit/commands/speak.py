@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, count
+from sbkit.commands.options import add_model
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-unknown", action="store_true",
                         help="leave characters out that the voice never learnt, instead of refusing the text")
     add_model(parser, "onnx")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
 
 
 def run(args: argparse.Namespace) -> int:

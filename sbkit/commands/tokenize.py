@@ -19,8 +19,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--language", help="of a Common Voice release that has several")
     parser.add_argument("--force", action="store_true", help="replace splits that are there")
     add_model(parser, "onnx")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
     parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")
     add_schemes(parser)
 

@@ -18,8 +18,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", dest="formats", default=["txt"], type=lambda text: text.split(","),
                         metavar="A,B", help="any of txt,json,srt,vtt,ctm (default: txt)")
     add_model(parser)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=count, help="CPU threads of the model (default: all available)")
     parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")
     parser.add_argument("--batch-seconds", type=above, metavar="S", help="audio in one batch, with padding")
     parser.add_argument("--chunk-seconds", type=above, metavar="S", help="longest audio the model gets at once")

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,22 +30,6 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _SHAPES = 64  # number of shapes that a module may be compiled for before torch gives up
 
 
-class Backend(Protocol):
-    """Runs batches; created and called within the worker thread."""
-
-    running: Placement
-    width: int | None
-    """Size of the first output's last dimension, if the file gives it."""
-    metadata: Mapping[str, str]
-    """What the file says of itself."""
-
-    def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
-        """Map a graph's inputs, in their order, to its outputs."""
-
-    def free(self) -> None:
-        """Return memory that is kept for later runs, after one that found none."""
-
-
 def open_graph(path: Path, model: str, device: DeviceChoice, threads: int | None, interface: Interface, worker: Worker,
                compile_mode: str | None = None, spin: bool = True) -> Backend:
     """Open a graph of a bundle on the requested device, or raise; the one way in which a graph is opened.
@@ -61,7 +45,7 @@ def open_graph(path: Path, model: str, device: DeviceChoice, threads: int | None
 
 
 class Onnx:
-    """Runs a model with ONNX Runtime; imports neither torch nor speechbrain."""
+    """Runs a model with ONNX Runtime, created and called within the worker; imports neither torch nor speechbrain."""
 
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
                  spin: bool = True):
@@ -70,14 +54,17 @@ class Onnx:
         proven, why = open_on(where, lambda device: open_session(path, device, threads, interface, spin))
         self._session, self._names = proven.session, list(interface.inputs)
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
+        """What the file says of itself."""
         width = self._session.get_outputs()[0].shape[-1]
         self.width = width if isinstance(width, int) else None
+        """Size of the first output's last dimension, if the file gives it."""
         self.running = Placement(
             wanted.text, proven.device, proven.provider, model, path.name, threads or usable_cores(),
             {"onnxruntime": proven.version},
             "; ".join(filter(None, (eight_bits or why, proven.note))), proven.operators)
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
+        """Map the graph's inputs, in their order, to its outputs."""
         return self._session.run(None, dict(zip(self._names, inputs, strict=True)))
 
     def free(self) -> None:
@@ -85,7 +72,7 @@ class Onnx:
 
 
 class Torch:
-    """Runs a ``torch.export`` program, optionally compiled.
+    """Runs a ``torch.export`` program, optionally compiled, as ``Onnx`` does its own.
 
     A program is code: load only bundles that you trust. Files that could contain a pickle are refused unread.
     """
@@ -149,6 +136,9 @@ class Torch:
         if where != {str(device)}:
             raise Unmet(f"torch {self._torch.__version__} has parts of {path.name} on {' and '.join(sorted(where))}")
         return module, device
+
+
+Backend = Onnx | Torch
 
 
 def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:

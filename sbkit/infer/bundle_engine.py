@@ -6,7 +6,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -31,38 +31,45 @@ class ModelFailed(SbkitError):
 
 
 class BundleEngine(ABC):
-    """Holds one graph of a bundle.
+    """Holds one graph of a bundle, opened and warmed up in a worker; if that fails, the worker ends.
 
-    A derived class reads ``config``, chooses a file of it, and calls :meth:`_start`. What it submits to ``worker``
-    runs the graph with :meth:`compute`. Give it one graph: what takes two has two engines.
+    What a derived class submits to ``worker`` runs the graph with :meth:`compute`. Give it one graph: what takes two
+    has two engines.
 
     Arguments
     ---------
     folder : a bundle
+    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
+    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
+    threads : CPU threads of one run; None for all that this process may use
+    compile : a mode of ``torch.compile``, for ``model="torch"``
     """
 
     config: Bundle
+    kind: ClassVar[str] = "model"
+    """What the graph is called in messages."""
+    thread: ClassVar[str] = "sbkit-model"
+    """The worker's name."""
+    spin: ClassVar[bool] = True
+    """As for ``open_graph``."""
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
+                 threads: int | None = None, compile: str | None = None):
+        self.folder, self.threads, self.compile = Path(folder), threads, compile
         self.fault: str | None = None
         """The error that broke the device, if any; only a new process helps then."""
         self.backend: Backend | None = None
         """What runs the graph; another may take its place. None once closed."""
-
-    def _start(self, path: Path, model: str, device: DeviceChoice, threads: int | None, compile: str | None = None,
-               spin: bool = True, thread: str = "sbkit-model") -> None:
-        """Start the worker, and open a graph there and warm it up; if that fails, the worker ends.
-
-        Arguments
-        ---------
-        path, model : the graph's file, and the format it is in
-        device, threads, compile, spin : as for ``open_graph``
-        thread : the worker's name
-        """
-        self.worker = Worker(thread)
+        self._read()
+        models = self._models()
+        model = formats.choose(self.folder, models, model, self.kind)
+        wanted = DeviceChoice.parse(device)
+        if compile and model != layout.TORCH:
+            raise SbkitError(f"compile only works with the model torch, but {model} was chosen",
+                             hint="add --model torch")
+        self.worker = Worker(self.thread)
         try:
-            self.worker.submit(self._open, path, model, device, threads, compile, spin).result()
+            self.worker.submit(self._open, self.folder / models[model], model, wanted).result()
         except BaseException:
             self.worker.close()
             raise
@@ -89,12 +96,20 @@ class BundleEngine(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @abstractmethod
+    def _read(self) -> None:
+        """Read ``config``, the bundle's configuration."""
+
+    def _models(self) -> Mapping[str, str]:
+        """Return the graph's file in each format."""
+        return self.config.models
+
     # ------------------------------------------------------------------ within the worker
 
-    def _open(self, path: Path, model: str, device: DeviceChoice, threads: int | None, compile: str | None,
-              spin: bool) -> None:
+    def _open(self, path: Path, model: str, device: DeviceChoice) -> None:
         formats.check_file(path, self.config)
-        self.backend = open_graph(path, model, device, threads, self._interface(), self.worker, compile, spin)
+        self.backend = open_graph(path, model, device, self.threads, self._interface(), self.worker, self.compile,
+                                  self.spin)
         self._compare(path, self.backend.metadata)
         self._warm_up(path)
 
@@ -158,6 +173,11 @@ class Loaded(Generic[E]):
     def running(self) -> Placement:
         """The requested device, and the one the model runs on."""
         return self.engine.running
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples per second."""
+        return self.engine.config.sample_rate
 
     def close(self) -> None:
         """Release the model."""

@@ -92,11 +92,6 @@ class CodecModel(Loaded[CodeEngine]):
         """Its codebooks, which shards of codes are compared with."""
         return self.engine.books
 
-    @property
-    def sample_rate(self) -> int:
-        """Samples per second."""
-        return self.engine.config.sample_rate
-
     def encode(self, audio: Sequence[Source]) -> list[np.ndarray]:
         """Compute the codes [T, Q] int64 of each recording, which do not depend on the others.
 

@@ -13,9 +13,7 @@ import numpy as np
 from sbkit.codes import Books
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine
-from sbkit.infer.device import DeviceChoice
 from sbkit.infer.onnx_session import Interface
 
 _AGAIN = "do its files come from the same export? export it again"
@@ -23,33 +21,18 @@ _EXAMPLE = 25  # frames to prove with that a graph runs
 
 
 class CodecEngine(BundleEngine):
-    """Runs one of a codec's two graphs on batches of parts of recordings: samples [S], or codes [T, Q].
-
-    Arguments
-    ---------
-    folder : a codec's bundle
-    model : ``onnx`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
-    threads : CPU threads of one run; None for all that this process may use
-    """
+    """Runs one of a codec's two graphs on batches of parts of recordings: samples [S], or codes [T, Q]."""
 
     config: layout.CodecConfig
+    kind = "codec"
 
-    def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
-                 threads: int | None = None):
-        super().__init__(folder)
+    def _read(self) -> None:
         self.config = layout.CodecConfig.read(self.folder)
         self.books = books_of(self.config)
-        model = formats.choose(self.folder, self._files(), model, kind="codec")
-        self._start(self.folder / self._files()[model], model, DeviceChoice.parse(device), threads)
 
     def submit(self, parts: Sequence[np.ndarray]) -> Future[Any]:
         """Queue a batch; the future gives an array for each part."""
         return self.worker.submit(self._run, list(parts))
-
-    @abstractmethod
-    def _files(self) -> Mapping[str, str]:
-        """Return the graph's file in each format."""
 
     # ------------------------------------------------------------------ within the worker
 
@@ -78,9 +61,6 @@ class CodeEngine(CodecEngine):
         """Return the codes [T, Q] of a recording as int64, or raise ``InvalidCode``."""
         return self.books.check(codes, f"what {self.running.file} gave")
 
-    def _files(self) -> Mapping[str, str]:
-        return self.config.models
-
     def _interface(self) -> Interface:
         return Interface(dict(zip(layout.INPUTS, self._padded([self._part()]), strict=True)), layout.CODES)
 
@@ -105,7 +85,7 @@ class CodeEngine(CodecEngine):
 class SoundEngine(CodecEngine):
     """Computes samples [T * stride] float32 from -1 to 1 of codes [T, Q] int64, which somebody checked."""
 
-    def _files(self) -> Mapping[str, str]:
+    def _models(self) -> Mapping[str, str]:
         return self.config.decoders
 
     def _interface(self) -> Interface:

@@ -13,9 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine
-from sbkit.infer.device import DeviceChoice
 from sbkit.infer.formats import AUTO
 from sbkit.infer.onnx_session import Interface
 
@@ -31,11 +29,7 @@ class Engine(BundleEngine):
 
     Arguments
     ---------
-    folder : a bundle
-    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
-    threads : CPU threads of one run; None for all that this process may use
-    compile : a mode of ``torch.compile``, for ``model="torch"``
+    folder, model, device, threads, compile : as for ``BundleEngine``
     buckets : shapes (utterances, seconds) that the model is compiled for
     """
 
@@ -43,19 +37,10 @@ class Engine(BundleEngine):
 
     def __init__(self, folder: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
                  compile: str | None = None, buckets: Sequence[tuple[int, float]] | None = None):
-        super().__init__(folder)
-        self._read()
-        model = formats.choose(self.folder, self.config.models, model)
-        wanted = DeviceChoice.parse(device)
-        if compile and model != layout.TORCH:
-            raise SbkitError(f"compile only works with the model torch, but {model} was chosen",
-                             hint="add --model torch")
-        self._buckets = self._shapes(buckets) if compile else []
-        self.threads = threads
-        self._start(self.folder / self.config.models[model], model, wanted, threads, compile)
+        self._asked, self._buckets = buckets, list[tuple[int, int]]()
+        super().__init__(folder, model, device, threads, compile)
 
     def _read(self) -> None:
-        """Read the bundle's configuration."""
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
 
@@ -76,6 +61,7 @@ class Engine(BundleEngine):
 
     def _warm_up(self, path: Path) -> None:
         self._check_width(path)
+        self._buckets = self._shapes(self._asked) if self.compile else []
         for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
 

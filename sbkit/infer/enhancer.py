@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine, Loaded
-from sbkit.infer.device import DeviceChoice
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.recordings import Recording, Source
 
@@ -35,24 +33,16 @@ class NoisyPiece:
 
 
 class EnhanceEngine(BundleEngine):
-    """Enhances pieces of streams.
-
-    Arguments
-    ---------
-    folder : an enhancer's bundle
-    model : ``onnx`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
-    threads : CPU threads of one run; None for all that this process may use
-    """
+    """Enhances pieces of streams."""
 
     config: layout.EnhancerConfig
+    kind = "enhancer"
 
-    def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
-                 threads: int | None = None):
-        super().__init__(folder)
+    def _read(self) -> None:
         self.config = layout.EnhancerConfig.read(self.folder)
-        model = formats.choose(self.folder, self.config.streams, model, kind="enhancer")
-        self._start(self.folder / self.config.streams[model], model, DeviceChoice.parse(device), threads)
+
+    def _models(self) -> Mapping[str, str]:
+        return self.config.streams
 
     def submit(self, pieces: Sequence[NoisyPiece]) -> Future[Any]:
         """Queue a batch; the future gives for each piece samples [S] and the next state."""
@@ -165,11 +155,6 @@ class EnhancerModel(Loaded[EnhanceEngine]):
     >>> model = sbkit.infer.load("bundle")                # doctest: +SKIP
     >>> samples = model.enhance("noisy.mp3")              # doctest: +SKIP
     """
-
-    @property
-    def sample_rate(self) -> int:
-        """Samples per second."""
-        return self.engine.config.sample_rate
 
     def enhance(self, audio: Source) -> np.ndarray:
         """Return a recording's samples [S] float32 at :attr:`sample_rate` without their noise.

@@ -13,7 +13,7 @@ from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.enhancer import EnhancerModel, enhancer
-from sbkit.infer.formats import AUTO
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.inputs import collect
 from sbkit.infer.recordings import Recording
 from sbkit.infer.resynthesis import file_names
@@ -25,7 +25,7 @@ LEFT_OUT = 1  # exit code if some recordings could not be read
 
 
 @dataclass(frozen=True)
-class EnhanceRequest:
+class EnhanceRequest(ModelRequest):
     """What to enhance, and where to.
 
     files : files, folders, manifests, ``-``
@@ -39,9 +39,6 @@ class EnhanceRequest:
     to: Path
     overwrite: bool = False
     schemes: Sequence[str] = ()
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
 
 
 def enhance(request: EnhanceRequest) -> int:

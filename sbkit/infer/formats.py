@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 
@@ -14,6 +15,15 @@ from sbkit.system import untrusted
 AUTO = "auto"
 _FORMATS = (layout.ONNX, layout.INT8, layout.TORCH)
 _NEEDS = {layout.ONNX: "onnxruntime", layout.INT8: "onnxruntime", layout.TORCH: "torch"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """Which of a bundle's models a command runs, and where: as for ``BundleEngine``."""
+
+    model: str = AUTO
+    device: str = AUTO
+    threads: int | None = None
 
 
 def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "model") -> str:

@@ -18,10 +18,10 @@ from sbkit.decode.streaming import StreamResult
 from sbkit.errors import SbkitError
 from sbkit.infer.captions import Captions, Json, Plain, TerminalCaptions
 from sbkit.infer.decoding import decoder
-from sbkit.infer.formats import AUTO
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.inputs import STDIN
 from sbkit.infer.lines import Lines
-from sbkit.infer.sound_sources import Microphone, Pcm, SoundSource
+from sbkit.infer.sound_sources import Microphone, Pcm
 from sbkit.infer.stream import Stream
 from sbkit.infer.stream_engine import StreamEngine
 from sbkit.system.untrusted import standard_input
@@ -30,7 +30,7 @@ _STOPPED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True)
-class ListenRequest(SearchRequest):
+class ListenRequest(SearchRequest, ModelRequest):
     """What to listen to, and how.
 
     bundle : the folder that ``sbkit export`` made
@@ -47,9 +47,6 @@ class ListenRequest(SearchRequest):
     microphone: str | None = None
     chunk: int | None = None
     json: bool = False
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
 
 
 class CtrlC(AbstractContextManager["CtrlC"]):
@@ -136,7 +133,7 @@ def _listen(engine: StreamEngine, request: ListenRequest, search: dict[str, Any]
     return code
 
 
-def _source(request: ListenRequest, own: int) -> SoundSource:
+def _source(request: ListenRequest, own: int) -> Pcm | Microphone:
     if request.source == STDIN:
         rate = request.rate or own
         pcm = standard_input("16-bit PCM", f"arecord -t raw -f S16_LE -r {rate} | sbkit listen BUNDLE -")

@@ -22,7 +22,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.codec import CodecModel, codec
 from sbkit.infer.codec_engine import books_of
-from sbkit.infer.formats import AUTO
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.sound_file import SoundWriter
 from sbkit.system.console import progress
 
@@ -33,7 +33,7 @@ AT_ONCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class ResynthesizeRequest:
+class ResynthesizeRequest(ModelRequest):
     """What to turn back, and where to.
 
     folder : of codes, or of one such folder for each split
@@ -46,9 +46,6 @@ class ResynthesizeRequest:
     to: Path
     format: str = "wav"
     force: bool = False
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
 
 
 def resynthesize(request: ResynthesizeRequest) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
-from sbkit.infer.formats import AUTO
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
 from sbkit.infer.inputs import below, collect, refuse_meeting
 from sbkit.infer.recordings import Recording
@@ -25,7 +25,7 @@ _SHOWN = 10_000
 
 
 @dataclass(frozen=True)
-class RunRequest:
+class RunRequest(ModelRequest):
     """What to run on what.
 
     bundle : the folder that ``sbkit export`` made
@@ -39,9 +39,6 @@ class RunRequest:
     files: Sequence[str]
     output: Path | None = None
     formats: Sequence[str] = ("npz",)
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
     schemes: Sequence[str] = ()
 
 

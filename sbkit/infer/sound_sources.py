@@ -6,7 +6,7 @@ import queue
 from collections.abc import Iterator
 from io import BufferedIOBase
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +18,8 @@ _BLOCK_SECONDS = 0.04  # of the microphone
 _BEHIND_SECONDS = 30.0  # that the microphone may be ahead of the model
 
 
-class SoundSource(Protocol):
-    """Gives samples as they come."""
-
-    name: str
-    """As a message has it."""
-    rate: int
-    """Samples per second."""
-    warning: str | None
-    """What is to be told after the last samples."""
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        """Give int16 samples [N] until there are no more."""
-
-
 class Pcm:
-    """Reads 16-bit little-endian samples of one channel, as soon as they are there.
+    """Reads 16-bit little-endian samples [N] of one channel, as soon as they are there.
 
     Arguments
     ---------
@@ -45,6 +31,7 @@ class Pcm:
     def __init__(self, file: BufferedIOBase, rate: int, name: str = "standard input"):
         self._file, self.rate, self.name = file, rate, name
         self.warning: str | None = None
+        """What is to be told after the last samples."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
         held, beginning, empty = b"", Beginning(), True

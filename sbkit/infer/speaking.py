@@ -15,7 +15,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.formats import AUTO
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.sentences import Script
 from sbkit.infer.sound_file import SoundStream, SoundWriter, kind_of
 from sbkit.infer.voice import Voice, checked_speed, speaker_of
@@ -31,7 +31,7 @@ _LIVE = "wav"  # the format of standard output
 
 
 @dataclass(frozen=True)
-class SpeakRequest:
+class SpeakRequest(ModelRequest):
     """What to say, and how.
 
     text : ``-`` for standard input; None: in ``file``
@@ -46,9 +46,6 @@ class SpeakRequest:
     voice: str | None = None
     speed: float = 1.0
     skip_unknown: bool = False
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
 
 
 def speak(request: SpeakRequest) -> int:

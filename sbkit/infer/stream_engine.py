@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
 from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine, closed
-from sbkit.infer.device import DeviceChoice, OutOfMemory
+from sbkit.infer.device import OutOfMemory
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.samples import whole
 from sbkit.infer.session import Session, State, StreamBatch, interface
@@ -40,32 +40,36 @@ class StreamEngine(BundleEngine):
     Arguments
     ---------
     folder : a bundle that has a graph for streams
-    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
-    threads : CPU threads of one step; None for all that this process may use
+    model, device, threads : as for ``BundleEngine``
     max_streams : streams in one step: more take a CPU as long each, and all wait for the last of them
     stepped : is called with the number of streams after each step, in the worker thread
     """
 
     config: Config
+    kind, thread, spin = "graph for streams", "sbkit-streams", False
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
                  threads: int | None = None, max_streams: int = 16, stepped: Callable[[int], None] | None = None):
-        super().__init__(folder)
-        self.max_streams = max_streams
-        self.config = Config.read(self.folder)
-        self.vocabulary = Vocabulary.read(self.folder, self.config)
-        models = _models(self.folder, self.config)
-        model = formats.choose(self.folder, models, model, kind="graph for streams")
-        self._stepped = stepped
+        self.max_streams, self._stepped = max_streams, stepped
         self._began: float | None = None  # the current step
         self._lock = threading.Lock()
         self._line: deque[Session] = deque()  # streams whose turn comes, the first of them next
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
-        self.batch = StreamBatch(self.config, max_streams)
-        self._start(self.folder / models[model], model, DeviceChoice.parse(device), threads, spin=False,
-                    thread="sbkit-streams")
+        super().__init__(folder, model, device, threads)
+
+    def _read(self) -> None:
+        self.config = Config.read(self.folder)
+        self.vocabulary = Vocabulary.read(self.folder, self.config)
+        if self.config.streaming is None:
+            raise SbkitError(f"{self.folder} has no graph for streams: its model takes whole recordings",
+                             hint="train with hparams/streaming.yaml (sbkit new FOLDER --task streaming writes it) and "
+                                  "export that run; one that learnt in chunks gets the graph when it is exported again")
+        self.batch = StreamBatch(self.config, self.max_streams)
+
+    def _models(self) -> Mapping[str, str]:
+        assert self.config.streaming is not None, "others are refused"
+        return self.config.streaming.models
 
     # ------------------------------------------------------------------ asking
 
@@ -201,12 +205,3 @@ class StreamEngine(BundleEngine):
             session.decode(log_probs)
         else:
             self._searcher.submit(session.decode, log_probs)
-
-
-def _models(folder: Path, config: Config) -> dict[str, str]:
-    """The files of a bundle's graph for streams, by format."""
-    if config.streaming is None:
-        raise SbkitError(f"{folder} has no graph for streams: its model takes whole recordings",
-                         hint="train with hparams/streaming.yaml (sbkit new FOLDER --task streaming writes it) and "
-                              "export that run; one that learnt in chunks gets the graph when it is exported again")
-    return config.streaming.models

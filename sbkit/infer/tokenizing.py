@@ -28,7 +28,7 @@ from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.codec import CodecModel, codec
-from sbkit.infer.formats import AUTO
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.resynthesis import file_name
 from sbkit.system import disk
 from sbkit.system.console import progress
@@ -45,7 +45,7 @@ _ONE_FILE = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 
 
 @dataclass(frozen=True)
-class TokenizeRequest:
+class TokenizeRequest(ModelRequest):
     """What to code, and where to.
 
     corpus : whatever a recipe's ``data_folder`` may be, or one of its lists
@@ -62,9 +62,6 @@ class TokenizeRequest:
     schemes: Sequence[str] = ()
     readers: int = 2
     force: bool = False
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
 
 
 class _ReadRow(NamedTuple):

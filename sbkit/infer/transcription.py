@@ -15,7 +15,7 @@ from sbkit.decode.search_options import SearchRequest
 from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
-from sbkit.infer.formats import AUTO
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.inputs import below, collect, refuse_meeting
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
@@ -29,7 +29,7 @@ _SHOWN = 20  # number of errors shown on the screen
 
 
 @dataclass(frozen=True)
-class TranscribeRequest(SearchRequest):
+class TranscribeRequest(SearchRequest, ModelRequest):
     """What to transcribe, and how.
 
     bundle : the folder that ``sbkit export`` made
@@ -45,9 +45,6 @@ class TranscribeRequest(SearchRequest):
     files: Sequence[str]
     output: Path | None = None
     formats: Sequence[str] = ("txt",)
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
     batch_seconds: float | None = None
     chunk_seconds: float | None = None
     readers: int = 2

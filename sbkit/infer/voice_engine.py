@@ -13,9 +13,7 @@ import numpy as np
 from sbkit.data.pronunciation import pronunciation
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer import formats
 from sbkit.infer.bundle_engine import BundleEngine, ModelFailed
-from sbkit.infer.device import DeviceChoice
 from sbkit.infer.onnx_session import Interface
 
 #: One symbol, in the first voice and at its own speed.
@@ -44,26 +42,15 @@ class SpeechOutput:
 
 
 class VoiceEngine(BundleEngine):
-    """Computes samples from ids of symbols.
-
-    Arguments
-    ---------
-    folder : a voice's bundle
-    model : ``onnx`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
-    threads : CPU threads of one run; None for all that this process may use
-    """
+    """Computes samples from ids of symbols."""
 
     config: layout.VoiceConfig
+    kind = "voice"
 
-    def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
-                 threads: int | None = None):
-        super().__init__(folder)
+    def _read(self) -> None:
         self.config = layout.VoiceConfig.read(self.folder)
         if self.config.spelling is not None:
             pronunciation(self.config.spelling)  # what it needs is missed now, not with the first text
-        model = formats.choose(self.folder, self.config.models, model, kind="voice")
-        self._start(self.folder / self.config.models[model], model, DeviceChoice.parse(device), threads)
 
     def submit(self, lines: Sequence[SpeechInput]) -> Future[Any]:
         """Queue a batch; the future gives a ``SpeechOutput`` for each line."""

@@ -35,8 +35,7 @@ from sbkit.serve.form import Form, OutputsForm, Upload
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.recognise import recognise
-from sbkit.serve.registry import Registry
+from sbkit.serve.registry import Registry, recognise
 from sbkit.serve.replies import Streamed
 from sbkit.serve.speech import resumed, sound
 from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,19 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
+from sbkit.infer.assembly import Assembly, StableWords, transcript
+from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
 from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
 from sbkit.infer.graph_model import GraphEngine
 from sbkit.infer.stream_engine import StreamEngine
+from sbkit.infer.transcript import Transcript
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
+from sbkit.serve.backlog import Work
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import unknown_model, wrong_model
+from sbkit.serve.job import Job
 from sbkit.serve.served import STUCK_SECONDS, BundleOptions, Log, Served
 from sbkit.system.cores import usable_cores
 
@@ -237,3 +244,48 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, log: Callable[[str
         Registry(loaded).close()
         raise
     return Registry(loaded)
+
+
+_AHEAD = 4  # chunks of one recording in flight: a long recording must not fill all batches
+
+
+def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio: Work,
+              progress: Callable[[str], None] | None = None) -> Transcript:
+    """Transcribe a recording given as blocks [S].
+
+    Arguments
+    ---------
+    job : cancels it
+    audio : learns how much was heard
+    progress : called with each new piece of text; all pieces joined are the transcript's text
+    """
+    heard, settling = Assembly(), StableWords(served.decoder, served.vocabulary)
+    reported = 0  # words
+    waiting: deque[tuple[int, Chunk, Future[Any]]] = deque()
+
+    def take() -> None:
+        number, chunk, future = waiting.popleft()
+        heard.add(number, chunk, job.result(future), served.frame_samples, served.decoder)
+        audio.done(heard.samples / served.config.sample_rate)
+        new, heard.stretches = heard.stretches, []
+        settling.more(new)
+        report()
+
+    def report() -> None:
+        nonlocal reported
+        new = settling.words[reported:]
+        if new and progress is not None:
+            progress((served.vocabulary.space if reported else "") + served.vocabulary.text(new))
+            reported += len(new)
+
+    chunks = cut(blocks, served.config.sample_rate, served.frame_samples, served.chunk_seconds)
+    for number, chunk in enumerate(chunks):
+        job.check()
+        waiting.append((number, chunk, job.watch(served.batcher.submit(chunk.signal, job.client))))
+        if len(waiting) >= _AHEAD:
+            take()
+    while waiting:
+        take()
+    settling.end()
+    report()
+    return transcript("", heard, settling.words, served.vocabulary)

@@ -20,7 +20,6 @@ MAX_CHARACTERS = 4096
 _MAX_BYTES = 1 << 16  # so many characters as JSON, each of them two escapes
 _TAKEN = ("input", "model", "voice", "response_format", "speed", "stream_format", "instructions", "skip_unknown")
 _DEFAULT, _AUDIO, _SSE = "mp3", "audio", "sse"
-_MISSING = object()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.evaluation import EvaluateRequest
-from sbkit.runs.initial.checked_start import check_start
+from sbkit.runs.initial import check_start
 from sbkit.runs.initial.source import TokenTables
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric

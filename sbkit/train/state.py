@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from sbkit.train.batches import MicroBatch
 from sbkit.train.monitor.tally import Mean
@@ -85,10 +85,6 @@ class TrainState:
         self.average.total, self.average.count = here.get("loss_sums", (0.0, 0.0))
 
 
-class _Brain(Protocol):
-    train_state: TrainState
-
-
 class StateView:
     """An attribute of a Brain, documented by SpeechBrain, that is stored in ``TrainState``."""
 
@@ -98,11 +94,11 @@ class StateView:
     @overload
     def __get__(self, brain: None, owner: type) -> StateView: ...
     @overload
-    def __get__(self, brain: _Brain, owner: type) -> int: ...
-    def __get__(self, brain: _Brain | None, owner: type) -> StateView | int:
+    def __get__(self, brain: object, owner: type) -> int: ...
+    def __get__(self, brain: Any, owner: type) -> StateView | int:  # a Brain, with its train_state
         return self if brain is None else getattr(brain.train_state, self._name)
 
-    def __set__(self, brain: _Brain, value: int) -> None:
+    def __set__(self, brain: Any, value: int) -> None:
         setattr(brain.train_state, self._name, value)
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sbkit.doctor import cards, finding, folders, machine, packages, probe
+from sbkit.doctor import cards, examination, finding, folders, packages, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, MachineFinding, Scope, run_check
 
 SMI = """\
@@ -184,28 +184,28 @@ def test_a_card_with_errors_and_slices_is_noted(monkeypatch):
 
 def test_little_shared_memory_as_docker_gives(monkeypatch):
     state = collections.namedtuple("State", "f_bavail f_frsize f_blocks")(16_000, 4096, 16_384)
-    monkeypatch.setattr(machine.os, "statvfs", lambda _: state)
-    monkeypatch.setattr(machine.os.path, "isdir", lambda _: True)
-    found = only(machine.shared_memory)
+    monkeypatch.setattr(examination.os, "statvfs", lambda _: state)
+    monkeypatch.setattr(examination.os.path, "isdir", lambda _: True)
+    found = only(examination.shared_memory)
     assert (found.verdict, found.found) == (NOTE, "/dev/shm: 0.06 of 0.06 GiB free") and "--shm-size" in found.fix
 
 
 @pytest.mark.parametrize("usable, threads, verdict, mend", [
     (1, None, NOTE, "two or more"), (4, "16", NOTE, "OMP_NUM_THREADS=4"), (4, "4", OK, ""), (4, None, OK, "")])
 def test_cores_and_threads_that_fight_for_them(monkeypatch, usable, threads, verdict, mend):
-    monkeypatch.setattr(machine, "usable_cores", lambda: usable)
+    monkeypatch.setattr(examination, "usable_cores", lambda: usable)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    found = only(machine.cores)
+    found = only(examination.cores)
     assert found.verdict == verdict and mend in found.fix
 
 
 def test_few_open_files_and_names_that_are_not_utf8(monkeypatch):
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 1024))
-    monkeypatch.setattr(machine.sys, "getfilesystemencoding", lambda: "ascii")
-    assert only(machine.open_files).fix.startswith("ulimit -n 1024")
-    assert only(machine.language).verdict == NOTE
+    monkeypatch.setattr(examination.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(examination.sys, "getfilesystemencoding", lambda: "ascii")
+    assert only(examination.open_files).fix.startswith("ulimit -n 1024")
+    assert only(examination.language).verdict == NOTE
 
 
 def test_a_run_from_the_future_and_a_corpus_that_is_not_there(tmp_path):

@@ -3,73 +3,33 @@ heard in its report, exported, and run on files; and how many decibels it wins a
 """
 
 import base64
-import contextlib
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import processes
 import pytest
 import soundfile
-import torch
-import yaml
+from trained_runs import ENVIRONMENT, ROOT, different, furthest, outcome, saved_step, voice, voices
 
 from sbkit.cli import main
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--channels", "16", "--hidden", "24", "--layers", "2", "--crop_seconds", "0.5", "--step_seconds", "4",
         "--least_steps", "0", "--max_batch_seconds", "8", "--number_of_epochs", "2", "--num_workers", "1",
         "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0", "--ckpt_interval_steps", "2",
         "--no-check"]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def voice(seconds, seed):
-    """A buzz whose pitch glides and whose loudness comes and goes."""
-    drawn, at = np.random.default_rng(seed), np.arange(int(seconds * 16_000)) / 16_000
-    pitch = 120 + 60 * np.sin(2 * np.pi * drawn.uniform(0.5, 2) * at + drawn.uniform(0, 6))
-    phase = 2 * np.pi * np.cumsum(pitch) / 16_000
-    return (0.1 * sum(np.sin(k * phase) / k for k in range(1, 12)) * (0.6 + 0.4 * np.sin(6 * np.pi * at))).astype("f4")
+MEASURED = "valid_SI_SNRi", "test_SI_SNRi"
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Clean recordings, and lists of them that have no texts."""
-    folder = tmp_path_factory.mktemp("data")
-    for split, count in (("train", 48), ("dev", 8), ("test", 12)):
-        lines = ["ID,wav"]
-        for i in range(count):
-            soundfile.write(folder / f"{split}{i}.wav", voice(0.6 + 0.1 * (i % 7), 1000 * len(split) + i), 16_000)
-            lines.append(f"{split}{i},{split}{i}.wav")
-        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
-    return folder
+    return voices(tmp_path_factory.mktemp("data"), noise=0)
 
 
 def words(out, data, *more, recipe="hparams/enhance.yaml"):
     return "train", recipe, *TINY, "--data_folder", data, "--output_folder", out, *more
-
-
-def latest(out):
-    return max((out / "save").glob("CKPT+*"), key=lambda f: yaml.safe_load((f / "CKPT.yaml").read_text())["unixtime"])
-
-
-def outcome(out):
-    """Everything that training left, but for times."""
-    folder = latest(out)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    measured = ("kind", "epoch", "step", "train_loss", "valid_loss", "valid_SI_SNRi", "test_loss", "test_SI_SNRi")
-    return {"model": torch.load(folder / "model.ckpt", weights_only=True),
-            "optimizer": torch.load(folder / "optimizer.ckpt", weights_only=True)["state"],
-            "metrics": [[line.get(key) for key in measured] for line in lines if line["kind"] in ("epoch", "test")]}
-
-
-def same(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.fixture(scope="module")
@@ -83,23 +43,17 @@ def run(data, tmp_path_factory):
 def test_killed_and_started_again_it_ends_as_if_it_had_never_been_stopped(run, data, tmp_path):
     """Noise included, which is drawn anew for each pass."""
     out = tmp_path / "out"
-
-    def saved():
-        with contextlib.suppress(ValueError, FileNotFoundError):  # there is none yet, or it has just been deleted
-            return yaml.safe_load((latest(out) / "brain.ckpt").read_text())["optimizer_step"] >= 6
-
-    processes.killed(saved, *words(out, data), cwd=ROOT, **ENVIRONMENT)
+    processes.killed(lambda: saved_step(out) >= 6, *words(out, data), cwd=ROOT, **ENVIRONMENT)
     said = processes.sbkit(*words(out, data), cwd=ROOT, **ENVIRONMENT)
     assert "Loading a checkpoint from" in (out / "log.txt").read_text() + said.stderr
-    found, wanted = outcome(out), outcome(run)
-    assert [key for key in wanted if not same(found[key], wanted[key])] == []
+    assert different(outcome(out, *MEASURED), outcome(run, *MEASURED)) == []
 
 
 def test_two_ranks_train_what_one_does(run, data, tmp_path):
     """But for sums of another order, which Muon makes larger: it gives small directions of a gradient their weight."""
     processes.sbkit(*words(tmp_path / "two", data), cwd=ROOT, ranks=2, **ENVIRONMENT)
-    one, two = outcome(run), outcome(tmp_path / "two")
-    assert max((one["model"][name] - two["model"][name]).abs().max().item() for name in one["model"]) < 1e-2
+    one, two = outcome(run, *MEASURED), outcome(tmp_path / "two", *MEASURED)
+    assert furthest(one["model"], two["model"]) < 1e-2
     for ours, theirs in zip(one["metrics"], two["metrics"], strict=True):
         assert ours[:3] == theirs[:3]
         assert ours[3:] == [None if each is None else pytest.approx(each, rel=1e-3, abs=1e-2) for each in theirs[3:]]
@@ -149,7 +103,7 @@ def test_pairs_of_voicebanks_layout_are_learnt_from(tmp_path):
     """The clean one is the target, and no noise is added."""
     folder, out = tmp_path / "vb", tmp_path / "out"
     for number, name in enumerate(("p225_001", "p225_002", "p226_001", "p227_001", "p232_001")):
-        where, clean = "testset" if name.startswith("p232") else "trainset_28spk", voice(1.0, number)
+        where, clean = "testset" if name.startswith("p232") else "trainset_28spk", voice(1.0, number, noise=0)
         noisy = clean + 0.05 * np.random.default_rng(number).standard_normal(len(clean)).astype("f4")
         for kind, sound in (("clean", clean), ("noisy", noisy)):
             (folder / f"{kind}_{where}_wav").mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,7 @@
 """What docs/extend.md says, done in a folder of one's own: a task that this repository does not know."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +9,14 @@ import processes
 import pytest
 import soundfile
 import torch
+from trained_runs import ENVIRONMENT, ROOT, TONES, python, tone, tones, weights
 
 from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
 from sbkit.recipe import load
 from sbkit.rehearsal.corpus import write
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-WORDS = ("low", "high", "both")
 
 
 def files():
@@ -29,33 +25,13 @@ def files():
     return dict(blocks)
 
 
-def tone(word, seconds, seed):
-    drawn = np.random.default_rng(seed)
-    at = np.arange(int(seconds * 16_000)) / 16_000
-    pitches = {"low": [300], "high": [1100], "both": [300, 1100]}[word]
-    return sum(0.2 * np.sin(2 * np.pi * each * at + drawn.uniform(0, 6)) for each in pitches) \
-        + 0.01 * drawn.standard_normal(len(at))
-
-
-def corpus(folder):
-    for split, count in (("train", 60), ("dev", 15), ("test", 15)):
-        lines = ["ID,duration,wav,wrd"]
-        for i in range(count):
-            word, seconds = WORDS[i % 3], 0.4 + 0.05 * (i % 7)
-            path = folder / "wavs" / f"{split}{i}.wav"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            soundfile.write(path, tone(word, seconds, 1000 * len(split) + i), 16_000)
-            lines.append(f"{split}{i},{seconds},{path},{word}")
-        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
-
-
 def pairs(folder):
     """Recordings with a hum of each speaker's, and what they were before noise was added."""
     for split, count in (("train", 48), ("dev", 9), ("test", 9)):
         lines = ["ID,duration,wav,spk_id,clean_wav"]
         for i in range(count):
             seconds, drawn = 0.5 + 0.05 * (i % 7), np.random.default_rng(i)
-            clean = tone(WORDS[i % 3], seconds, 1000 * len(split) + i)
+            clean = tone(TONES[i % 3], seconds, 1000 * len(split) + i)
             names = [f"wavs/{split}{i}{kind}.wav" for kind in ("", "-clean")]
             (folder / "wavs").mkdir(parents=True, exist_ok=True)
             soundfile.write(folder / names[0], clean + 0.1 * drawn.standard_normal(len(clean)), 16_000)
@@ -70,7 +46,7 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mine")
     for name, text in files().items():
         (folder / name).write_text(text)
-    corpus(folder / "data")
+    tones(folder / "data", 60, 15)
     pairs(folder / "pairs")
     return folder
 
@@ -82,9 +58,9 @@ def parts(home):
     recipe.write_text(recipe.read_text().replace("FLAGSHIP", str(ROOT / "hparams" / "ctc.yaml")))
     for split, count in (("train", 12), ("dev", 3), ("test", 3)):
         for i in range(count):
-            path = home / "recordings" / f"{split}-{i} {WORDS[i % 3]} {WORDS[i % 2]}.wav"
+            path = home / "recordings" / f"{split}-{i} {TONES[i % 3]} {TONES[i % 2]}.wav"
             path.parent.mkdir(exist_ok=True)
-            soundfile.write(path, tone(WORDS[i % 3], 0.8 + 0.03 * i, i), 16_000)
+            soundfile.write(path, tone(TONES[i % 3], 0.8 + 0.03 * i, i), 16_000)
     return home
 
 
@@ -93,30 +69,13 @@ TINY = ("--d_model 16 --nhead 2 --num_encoder_layers 1 --num_decoder_layers 1 --
         "--precision fp32 --no-check").split()
 
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
 def sbkit(home, *words, ranks=1, code=0):
     return processes.sbkit(*words, cwd=home, ranks=ranks, code=code, **ENVIRONMENT).stdout
 
 
-def python(*words, cwd):
-    """What a Python of its own prints, which has other hashes of texts."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **ENVIRONMENT}
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def weights(run):
-    return torch.load(max((run / "save").glob("CKPT+*"), key=lambda path: path.stat().st_mtime) / "model.ckpt",
-                      weights_only=True)
-
-
 @pytest.fixture(scope="module")
 def trained(home):
-    out = python("-m", "sbkit", "train", "spotter.yaml", "--noprogressbar", cwd=home)
+    out = python("-m", "sbkit", "train", "spotter.yaml", "--noprogressbar", cwd=home).stdout
     return home / "results" / "spotter", out
 
 
@@ -134,7 +93,7 @@ def test_a_new_folder_for_a_task_of_ones_own_has_it_and_passes_its_check(home, t
     assert "sbkit check hparams/mine.yaml" in said
     report = json.loads(sbkit(own, "check", "hparams/mine.yaml", "--json"))
     assert report["errors"] == [] and [each["code"] for each in report["warnings"]] == ["no-corpus"]
-    corpus(own / "data")
+    tones(own / "data", 60, 15)
     assert "accuracy" in sbkit(own, "train", "hparams/mine.yaml", "--noprogressbar", "--number_of_epochs", "1")
 
 
@@ -208,7 +167,7 @@ def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
         code = (f"import sbkit.infer, sys\nmodel = sbkit.infer.load({str(home / 'bundle')!r}, model={model!r})\n"
                 f"print([one.label for one in model.run(sys.argv[1:])], 'spotter' in sys.modules)")
         clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(3)]
-        assert python("-c", code, *clips, cwd=tmp_path).strip() == f"{list(WORDS)} False"
+        assert python("-c", code, *clips, cwd=tmp_path).stdout.strip() == f"{list(TONES)} False"
     assert "gives no words" in processes.sbkit("transcribe", home / "bundle", clips[0], cwd=tmp_path, code=2,
                                                **ENVIRONMENT).stderr
 

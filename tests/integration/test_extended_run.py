@@ -1,15 +1,13 @@
 """A small run whose epochs go through the corpus several times: stopped, resumed and extended, it trains to its end."""
 
 import json
-from pathlib import Path
 
 import processes
 import pytest
 import run_folders
 import torch
-import yaml
+from trained_runs import ROOT, saved_step, weights
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {**run_folders.TINY, "precision": "fp32", "step_seconds": 6, "max_batch_seconds": 6, "ckpt_interval_minutes": 0,
          "ckpt_interval_steps": 1, "log_interval": 0, "least_steps": 16, "number_of_epochs": 2}
 PASS, PASSES = 2, 4  # steps; the 8 utterances fill two of them
@@ -34,23 +32,7 @@ def train(out, data, ranks=1, **changed):
 
 
 def stop_in_the_second_epoch(out, data):
-    def there():
-        return max(saved(out), default=0) > LENGTH + PASS
-    processes.killed(there, *words(out, data), cwd=ROOT, OMP_NUM_THREADS="1")
-
-
-def saved(out):
-    for path in out.glob("save/CKPT+*/brain.ckpt"):
-        try:
-            yield yaml.safe_load(path.read_text())["optimizer_step"]
-        except FileNotFoundError:  # it has just been deleted
-            continue
-
-
-def weights(out):
-    newest = max((out / "save").glob("CKPT+*"), key=lambda path: yaml.safe_load(
-        (path / "CKPT.yaml").read_text())["unixtime"])
-    return torch.load(newest / "model.ckpt", weights_only=True)
+    processes.killed(lambda: saved_step(out) > LENGTH + PASS, *words(out, data), cwd=ROOT, OMP_NUM_THREADS="1")
 
 
 def trains_to_its_end(out, epochs, before=0):
@@ -77,7 +59,7 @@ def whole(data, tmp_path_factory):
 def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, whole, tmp_path):
     out = tmp_path / "out"
     stop_in_the_second_epoch(out, data)
-    done = max(saved(out)) - LENGTH
+    done = saved_step(out) - LENGTH
     said = train(out, data)
     assert f"Going on with epoch 2 of 2, after {done} of its {LENGTH} steps" in said
     found = weights(out)
@@ -96,6 +78,6 @@ def test_finished_and_extended_it_trains_to_its_end(data, whole):
     out = whole[0]
     said = train(out, data, least_steps=100)
     assert "All 2 epochs are trained, so only the test is left; a larger number_of_epochs trains on" in said
-    assert max(saved(out)) == 2 * LENGTH
+    assert saved_step(out) == 2 * LENGTH
     assert "Going on with epoch 3 of 4\n" in train(out, data, number_of_epochs=4)
-    assert max(saved(out)) == 4 * LENGTH and trains_to_its_end(out, 4, before=2)
+    assert saved_step(out) == 4 * LENGTH and trains_to_its_end(out, 4, before=2)

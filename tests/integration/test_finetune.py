@@ -2,10 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import encoders
 import numpy as np
@@ -13,10 +9,10 @@ import processes
 import pytest
 import soundfile
 import torch
+import trained_runs
+from trained_runs import ROOT, python, tone, tones, weights
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "hparams" / "ssl.yaml"
-WORDS = ("low", "high", "both")
 #: The first run and the one that is killed mask, and drop out; what two ranks do is compared with one that doesn't.
 DRAWING = ("--dropout 0.1 --head_dropout 0.1 --mask_time_prob 0.3 --mask_time_length 3 --mask_feature_prob 0.1 "
            "--layer_decay 0.9").split()
@@ -26,45 +22,20 @@ SMALL = ("--num_workers 1 --least_steps 0 --step_seconds 4 --number_of_epochs 2 
          "--no-check --data_folder data --language none").split()
 
 
-def tone(word, seconds, seed):
-    drawn = np.random.default_rng(seed)
-    at = np.arange(int(seconds * 16_000)) / 16_000
-    pitches = {"low": [300], "high": [1100], "both": [300, 1100]}[word]
-    return sum(0.2 * np.sin(2 * np.pi * each * at + drawn.uniform(0, 6)) for each in pitches) \
-        + 0.01 * drawn.standard_normal(len(at))
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A folder with a corpus and an encoder."""
     folder = tmp_path_factory.mktemp("finetune")
-    for split, count in (("train", 48), ("dev", 8), ("test", 8)):
-        lines = ["ID,duration,wav,wrd"]
-        for i in range(count):
-            word, seconds = WORDS[i % 3], 0.5 + 0.06 * (i % 7)
-            path = folder / "data" / "wavs" / f"{split}{i}.wav"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            soundfile.write(path, tone(word, seconds, 1000 * len(split) + i), 16_000)
-            lines.append(f"{split}{i},{seconds},{path},{word}")
-        (folder / "data" / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    tones(folder / "data", 48, 8, shortest=0.5)
     encoders.make(folder / "encoder", "wav2vec2-group", normalizes=True)
     return folder
 
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {**trained_runs.ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
 
 
 def sbkit(home, *words, ranks=1, code=0):
     done = processes.sbkit(*words, cwd=home, ranks=ranks, code=code, **ENVIRONMENT)
-    return done.stdout + done.stderr
-
-
-def python(*words, cwd):
-    """The same of a Python of its own, which has other hashes of texts."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **ENVIRONMENT}
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
-                          timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
 
@@ -97,15 +68,10 @@ def same(expected, found):
         assert found[name] == value if name == "base" else torch.equal(found[name], value), name
 
 
-def weights(run):
-    return torch.load(max((run / "save").glob("CKPT+*"), key=lambda path: path.stat().st_mtime) / "model.ckpt",
-                      weights_only=True)
-
-
 @pytest.fixture(scope="module")
 def trained(home):
     said = python("-m", "sbkit", *words("run", *DRAWING), cwd=home)
-    assert "tensors taken" in said and "test WER" in said
+    assert "tensors taken" in said.stderr and "test WER" in said.stdout
     return home / "results" / "run"
 
 
@@ -154,7 +120,7 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
             "    print(*(isinstance(one.text, str) for one in model.transcribe(sys.argv[1:])))\n"
             "print('transformers' in sys.modules)")
     clips = [home / "data" / "wavs" / f"test{i}.wav" for i in range(2)]
-    assert python("-c", code, *clips, cwd=tmp_path).startswith("True True\nTrue True\nFalse\n")
+    assert python("-c", code, *clips, cwd=tmp_path).stdout.startswith("True True\nTrue True\nFalse\n")
 
 
 @pytest.mark.slow

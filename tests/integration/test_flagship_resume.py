@@ -1,20 +1,15 @@
 """The flagship, stopped in every way: the same command goes on, and ends as the run that was never stopped."""
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import processes
 import pytest
-import torch
-import yaml
+from trained_runs import ENVIRONMENT, ROOT, different, outcome, saved_step
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "--corpus.demo_hours", "0.06", "--number_of_epochs", "2", "--d_model", "16", "--nhead", "2", "--d_ffn", "16",
     "--num_encoder_layers", "1", "--cnn_first_channels", "4", "--cnn_channels", "4", "--num_workers", "1",
@@ -22,8 +17,6 @@ TINY = [
     "--max_batch_seconds", "16", "--step_seconds", "16", "--least_steps", "0", "--no-check",
     "--log_interval", "0",  # a line each step: after 10 s, others on a slow machine
 ]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-MEASURED = ("kind", "epoch", "step", "train_loss", "valid_loss", "valid_WER", "test_loss", "test_WER")
 
 
 def begin(out, cache, ranks=1):
@@ -40,42 +33,20 @@ def end(process, timeout=400):
     return process.returncode, out, err
 
 
-def saved_at(out):
-    """The optimizer step of the latest checkpoint."""
-    found = [0]
-    for path in out.glob("save/CKPT+*/brain.ckpt"):
-        with contextlib.suppress(FileNotFoundError):  # it has just been deleted
-            found.append(yaml.safe_load(path.read_text())["optimizer_step"])
-    return max(found)
-
-
 def stop_after(process, out, step, signum, to_all=False):
     """Send a signal some time after the checkpoint of a step, or of a later one."""
     deadline = time.monotonic() + 300
-    while saved_at(out) < step:
+    while saved_step(out) < step:
         assert process.poll() is None and time.monotonic() < deadline, end(process)
         time.sleep(0.02)
     (os.killpg if to_all else os.kill)(process.pid, signum)
     return end(process)
 
 
-def outcome(out):
-    """Everything that training left, but for times."""
-    folder = max((out / "save").glob("CKPT+*"), key=lambda f: yaml.safe_load((f / "CKPT.yaml").read_text())["unixtime"])
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "model": torch.load(folder / "model.ckpt", weights_only=True),
-        "optimizer": torch.load(folder / "optimizer.ckpt", weights_only=True)["state"],
-        "steps": yaml.safe_load((folder / "brain.ckpt").read_text())["optimizer_step"],
-        "metrics": [[line.get(key) for key in MEASURED] for line in lines if line["kind"] != "run"],
-        "log": (out / "train_log.txt").read_text(), "wer": (out / "wer_test.txt").read_text(),
-    }
-
-
-def same(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+def everything(out):
+    """All that training left, but for times."""
+    return outcome(out, "valid_WER", "test_WER", kinds=("step", "epoch", "test")) | {
+        "log": (out / "train_log.txt").read_text(), "wer": (out / "wer_test.txt").read_text()}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +60,7 @@ def never_stopped(cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("never") / "out"
     code, _, err = end(begin(out, cache))
     assert code == 0, err[-3000:]
-    return outcome(out)
+    return everything(out)
 
 
 def words(out):
@@ -99,7 +70,7 @@ def words(out):
 def finished(out, cache, ranks=1):
     said = processes.sbkit(*words(out), cwd=ROOT, ranks=ranks, SBKIT_CACHE=str(cache), **ENVIRONMENT)
     assert "Loading a checkpoint from" in (out / "log.txt").read_text() + said.stderr
-    return outcome(out)
+    return everything(out)
 
 
 @pytest.mark.slow
@@ -107,10 +78,9 @@ def test_killed_twice(never_stopped, cache, tmp_path):
     out = tmp_path / "out"
     for share in (1 / 4, 2 / 3):
         step = int(never_stopped["steps"] * share)
-        processes.killed(lambda step=step: saved_at(out) >= step, *words(out), cwd=ROOT, SBKIT_CACHE=str(cache),
+        processes.killed(lambda step=step: saved_step(out) >= step, *words(out), cwd=ROOT, SBKIT_CACHE=str(cache),
                          **ENVIRONMENT)
-    found = finished(out, cache)
-    assert [key for key in found if not same(found[key], never_stopped[key])] == []
+    assert different(finished(out, cache), never_stopped) == []
 
 
 @pytest.mark.slow
@@ -121,8 +91,7 @@ def test_stopped_by_ctrl_c(never_stopped, cache, tmp_path):
     last = err.strip().splitlines()[-1]
     assert returned == 130 and "stopped by SIGINT after step " in last, err[-3000:]
     assert "run the same command to resume" in last and "Traceback" not in err
-    found = finished(out, cache)
-    assert [key for key in found if not same(found[key], never_stopped[key])] == []
+    assert different(finished(out, cache), never_stopped) == []
 
 
 @pytest.mark.slow

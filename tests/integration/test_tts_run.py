@@ -4,10 +4,8 @@ The toy recogniser hears which letter a level spells, so that labels are known; 
 the codec's decoder is only drawn.
 """
 
-import contextlib
 import json
 import random
-from pathlib import Path
 
 import bundles
 import numpy as np
@@ -16,8 +14,8 @@ import pytest
 import soundfile
 import torch
 import toy_codec
-import yaml
 from safetensors.torch import load_file, save_file
+from trained_runs import ENVIRONMENT, ROOT, different, furthest, outcome, saved_step, weights
 
 from sbkit import infer
 from sbkit.codes import Codes
@@ -27,7 +25,6 @@ from sbkit.nn.codec.coder import definition
 pytestmark = pytest.mark.slow
 pytest.importorskip("onnxruntime", reason="bundles' ONNX models need the extra 'export'")
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = (30, 30)
 TINY = [
     "--size", "16", "--hidden", "24", "--frame_size", "20", "--frame_hidden", "24", "--text_encoder.layers", "1",
@@ -38,7 +35,7 @@ TINY = [
     "--num_workers", "1", "--precision", "fp32", "--noprogressbar", "--ckpt_interval_minutes", "0",
     "--ckpt_interval_steps", "2",
 ]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+MEASURED = "valid_right_choices", "valid_duration_error_ms", "test_right_choices"
 
 
 class Place:
@@ -94,35 +91,15 @@ def run(place):
     return out
 
 
-def latest(out):
-    return max((out / "save").glob("CKPT+*"), key=lambda f: yaml.safe_load((f / "CKPT.yaml").read_text())["unixtime"])
-
-
-def outcome(out):
-    """Everything that training left, but for times."""
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    measured = ("kind", "epoch", "step", "train_loss", "valid_loss", "valid_right_choices", "valid_duration_error_ms",
-                "test_loss", "test_right_choices")
-    return {"model": torch.load(latest(out) / "model.ckpt", weights_only=True),
-            "optimizer": torch.load(latest(out) / "optimizer.ckpt", weights_only=True)["state"],
-            "metrics": [[line.get(key) for key in measured] for line in lines if line["kind"] in ("epoch", "test")]}
-
-
-def same(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
 def test_it_learns_codes_and_durations_and_leaves_the_codecs_decoder_as_it_is(place, run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     epochs = [line for line in lines if line["kind"] == "epoch" and "valid_loss" in line]
     assert len(epochs) == 3 and epochs[2]["valid_loss"] < 0.9 * epochs[0]["valid_loss"]
     assert epochs[2]["valid_right_choices"] > epochs[0]["valid_right_choices"]
-    weights = torch.load(latest(run) / "model.ckpt", weights_only=True)
+    learnt = weights(run)
     for name, value in load_file(place.folder / "codec" / "model.safetensors").items():
         part, rest = name.split(".", 1)
-        assert torch.equal(weights[f"{ {'decoder': 5, 'head': 6}[part]}.{rest}"], value), name
+        assert torch.equal(learnt[f"{ {'decoder': 5, 'head': 6}[part]}.{rest}"], value), name
 
 
 def test_its_labels_are_the_codecs_codes_and_when_the_recogniser_heard_what(run):
@@ -139,25 +116,18 @@ def test_its_labels_are_the_codecs_codes_and_when_the_recogniser_heard_what(run)
 
 def test_killed_and_started_again_it_ends_as_if_it_had_never_been_stopped(place, run, tmp_path):
     out = tmp_path / "out"
-
-    def saved():
-        with contextlib.suppress(ValueError, FileNotFoundError):  # there is none yet, or it has just been deleted
-            return yaml.safe_load((latest(out) / "brain.ckpt").read_text())["optimizer_step"] >= 7
-
-    processes.killed(saved, *place.words(out), cwd=ROOT, **ENVIRONMENT)
+    processes.killed(lambda: saved_step(out) >= 7, *place.words(out), cwd=ROOT, **ENVIRONMENT)
     labelled = (out / "labels" / "labels.json").stat().st_mtime_ns
     place.train(out)
     assert (out / "labels" / "labels.json").stat().st_mtime_ns == labelled, "labels were made once"
-    found, wanted = outcome(out), outcome(run)
-    assert [key for key in wanted if not same(found[key], wanted[key])] == []
+    assert different(outcome(out, *MEASURED), outcome(run, *MEASURED)) == []
     assert "nothing left to do" in place.train(out).stdout, "its clips to listen to are there, so it is done"
 
 
 def test_two_ranks_train_what_one_does(place, run, tmp_path):
     place.train(tmp_path / "two", ranks=2)
-    one, two = outcome(run), outcome(tmp_path / "two")
-    furthest = max((one["model"][name] - two["model"][name]).abs().max().item() for name in one["model"])
-    assert furthest < 1e-3
+    one, two = outcome(run, *MEASURED), outcome(tmp_path / "two", *MEASURED)
+    assert furthest(one["model"], two["model"]) < 1e-3
     for ours, theirs in zip(one["metrics"], two["metrics"], strict=True):
         assert ours[:3] == theirs[:3]
         assert ours[3:] == [None if each is None else pytest.approx(each, rel=1e-2) for each in theirs[3:]]

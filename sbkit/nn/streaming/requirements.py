@@ -18,18 +18,13 @@ from sbkit.nn.kaldi import FilterBank
 class StreamingParts(Protocol):
     """The parts of a recogniser that run on a stream."""
 
+    compute_features: Layer | None
     normalize: Layer | None
     frontend: Layer
     encoder: Layer
     head: Layer
     scores_tokens: bool
     chunks: Chunks | None
-
-
-class FromSamples(StreamingParts, Protocol):
-    """These parts, and the features of a stream's samples."""
-
-    compute_features: Layer | None
 
 
 class Lack(NamedTuple):
@@ -71,7 +66,7 @@ def _adapted(layers: Layer) -> bool:
     return any(hasattr(part, HOULSBY) for part in (layers, *parts))
 
 
-def of_stream(recognizer: FromSamples) -> Iterator[Lack]:
+def of_stream(recognizer: StreamingParts) -> Iterator[Lack]:
     """Yield what a recogniser lacks to hear the samples of a stream."""
     yield from of_step(recognizer)
     features = recognizer.compute_features

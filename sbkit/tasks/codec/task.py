@@ -17,8 +17,7 @@ from sbkit.nn.lengths import lengths_to_mask
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
 from sbkit.tasks.codec.keys import CodecKeys
-from sbkit.tasks.codec.listener import Listener
-from sbkit.tasks.codec.results import CodecFacts, CodecRow, Resyntheses, measures
+from sbkit.tasks.codec.results import CodecFacts, CodecRow, Listener, Resyntheses, measures
 from sbkit.tasks.fit import Fit, all_fit
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.listening import first_drawn

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import logging
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -17,16 +17,19 @@ from typing import Any
 import speechbrain as sb
 import torch
 from safetensors.torch import load_file, save_file
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.score.run_files import CULPRITS
 from sbkit.system import disk
 from sbkit.system.console import table
+from sbkit.train.checkpoint.files import write_state
 from sbkit.train.diagnose.inspection import KeptBatch, Layer, examine, run_utterances_alone
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
+_BATCHES = "batches.pt"
 _MAX_WEIGHTS = 4 << 30  # bytes; weights of larger models are only in checkpoints
 _NAMED = 12  # utterances named in the text; the file has all
 
@@ -127,29 +130,24 @@ def _save(
     try:
         culprits.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=culprits))
-        trees, tensors = [], {}
-        for account in accounts:
-            kept, at = batches[account["micro"]], f"micro{account['micro']}/"
-            tree, held = pack(kept.batch)
-            tensors.update({f"{at}batch/{name}": tensor for name, tensor in held.items()})
-            tensors.update({f"{at}rng/{name}": tensor for name, tensor in (kept.rng or {}).items()})
-            trees.append({"micro": account["micro"], "tree": tree})
-        save_file(tensors, aside / "tensors.safetensors")
+        write_state([{"micro": account["micro"], **batches[account["micro"]]._asdict()} for account in accounts],
+                    aside / _BATCHES)
         if modules is not None and not any(culprits.glob("*/model.safetensors")):
             named = [*modules.named_parameters(), *modules.named_buffers()]
             if sum(tensor.numel() * tensor.element_size() for _, tensor in named) <= _MAX_WEIGHTS:
                 save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in named},
                           aside / "model.safetensors")
         with open(aside / "culprit.json", "w", encoding="utf-8") as out:
-            json.dump({**context, "batches": trees, "accounts": accounts}, out, indent=1)
+            json.dump({**context, "accounts": accounts}, out, indent=1)
         aside.chmod(0o755)
         shutil.rmtree(final, ignore_errors=True)  # from an earlier attempt at the same step
         aside.rename(final)
     except Exception as error:
-        refused = error if isinstance(error, OSError) else disk.refusal(error)  # safetensors has its own error
-        if refused is None:
-            raise
-        logger.warning("The culprit of step %s is not saved: %s", context["step"], disk.explain(refused, final))
+        refused = error if isinstance(error, OSError) else disk.refusal(error)  # torch and safetensors have their own
+        if refused is None and not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
+            raise  # those are of a batch with something in it that can't be saved
+        logger.warning("The culprit of step %s is not saved: %s", context["step"],
+                       first_line(error) if refused is None else disk.explain(refused, final))
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
 
@@ -190,18 +188,15 @@ def replay(brain: sb.Brain, folder: str | os.PathLike[str]) -> str:
     folder = find_culprit(folder)
     saved = read_culprit(folder)
     step = saved["step"]
-    tensors = load_file(folder / "tensors.safetensors")
     exact = _take_weights(brain.modules, folder.parent, step)
     brain.trainer.freezing.update(step - 1)
     brain.trainer.freezing.train()
     weights = f"those {weights_of({'late': 0, **saved})}" if exact else "the checkpoint's, not those of that step"
     lines = [f"Step {step} of rank {saved['rank']}, {saved['precision']} on {saved['device']}; the {saved['what']} was "
              "not finite.", f"Weights: {weights}."]
-    for one in saved["batches"]:
-        at = f"micro{one['micro']}/"
-        batch = unpack(one["tree"], _under(f"{at}batch/", tensors), brain.device)
+    for one in load_batches(folder / _BATCHES, brain.device):
         scale = saved["scale"]
-        kept = KeptBatch(batch, _under(f"{at}rng/", tensors) or None)
+        kept = KeptBatch(one["batch"], {name: tensor.cpu() for name, tensor in (one["rng"] or {}).items()} or None)
         found = examine(brain, kept, step, scale * saved.get("sum_scale", 1.0))
         run_utterances_alone(brain, [kept], [found], step)
         lines += ["", layer_table(found.layers), "", f"micro-batch {one['micro']}: {found.where()}"]
@@ -225,10 +220,6 @@ def layer_table(layers: list[Layer]) -> str:
     return table(["", "layer", "kind", "type", "shape", "min", "max", "nan", "inf"], rows)
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
 def _take_weights(modules: torch.nn.Module, culprits: Path, step: int) -> bool:
     """Load the step's weights from its culprits, of any rank; return whether there were any."""
     kept: list[Path] = []
@@ -250,72 +241,26 @@ def _take_weights(modules: torch.nn.Module, culprits: Path, step: int) -> bool:
     return True
 
 
-# A saved object names its class; only modules with these prefixes are imported for that.
+def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]:
+    """Read the micro-batches: no code in the file is run, and an object in it is only made if its class is known."""
+    try:
+        with torch.serialization.safe_globals([*map(_class, get_unsafe_globals_in_checkpoint(path))]):
+            found: list[dict[str, Any]] = torch.load(path, map_location=device, weights_only=True)
+            return found
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise SbkitError(f"{path} can't be read: {first_line(error)}", hint="was it written by this sbkit?") from error
+
+
+# The modules of classes in a batch are only imported with these prefixes.
 _KNOWN = ("sbkit.", "speechbrain.")
 
 
-def pack(batch: object) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a batch as a tree for JSON, and its tensors on the CPU by the keys in the tree."""
-    tensors: dict[str, torch.Tensor] = {}
-    return _pack(batch, "batch", tensors), tensors
-
-
-def unpack(tree: object, tensors: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> object:
-    """Rebuild a batch, with its tensors on ``device``."""
-    if not isinstance(tree, dict):
-        return tree
-    kind: str = tree["kind"]
-    value: Any = tree.get("value")  # of another type for each kind
-    if kind == "tensor":
-        return tensors[value].to(device)
-    if kind == "unknown":
-        raise SbkitError(f"the batch has a {value}, which could not be saved, so it can't be run again")
-    if kind == "dict":
-        return {key: unpack(v, tensors, device) for key, v in value}
-    if kind in ("list", "tuple"):
-        items = [unpack(v, tensors, device) for v in value]
-        return items if kind == "list" else tuple(items)
-    cls = _class(tree["class"])
-    fields = {key: unpack(v, tensors, device) for key, v in value.items()}
-    if kind == "namedtuple":
-        return cls(**fields)
-    made: object = object.__new__(cls)
-    made.__dict__.update(fields)
-    return made
-
-
-def _pack(value: object, path: str, tensors: dict[str, torch.Tensor]) -> object:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_complex():
-        tensors[path] = value.detach().cpu().contiguous().clone()
-        return {"kind": "tensor", "value": path}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _object("namedtuple", value, value._asdict(), path, tensors)
-    if isinstance(value, (list, tuple)):
-        items = [_pack(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
-        return {"kind": "list" if isinstance(value, list) else "tuple", "value": items}
-    if isinstance(value, Mapping):
-        items = [[key, _pack(v, f"{path}.{key}", tensors)] for key, v in value.items()]
-        return {"kind": "dict", "value": items}
-    if dataclasses.is_dataclass(value) or type(value).__module__ == "speechbrain.dataio.batch":
-        return _object("object", value, vars(value), path, tensors)
-    return {"kind": "unknown", "value": f"{type(value).__module__}.{type(value).__qualname__}"}
-
-
-def _object(
-    kind: str, value: object, fields: Mapping[str, Any], path: str, tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    packed = {key: _pack(v, f"{path}.{key}", tensors) for key, v in fields.items()}
-    return {"kind": kind, "class": f"{type(value).__module__}:{type(value).__qualname__}", "value": packed}
-
-
 def _class(name: str) -> type:
-    module, _, path = name.partition(":")
+    module, _, attribute = name.rpartition(".")
     if module not in sys.modules and not module.startswith(_KNOWN):
-        raise SbkitError(f"the saved batch is a {path} of {module}, which is not loaded",
+        raise SbkitError(f"the saved batch is a {attribute} of {module}, which is not loaded",
                          hint="replay it with the script that trained the run")
-    found: Any = sys.modules.get(module) or importlib.import_module(module)  # then what is in it
-    for part in path.split("."):
-        found = getattr(found, part)
+    found = getattr(importlib.import_module(module), attribute, None)
+    if not isinstance(found, type):
+        raise SbkitError(f"the saved batch has a {name}, which is no class of a batch")
     return found

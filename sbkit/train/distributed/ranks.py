@@ -19,7 +19,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,12 +56,8 @@ _cpu_group: dist.ProcessGroup | None = None
 _started_here = False
 _failed_here = False
 _heard: int | None = None  # the exit code of the rank that failed first
-_holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _watched: threading.Event | None = None
-
-
-class _Holder(Protocol):
-    def close(self) -> None: ...
 
 
 class PeerFailed(SystemExit):
@@ -173,7 +169,7 @@ def _wait_for_ranks(missing: Callable[[], list[int]], describe: bool) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def close_before_shutdown(holder: _Holder) -> None:
+def close_before_shutdown(holder: Any) -> None:  # anything that can be closed
     """Call ``holder.close()``, which releases the process group, before the group is left, if it still exists then."""
     _holders.add(holder)
 

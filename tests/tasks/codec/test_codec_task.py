@@ -205,7 +205,7 @@ def test_a_test_measures_lets_a_recogniser_hear_and_keeps_clips_to_listen_to(tmp
 
 
 def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_path):
-    from sbkit.tasks.codec.listener import Listener
+    from sbkit.tasks.codec.results import Listener
     from sbkit.tasks.listening import KEPT, first_drawn
 
     rows = [CodecRow(f"u{i}", "", 800, 1.0, np.zeros((3, 2), np.int32)) for i in range(40)]

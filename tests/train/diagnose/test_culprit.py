@@ -22,8 +22,8 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.train import rng
-from sbkit.train.batches import rows, utterance_ids
-from sbkit.train.diagnose.culprit import find_culprit, pack, replay, report, unpack
+from sbkit.train.batches import rows, tensors_in, utterance_ids
+from sbkit.train.diagnose.culprit import find_culprit, load_batches, replay, report
 from sbkit.train.diagnose.inspection import KeptBatch, examine, measure
 from sbkit.train.freezing import Freezing
 from sbkit.train.step import Loss
@@ -286,13 +286,12 @@ def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path):
     assert kept == ["step-1-rank-0"], "weights are large: once per run"
 
 
-def test_the_folder_is_json_and_tensors_no_pickle(tmp_path):
+def test_the_folder_is_json_for_readers_and_batches_for_a_replay(tmp_path):
     batch = clips()
     batch.signals[0, 0] = math.inf
     told(Recipe(), batch, tmp_path)
     folder = tmp_path / "culprits/step-12-rank-0"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "culprit.json", "model.safetensors", "tensors.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["batches.pt", "culprit.json", "model.safetensors"]
     content = json.loads((folder / "culprit.json").read_text(), parse_constant=pytest.fail)
     assert content["accounts"][0]["bad_ids"] == ["clip-0"]
 
@@ -385,23 +384,43 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
-def test_batches_of_any_kind_survive_json(batch):
-    tree, tensors = pack(batch)
-    again = unpack(json.loads(json.dumps(tree)), tensors)
+def test_batches_of_any_kind_are_read_back(batch, tmp_path):
+    told(Recipe(), batch, tmp_path)
+    [saved] = load_batches(tmp_path / "culprits/step-12-rank-0/batches.pt", "cpu")
+    again = saved["batch"]
     assert type(again) is type(batch) and utterance_ids(again) == utterance_ids(batch)
-    assert pack(again)[0] == tree
-    for name, tensor in pack(again)[1].items():
-        assert torch.equal(tensor, tensors[name])
+    for (name, one), (of, other) in zip(tensors_in(again), tensors_in(batch), strict=True):
+        assert name == of and torch.equal(one, other)
     if isinstance(batch, PaddedBatch):
         assert torch.equal(again.to("cpu").sig.lengths, batch.sig.lengths) and len(again) == 2
 
 
-def test_what_cannot_be_saved_says_so_when_it_is_needed():
-    tree, tensors = pack({"x": torch.ones(1), "file": open(os.devnull)})  # noqa: SIM115
-    with pytest.raises(SbkitError, match=r"_io\.TextIOWrapper, which could not be saved"):
-        unpack(json.loads(json.dumps(tree)), tensors)
-    with pytest.raises(SbkitError, match="which is not loaded"):
-        unpack({"kind": "object", "class": "antigravity:Thing", "value": {}}, {})
+def test_what_cannot_be_saved_costs_the_replay_and_not_the_run(tmp_path, caplog):
+    told(Recipe("layer"), PaddedBatch([{"id": "a", "file": open(os.devnull)}]), tmp_path)  # noqa: SIM115
+    assert "The culprit of step 12 is not saved: " in caplog.text and "TextIOWrapper" in caplog.text
+    assert not list((tmp_path / "culprits").iterdir())
+
+
+class Thief:
+    def __reduce__(self):
+        return os.mkdir, (str(Thief.folder),)
+
+
+def test_a_file_that_would_run_something_is_refused(tmp_path, monkeypatch):
+    recipe, folder = Recipe("layer"), tmp_path / "culprits/step-12-rank-0"
+    told(recipe, clips(), tmp_path)
+    Thief.folder = tmp_path / "taken"
+    torch.save([Thief()], folder / "batches.pt")
+    with pytest.raises(SbkitError, match=r"posix\.mkdir, which is no class of a batch"):
+        replay(recipe, folder)
+    torch.save(clips(), folder / "batches.pt")
+    monkeypatch.delitem(sys.modules, clips.__module__)
+    with pytest.raises(SbkitError, match=f"a Clips of {clips.__module__}, which is not loaded"):
+        replay(recipe, folder)
+    (folder / "batches.pt").unlink()
+    with pytest.raises(SbkitError, match=r"batches.pt can't be read: .*was it written by this sbkit"):
+        replay(recipe, folder)
+    assert not Thief.folder.exists()
 
 
 def test_one_utterance_of_a_batch():

@@ -1,0 +1,121 @@
+"""What training left in an output folder, recordings to train on, and a Python of its own to train in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def checkpoints(out: Path) -> Iterator[tuple[int, Path]]:
+    """The optimizer steps and folders of the checkpoints of a run, which may be under way."""
+    for path in out.glob("save/CKPT+*/brain.ckpt"):
+        with contextlib.suppress(FileNotFoundError):  # it has just been deleted
+            yield yaml.safe_load(path.read_text())["optimizer_step"], path.parent
+
+
+def saved_step(out: Path) -> int:
+    """The optimizer step of the latest checkpoint; 0 without one."""
+    return max((step for step, _ in checkpoints(out)), default=0)
+
+
+def latest(out: Path) -> Path:
+    """The folder of the newest checkpoint."""
+    return max((out / "save").glob("CKPT+*"), key=lambda f: yaml.safe_load((f / "CKPT.yaml").read_text())["unixtime"])
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """The weights of the newest checkpoint."""
+    return torch.load(latest(out) / "model.ckpt", weights_only=True)
+
+
+def outcome(out: Path, *measured: str, kinds: tuple[str, ...] = ("epoch", "test")) -> dict[str, object]:
+    """Everything that training left, but for times: of the lines of the metrics, what is named besides losses."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    names = ("kind", "epoch", "step", "train_loss", "valid_loss", "test_loss", *measured)
+    return {"model": weights(out), "optimizer": torch.load(latest(out) / "optimizer.ckpt", weights_only=True)["state"],
+            "steps": saved_step(out),
+            "metrics": [[line.get(name) for name in names] for line in lines if line["kind"] in kinds]}
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two outcomes are equal to the bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def different(found: dict[str, object], wanted: dict[str, object]) -> list[str]:
+    """What of two outcomes is not equal to the bit."""
+    return [key for key in wanted if not same(found[key], wanted[key])]
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two models' weights."""
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def python(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What a Python of its own said, which has other hashes of texts."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **ENVIRONMENT}
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True,
+                          timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def voice(seconds: float, seed: int, noise: float = 0.003) -> np.ndarray:
+    """A buzz whose pitch glides and whose loudness comes and goes, with a little noise."""
+    drawn, at = np.random.default_rng(seed), np.arange(int(seconds * 16_000)) / 16_000
+    pitch = 120 + 60 * np.sin(2 * np.pi * drawn.uniform(0.5, 2) * at + drawn.uniform(0, 6))
+    phase = 2 * np.pi * np.cumsum(pitch) / 16_000
+    buzz = sum(np.sin(k * phase) / k for k in range(1, 12)) * (0.6 + 0.4 * np.sin(2 * np.pi * 3 * at))
+    return (0.1 * buzz + noise * drawn.standard_normal(len(at))).astype(np.float32)
+
+
+def voices(folder: Path, noise: float = 0.003) -> Path:
+    """Such recordings, and lists of them that have no texts."""
+    for split, count in (("train", 48), ("dev", 8), ("test", 12)):
+        lines = ["ID,wav"]
+        for i in range(count):
+            samples = voice(0.6 + 0.1 * (i % 7), 1000 * len(split) + i, noise)
+            soundfile.write(folder / f"{split}{i}.wav", samples, 16_000)
+            lines.append(f"{split}{i},{split}{i}.wav")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+TONES = ("low", "high", "both")
+
+
+def tone(word: str, seconds: float, seed: int) -> np.ndarray:
+    """A word of a language of three: a low tone, a high one, or both, with a little noise."""
+    drawn = np.random.default_rng(seed)
+    at = np.arange(int(seconds * 16_000)) / 16_000
+    pitches = {"low": [300], "high": [1100], "both": [300, 1100]}[word]
+    return sum(0.2 * np.sin(2 * np.pi * each * at + drawn.uniform(0, 6)) for each in pitches) \
+        + 0.01 * drawn.standard_normal(len(at))
+
+
+def tones(folder: Path, train: int, rest: int, shortest: float = 0.4) -> None:
+    """A corpus of these words."""
+    (folder / "wavs").mkdir(parents=True)
+    for split, count in (("train", train), ("dev", rest), ("test", rest)):
+        lines = ["ID,duration,wav,wrd"]
+        for i in range(count):
+            word, seconds, path = TONES[i % 3], shortest + 0.05 * (i % 7), folder / "wavs" / f"{split}{i}.wav"
+            soundfile.write(path, tone(word, seconds, 1000 * len(split) + i), 16_000)
+            lines.append(f"{split}{i},{seconds},{path},{word}")
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
