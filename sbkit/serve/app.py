@@ -35,8 +35,9 @@ from sbkit.serve.form import Form, OutputsForm, Upload
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
-from sbkit.serve.registry import Registry, recognise
+from sbkit.serve.registry import Registry, ServedVoice, recognise
 from sbkit.serve.replies import Streamed
+from sbkit.serve.served import Served
 from sbkit.serve.speech import resumed, sound
 from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 
@@ -131,11 +132,11 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
     @app.get("/v1/models/{name}", response_model=None)
     async def model(name: str) -> Response:
-        return JSONResponse(state.loaded().find(name).listed)
+        return JSONResponse(state.loaded().find(name, Served).listed)
 
     @app.get("/v1/audio/voices", response_model=None)
     async def voices() -> Response:
-        data = [voice for each in state.loaded().voices for voice in each.voices]
+        data = [voice for each in state.loaded().of(ServedVoice) for voice in each.voices]
         return JSONResponse({"object": "list", "data": data})
 
     @app.post("/v1/audio/transcriptions", response_model=None)

@@ -17,7 +17,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from sbkit.serve.disk import with_room
 from sbkit.serve.errors import invalid, missing_model, too_slow, unsupported
 from sbkit.serve.limits import Limits
-from sbkit.serve.registry import Registry, ServedGraph, ServedModel
+from sbkit.serve.registry import Registry, S, ServedGraph, ServedModel
 from sbkit.serve.text import decoded
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
@@ -128,27 +128,27 @@ class _FormParser(MultiPartParser):
 
 
 def _read_outputs(form: FormData, registry: Registry) -> OutputsForm:
-    served = registry.graph(_model(form, _OUTPUTS_TAKEN, registry.graphs))
-    served.check()
+    served = _named(registry, ServedGraph, form, _OUTPUTS_TAKEN)
     kind = _text(form, "response_format") or "json"
     if kind not in ("json", "wav"):
         raise invalid(f"response_format {kind[:40]!r} must be json or wav", "response_format", "unsupported_value")
     return OutputsForm(_file(form), served, kind == "wav")
 
 
-def _model(form: FormData, taken: frozenset[str], there: list[str]) -> str:
-    """The name of the model that a form asks for, which must have no other fields than those ``taken``."""
+def _named(registry: Registry, kind: type[S], form: FormData, taken: frozenset[str]) -> S:
+    """The model that a form asks for, which must work; the form may have no other fields than those ``taken``."""
     unknown = sorted({name.removesuffix("[]") for name in form} - taken)
     if unknown:
         raise unsupported(unknown, taken)
     if not (name := _text(form, "model")):
-        raise missing_model(there)
-    return name
+        raise missing_model([each.name for each in registry.of(kind)])
+    served = registry.find(name, kind)
+    served.check()
+    return served
 
 
 def _read(form: FormData, registry: Registry) -> Form:
-    served = registry.get(_model(form, _TAKEN, registry.recognisers))
-    served.check()
+    served = _named(registry, ServedModel, form, _TAKEN)
     _language(_text(form, "language"), served)
     _temperature(_text(form, "temperature"))
     if _text(form, "chunking_strategy") not in (None, "", "auto"):

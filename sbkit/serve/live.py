@@ -132,10 +132,10 @@ async def _start(wire: Wire, registry: Registry) -> Start:
         raise unsupported(unknown, _TAKEN)
     name = first.get("model")
     if name is None:
-        raise missing_model(registry.recognisers)
+        raise missing_model([each.name for each in registry.of(ServedModel)])
     if not isinstance(name, str):
         raise invalid(f"model must be a name, not {shown(name)}", "model")
-    served = registry.get(name)
+    served = registry.find(name, ServedModel)
     served.check()
     return Start(served, rate_of(first.get("sample_rate")), _chunk(served, first.get("chunk_ms")))
 

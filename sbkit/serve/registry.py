@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.assembly import Assembly, StableWords, transcript
+from sbkit.infer.bundle_engine import BundleEngine
 from sbkit.infer.chunks import Chunk, cut
 from sbkit.infer.decoding import decoder
-from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
 from sbkit.infer.graph_model import GraphEngine
 from sbkit.infer.stream_engine import StreamEngine
@@ -28,7 +28,7 @@ from sbkit.serve.backlog import Work
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import unknown_model, wrong_model
 from sbkit.serve.job import Job
-from sbkit.serve.served import STUCK_SECONDS, BundleOptions, Log, Served
+from sbkit.serve.served import BundleOptions, Log, Served
 from sbkit.system.cores import usable_cores
 
 _MEASURED_SECONDS = 5.0  # of the signal that speed is measured with
@@ -55,10 +55,10 @@ class ServedModel(Served):
     """A recogniser, loaded and warm."""
 
     endpoints, does = ("/v1/audio/transcriptions", "/v1/audio/live"), "hears and can't speak"
+    streams: StreamEngine | None = None
+    """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
 
-    def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
-                 stepped: Log | None = None):
-        super().__init__(name, folder, options, log, stepped)
+    def _load(self, folder: Path, options: BundleOptions, log: Log | None, stepped: Log | None) -> None:
         self.engine = Engine(folder, options.model, options.device, options.threads)
         config = self.config = self.engine.config
         self.vocabulary = self.engine.vocabulary
@@ -68,7 +68,6 @@ class ServedModel(Served):
         self.batcher = Batcher(self.engine, options.batch_seconds, log=log, batching=options.batching)
         self._measure(np.zeros(int(min(_MEASURED_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
         self.streams = self._streams(folder, options, stepped)
-        """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
         self.chunks_ms = list(self.streams.chunks) if self.streams is not None else []
 
     def _streams(self, folder: Path, options: BundleOptions, stepped: Log | None) -> StreamEngine | None:
@@ -83,32 +82,21 @@ class ServedModel(Served):
             self.engine.close()
             raise
 
-    def close(self) -> None:
-        """Release the model."""
-        if self.streams is not None:
-            self.streams.close()
-        self.engine.close()
+    @property
+    def engines(self) -> list[BundleEngine]:
+        """What runs its graphs."""
+        return [self.engine, *([] if self.streams is None else [self.streams])]
 
     @property
-    def fault(self) -> str | None:
-        """Why the model will never answer again, or None; the model is not run for it."""
-        if self.engine.fault is not None:
-            return self.engine.fault
-        if self.streams is not None and self.streams.fault is not None:
-            return self.streams.fault
-        busy = max(self.batcher.busy_seconds, 0.0 if self.streams is None else self.streams.busy_seconds)
-        return f"a batch has been running for {busy:.0f} s" if busy > STUCK_SECONDS else None
+    def busy_seconds(self) -> float:
+        """How long the current batch, or step of live sessions, has been running."""
+        return max(self.batcher.busy_seconds, 0.0 if self.streams is None else self.streams.busy_seconds)
 
     @property
     def facts(self) -> dict[str, Any]:
         """Facts for /health."""
         streams = None if self.streams is None else asdict(self.streams.running)
         return super().facts | {"streams": streams, "chunks_ms": self.chunks_ms}
-
-    @property
-    def placements(self) -> list[Placement]:
-        """Where each of its graphs runs."""
-        return [*super().placements, *([] if self.streams is None else [self.streams.running])]
 
 
 class ServedGraph(Served):
@@ -117,9 +105,7 @@ class ServedGraph(Served):
     endpoints, does = ("/v1/audio/outputs",), "gives tensors, and no words or speech"
     engine: GraphEngine
 
-    def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
-                 stepped: Log | None = None):
-        super().__init__(name, folder, options, log, stepped)
+    def _load(self, folder: Path, options: BundleOptions, log: Log | None, stepped: Log | None) -> None:
         self.engine = GraphEngine(folder, options.model, options.device, options.threads)
         self.config = self.engine.config
         self.batcher = Batcher(self.engine, options.batch_seconds, log=log, batching=options.batching)
@@ -136,9 +122,7 @@ class ServedVoice(Served):
 
     endpoints, does = ("/v1/audio/speech",), "speaks and hears nothing"
 
-    def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
-                 stepped: Log | None = None):
-        super().__init__(name, folder, options, log, stepped)
+    def _load(self, folder: Path, options: BundleOptions, log: Log | None, stepped: Log | None) -> None:
         self.engine = VoiceEngine(folder, options.model, options.device, options.threads)
         self.config = self.engine.config
         symbols = max(self.config.max_symbols, _SYMBOLS[self.engine.running.device == "cpu"])
@@ -164,6 +148,9 @@ SERVED: layout.ByKind[type[Served]] = layout.ByKind({layout.Bundle: ServedModel,
                                                       layout.VoiceConfig: ServedVoice})
 
 
+S = TypeVar("S", bound=Served)
+
+
 class Registry:
     """All models of the server."""
 
@@ -173,46 +160,16 @@ class Registry:
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())
 
-    @property
-    def recognisers(self) -> list[str]:
-        """Names of the models that hear."""
-        return [each.name for each in self if isinstance(each, ServedModel)]
+    def of(self, kind: type[S]) -> list[S]:
+        """The models of a kind."""
+        return [each for each in self if isinstance(each, kind)]
 
-    @property
-    def graphs(self) -> list[str]:
-        """Names of the models that give tensors."""
-        return [each.name for each in self if isinstance(each, ServedGraph)]
-
-    @property
-    def voices(self) -> list[ServedVoice]:
-        """The models that speak."""
-        return [each for each in self if isinstance(each, ServedVoice)]
-
-    def find(self, name: str) -> Served:
-        """Look up a model of any kind by name."""
-        try:
-            return self._served[name]
-        except KeyError:
-            raise unknown_model(name, list(self._served)) from None
-
-    def get(self, name: str) -> ServedModel:
-        """Look up a recogniser by name."""
-        found = self.find(name)
-        if not isinstance(found, ServedModel):
-            raise wrong_model(name, found.does, found.endpoints)
-        return found
-
-    def graph(self, name: str) -> ServedGraph:
-        """Look up a model that gives tensors by name."""
-        found = self.find(name)
-        if not isinstance(found, ServedGraph):
-            raise wrong_model(name, found.does, found.endpoints)
-        return found
-
-    def voice(self, name: str) -> ServedVoice:
-        """Look up a model that speaks by name."""
-        found = self.find(name)
-        if not isinstance(found, ServedVoice):
+    def find(self, name: str, kind: type[S]) -> S:
+        """Look up a model of a kind by name."""
+        found = self._served.get(name)
+        if found is None:
+            raise unknown_model(name, list(self._served))
+        if not isinstance(found, kind):
             raise wrong_model(name, found.does, found.endpoints)
         return found
 

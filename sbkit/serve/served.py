@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from abc import ABC
-from collections.abc import Callable, Mapping, Sized
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sbkit.infer.bundle_engine import BundleEngine
 from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import AUTO
@@ -37,7 +38,7 @@ class BundleOptions:
 
 
 class Served(ABC):
-    """One bundle, loaded and warm. A subclass loads it.
+    """One bundle, loaded and warm.
 
     Arguments
     ---------
@@ -54,10 +55,26 @@ class Served(ABC):
     def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
                  stepped: Log | None = None):
         self.name, self.created = name, int(time.time())
+        self._load(folder, options, log, stepped)
+
+    @abstractmethod
+    def _load(self, folder: Path, options: BundleOptions, log: Log | None, stepped: Log | None) -> None:
+        """Load ``engine`` and ``batcher``, and measure the speed."""
+
+    @property
+    def engines(self) -> Sequence[BundleEngine]:
+        """What runs its graphs."""
+        return [self.engine]
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the current batch has been running."""
+        return self.batcher.busy_seconds
 
     def close(self) -> None:
         """Release the model."""
-        self.engine.close()
+        for each in reversed(self.engines):
+            each.close()
 
     def _measure(self, signal: Sized) -> None:
         """Measure the speed, so that the first request that can't be answered in time is refused, too."""
@@ -70,10 +87,10 @@ class Served(ABC):
     @property
     def fault(self) -> str | None:
         """Why the model will never answer again, or None; the model is not run for it."""
-        if self.engine.fault is not None:
-            return self.engine.fault
-        busy = self.batcher.busy_seconds
-        return f"a batch has been running for {busy:.0f} s" if busy > STUCK_SECONDS else None
+        found = next((each.fault for each in self.engines if each.fault is not None), None)
+        if found is None and self.busy_seconds > STUCK_SECONDS:
+            return f"a batch has been running for {self.busy_seconds:.0f} s"
+        return found
 
     def check(self) -> None:
         """Raise ``ApiError`` if the model is broken."""
@@ -89,7 +106,7 @@ class Served(ABC):
     @property
     def placements(self) -> list[Placement]:
         """Where each of its graphs runs."""
-        return [self.engine.running]
+        return [each.running for each in self.engines]
 
     @property
     def listed(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if unknown := sorted(set(fields) - set(_TAKEN)):
         raise invalid(f"this server does not support {', '.join(map(shown, unknown[:8]))}",
                       code="unsupported_parameter")
-    served = registry.voice(_text(fields, "model", needed=True))
+    served = registry.find(_text(fields, "model", needed=True), ServedVoice)
     served.check()
     text = _text(fields, "input", needed=True)
     if len(text) > MAX_CHARACTERS:

@@ -130,7 +130,7 @@ def test_a_model_is_asked_only_for_what_it_does(server, client):
 
 @pytest.mark.parametrize("kind", ["mp3", "opus", "wav", "pcm"])
 def test_a_sentence_is_sent_before_the_next_one_is_computed(server, client, kind):
-    engine, real = server.state.registry.find("tts").engine, None
+    engine, real = server.state.registry.find("tts", registry.ServedVoice).engine, None
     go, text = threading.Event(), "Hello there. " * 3
     real = engine.backend
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from sbkit.nn.codec.coder import Coder
 from sbkit.nn.codec.convnext import CodecDecoder, CodecEncoder, ConvNeXt
 from sbkit.nn.codec.discriminators import Discriminators
-from sbkit.nn.codec.log_mel import LogMel
+from sbkit.nn.codec.fourier import LogMel, WaveHead
 from sbkit.nn.codec.quantiser import FiniteScalars, Quantised, Quantiser, ResidualVectors
 from sbkit.nn.codec.spectral_loss import MelDistance, SpectralLoss
-from sbkit.nn.codec.wave_head import WaveHead
 
 __all__ = ["CodecDecoder", "CodecEncoder", "Coder", "ConvNeXt", "Discriminators", "FiniteScalars", "LogMel",
            "MelDistance", "Quantised", "Quantiser", "ResidualVectors", "SpectralLoss", "WaveHead"]

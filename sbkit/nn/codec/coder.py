@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from sbkit.nn.codec.convnext import CodecDecoder, CodecEncoder
-from sbkit.nn.codec.log_mel import LogMel
+from sbkit.nn.codec.fourier import LogMel, WaveHead
 from sbkit.nn.codec.quantiser import Quantised, Quantiser
-from sbkit.nn.codec.wave_head import WaveHead
 from sbkit.nn.lengths import lengths_to_mask
 
 
@@ -71,7 +70,7 @@ class Coder(nn.Module):
 
 
 class Encode(nn.Module):
-    """The parts of a codec that turn waveforms [B, S] and sample counts [B] into codes [B, T, Q] and code frames [B].
+    """The parts of a codec that turn waveforms [B, S] and their lengths [B] into codes [B, T, Q] and code frames [B].
 
     Codes of padding are 0.
     """
@@ -80,8 +79,8 @@ class Encode(nn.Module):
         super().__init__()
         self.features, self.encoder, self.quantiser = features, encoder, quantiser
 
-    def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        feats, frames = self.features(signals, samples)
+    def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        feats, frames = self.features(signals, lengths)
         codes = self.quantiser.quantise(self.encoder(feats, frames))[1]
         return codes * lengths_to_mask(frames, codes.shape[1])[..., None], frames
 

@@ -1,11 +1,17 @@
-"""Fourier transforms of frames and bands of mel as matrices, which every runtime multiplies fast."""
+"""Fourier transforms of frames and bands of mel as matrices, which every runtime multiplies fast, and both ends of a
+codec that are made of them: log-mel features, and a head that gives waveforms.
+"""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sbkit.nn.kaldi import full_precision
+from sbkit.nn.lengths import lengths_to_mask
 
 
 def analysis(size: int, taper: Tensor | None = None) -> Tensor:
@@ -63,3 +69,102 @@ def _mel(hertz: float) -> float:
 
 def _hertz(mel: float) -> float:
     return 700 * (10 ** (mel / 2595) - 1)
+
+
+#: Power below which a band counts as silent, 60 dB below that of noise at full scale.
+FLOOR = 1e-6
+
+
+class LogMel(nn.Module):
+    """Waveforms [B, S] and sample counts [B] to log-mel features [B, T * fold, F] and code frames [B].
+
+    A code frame stands for ``hop * fold`` samples; the last one may reach beyond the end, into silence. Features of
+    padding are 0. There are no statistics of an utterance, so that a part of one has the features that it has in
+    the whole.
+
+    Arguments
+    ---------
+    sample_rate : of the waveforms
+    n_mels : F
+    hop : samples between two feature frames
+    size : samples of a feature frame, a multiple of ``hop``
+    fold : feature frames in a code frame
+    """
+
+    basis: Tensor
+    bands: Tensor
+
+    def __init__(self, sample_rate: int = 16_000, n_mels: int = 80, hop: int = 160, size: int = 640, fold: int = 2):
+        super().__init__()
+        check(size, hop)
+        self.sample_rate, self.n_mels, self.hop, self.size, self.fold = sample_rate, n_mels, hop, size, fold
+        self.register_buffer("basis", analysis(size).t()[:, None].contiguous(), persistent=False)
+        self.register_buffer("bands", mel_filters(size, n_mels, sample_rate), persistent=False)
+
+    @property
+    def stride(self) -> int:
+        """Samples of a code frame."""
+        return self.hop * self.fold
+
+    @property
+    def frame_rate(self) -> float:
+        """Code frames in a second."""
+        return self.sample_rate / self.stride
+
+    def frames(self, samples: Tensor) -> Tensor:
+        """Code frames for sample counts."""
+        return (samples + self.stride - 1) // self.stride
+
+    def forward(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        frames, count = self.frames(samples), (signals.shape[1] + self.stride - 1) // self.stride
+        with full_precision(signals):
+            signals = signals.float() * lengths_to_mask(samples, signals.shape[1])
+            around = (self.size - self.hop) // 2
+            signals = functional.pad(signals, (around, around + count * self.stride - signals.shape[1]))
+            real, imaginary = functional.conv1d(signals[:, None], self.basis, stride=self.hop).chunk(2, dim=1)
+            power = (real.square() + imaginary.square()).transpose(1, 2) @ self.bands
+            return (power + FLOOR).log() * lengths_to_mask(frames * self.fold, count * self.fold)[..., None], frames
+
+
+#: Bounds of a magnitude's logarithm: what no speech reaches, and silence.
+LOUDEST, SILENT = 5.0, -12.0
+
+
+class WaveHead(nn.Module):
+    """States [B, N, C] and frame counts [B] to waveforms [B, N * hop], 0 beyond an utterance's frames.
+
+    A linear layer gives each frame's log-magnitudes and phases; their inverse Fourier transforms, windowed, are added
+    where they overlap. All of it is matrix products and sums of shifted frames, which any runtime has.
+
+    Arguments
+    ---------
+    input_size : C
+    hop : samples between two frames
+    size : samples of a frame, a multiple of ``hop``
+    """
+
+    basis: Tensor
+
+    def __init__(self, input_size: int, hop: int = 160, size: int = 640):
+        super().__init__()
+        check(size, hop)
+        self.input_size, self.hop, self.size, self.bins = input_size, hop, size, size // 2 + 1
+        self.linear = nn.Linear(input_size, 2 * self.bins)
+        self.register_buffer("basis", synthesis(size, hop), persistent=False)
+
+    def forward(self, states: Tensor, frames: Tensor) -> Tensor:
+        level, phase = self.linear(states).float().split(self.bins, dim=2)
+        with full_precision(states):
+            magnitude = level.clamp(SILENT, LOUDEST).exp() * lengths_to_mask(frames, states.shape[1])[..., None]
+            spectrum = torch.cat([magnitude * phase.cos(), magnitude * phase.sin()], dim=2)
+            sound = self.overlapped(spectrum @ self.basis)
+        return sound * lengths_to_mask(frames * self.hop, sound.shape[1])
+
+    def overlapped(self, frames: Tensor) -> Tensor:
+        """Add frames [B, N, size] that begin every ``hop`` samples, the first before the beginning: [B, N * hop]."""
+        pieces = frames.unflatten(2, (-1, self.hop))  # [B, N, overlap, hop]
+        overlap = pieces.shape[2]
+        shifted = [functional.pad(pieces[:, :, i], (0, 0, i, overlap - 1 - i)) for i in range(overlap)]
+        sound = torch.stack(shifted).sum(0).flatten(1)  # [B, (N + overlap - 1) * hop]
+        around = (self.size - self.hop) // 2
+        return sound[:, around:sound.shape[1] - around]

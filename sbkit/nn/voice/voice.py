@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.codec.convnext import CodecDecoder, ConvNeXt
+from sbkit.nn.codec.fourier import WaveHead
 from sbkit.nn.codec.quantiser import Quantiser
-from sbkit.nn.codec.wave_head import WaveHead
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.voice.durations import Durations, rounded, spread
 

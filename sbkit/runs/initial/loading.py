@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
@@ -20,12 +21,12 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.recipe.values import static
 from sbkit.runs import pretrained
-from sbkit.runs.initial import table
 from sbkit.runs.initial.files import load_statistics
 from sbkit.runs.initial.matching import Match, ParameterOutcome
 from sbkit.runs.initial.published import find
 from sbkit.runs.initial.source import TokenTables, WeightSource
 from sbkit.runs.keys import RunKeys
+from sbkit.system.console import table
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def _fill(brain: Begins) -> dict[str, dict[str, torch.Tensor]]:
     for module in brain.modules.modules():
         if isinstance(module, Encoder):
             module.keep()  # where its pretrainer, which would, has nothing to load
-    logger.info("%s", table.text(f"{source.description}{_merged(match)}", fates))
+    logger.info("%s", text(f"{source.description}{_merged(match)}", fates))
     return match.statistics()
 
 
@@ -151,8 +152,8 @@ def check_start(trace: Trace, findings: Findings) -> Section | None:
         findings.error("start", nodes[key].place, key, said, error.hint or "")
         return None
     parts = [{"part": fate.name, "numbers": fate.numbers, "what": fate.what, "why": fate.why}
-             for fate in table.collapsed(fates)]
-    return Section(f"Start: from {described}", table.COLUMNS, table.rows(fates),
+             for fate in collapsed(fates)]
+    return Section(f"Start: from {described}", COLUMNS, rows(fates),
                    values={"from": described, "parts": parts})
 
 
@@ -162,3 +163,63 @@ def _has_checkpoint(built: Built) -> bool:
     folder = node.value.get("checkpoints_dir") if node is not None and isinstance(node.value, dict) else None
     said = static(folder) if folder is not None else None
     return isinstance(said, str) and any(Path(said).glob("CKPT+*"))
+
+
+COLUMNS = ["part", "numbers", "what", "why"]
+
+
+def text(source: str, outcomes: Sequence[ParameterOutcome]) -> str:
+    """The table, with a line above it that says where the weights come from."""
+    return f"Starting from {source}\n{table(COLUMNS, rows(outcomes), indent='  ')}"
+
+
+def rows(outcomes: Sequence[ParameterOutcome]) -> list[list[str]]:
+    """The rows of the table, whose columns are ``COLUMNS``."""
+    return [[fate.name, f"{fate.numbers:,}", fate.what, fate.why] for fate in collapsed(outcomes)]
+
+
+def collapsed(outcomes: Iterable[ParameterOutcome]) -> list[ParameterOutcome]:
+    """One row for each module of which all shares its fate; layers in a row that do, in one.
+
+    >>> rows = collapsed([Fate(name, 2, what) for name, what in
+    ...                   (("a.0.w", "taken"), ("a.1.w", "taken"), ("a.2.w", "left"), ("b", "taken"))])
+    >>> [(fate.name, fate.numbers, fate.what) for fate in rows]
+    [('a.0-1', 4, 'taken'), ('a.2', 2, 'left'), ('b', 2, 'taken')]
+    """
+    return [fate for _, group in _by_head([(fate.name.split("."), fate) for fate in outcomes], 0)
+            for fate in _rows(group, 1)]
+
+
+Entry = tuple[list[str], ParameterOutcome]
+
+
+def _rows(entries: list[Entry], depth: int) -> list[ParameterOutcome]:
+    words, first = entries[0]
+    if len({(fate.what, fate.why) for _, fate in entries}) == 1:
+        return [first._replace(name=".".join(words[:depth]), numbers=sum(fate.numbers for _, fate in entries))]
+    found = []
+    for _, group in _by_head(entries, depth):
+        found += _rows(group, depth + 1)
+    return _in_a_row(found, depth)
+
+
+def _by_head(entries: list[Entry], depth: int) -> list[tuple[str, list[Entry]]]:
+    groups: dict[str, list[Entry]] = {}
+    for words, fate in entries:
+        groups.setdefault(words[depth] if depth < len(words) else "", []).append((words, fate))
+    return list(groups.items())
+
+
+def _in_a_row(rows: list[ParameterOutcome], depth: int) -> list[ParameterOutcome]:
+    """Numbered neighbours of one fate as one row."""
+    def kind(fate: ParameterOutcome) -> tuple[object, ...]:
+        words = fate.name.split(".")
+        numbered = len(words) == depth + 1 and words[-1].isdigit()
+        return (fate.what, fate.why, *words[:-1]) if numbered else (fate,)
+
+    found = []
+    for _, group in itertools.groupby(rows, kind):
+        same = list(group)
+        name = f"{same[0].name}-{same[-1].name.rpartition('.')[2]}" if len(same) > 1 else same[0].name
+        found.append(same[0]._replace(name=name, numbers=sum(fate.numbers for fate in same)))
+    return found

@@ -31,17 +31,6 @@ OTHER_CODES = 0.005
 _EXAMPLE = (2, 40)  # utterances and frames to trace the decoder with
 
 
-class Encoded(nn.Module):
-    """The graph from signals [B, S] and lengths [B] to codes [B, T, Q] and frames [B]."""
-
-    def __init__(self, coder: Coder):
-        super().__init__()
-        self.encode = Encode(coder.features, coder.encoder, coder.quantiser)
-
-    def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        return self.encode(signals, lengths)
-
-
 class Decoded(nn.Module):
     """The graph from codes [B, T, Q] and frames [B] to signals [B, T * stride] and lengths [B]."""
 
@@ -141,8 +130,8 @@ class ExportedCodec(Exported):
     @classmethod
     def of(cls, coder: Coder) -> ExportedCodec:
         """Export a codec that is in evaluation mode and stays as it is."""
-        return cls(Encoded(coder), OUTPUTS, coder.features.sample_rate, coder=coder,
-                   from_forward=lambda made: (made.quantised.codes, made.frames))
+        return cls(Encode(coder.features, coder.encoder, coder.quantiser), OUTPUTS, coder.features.sample_rate,
+                   coder=coder, from_forward=lambda made: (made.quantised.codes, made.frames))
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Rows of a vocabulary by what they stand for, and a table that says what became of a model in a few lines."""
 
+from sbkit.runs.initial.loading import collapsed, text
 from sbkit.runs.initial.matching import LEFT, REINITIALISED, TAKEN, ParameterOutcome
 from sbkit.runs.initial.source import TokenRows
-from sbkit.runs.initial.table import collapsed, text
 
 
 def test_equal_pieces_have_equal_rows_and_parts_go_by_their_part():
