@@ -14,7 +14,7 @@ import pytest
 import serving
 import soundfile
 
-from sbkit.serve import registry
+from sbkit.serve import served
 
 TEXT = "hello there good people"
 
@@ -283,7 +283,7 @@ def test_a_request_too_large_for_the_memory_fails_alone(bundle):
 
 
 def test_a_model_that_hangs_is_unhealthy_until_it_goes_on(server, client, monkeypatch):
-    monkeypatch.setattr(registry, "STUCK_SECONDS", 0.2)
+    monkeypatch.setattr(served, "STUCK_SECONDS", 0.2)
     with ThreadPoolExecutor(1) as pool, server.held() as go:
         slow = pool.submit(ask, client, serving.wav("slow"))
         serving.until(lambda: httpx.get(f"{server.url}/health").status_code == 503)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,10 +25,8 @@ from sbkit.tasks.recognise.exported import ExportedRecognizer
 from sbkit.tasks.recognise.graph import OUTPUTS, Graph
 from sbkit.tasks.recognise.recognizer import Recognizer
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Recogniser(ExportedRecognizer):

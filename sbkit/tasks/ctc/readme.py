@@ -72,7 +72,8 @@ print(stream.result.text)
 
 `omnilingual` is sherpa-onnx's kind of model that takes the waveform.
 """
-_SHERPA_STREAM = """### Streams in sherpa-onnx, version {version} or later
+#: The section on streams in sherpa-onnx, with places for what ``SherpaStream`` fills in.
+SHERPA_STREAM = """### Streams in sherpa-onnx, version {version} or later
 
 ```python
 import numpy as np, sherpa_onnx
@@ -165,13 +166,6 @@ def windows(signal, chunk={chunk}):
 def sherpa(rate: int) -> str:
     """Write the section on sherpa-onnx and whole recordings."""
     return _SHERPA.format(file=layout.MODELS[layout.SHERPA], rate=rate)
-
-
-def sherpa_stream(rate: int, milliseconds: int, bands: int, version: str) -> str:
-    """Write the section on streams in sherpa-onnx, in chunks of so many milliseconds of ``bands`` features."""
-    return _SHERPA_STREAM.format(file=layout.MODELS[layout.SHERPA_STREAM], milliseconds=milliseconds, rate=rate,
-                                 tail=rate * milliseconds // 1000, version=version,
-                                 bands="" if bands == 80 else f", feature_dim={bands}")
 
 
 def words(config: Config) -> str:

@@ -34,7 +34,7 @@ from sbkit.tasks.ctc import readme
 from sbkit.tasks.ctc.compared import compared
 from sbkit.tasks.recognise.graph import Graph, reference
 from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.recognise.sherpa_stream import SAMPLE_RATE, VERSION, SherpaStream, imported
+from sbkit.tasks.recognise.sherpa_stream import SAMPLE_RATE, SherpaStream, imported
 
 if TYPE_CHECKING:
     from sherpa_onnx import OfflineRecognizer, OnlineRecognizer
@@ -182,7 +182,7 @@ class CTCStream(SherpaStream):
     decode : token ids to text, by the checkpoint's own tokenizer
     """
 
-    output = "logits"
+    output, section = "logits", readme.SHERPA_STREAM
 
     def __init__(self, recognizer: Recognizer, decode: Callable[[list[int]], str], milliseconds: int):
         super().__init__(recognizer, milliseconds)
@@ -204,9 +204,6 @@ class CTCStream(SherpaStream):
     def compared(self, folder: Path, config: Config, reference: Callable[[np.ndarray], np.ndarray],
                  comparison: Comparison) -> Comparison:
         return compared(comparison.clips, Vocabulary.read(folder, config), reference, self.decode, config.sample_rate)
-
-    def readme(self) -> str:
-        return readme.sherpa_stream(SAMPLE_RATE, self.milliseconds, self.bands, VERSION)
 
 
 def _transcribe(recognizer: OfflineRecognizer, signal: np.ndarray, sample_rate: int) -> str:

@@ -109,6 +109,8 @@ class SherpaStream(Target):
     name = layout.SHERPA_STREAM
     output: ClassVar[str]
     """The name of what ``written`` gives."""
+    section: ClassVar[str]
+    """The section of README.md that shows how to run it, with places for what it is."""
 
     def __init__(self, recognizer: Recognizer, milliseconds: int):
         graph = StreamingGraph(recognizer)
@@ -142,6 +144,12 @@ class SherpaStream(Target):
     def facts(self, config: Config) -> dict[str, object]:
         """Return what the file says of itself, besides what it does for every kind."""
         return {}
+
+    def readme(self) -> str:
+        return self.section.format(
+            file=layout.MODELS[self.name], milliseconds=self.milliseconds, rate=SAMPLE_RATE, version=VERSION,
+            tail=SAMPLE_RATE * self.milliseconds // 1000,
+            bands="" if self.bands == 80 else f", feature_dim={self.bands}")
 
     def write(self, folder: Path, config: Config) -> None:
         """Write the model's file."""

@@ -71,7 +71,8 @@ ms; config.json has the sizes under `streaming`.
 """
 
 
-_SHERPA_STREAM = """### Streams in sherpa-onnx
+#: The section on streams in sherpa-onnx, with places for what ``SherpaStream`` fills in.
+SHERPA_STREAM = """### Streams in sherpa-onnx
 
 `{file}` with `decoder.sherpa.onnx`, `joiner.sherpa.onnx` and `tokens.sherpa.txt` is a transducer of NeMo's kind for
 sherpa-onnx {version} or later, in chunks of {milliseconds} ms. Samples of silence as long as a chunk must follow a
@@ -90,13 +91,6 @@ while recognizer.is_ready(stream):
 print(recognizer.get_result(stream))
 ```
 """
-
-
-def sherpa_stream(rate: int, milliseconds: int, bands: int, version: str) -> str:
-    """Write the section on streams in sherpa-onnx, in chunks of so many milliseconds of ``bands`` features."""
-    return _SHERPA_STREAM.format(file=layout.MODELS[layout.SHERPA_STREAM], milliseconds=milliseconds, rate=rate,
-                                 tail=rate * milliseconds // 1000, version=version,
-                                 bands="" if bands == 80 else f", feature_dim={bands}")
 
 
 def text(name: str, config: TransducerConfig, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:

@@ -25,7 +25,7 @@ from sbkit.export.parity import Comparison
 from sbkit.export.vocabulary import write_tokens
 from sbkit.nn.transducer import TransducerHead
 from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.recognise.sherpa_stream import SAMPLE_RATE, VERSION, SherpaStream, imported
+from sbkit.tasks.recognise.sherpa_stream import SherpaStream, imported
 from sbkit.tasks.transducer import readme
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class SherpaTransducer(SherpaStream):
     compare : makes the comparison of clips with what a reference gives for each, from the files in a folder
     """
 
-    output = "states"
+    output, section = "states", readme.SHERPA_STREAM
 
     def __init__(self, recognizer: Recognizer, milliseconds: int, head: TransducerHead, pieces: list[str],
                  compare: Callable[[ComparisonClips, OwnBundle, Path, Callable[[np.ndarray], np.ndarray]], Comparison]):
@@ -142,9 +142,6 @@ class SherpaTransducer(SherpaStream):
     def compared(self, folder: Path, config: Config, reference: Callable[[np.ndarray], np.ndarray],
                  comparison: Comparison) -> Comparison:
         return self._compare(comparison.clips, config, folder, reference)
-
-    def readme(self) -> str:
-        return readme.sherpa_stream(SAMPLE_RATE, self.milliseconds, self.bands, VERSION)
 
     def opened(self, folder: Path) -> OnlineRecognizer:
         encoder, decoder, joiner, tokens = (
