@@ -132,7 +132,8 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
     @app.get("/v1/models/{name}", response_model=None)
     async def model(name: str) -> Response:
-        return JSONResponse(state.loaded().find(name, Served).listed)
+        any_kind = state.loaded().find(name, Served)  # type: ignore[type-abstract]  # looked up, not made
+        return JSONResponse(any_kind.listed)
 
     @app.get("/v1/audio/voices", response_model=None)
     async def voices() -> Response:

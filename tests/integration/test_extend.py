@@ -143,23 +143,6 @@ def test_it_is_compared_with_another_run_and_says_how_sure_it_is(home, trained):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_learns(home, trained):
-    sbkit(home, "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/two", ranks=2)
-    for name, value in weights(trained[0]).items():
-        torch.testing.assert_close(weights(home / "results" / "two")[name], value, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
-    words = "train", "spotter.yaml", "--noprogressbar", "--no-check", "--output_folder", "results/killed"
-    processes.killed(lambda: bool(list((home / "results" / "killed" / "save").glob("CKPT+*"))), *words, cwd=home,
-                     **ENVIRONMENT)
-    sbkit(home, *words)
-    for name, value in weights(trained[0]).items():
-        assert torch.equal(weights(home / "results" / "killed")[name], value)
-
-
-@pytest.mark.slow
 def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
     shown = sbkit(home, "export", trained[0], "--to", "bundle")
     assert "int8" in shown and json.loads((home / "bundle" / "parity.json").read_text())["formats"]["onnx"]
