@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sbkit.commands.options import RUNS_CODE
@@ -41,56 +39,28 @@ def _prune(text: str) -> list[int] | int | float:
     raise argparse.ArgumentTypeError(f"{text!r} is neither a share such as 1e-7 nor counts such as 0,0,1")
 
 
-@dataclass(frozen=True)
-class LmRequest:
-    """What to make a language model from, and how: see :func:`sbkit.decode.lm.build`.
-
-    sources : text files (``.gz`` too), ``-`` for stdin, manifests (``.csv``), and runs (their training transcripts)
-    out : an ARPA file (``.gz``: compressed), or KenLM's binary if it ends in ``.bin``
-    like : the run that the model is for: its rules normalise all texts, and its tokenizer gives the pieces. By
-        default the first run among the sources
-    evaluate : sources to report perplexity and unknown words on; of a run, its dev transcripts. By default those
-        of ``like``, otherwise the sources of the model
-    """
-
-    sources: Sequence[str]
-    out: Path
-    like: str | None = None
-    evaluate: Sequence[str] = ()
-    order: int = 3
-    prune: Sequence[int] | int | float | None = None
-    unit: str = "word"
-    min_count: int = 1
-    binary: bool = False
-
-
 def run(args: argparse.Namespace) -> int:
-    """Make the model that the command line asks for and return the exit code."""
-    return estimate(LmRequest(**{name: getattr(args, name) for name in LmRequest.__dataclass_fields__}))
-
-
-def estimate(request: LmRequest) -> int:
     """Make the model, write it, print the report and return the exit code."""
     from sbkit.decode import lm
     from sbkit.runs.transcripts import find, read_run, texts
 
-    like = request.like or next((name for name in request.sources if Path(name).is_dir()), None)
-    if request.unit == "piece" and like is None:
+    like = args.like or next((name for name in args.sources if Path(name).is_dir()), None)
+    if args.unit == "piece" and like is None:
         raise SbkitError("a language model over pieces needs the tokenizer of a run", hint="name it: --like RUN")
     run = read_run(like) if like else None
     # Report what is missing before anything takes time.
-    sources = [find(name, "train") for name in request.sources]
-    held_out = [find(name, "dev") for name in request.evaluate]
+    sources = [find(name, "train") for name in args.sources]
+    held_out = [find(name, "dev") for name in args.evaluate]
     if run and not held_out and run.corpus.manifest_path("dev").is_file():
         held_out = [str(run.corpus.manifest_path("dev"))]
-    disk.check_writable(request.out, "--out")
+    disk.check_writable(args.out, "--out")
     rules = run.corpus.text if run else str
     try:
         report = lm.build(
-            map(rules, texts(sources)), request.out, order=request.order, prune=request.prune, unit=request.unit,
-            tokenizer=None if run is None else run.tokenizer, min_count=request.min_count,
-            evaluate=map(rules, texts(held_out)) if held_out else None, binary=request.binary)
+            map(rules, texts(sources)), args.out, order=args.order, prune=args.prune, unit=args.unit,
+            tokenizer=None if run is None else run.tokenizer, min_count=args.min_count,
+            evaluate=map(rules, texts(held_out)) if held_out else None, binary=args.binary)
     except OSError as error:
-        raise disk.unwritable(request.out, "--out", error) from error
+        raise disk.unwritable(args.out, "--out", error) from error
     print(report)
     return 0

@@ -14,7 +14,6 @@ import logging
 import resource
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sbkit.errors import SbkitError
@@ -32,16 +31,9 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ConnectionBudget:
-    """Numbers of connections that may be open, and that may wait to be accepted."""
-
-    maximum: int
-    backlog: int
-
-
-def connection_budget(limits: Limits) -> ConnectionBudget:
-    """Compute the places that the limits and open files allow, after raising this process's limit of open files."""
+def connection_budget(limits: Limits) -> tuple[int, int]:
+    """Compute how many connections may be open, and how many may wait to be accepted, after raising this process's
+    limit of open files."""
     needed = _OWN_FILES + limits.max_active + 2 * limits.decoders + _SPARE
     uploads = min(limits.max_requests, limits.max_connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -55,7 +47,7 @@ def connection_budget(limits: Limits) -> ConnectionBudget:
                          hint="raise the limit (ulimit -n), or lower --max-active")
     backlog = min(_BACKLOG, left // 3)  # those are accepted all at once, before the first of them can be refused
     most = max((left - backlog) // 2, left - backlog - uploads)  # an upload is a file in addition to its connection
-    return ConnectionBudget(min(limits.max_connections, most), backlog)
+    return min(limits.max_connections, most), backlog
 
 
 class Connection(Protocol):

@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from fastapi import WebSocket, WebSocketDisconnect
 
@@ -42,14 +41,6 @@ _TAKEN = frozenset({"type", "model", "sample_rate", "chunk_ms"})
 _START_SECONDS = 10.0
 _LAST_SECONDS = 5.0  # to send an error to a client who may not read it
 _POLICY, _INTERNAL = 1008, 1011  # close codes of a WebSocket
-
-
-class Start(NamedTuple):
-    """What a client asks for."""
-
-    served: ServedModel
-    rate: int
-    chunk_ms: int | None
 
 
 class LiveSessions:
@@ -123,8 +114,8 @@ async def _end(websocket: WebSocket, error: ApiError, code: int) -> None:
         await asyncio.wait_for(say(), _LAST_SECONDS)
 
 
-async def _start(wire: Wire, registry: Registry) -> Start:
-    """Receive the first message."""
+async def _start(wire: Wire, registry: Registry) -> tuple[ServedModel, int, int | None]:
+    """Receive the first message: the model that a client asks for, its rate, and the milliseconds of a chunk."""
     first = await wire.first(_START_SECONDS)
     if isinstance(first, bytes) or first.get("type") != "start":
         raise invalid('the first message must be {"type": "start", "model": NAME, "sample_rate": HERTZ}')
@@ -137,7 +128,7 @@ async def _start(wire: Wire, registry: Registry) -> Start:
         raise invalid(f"model must be a name, not {shown(name)}", "model")
     served = registry.find(name, ServedModel)
     served.check()
-    return Start(served, rate_of(first.get("sample_rate")), _chunk(served, first.get("chunk_ms")))
+    return served, rate_of(first.get("sample_rate")), _chunk(served, first.get("chunk_ms"))
 
 
 def _chunk(served: ServedModel, wanted: object) -> int | None:

@@ -129,18 +129,18 @@ class _Server:
 
         self._request, self._bundles, self._listening = request, bundles, listening
         self.state = State(request.limits)
-        places = connection_limit.connection_budget(request.limits)
-        if places.maximum < request.limits.max_connections:
-            print(f"{places.maximum} connections may be open at once, limited by this process's open files (ulimit -n)",
+        most, backlog = connection_limit.connection_budget(request.limits)
+        if most < request.limits.max_connections:
+            print(f"{most} connections may be open at once, limited by this process's open files (ulimit -n)",
                   file=sys.stderr)
         self.state.connection_limit = connection_limit.ConnectionLimit(
-            places.maximum, request.limits.client_share, self.state.metrics)
+            most, request.limits.client_share, self.state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
         app = make(self.state, ApiKeys(keys), tuple(request.allow_origins), hosts)
         grace: Any = request.grace_seconds  # typed as int, but fractions work
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            **protocol_options(self.state.connection_limit), backlog=places.backlog,
+            **protocol_options(self.state.connection_limit), backlog=backlog,
             proxy_headers=bool(request.trust_proxies),
             forwarded_allow_ips=",".join(request.trust_proxies), timeout_graceful_shutdown=grace))
         self._problem: BaseException | None = None

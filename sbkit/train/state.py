@@ -98,7 +98,7 @@ class StateView:
     def __get__(self, brain: Any, owner: type) -> StateView | int:  # a Brain, with its train_state
         return self if brain is None else getattr(brain.train_state, self._name)
 
-    def __set__(self, brain: Any, value: int) -> None:
+    def __set__(self, brain: Any, value: int) -> None:  # as above
         setattr(brain.train_state, self._name, value)
 
 

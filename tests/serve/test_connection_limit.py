@@ -108,7 +108,7 @@ def test_as_many_as_open_files_allow(monkeypatch, soft, hard, most, backlog):
     set_ = []
     monkeypatch.setattr(connection_limit.resource, "getrlimit", lambda what: (soft, hard))
     monkeypatch.setattr(connection_limit.resource, "setrlimit", lambda what, to: set_.append(to))
-    assert connection_limit.connection_budget(Limits()) == connection_limit.ConnectionBudget(most, backlog)
+    assert connection_limit.connection_budget(Limits()) == (most, backlog)
     assert all(new > soft and old == hard for new, old in set_ if soft != hard)
 
 
@@ -116,7 +116,7 @@ def test_many_requests_need_no_more_files_than_there_are_connections(monkeypatch
     monkeypatch.setattr(connection_limit.resource, "getrlimit", lambda what: (1024, 1024))
     monkeypatch.setattr(connection_limit.resource, "setrlimit",
                         lambda *_: None)  # else for later tests, too
-    assert connection_limit.connection_budget(Limits(max_requests=4096)).maximum == 410
+    assert connection_limit.connection_budget(Limits(max_requests=4096))[0] == 410
 
 
 def test_too_few_files_are_told_at_the_start(monkeypatch):
