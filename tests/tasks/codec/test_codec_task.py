@@ -195,7 +195,7 @@ def test_a_test_measures_lets_a_recogniser_hear_and_keeps_clips_to_listen_to(tmp
     assert results.stats["WER"] == results.stats["WER_of_recordings"] == pytest.approx(100)
     assert results.stats["coding_real_time_factor"] > 0 and results.stats["bit_rate"] == pytest.approx(996.58, abs=0.01)
     assert [table.title for table in results.tables] == ["How it sounds", "The codebooks", "The clips that lost most"]
-    assert list(results.word_error_rates()) == ["in what the codec made"]
+    assert list(results.figures("WER")) == ["in what the codec made"]
     wavs = [sound(tmp_path / f"{name}.wav") for name in "ab"]
     results.write(tmp_path, Manifest(ids=["a", "b"], durations=[1.0, 0.6875], wavs=wavs, texts=batch.texts), "test")
     players = json.loads((tmp_path / "test_results.json").read_text())["players"]
@@ -242,7 +242,7 @@ def test_perplexity_is_the_number_of_entries_that_are_used_alike(counts, expecte
 def test_without_a_recogniser_there_is_no_word_error_rate():
     rows = [CodecRow("a", "one", 320, 2.0, np.array([[1, 2]], np.int32), seconds=0.01)]
     results = Resyntheses.of(rows, 0.5, {}, CodecFacts((5, 5), 232.2, 16_000))
-    assert "WER" not in results.stats and dict(results.word_error_rates()) == {}
+    assert "WER" not in results.stats and dict(results.figures("WER")) == {}
     assert results.facts()["codebooks"][0] == {"entries": 5, "used": 1, "perplexity": 1.0, "entropy_bits": 0.0}
 
 

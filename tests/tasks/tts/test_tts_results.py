@@ -32,7 +32,7 @@ def test_words_are_counted_in_what_was_said_and_in_the_recordings():
     assert low <= results.stats["WER"] <= high
     assert results.headline() == "WER 66.67 % (recordings 16.67 %), real-time factor 0.0500, 3 utterances"
     assert results.columns() == [("WER %", "66.67"), ("of recordings %", "16.67")]
-    assert list(results.word_error_rates()) == ["in what the voice made"]
+    assert list(results.figures("WER")) == ["in what the voice made"]
     assert [row[0] for row in results.tables[0].rows] == ["WER", "WER of the recordings", "right choices", "durations",
                                                           "real-time factor"]
 
@@ -49,7 +49,7 @@ def test_without_a_recogniser_and_without_labels_only_the_time_is_known():
     rows = [row._replace(frames=0, heard=None, heard_again=None) for row in ROWS]
     results = Spoken.of(rows, 0.0, {}, 16_000)
     assert set(results.stats) == {"real_time_factor"} and len(results.tables) == 1
-    assert results.headline() == "real-time factor 0.0500, 3 utterances" and results.word_error_rates() == {}
+    assert results.headline() == "real-time factor 0.0500, 3 utterances" and results.figures("WER") == {}
 
 
 def test_clips_are_written_beside_the_recordings(tmp_path):
