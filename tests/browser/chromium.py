@@ -122,3 +122,18 @@ class Browser:
             self._buffer += data
         message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
+
+
+#: Screens to look at a page on.
+SCREENS = {"desktop": {}, "desktop, dark": {"dark": True}, "phone": {"width": 390, "height": 844, "phone": True},
+           "small phone, dark": {"width": 320, "height": 568, "phone": True, "dark": True}}
+#: Waits until an expression of JavaScript holds.
+WAIT = """(async () => { const end = Date.now() + 30000; let found;
+  while (!(found = (%s)) && Date.now() < end) await new Promise((done) => setTimeout(done, 50));
+  return found; })()"""
+
+
+def opened(browser: Browser, server, **screen) -> None:
+    """Open a server's page, and wait until it is ready."""
+    browser.open(f"{server.url}/", **screen)
+    assert browser.run(WAIT % "document.getElementById('state').innerText === 'Ready.'")

@@ -5,6 +5,7 @@ import dataclasses
 import chromium
 import pytest
 import run_folders
+from chromium import SCREENS
 
 from sbkit.score.report import write_report
 
@@ -36,8 +37,6 @@ def page(tmp_path_factory):
     return write_report(run_folders.run_that_tells(home / "run", heard), against=other).as_uri()
 
 
-SCREENS = {"desktop": {}, "desktop, dark": {"dark": True}, "phone": {"width": 390, "height": 844, "phone": True},
-           "small phone, dark": {"width": 320, "height": 568, "phone": True, "dark": True}}
 
 
 @pytest.mark.parametrize("screen", SCREENS)

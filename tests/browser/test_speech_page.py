@@ -7,6 +7,7 @@ import bundles
 import chromium
 import pytest
 import voices
+from chromium import SCREENS, WAIT, opened
 
 sys.path.append(str(Path(__file__).parents[1] / "serve"))
 
@@ -14,11 +15,6 @@ import serving
 
 pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")
 
-SCREENS = {"desktop": {}, "desktop, dark": {"dark": True}, "phone": {"width": 390, "height": 844, "phone": True},
-           "small phone, dark": {"width": 320, "height": 568, "phone": True, "dark": True}}
-WAIT = """(async () => { const end = Date.now() + 30000; let found;
-  while (!(found = (%s)) && Date.now() < end) await new Promise((done) => setTimeout(done, 50));
-  return found; })()"""
 TOLD = "document.getElementById('told').innerText"
 
 
@@ -45,11 +41,6 @@ def browser(tmp_path_factory):
     flags = ("--autoplay-policy=no-user-gesture-required",)
     with chromium.Browser(tmp_path_factory.mktemp("profile"), flags=flags) as browser:
         yield browser
-
-
-def opened(browser, server, **screen):
-    browser.open(f"{server.url}/", **screen)
-    assert browser.run(WAIT % "document.getElementById('state').innerText === 'Ready.'")
 
 
 def read(browser, text, voice=None, speed="1"):

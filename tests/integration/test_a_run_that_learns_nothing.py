@@ -2,17 +2,16 @@
 
 import json
 import re
-from pathlib import Path
 
 import processes
 import pytest
+from trained_runs import ENVIRONMENT, ROOT
 
 from sbkit.score.report import write_report
 from sbkit.score.report.data import read
 from sbkit.score.report.findings import findings
 from tools.gpu import corpus
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "--d_model 48 --nhead 2 --num_encoder_layers 1 --d_ffn 96 --kernel_size 7 --cnn_first_channels 4 --cnn_channels 8 "
     "--dropout 0 --CNN.dropout 0 --spec_augment null --schedule.warmup 30 --precision fp32 --num_workers 0 "
@@ -30,7 +29,7 @@ def tones(tmp_path_factory):
 
 def train(out, tones, *more, ranks=1):
     words = "train", "hparams/ctc.yaml", *SMALL, "--data_folder", tones, "--output_folder", out, *more
-    done = processes.sbkit(*words, cwd=ROOT, ranks=ranks, timeout=590, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    done = processes.sbkit(*words, cwd=ROOT, ranks=ranks, timeout=590, **ENVIRONMENT)
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return done.stderr, [line for line in lines if line["kind"] == "warning"]
 

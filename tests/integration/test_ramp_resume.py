@@ -1,6 +1,5 @@
 """A run that is killed while its masks and its rate grow with what it hears ends as the run that was never stopped."""
 
-
 import processes
 import pytest
 import torch

@@ -1,12 +1,11 @@
 """Two speakers of a corpus in LJSpeech's layout, from the recordings to a bundle that speaks as either of them."""
 
-from pathlib import Path
-
 import bundles
 import numpy as np
 import processes
 import pytest
 import soundfile
+from trained_runs import ENVIRONMENT, ROOT
 
 import sbkit.infer
 from sbkit.cli import main
@@ -14,9 +13,7 @@ from sbkit.export.layout import VoiceConfig
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 RATE = bundles.RATE
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 FAST = ["--step_seconds", "8", "--least_steps", "0", "--max_batch_seconds", "16", "--precision", "fp32",
         "--noprogressbar", "--no-check"]
 CODEC = ["--n_mels", "20", "--encoder_layers", "1", "--fast_layers", "1", "--size", "16", "--hidden", "24",
