@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import logging
@@ -17,6 +18,7 @@ from typing import Any
 import speechbrain as sb
 import torch
 from safetensors.torch import load_file, save_file
+from speechbrain.dataio.batch import PaddedBatch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from sbkit.errors import SbkitError, first_line
@@ -242,12 +244,14 @@ def _take_weights(modules: torch.nn.Module, culprits: Path, step: int) -> bool:
 
 
 def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]:
-    """Read the micro-batches: no code in the file is run, and an object in it is only made if its class is known."""
+    """Read the micro-batches: the file can make nothing but tensors, plain values and batches of known classes."""
     try:
         with torch.serialization.safe_globals([*map(_class, get_unsafe_globals_in_checkpoint(path))]):
             found: list[dict[str, Any]] = torch.load(path, map_location=device, weights_only=True)
             return found
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except SbkitError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of torch's reader
         raise SbkitError(f"{path} can't be read: {first_line(error)}", hint="was it written by this sbkit?") from error
 
 
@@ -261,6 +265,7 @@ def _class(name: str) -> type:
         raise SbkitError(f"the saved batch is a {attribute} of {module}, which is not loaded",
                          hint="replay it with the script that trained the run")
     found = getattr(importlib.import_module(module), attribute, None)
-    if not isinstance(found, type):
+    if not isinstance(found, type) or not (dataclasses.is_dataclass(found) or issubclass(found, PaddedBatch)
+                                           or (issubclass(found, tuple) and hasattr(found, "_fields"))):
         raise SbkitError(f"the saved batch has a {name}, which is no class of a batch")
     return found

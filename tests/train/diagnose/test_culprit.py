@@ -7,8 +7,11 @@ import json
 import math
 import os
 import random
+import re
+import struct
 import subprocess
 import sys
+import zipfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -404,6 +407,23 @@ def test_what_cannot_be_saved_costs_the_replay_and_not_the_run(tmp_path, caplog)
 class Thief:
     def __reduce__(self):
         return os.mkdir, (str(Thief.folder),)
+
+
+def test_a_file_that_would_make_a_process_is_refused(tmp_path):
+    """A class that is loaded, and makes what it says when it is called."""
+    torch.save([1], whole := tmp_path / "whole.pt")
+    words = b"".join(b"X" + struct.pack("<i", len(word)) + word for word in (b"touch", str(tmp_path / "made").encode()))
+    for calls, said in ((b"csubprocess\nPopen\n]q\x00(" + words + b"e\x85R.", "has a subprocess.Popen, which is no class"),
+                        (b"csbkit.none\nX\n.", "can't be read: No module named"), (b".", "can't be read: "),
+                        (b"h\x05.", "can't be read: ")):
+        with zipfile.ZipFile(whole) as parts, zipfile.ZipFile(tmp_path / "batches.pt", "w") as made:
+            for name in parts.namelist():
+                made.writestr(name, b"\x80\x02" + calls if name.endswith("data.pkl") else parts.read(name))
+        with pytest.raises(SbkitError, match=re.escape(said)):
+            load_batches(tmp_path / "batches.pt", "cpu")
+    (tmp_path / "batches.pt").write_text("garbage")
+    with pytest.raises(SbkitError, match="batches.pt can't be read: "):
+        load_batches(tmp_path / "batches.pt", "cpu")
 
 
 def test_a_file_that_would_run_something_is_refused(tmp_path, monkeypatch):
