@@ -413,7 +413,8 @@ def test_a_file_that_would_make_a_process_is_refused(tmp_path):
     """A class that is loaded, and makes what it says when it is called."""
     torch.save([1], whole := tmp_path / "whole.pt")
     words = b"".join(b"X" + struct.pack("<i", len(word)) + word for word in (b"touch", str(tmp_path / "made").encode()))
-    for calls, said in ((b"csubprocess\nPopen\n]q\x00(" + words + b"e\x85R.", "has a subprocess.Popen, which is no class"),
+    process = b"csubprocess\nPopen\n]q\x00(" + words + b"e\x85R."
+    for calls, said in ((process, "has a subprocess.Popen, which is no class of a batch"),
                         (b"csbkit.none\nX\n.", "can't be read: No module named"), (b".", "can't be read: "),
                         (b"h\x05.", "can't be read: ")):
         with zipfile.ZipFile(whole) as parts, zipfile.ZipFile(tmp_path / "batches.pt", "w") as made:
@@ -422,7 +423,7 @@ def test_a_file_that_would_make_a_process_is_refused(tmp_path):
         with pytest.raises(SbkitError, match=re.escape(said)):
             load_batches(tmp_path / "batches.pt", "cpu")
     (tmp_path / "batches.pt").write_text("garbage")
-    with pytest.raises(SbkitError, match="batches.pt can't be read: "):
+    with pytest.raises(SbkitError, match=r"batches\.pt can't be read: "):
         load_batches(tmp_path / "batches.pt", "cpu")
 
 
