@@ -5,10 +5,13 @@ It has no paths of the machine that trained, since it is made to be shown.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+import yaml
 
 from sbkit.score.report import data
 from sbkit.score.report.data import RunData
@@ -41,11 +44,11 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None) -> str:
 def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     """The front matter, as the Hub reads it: JSON's texts and lists are YAML's."""
     language, started = _key(run, "language"), [name for name, _ in _started_from(run) if _on_hub(name)]
-    licences = {licence for _, licence in _started_from(run) if licence}
+    licences = {licence for _, licence in _started_from(run)}
     values: dict[str, object] = {"library_name": "sbkit", "tags": ["sbkit", "speechbrain"]}
     if re.fullmatch(r"[a-z]{2,3}", language):
         values["language"] = language
-    if len(licences) == 1:
+    if len(licences) == 1 and "" not in licences:  # of one alone it would be said of both
         values["license"] = licences.pop()
     if started:
         values["base_model"] = started
@@ -104,9 +107,22 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def _key(run: RunData, name: str) -> str:
     """The value of a recipe's key as its text; empty if it has none."""
-    found = re.search(rf"^{name}:[ \t]*(.*?)(?:[ \t]+#.*)?$", run.recipe, re.MULTILINE)
-    value = found[1].strip("'\"") if found else ""
-    return "" if value in ("null", "~") else value
+    return _plain_values(run.recipe).get(name, "")
+
+
+@functools.lru_cache(maxsize=4)
+def _plain_values(recipe: str) -> dict[str, str]:
+    """The plain values of a recipe, which may stand under ``recipe``, where another is included."""
+    try:
+        root = yaml.compose(recipe, yaml.SafeLoader)
+    except yaml.YAMLError:
+        return {}
+    found: dict[str, str] = {}
+    for key, node in root.value if isinstance(root, yaml.MappingNode) else ():
+        inside = node.value if key.value == "recipe" and isinstance(node, yaml.MappingNode) else [(key, node)]
+        found |= {each.value: given.value for each, given in inside if isinstance(given, yaml.ScalarNode)
+                  and given.tag.startswith("tag:yaml.org,2002:") and not given.tag.endswith(":null")}
+    return found
 
 
 def _started_keys(run: RunData) -> list[str]:
@@ -124,8 +140,9 @@ def _on_hub(name: str) -> bool:
 
 def _licence(name: str) -> str:
     card = Path(name).expanduser() / README
-    if not card.is_file():
+    try:
+        front = _FRONT_MATTER.match(untrusted.read_text(card, _MAX_BYTES))
+    except (OSError, ValueError):  # there is none, or it is none
         return ""
-    front = _FRONT_MATTER.match(untrusted.read_text(card, _MAX_BYTES))
     said = re.search(r"^license: *\"?([\w.-]+)\"?", front[1], re.MULTILINE) if front else None
     return said[1] if said else ""

@@ -51,3 +51,32 @@ def test_a_bundles_readme_goes_on_with_it(run):
     text = model_card.of_bundle("# words\n\nHow to use it.\n", run, "automatic-speech-recognition")
     assert front(text)["pipeline_tag"] == "automatic-speech-recognition"
     assert text.index("How to use it.") < text.index("## Figures") < text.index("## Training")
+
+
+def test_a_recipe_that_includes_another_has_its_keys_there(run):
+    """As the copy of recipes/ in a run's folder has them."""
+    (run / "hyperparams.yaml").write_text(
+        'recipe:\n    experiment: "words # 2"\n    language: cs    # Czech\n    init_from: null\n'
+        "    encoder_source: openai/whisper-base    # a folder\n    corpus: !new:sbkit.Corpus\n        language: de\n")
+    card = model_card.of_run(read(run))
+    assert front(card)["language"] == "cs" and front(card)["base_model"] == ["openai/whisper-base"]
+    assert "# words # 2\n" in card and "an earlier model" not in card
+
+
+@pytest.mark.parametrize("data", [b"---\nlicense: mit\n---\n\xff", b"---\nlicense: mit\n---\n" + bytes(2 << 20)])
+def test_the_card_of_a_source_costs_no_report(run, tmp_path, data):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/README.md").write_bytes(data)
+    recipe = run / "hyperparams.yaml"
+    recipe.write_text(f"{recipe.read_text()}\ninit_from: {tmp_path / 'theirs'}\n")
+    write_report(run)
+    assert "whose licence is not known here" in (run / "README.md").read_text()
+
+
+def test_the_licence_of_one_of_two_sources_is_not_that_of_the_model(run, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/README.md").write_text("---\nlicense: mit\n---\n")
+    recipe = run / "hyperparams.yaml"
+    recipe.write_text(f"{recipe.read_text()}\ninit_from: {tmp_path / 'theirs'}\nencoder_source: openai/whisper-base\n")
+    card = model_card.of_run(read(run))
+    assert "theirs, licence: mit" in card and "license" not in front(card)
