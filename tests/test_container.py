@@ -19,7 +19,8 @@ CHROOT = os.environ.get("SBKIT_CHROOT", "")
 @pytest.mark.parametrize(("device", "code", "said"), [
     ("cpu", 0, "asked for cpu, computed on cpu: well"), ("cuda", 1, "the server doesn't start")])
 def test_the_last_step_fails_where_the_server_has_not_the_images_device(device, code, said):
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT),
+                   "http_proxy": "http://127.0.0.1:9"}  # as docker sets where the network is behind one
     done = subprocess.run([sys.executable, DOCKER / "try_server.py", device], env=environment, capture_output=True,
                           text=True)
     assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr

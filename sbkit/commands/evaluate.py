@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,8 +56,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _bound(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    return name, float(value)
+    name, _, value = text.rpartition("=")
+    with contextlib.suppress(ValueError):
+        if name:
+            return name, float(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is no figure with a number: write EER=5")
 
 
 def run(args: argparse.Namespace) -> int:

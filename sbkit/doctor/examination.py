@@ -1,4 +1,4 @@
-"""Runs all checks of a and formats them as a table for the terminal or as JSON."""
+"""Runs all checks of a machine, and formats them as a table for the terminal or as JSON."""
 
 from __future__ import annotations
 
