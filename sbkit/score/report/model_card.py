@@ -32,13 +32,23 @@ def of_run(run: RunData) -> str:
     return "\n\n".join([_front(run), *shown, *_sections(run)]) + "\n"
 
 
-def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None) -> str:
+def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpoint: str = "best",
+              mean_of: int = 1) -> str:
     """Complete the README of a bundle by what its run's folder says.
 
     pipeline_tag : what the Hub calls its task, if it has a name for it
+    checkpoint, mean_of : which of the run's was exported
     """
     run = data.read(folder)
-    return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *_sections(run)]) + "\n"
+    tested = int(_key(run, "average_checkpoints") or 1)
+    same = (checkpoint, mean_of) == ("best", tested)
+    remark = "" if same else (f"The run tested {_checkpoints('best', tested)}, and this bundle has "
+                              f"{_checkpoints(checkpoint, mean_of)}.")
+    return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *_sections(run, remark)]) + "\n"
+
+
+def _checkpoints(chosen: str, mean_of: int) -> str:
+    return f"the checkpoint `{chosen}`" if mean_of == 1 else f"the mean of {mean_of} checkpoints (`{chosen}`)"
 
 
 def _front(run: RunData, pipeline_tag: str | None = None) -> str:
@@ -57,10 +67,10 @@ def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
 
 
-def _sections(run: RunData) -> list[str]:
+def _sections(run: RunData, remark: str = "") -> list[str]:
     parts = []
     if figures := _figures(run):
-        parts += ["## Figures", figures]
+        parts += ["## Figures", figures, *([remark] if remark else [])]
     if run.prepared:
         rows = [(name, f"{part['kept']:,}", f"{part['hours']:.2f}") for name, part in run.prepared["splits"].items()]
         source = run.prepared["source"]

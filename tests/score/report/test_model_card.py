@@ -80,3 +80,11 @@ def test_the_licence_of_one_of_two_sources_is_not_that_of_the_model(run, tmp_pat
     recipe.write_text(f"{recipe.read_text()}\ninit_from: {tmp_path / 'theirs'}\nencoder_source: openai/whisper-base\n")
     card = model_card.of_run(read(run))
     assert "theirs, licence: mit" in card and "license" not in front(card)
+
+
+def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
+    recipe = run / "hyperparams.yaml"
+    recipe.write_text(f"{recipe.read_text()}\naverage_checkpoints: 3\n")
+    assert "this bundle has" not in model_card.of_bundle("# words\n", run, None, "best", 3)
+    assert ("The run tested the mean of 3 checkpoints (`best`), and this bundle has the checkpoint `last`."
+            in model_card.of_bundle("# words\n", run, None, "last", 1))
