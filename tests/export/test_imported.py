@@ -11,6 +11,7 @@ import soundfile
 import torch
 
 import sbkit.infer
+from sbkit.cli import main
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.imported import ImportRequest, import_model
@@ -81,24 +82,46 @@ def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path):
     assert model.transcribe(signal).text.split() == said(text) and text == text.lower() != text.upper()
 
 
-@pytest.mark.slow
-def test_recordings_may_be_what_is_compared_on(tmp_path, capsys):
-    """In all formats; a corpus's words are held against a model of capitals in capitals."""
-    folder, corpus = published.make(tmp_path / "model"), tmp_path / "corpus"
-    corpus.mkdir()
+def corpus_of(folder, text_of):
+    """A corpus of a test split, with what is said in each recording."""
+    folder.mkdir()
     lines = ["ID,duration,wav,wrd"]
     for i, samples in enumerate(LENGTHS):
         signal = published.spoken(samples, i)
-        soundfile.write(corpus / f"{i}.wav", signal, 16_000, subtype="FLOAT")
-        text = " ".join(said(published.theirs(folder, signal)[1])).lower().replace("'", "")
-        lines.append(f"{i},{samples / 16_000},{corpus / f'{i}.wav'},{text or 'x'}")
-    (corpus / "test.csv").write_text("\n".join(lines) + "\n")
+        soundfile.write(folder / f"{i}.wav", signal, 16_000, subtype="FLOAT")
+        lines.append(f"{i},{samples / 16_000},{folder / f'{i}.wav'},{text_of(signal)}")
+    (folder / "test.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_recordings_may_be_what_is_compared_on(tmp_path, capsys):
+    """A corpus's words are held against a model of capitals in capitals."""
+    folder = published.make(tmp_path / "model")
+    corpus = corpus_of(tmp_path / "corpus", lambda signal: " ".join(
+        said(published.theirs(folder, signal)[1])).lower().replace("'", "") or "x")
     import_model(ImportRequest(str(folder), tmp_path / "bundle", corpus=str(corpus), language="en", tolerance=0.002,
-                               formats=["onnx", "torch"]))
+                               formats=["torch"]))
     assert "compared on 4 utterances of the test split" in capsys.readouterr().out
     facts = json.loads((tmp_path / "bundle" / layout.PARITY).read_text())
     assert facts["formats"]["checkpoint"]["wer"] < 30, "what is left is what the corpus's text rules change"
     assert layout.Config.read(tmp_path / "bundle").language == "en"
+
+
+@pytest.mark.slow
+def test_the_command_writes_all_formats_and_int8_is_transcribed(tmp_path, capsys):
+    """Of recordings of something else, since a model of random weights would change its mind in 8 bits."""
+    folder = published.make(tmp_path / "model", "hubert")
+    corpus = corpus_of(tmp_path / "corpus", lambda signal: "of something else")
+    words = ["import", folder, "--to", tmp_path / "bundle", "--corpus", corpus, "--language", "en"]
+    assert main([*map(str, words)]) == 0
+    assert set(layout.Config.read(tmp_path / "bundle").models) == {"onnx", "int8", "torch"}
+    assert main([*map(str, words)]) == 2 and "exists" in capsys.readouterr().err
+    heard = [sbkit.infer.load(tmp_path / "bundle", model=name, device="cpu").transcribe(corpus / "0.wav").text
+             for name in ("onnx", "int8")]
+    assert heard[0].split() == said(published.theirs(folder, published.spoken(LENGTHS[0], 0))[1]) and all(heard)
+    card = (tmp_path / "bundle" / layout.README).read_text()
+    assert "## Started from" in card and "weights of an earlier model: model" in card
 
 
 # ------------------------------------------------------------ bad input
