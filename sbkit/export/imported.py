@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
@@ -17,20 +18,18 @@ from sbkit.export import bundle, layout, source
 from sbkit.export.bundle import ExportRequest
 from sbkit.export.runners import Runner
 from sbkit.export.source import Trained
+from sbkit.export.speechbrain_model import SpeechBrainModel
 from sbkit.nn.pretrained.source import is_folder
 from sbkit.recipe import load, starter
 from sbkit.runs import initial, restore
 from sbkit.runs.initial.published import PublishedSource
-
-#: The recipe of such a model, if it were trained here.
-_RECIPE = starter.HOME / starter.RECIPES / "ssl.yaml"
 
 
 @dataclass(frozen=True)
 class ImportRequest:
     """The options of ``sbkit import``.
 
-    source : a folder, or a repository of the Hugging Face Hub
+    source : a folder of transformers, a repository of the Hugging Face Hub, or a folder for SpeechBrain's EncoderASR
     to, formats, force, tolerance, clips : as ``ExportRequest`` has them
     corpus : whatever a recipe's ``data_folder`` may be; its test split is what is compared on. None: noise is
     language : of the corpus, and named in the bundle
@@ -56,42 +55,69 @@ def import_model(request: ImportRequest) -> int:
 
 def _opened(request: ImportRequest, run: Path) -> Trained:
     """Open the model as if a run in the folder ``run`` had kept its tokenizer and trained it."""
+    folder = Path(request.source).expanduser()
+    if (folder / layout.RECIPE).is_file():
+        return _of_speechbrain(request, run, SpeechBrainModel(folder))
     published = PublishedSource.of(request.source)
-    path = run / "tokenizer.model"
-    path.write_bytes(published.piece_model())
+    brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source)
+    initial.load(brain)
+    encoder = brain.recognizer.encoder
+    for note in encoder.notes():
+        print(note)
+    own, least = published.model.own_code(encoder.frames), getattr(encoder.network, "min_samples", 1)
+    return _trained(request, run, brain, ("transformers", _own_code(own, published.kept_order, tokenizer, least)))
+
+
+def _of_speechbrain(request: ImportRequest, run: Path, model: SpeechBrainModel) -> Trained:
+    """The same of a model whose layers SpeechBrain has built, in the place of those of a recipe for such models."""
+    brain, tokenizer = _brain(request, run, "ctc", model.piece_model, sample_rate=model.sample_rate, d_model=8, nhead=1,
+                              d_ffn=8, num_encoder_layers=1)
+    brain.recognizer = type(brain.recognizer)(model.features, model.layers, nn.Identity(), normalize=model.normalize,
+                                              hop_samples=model.hop_samples)
+    brain.modules = nn.ModuleDict({"model": model.layers})
+    return _trained(request, run, brain, ("speechbrain's", _own_code(model.own_code(), model.order, tokenizer, 1)))
+
+
+def _brain(request: ImportRequest, run: Path, task: str, model: bytes, **keys: object) -> tuple[Any, Tokenizer]:
+    """Build the Brain of a recipe around the tokenizer with this SentencePiece model; prepare what is compared on."""
+    path, recipe_path = run / "tokenizer.model", starter.HOME / starter.RECIPES / f"{task}.yaml"
+    path.write_bytes(model)
     tokenizer = Tokenizer(run, model=path).load()
     ends = {"bos_index": tokenizer.bos_id, "eos_index": tokenizer.eos_id}
     values = {"output_folder": str(run), "data_folder": request.corpus, "language": request.language or "",
-              "init_from": request.source, "output_neurons": tokenizer.size, "tokenizer": {"model": str(path)},
+              "output_neurons": tokenizer.size, "tokenizer": {"model": str(path)}, **keys,
               **{key: place if place >= 0 else None for key, place in ends.items()}}
-    (run / layout.RECIPE).write_text(load.merged(_RECIPE, values), encoding="utf-8")  # for the model card
-    recipe = load.open_recipe(load.load(_RECIPE, values), _RECIPE)
+    recipe = load.open_recipe(load.load(recipe_path, values), recipe_path)
+    card = load.merged(recipe_path, {**values, "init_from": request.source})
+    (run / layout.RECIPE).write_text(card, encoding="utf-8")  # what the model card is made from
     if request.corpus is not None:
         recipe.keys.corpus.prepare(needed=("test",))
-    brain = restore.build(recipe, "cpu")
-    initial.load(brain)
-    for note in brain.recognizer.encoder.notes():
-        print(note)
+    return restore.build(recipe, "cpu"), tokenizer
+
+
+def _trained(request: ImportRequest, run: Path, brain: Any, original: tuple[str, Runner]) -> Trained:  # Any: a Brain
     name = Path(request.source).name if is_folder(request.source) else request.source
     trained = source.of_brain(brain, run, {"imported": name})
-    trained.exported.original = "transformers", _own_code(published, tokenizer, brain.recognizer.encoder)
+    trained.exported.original = original
     return trained
 
 
-def _own_code(published: PublishedSource, tokenizer: Tokenizer, encoder: Any) -> Runner:  # an Encoder
-    """Return what runs the model's own code, whose tokenizer has to say the same as the run's of each clip."""
-    least = getattr(encoder.network, "min_samples", 1)
-    own = published.model.own_code(encoder.frames)
+def _own_code(own: Callable[[np.ndarray], tuple[np.ndarray, str]], order: Sequence[int], tokenizer: Tokenizer,
+              least: int) -> Runner:
+    """Return what runs a model's own code, whose tokenizer has to say the same as the run's of each clip.
 
+    order : which of its tokens each of the run's is
+    least : samples that shorter clips are padded to
+    """
     def run(signals: Sequence[np.ndarray]) -> list[np.ndarray]:
         found = []
         for signal in signals:
             log_probs, text = own(np.pad(signal, (0, max(0, least - len(signal)))))
-            log_probs = log_probs[:, published.kept_order]
+            log_probs = log_probs[:, order]
             said = tokenizer.decode(label for label, _ in itertools.groupby(log_probs.argmax(-1).tolist()) if label)
             if said.split() != text.split():
-                raise SbkitError(f"the tokenizer of {published.model.source} writes {text!r}, and the bundle would "
-                                 f"write {said!r}", hint="please report it, with the model's name")
+                raise SbkitError(f"the model's own tokenizer writes {text!r}, and the bundle would write {said!r}",
+                                 hint="please report it, with the model's name")
             found.append(log_probs)
         return found
 

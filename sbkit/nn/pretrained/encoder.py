@@ -67,7 +67,7 @@ class Encoder(nn.Module):
             self.settings = replace(self.settings, adapter_language=adapter_language)
         self.options = EncoderOptions(freeze_front, layers, dropout, mask_time_prob, mask_time_length,
                                       mask_feature_prob, mask_feature_length, whole_window)
-        self.network = _build(self.settings, self.options)
+        self.network = build_network(self.settings, self.options)
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
             raise SbkitError(f"adapter_language is {adapter_language}, and {self.source} has no adapters for languages",
@@ -220,7 +220,7 @@ def network_class(settings: Settings) -> type[Network]:
     return classes.get(settings.config.get("model_type", ""), Wav2Vec2)
 
 
-def _build(settings: Settings, options: EncoderOptions) -> Network:
+def build_network(settings: Settings, options: EncoderOptions) -> Network:
     """Build the encoder that the settings describe, with random weights."""
     config = make_config(settings, options)
     try:

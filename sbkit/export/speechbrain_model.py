@@ -1,0 +1,195 @@
+"""A folder for SpeechBrain's ``EncoderASR``, opened by SpeechBrain itself, and its parts as a recogniser takes them."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+import torch
+from speechbrain.dataio.encoder import CTCTextEncoder
+from speechbrain.decoders import ctc_greedy_decode
+from speechbrain.lobes import features as lobes
+from torch import Tensor, nn
+
+from sbkit.data.piece_model import piece_model
+from sbkit.errors import SbkitError, summary
+from sbkit.export.features import is_input_normalization
+from sbkit.nn.lengths import N, lengths_to_mask
+from sbkit.nn.pretrained.encoder import build_network
+from sbkit.nn.pretrained.networks import EncoderOptions
+from sbkit.nn.pretrained.source import Settings
+from sbkit.runs.initial import source
+from sbkit.score.metric import Metric
+
+_NAMES = {"unk_label": "<unk>", "bos_label": "<s>", "eos_label": "</s>"}  # of a CTCTextEncoder, by SentencePiece's
+_WRAPPED, _EPSILON = ("wav2vec2", "hubert", "wavlm"), 1e-5
+_PROBED = {True: (64, 640), False: (16_000, 64_000)}  # frames, or samples: a length, and how much longer another is
+
+
+class Waves(nn.Module):
+    """SpeechBrain's wrapper of wav2vec 2.0, HuBERT or WavLM, for waveforms [B, S] and sample counts [B].
+
+    Its own can't be traced. Waveforms and states are normalised as there, but each over what is an utterance's own.
+    """
+
+    def __init__(self, own: Any):  # of SpeechBrain's integrations, which need transformers
+        super().__init__()
+        config = {name: value for name, value in own.model.config.to_dict().items() if name != "add_adapter"}
+        if own.output_all_hiddens or own.model.config.add_adapter or config["model_type"] not in _WRAPPED:
+            raise SbkitError(f"the {config['model_type']} in this model can't be imported: it is of another kind, or "
+                             "gives other states than its last layer's (output_all_hiddens, add_adapter)",
+                             hint=f"{', '.join(_WRAPPED)} can")
+        self.network = build_network(Settings("the model", config, {"do_normalize": False}),
+                                     EncoderOptions(mask_time_prob=0.0, mask_feature_prob=0.0))
+        state = own.model.state_dict()
+        self.network.load_state_dict({name: state[name] for name in self.network.state_dict()})
+        self.normalizes, self.output_norm = bool(own.normalize_wav), bool(own.output_norm)
+
+    def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
+        """[B, S], [B] -> [B, T, D]."""
+        if self.normalizes:
+            signals = _normalized(signals[..., None], samples)[..., 0]
+        states = self.network(signals, samples)
+        return _normalized(states, self.network.frames(samples)) if self.output_norm else states
+
+
+def _normalized(states: Tensor, counts: Tensor) -> Tensor:
+    """Normalise [B, T, D] over all numbers of an utterance's own ``counts`` [B] frames, as torch's layer_norm does."""
+    inside, numbers = lengths_to_mask(counts, states.shape[1])[..., None], (counts * states.shape[2])[:, None, None]
+    mean = states.masked_fill(~inside, 0.0).sum((1, 2), keepdim=True) / numbers
+    centred = (states - mean).masked_fill(~inside, 0.0)
+    return centred * torch.rsqrt(centred.square().sum((1, 2), keepdim=True) / numbers + _EPSILON)
+
+
+class Layers(nn.Module):
+    """All that follows the features: [B, T, F] and frame counts [B], or waveforms and samples, to scores [B, T', V].
+
+    Arguments
+    ---------
+    layers : SpeechBrain's, in their order, and the name of the argument by which each takes relative lengths, if any
+    order : which of their outputs each one is
+    width : features of a frame; None: they take waveforms
+    """
+
+    order: Tensor
+
+    def __init__(self, layers: list[tuple[nn.Module, str | None]], order: list[int], width: int | None):
+        super().__init__()
+        self.layers, self.names = nn.ModuleList(layer for layer, _ in layers).eval(), [name for _, name in layers]
+        self.register_buffer("order", torch.tensor(order), persistent=False)
+        self.factor, self.shift = self._rule(width)
+
+    @torch.no_grad()
+    def _rule(self, width: int | None) -> tuple[int, int]:
+        """Find (factor, shift) with ``frames(n) == (n + shift) // factor``, by trying it."""
+        def count(size: int) -> int:
+            return int(self(torch.zeros(1, size, *([] if width is None else [width])), torch.tensor([size])).shape[1])
+
+        least, more = _PROBED[width is not None]
+        made = count(least)
+        factor = round(more / (count(least + more) - made))
+        below, above = least, least + factor  # the length at which there is one more lies between
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (below, middle) if count(middle) > made else (middle, above)
+        return factor, factor * (made + 1) - above
+
+    def frames(self, count: N) -> N:
+        """Return the number of outputs for a number of frames or samples."""
+        return (count + self.shift) // self.factor
+
+    def forward(self, states: Tensor, frames: Tensor) -> Tensor:
+        """[B, T, ...], [B] -> [B, T', V]."""
+        lengths = frames / states.shape[1]
+        for layer, name in zip(self.layers, self.names, strict=True):
+            if isinstance(layer, Waves):
+                made = layer(states, frames)
+            else:
+                made = layer(states) if name is None else layer(states, **{name: lengths})
+            states = made[0] if isinstance(made, tuple) else made
+        return states[..., self.order]
+
+
+class SpeechBrainModel:
+    """A model for ``EncoderASR``. Its hyperparams.yaml is code, which opening it runs; its weights are only read."""
+
+    def __init__(self, folder: Path):
+        source.find(folder, "best", 1, Metric("WER")).tensors(shapes=True)  # refuses what holds more than tensors
+        from speechbrain.inference.ASR import EncoderASR
+
+        try:
+            with tempfile.TemporaryDirectory() as room:
+                self.own: Any = EncoderASR.from_hparams(source=str(folder), savedir=room, run_opts={"device": "cpu"})
+        except Exception as error:  # a YAML may do anything
+            raise SbkitError(f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error)}",
+                             hint="a CTC model has encoder, tokenizer and decoding_function in its hyperparams.yaml"
+                             ) from error
+        hparams, encoder = self.own.hparams, self.own.mods.encoder
+        if not hasattr(encoder, "lengths_arg_names"):
+            raise SbkitError(f"the encoder of {folder} is a {type(encoder).__name__}, not the LengthsCapableSequential "
+                             "that EncoderASR's models have", hint="name another model")
+        self.folder, self.sample_rate = folder, int(hparams.sample_rate)
+        said = hparams.decoding_function
+        blank = said.keywords.get("blank_id") if isinstance(said, functools.partial) else None
+        self.blank = int(getattr(hparams, "blank_index", 0) if blank is None else blank)
+        own = [Waves(layer) if hasattr(layer, "normalize_wav") else layer for layer in encoder.values()]
+        layers = list(zip(own, encoder.lengths_arg_names, strict=True))
+        self.features = layers.pop(0)[0] if isinstance(layers[0][0], (lobes.Fbank, lobes.MFCC)) else None
+        self.normalize = layers.pop(0)[0] if is_input_normalization(layers[0][0]) else None
+        with torch.no_grad():
+            tried = self.own.encode_batch(torch.zeros(1, self.sample_rate), torch.ones(1))
+            width = None if self.features is None else self.features(torch.zeros(1, self.sample_rate)).shape[-1]
+        self.size = int(tried.shape[-1])
+        self.order = [self.blank, *(place for place in range(self.size) if place != self.blank)]
+        self.piece_model = self._piece_model()
+        self.layers = Layers(layers, self.order, width)
+
+    @property
+    def hop_samples(self) -> int:
+        """Samples between two frames of features; 1 if it takes waveforms."""
+        stft: Any = None if self.features is None else self.features.compute_STFT
+        return 1 if stft is None else int(stft.hop_length)
+
+    def _piece_model(self) -> bytes:
+        """Make its tokens a SentencePiece model, with the blank first."""
+        own = self.own.tokenizer
+        if isinstance(own, sentencepiece.SentencePieceProcessor):
+            pieces = [own.id_to_piece(i) for i in range(own.vocab_size())]
+            silent = {i for i in range(len(pieces)) if own.is_control(i) or own.is_unknown(i)}
+            scores = {piece: own.get_score(i) for i, piece in enumerate(pieces)}
+        elif isinstance(own, CTCTextEncoder):
+            names = {own.lab2ind[label]: name for role, name in _NAMES.items()
+                     if (label := getattr(own, role, None)) in own.lab2ind}
+            pieces = [names.get(i, str(own.ind2lab.get(i, "")).replace(" ", "▁")) for i in range(len(own.ind2lab))]
+            silent, scores = set(names), {}
+        else:
+            raise SbkitError(f"the tokenizer of {self.folder} is a {type(own).__name__}",
+                             hint="a SentencePiece model and SpeechBrain's CTCTextEncoder can be imported")
+        if len(pieces) != self.size or not 0 <= self.blank < self.size:
+            raise SbkitError(f"the tokenizer of {self.folder} doesn't fit its head: that gives {self.size} scores, and "
+                             f"the tokenizer has {len(pieces)} tokens; the blank is {self.blank}",
+                             hint="are its tokenizer and its weights of the same model?")
+        if isinstance(own, sentencepiece.SentencePieceProcessor) and self.blank == own.unk_id() == 0:
+            return bytes(own.serialized_model_proto())
+        return piece_model([pieces[i] for i in self.order], {new for new, i in enumerate(self.order) if i in silent},
+                           scores)
+
+    def own_code(self) -> Callable[[np.ndarray], tuple[np.ndarray, str]]:
+        """Return what SpeechBrain makes of a waveform [S]: log-probabilities [T, V], text."""
+        own = self.own.tokenizer
+
+        @torch.no_grad()
+        def run(signal: np.ndarray) -> tuple[np.ndarray, str]:
+            scores = self.own.encode_batch(torch.from_numpy(signal)[None], torch.ones(1)).log_softmax(-1)
+            (said,) = ctc_greedy_decode(scores, torch.ones(1), blank_id=self.blank)
+            if isinstance(own, sentencepiece.SentencePieceProcessor):
+                return scores[0].numpy(), own.decode_ids(said)
+            marks = {getattr(own, role, None) for role in _NAMES}
+            return scores[0].numpy(), "".join(label for label in own.decode_ndim(said) if label not in marks)
+
+        return run

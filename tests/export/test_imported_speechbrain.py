@@ -1,0 +1,79 @@
+"""Folders for SpeechBrain's EncoderASR become bundles that say what SpeechBrain says."""
+
+import json
+
+import encoders
+import numpy as np
+import onnxruntime
+import published
+import pytest
+import speechbrain_models
+import torch
+
+import sbkit.infer
+from sbkit.data.piece_model import piece_model
+from sbkit.errors import SbkitError
+from sbkit.export import layout
+from sbkit.export.imported import ImportRequest, import_model
+
+LENGTHS = (16_000, 4_000, 23_457, 9_999)
+
+
+@pytest.mark.parametrize("kind", ["pieces", pytest.param("labels", marks=pytest.mark.slow),
+                                  pytest.param("pretrained", marks=pytest.mark.slow)])
+def test_a_bundle_says_of_each_clip_what_speechbrain_says(tmp_path, kind):
+    pretrained = encoders.make(tmp_path / "encoder", "wav2vec2-layer") if kind == "pretrained" else None
+    folder = speechbrain_models.make(tmp_path / "model", kind == "labels", pretrained=pretrained)
+    bundle = tmp_path / "bundle"
+    assert import_model(ImportRequest(str(folder), bundle, formats=["onnx"])) == 0
+    graph = onnxruntime.InferenceSession(bundle / "model.onnx")
+    recogniser = sbkit.infer.load(bundle, model=layout.ONNX, device="cpu")
+    config, heard = layout.Config.read(bundle), set()
+    last = config.vocabulary - 1
+    order = [last, *range(last)] if kind == "labels" else list(range(last + 1))
+    for seed, samples in enumerate(LENGTHS):
+        signal = published.spoken(samples, seed)
+        expected, text = speechbrain_models.theirs(folder, signal, tmp_path / f"room{seed}")
+        found, (frames,) = graph.run(None, {"signals": signal[None], "lengths": np.array([samples])})
+        assert frames == len(expected)
+        np.testing.assert_allclose(found[0, :frames], expected[:, order], atol=2e-3)
+        assert recogniser.transcribe(signal).text.split() == text.replace("<bos>", "").split()
+        heard |= set(expected.argmax(-1).tolist())
+    assert len(heard) > 3, "it says something"
+    facts = json.loads((bundle / layout.PARITY).read_text())["formats"]
+    assert facts["speechbrain's"]["difference"] <= 1e-3 and config.trained["imported"] == "model"
+
+
+def refusal(tmp_path, source):
+    with pytest.raises(SbkitError) as caught:
+        import_model(ImportRequest(str(source), tmp_path / "bundle"))
+    assert not (tmp_path / "bundle").exists()
+    return caught.value
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_checkpoint_with_code_in_it_is_refused_and_not_run(tmp_path):
+    folder = speechbrain_models.make(tmp_path / "model")
+    torch.save({"0.w.weight": torch.zeros(3), "x": Evil(tmp_path / "ran")}, folder / "model.ckpt")
+    assert "model.ckpt" in refusal(tmp_path, folder).message and not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_that_does_not_fit_its_head(tmp_path):
+    folder = speechbrain_models.make(tmp_path / "model")
+    (folder / "tokenizer.ckpt").write_bytes(piece_model(["<unk>", "▁", "a", "b"]))
+    error = refusal(tmp_path, folder)
+    assert f"{folder} doesn't fit its head: that gives 12 scores, and the tokenizer has 4 tokens" in error.message
+
+
+def test_a_recipe_that_is_no_recogniser(tmp_path):
+    folder = speechbrain_models.make(tmp_path / "model")
+    text = (folder / "hyperparams.yaml").read_text()
+    (folder / "hyperparams.yaml").write_text(text.replace("decoding_function:", "other:"))
+    assert "SpeechBrain can't open" in refusal(tmp_path, folder).message
