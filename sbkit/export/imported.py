@@ -78,7 +78,8 @@ def _of_speechbrain(request: ImportRequest, run: Path, model: SpeechBrainModel) 
     return _trained(request, run, brain, ("speechbrain's", _own_code(model.own_code(), model.order, tokenizer, 1)))
 
 
-def _brain(request: ImportRequest, run: Path, task: str, model: bytes, **keys: object) -> tuple[Any, Tokenizer]:
+def _brain(request: ImportRequest, run: Path, task: str, model: bytes,
+           **keys: object) -> tuple[Any, Tokenizer]:  # Any: a Brain, whose class only the rooms of tasks have
     """Build the Brain of a recipe around the tokenizer with this SentencePiece model; prepare what is compared on."""
     path, recipe_path = run / "tokenizer.model", starter.HOME / starter.RECIPES / f"{task}.yaml"
     path.write_bytes(model)

@@ -124,7 +124,8 @@ class SpeechBrainModel:
 
         try:
             with tempfile.TemporaryDirectory() as room:
-                self.own: Any = EncoderASR.from_hparams(source=str(folder), savedir=room, run_opts={"device": "cpu"})
+                self.own: Any = EncoderASR.from_hparams(  # it has whatever the YAML makes
+                    source=str(folder), savedir=room, run_opts={"device": "cpu"})
         except Exception as error:  # a YAML may do anything
             raise SbkitError(f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error)}",
                              hint="a CTC model has encoder, tokenizer and decoding_function in its hyperparams.yaml"
@@ -152,7 +153,7 @@ class SpeechBrainModel:
     @property
     def hop_samples(self) -> int:
         """Samples between two frames of features; 1 if it takes waveforms."""
-        stft: Any = None if self.features is None else self.features.compute_STFT
+        stft: Any = None if self.features is None else self.features.compute_STFT  # SpeechBrain has no types
         return 1 if stft is None else int(stft.hop_length)
 
     def _piece_model(self) -> bytes:
