@@ -80,11 +80,12 @@ def spoken(samples, seed=0):
             * (1.1 + np.sin(9 * time)) + 0.02 * drawn.standard_normal(samples)).astype(np.float32)
 
 
-def theirs(folder, signal):
-    """What transformers' own processor and model say of a signal [S]: log-probabilities, and text without marks."""
+def theirs(folder, signal, frames=None):
+    """What transformers' own processor and model say of a signal [S]: log-probabilities, and the text of ``frames``,
+    since one of padding may follow."""
     extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
     own = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCTC.from_pretrained(folder).eval()
     with torch.no_grad():
         scores = model(**extractor(signal, sampling_rate=16_000, return_tensors="pt")).logits[0].log_softmax(-1)
-    return scores.numpy(), own.decode(scores.argmax(-1).tolist())
+    return scores.numpy(), own.decode(scores[:frames].argmax(-1).tolist())
