@@ -128,7 +128,8 @@ class CTCModel:
 
         folder = str(self.folder)
         try:
-            extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)  # type: ignore[no-untyped-call]
+            extractor = transformers.AutoFeatureExtractor.from_pretrained(  # type: ignore[no-untyped-call]
+                folder, trust_remote_code=False)
             model = transformers.AutoModelForCTC.from_pretrained(folder, dtype=torch.float32,
                                                                  trust_remote_code=False).eval()
         except Exception as error:  # whatever its files make of transformers
