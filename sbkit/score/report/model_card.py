@@ -17,11 +17,21 @@ from sbkit.score.report import data
 from sbkit.score.report.data import RunData
 from sbkit.score.significance import interval
 from sbkit.system import untrusted
+from sbkit.system.console import atomic_write
 
 README = "README.md"
 _MAX_BYTES = 1 << 20  # of another model's card
 _SOURCES = {"encoder_source": "a pretrained encoder", "init_from": "weights of an earlier model"}
+_OURS = 'library_name: "sbkit"'  # by which a card of sbkit's begins
 _FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
+
+
+def write(run: RunData) -> None:
+    """Write the README.md of a run's folder, unless somebody else wrote the one that is there."""
+    path = run.folder / README
+    if not path.exists() or path.read_bytes().startswith(f"---\n{_OURS}".encode()):
+        with atomic_write(path) as file:
+            file.write(of_run(run))
 
 
 def of_run(run: RunData) -> str:
@@ -55,7 +65,7 @@ def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     """The front matter, as the Hub reads it: JSON's texts and lists are YAML's."""
     language, started = _key(run, "language"), [name for name, _ in _started_from(run) if _on_hub(name)]
     licences = {licence for _, licence in _started_from(run)}
-    values: dict[str, object] = {"library_name": "sbkit", "tags": ["sbkit", "speechbrain"]}
+    values: dict[str, object] = {"tags": ["sbkit", "speechbrain"]}
     if re.fullmatch(r"[a-z]{2,3}", language):
         values["language"] = language
     if len(licences) == 1 and "" not in licences:  # of one alone it would be said of both
@@ -64,7 +74,7 @@ def _front(run: RunData, pipeline_tag: str | None = None) -> str:
         values["base_model"] = started
     if pipeline_tag:
         values["pipeline_tag"] = pipeline_tag
-    return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
+    return "\n".join(["---", _OURS, *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
 
 
 def _sections(run: RunData, remark: str = "") -> list[str]:

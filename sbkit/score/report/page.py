@@ -62,8 +62,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
         with atomic_write(path) as file:
             file.write(page)
         if other is None and out is None and data.folder == data.run:
-            with atomic_write(data.folder / model_card.README) as file:
-                file.write(model_card.of_run(data))
+            model_card.write(data)
     except OSError as error:
         raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
     if compared is not None:

@@ -88,3 +88,12 @@ def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
     assert "this bundle has" not in model_card.of_bundle("# words\n", run, None, "best", 3)
     assert ("The run tested the mean of 3 checkpoints (`best`), and this bundle has the checkpoint `last`."
             in model_card.of_bundle("# words\n", run, None, "last", 1))
+
+
+def test_a_readme_that_somebody_wrote_stays_and_a_card_is_written_again(run):
+    (run / "README.md").write_text("# My notes\n")
+    write_report(run)
+    assert (run / "README.md").read_text() == "# My notes\n"
+    (run / "README.md").write_text(model_card.of_run(read(run)).replace("1,234,567", "7"))
+    write_report(run)
+    assert "1,234,567" in (run / "README.md").read_text()
