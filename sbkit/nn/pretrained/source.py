@@ -14,7 +14,7 @@ from sbkit.errors import SbkitError, first_line
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
-CONFIG, PREPROCESSOR = "config.json", "preprocessor_config.json"
+CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
 #: Files of weights in the order in which they are looked for, and whether each is an index of several files.
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
@@ -35,7 +35,7 @@ class Settings:
     config: dict[str, Any]
     """The contents of its config.json."""
     preprocessor: dict[str, Any]
-    """The contents of its preprocessor_config.json; empty if there is none."""
+    """The contents of its preprocessor_config.json, or the same of processor_config.json; empty if there is neither."""
     adapter_language: str | None = field(default=None, compare=False)
     """The language whose adapters a run loaded into it."""
 
@@ -45,8 +45,11 @@ class Settings:
         config = _object(find(source, CONFIG))
         if isinstance(config.get(_ENCODER), dict):  # of a model whose encoder has a config of its own
             config = config[_ENCODER]
-        path = present(source, PREPROCESSOR)
-        return cls(source, config, {} if path is None else _object(path))
+        path, whole = present(source, PREPROCESSOR), None
+        if path is None:  # transformers 5 writes it into a processor's file
+            whole = present(source, PROCESSOR)
+        said = _object(path) if path else _object(whole).get("feature_extractor") if whole else None
+        return cls(source, config, said if isinstance(said, dict) else {})
 
     @property
     def sample_rate(self) -> int:

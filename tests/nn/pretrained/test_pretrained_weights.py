@@ -252,7 +252,8 @@ def test_what_the_hubs_cache_holds_needs_no_network(cache, folder):
     assert same(states("someone/encoder"), expected) and same(states("someone/encoder@main"), expected)
     (there / "preprocessor_config.json").unlink()
     absent.mkdir(parents=True)
-    (absent / "preprocessor_config.json").touch()  # the hub was asked, and it has none
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (absent / name).touch()  # the hub was asked, and it has none
     assert same(states("someone/encoder"), expected)
 
 
