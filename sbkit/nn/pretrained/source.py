@@ -15,6 +15,7 @@ from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
 CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
+CARD = "README.md"
 #: Files of weights in the order in which they are looked for, and whether each is an index of several files.
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
@@ -49,6 +50,8 @@ class Settings:
         if path is None:  # transformers 5 writes it into a processor's file
             whole = present(source, PROCESSOR)
         said = _object(path) if path else _object(whole).get("feature_extractor") if whole else None
+        with contextlib.suppress(SbkitError):
+            find(source, CARD)  # into the cache: a run's model card says the licence of what it started from
         return cls(source, config, said if isinstance(said, dict) else {})
 
     @property

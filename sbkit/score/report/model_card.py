@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
 
+from sbkit.errors import SbkitError
 from sbkit.score.report import data
 from sbkit.score.report.data import RunData
 from sbkit.score.significance import interval
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
+
+logger = logging.getLogger(__name__)
 
 README = "README.md"
 _MAX_BYTES = 1 << 20  # of another model's card
@@ -49,7 +54,11 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpo
     pipeline_tag : what the Hub calls its task, if it has a name for it
     checkpoint, mean_of : which of the run's was exported
     """
-    run = data.read(folder)
+    try:
+        run = data.read(folder)
+    except SbkitError as error:  # of its log or its test: the model is compared and whole
+        logger.warning("The bundle's model card has nothing of its training: %s", error.message)
+        return readme
     tested = int(_key(run, "average_checkpoints") or 1)
     same = (checkpoint, mean_of) == ("best", tested)
     remark = "" if same else (f"The run tested {_checkpoints('best', tested)}, and this bundle has "
@@ -160,6 +169,10 @@ def _on_hub(name: str) -> bool:
 
 def _licence(name: str) -> str:
     card = Path(name).expanduser() / README
+    if _on_hub(name):
+        repository, _, revision = name.partition("@")
+        cached = try_to_load_from_cache(repository, README, revision=revision or None)
+        card = Path(cached) if isinstance(cached, str) else card  # else it isn't known, or known that there is none
     try:
         front = _FRONT_MATTER.match(untrusted.read_text(card, _MAX_BYTES))
     except (OSError, ValueError):  # there is none, or it is none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -96,6 +97,7 @@ class TensorBoard(Logger):
     """Files in ``tensorboard/`` of the run's folder. After a full disk, another file goes on."""
 
     module = "torch.utils.tensorboard"
+    _told = False
 
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         if self._open is None:  # purge_step hides points that a resumed run writes again
@@ -108,8 +110,9 @@ class TensorBoard(Logger):
             self._try(self._open.flush)
 
     def _drop(self, why: str) -> None:
-        logger.warning("%s. Some points are missing in TensorBoard", why)
-        self._open = None
+        if not self._told:
+            logger.warning("%s. Some points are missing in TensorBoard", why)
+        self._told, self._open = True, None
 
     def _close(self) -> None:
         self._open.close()
@@ -124,7 +127,8 @@ class WandB(Logger):
         if self._open is None:
             name = self.run.identity()
             self._open = self._module.init(project=self.run.project, id=name, name=f"{self.run.folder.name}-{name}",
-                                           dir=str(self.run.folder), config=dict(self.run.values), resume="allow")
+                                           dir=str(self.run.folder), config=dict(self.run.values), resume="allow",
+                                           settings={"init_timeout": 30})
             # Its own count of steps may only grow, and a resumed run goes back to its checkpoint.
             self._open.define_metric("*", step_metric="step")
         self._open.log({**values, "step": step})
@@ -154,6 +158,12 @@ class MLflow(Logger):
 
     module = "mlflow"
 
+    def __init__(self, name: str, run: Run):
+        # Each number is sent within a step: by its own settings a server that is silent would hold it for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        super().__init__(name, run)
+
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         if self._open is None:
             self._open = self._begin()
@@ -173,8 +183,9 @@ class MLflow(Logger):
         else:
             self._id = client.create_run(experiment, run_name=f"{self.run.folder.name}-{name}",
                                          tags={"sbkit": name}).info.run_id
-            for key, value in self.run.values.items():
-                client.log_param(self._id, key, value)
+        if not of_this or not of_this[0].data.params:
+            param = self._module.entities.Param
+            client.log_batch(self._id, params=[param(key, str(value)) for key, value in self.run.values.items()])
         return client
 
     def _close(self) -> None:

@@ -29,7 +29,7 @@ def test_a_run_has_a_card_with_its_figures_and_no_place_of_this_machine(run, tmp
 
 @pytest.mark.parametrize(("key", "what"), [("encoder_source", "a pretrained encoder"),
                                            ("init_from", "weights of an earlier model")])
-def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, key, what):
+def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypatch, key, what):
     source = tmp_path / "their-model"
     source.mkdir()
     (source / "README.md").write_text("---\nlanguage: cs\nlicense: cc-by-sa-4.0\n---\n# theirs\n")
@@ -44,7 +44,12 @@ def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, key, what
     assert "their-model, whose licence is not known here" in card and "license" not in front(card)
 
     recipe.write_text(recipe.read_text().replace(str(source), "openai/whisper-base"))
-    assert front(model_card.of_run(read(run)))["base_model"] == ["openai/whisper-base"]
+    cached = tmp_path / "cached.md"
+    cached.write_text("---\nlicense: apache-2.0\n---\n")
+    for found, licence in ((None, None), (str(cached), "apache-2.0")):
+        monkeypatch.setattr(model_card, "try_to_load_from_cache", lambda *given, found=found, **named: found)
+        told = front(model_card.of_run(read(run)))
+        assert told["base_model"] == ["openai/whisper-base"] and told.get("license") == licence
 
 
 def test_a_bundles_readme_goes_on_with_it(run):
@@ -97,3 +102,9 @@ def test_a_readme_that_somebody_wrote_stays_and_a_card_is_written_again(run):
     (run / "README.md").write_text(model_card.of_run(read(run)).replace("1,234,567", "7"))
     write_report(run)
     assert "1,234,567" in (run / "README.md").read_text()
+
+
+def test_a_log_that_is_damaged_costs_the_card_and_no_export(run, caplog):
+    (run / "metrics.jsonl").write_text("{broken\n{}\n")
+    assert model_card.of_bundle("# words\n", run, None) == "# words\n"
+    assert "metrics.jsonl, line 1" in caplog.text
