@@ -6,7 +6,7 @@
 # The last step starts the server in the image, has it compute and asks where it did. If another device answers, or none,
 # the image is untagged and this fails: an image for a GPU is built where there is one.
 set -eu
-device=$1
+device=${1:?say which: docker/build.sh cpu, or docker/build.sh cuda}
 tag=${2:-sbkit:$device}
 [ $# -lt 2 ] && shift $# || shift 2
 cd "$(dirname "$0")/.."

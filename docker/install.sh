@@ -5,7 +5,7 @@
 #
 # TORCH_INDEX names another index of torch's wheels than pytorch.org's; an empty one leaves it to pip's settings.
 set -eu
-device=$1
+device=${1:?say which: cpu or cuda}
 source=$(dirname "$(dirname "$(readlink -f "$0")")")
 case $device in
 cpu) index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} ;;

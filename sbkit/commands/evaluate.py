@@ -150,7 +150,7 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
     for name, sign, beyond, bound in bounds:
         if not results[0].results.figures(name):
             raise SbkitError(f"there is no {name} to compare with {bound:g}",
-                             hint=f"the results are {', '.join(columns)}")
+                             hint=f"the results have {', '.join(results[0].results.stats)}")
         for scored in results:
             for of, value in scored.results.figures(name).items():
                 if not sign * value <= sign * bound:  # also NaN

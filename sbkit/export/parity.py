@@ -196,7 +196,7 @@ class Comparison:
     def refuse(self, failures: list[str]) -> None:
         """Raise ``SbkitError`` with the failures and the table, if there are any failures."""
         if failures:
-            raise SbkitError("the export does not match the checkpoint, so nothing was published:\n  "
+            raise SbkitError("the bundle does not match the checkpoint, so nothing was published:\n  "
                              + "\n  ".join(failures) + "\n" + self.table(), hint=self.clips.hint)
 
     def facts(self) -> dict[str, Any]:
