@@ -130,14 +130,14 @@ class SpeechBrainModel:
             raise SbkitError(f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error)}",
                              hint="a CTC model has encoder, tokenizer and decoding_function in its hyperparams.yaml"
                              ) from error
-        hparams, encoder = self.own.hparams, self.own.mods.encoder
+        theirs, encoder = self.own.hparams, self.own.mods.encoder
         if not hasattr(encoder, "lengths_arg_names"):
             raise SbkitError(f"the encoder of {folder} is a {type(encoder).__name__}, not the LengthsCapableSequential "
                              "that EncoderASR's models have", hint="name another model")
-        self.folder, self.sample_rate = folder, int(hparams.sample_rate)
-        said = hparams.decoding_function
+        self.folder, self.sample_rate = folder, int(theirs.sample_rate)
+        said = theirs.decoding_function
         blank = said.keywords.get("blank_id") if isinstance(said, functools.partial) else None
-        self.blank = int(getattr(hparams, "blank_index", 0) if blank is None else blank)
+        self.blank = int(getattr(theirs, "blank_index", 0) if blank is None else blank)
         own = [Waves(layer) if hasattr(layer, "normalize_wav") else layer for layer in encoder.values()]
         layers = list(zip(own, encoder.lengths_arg_names, strict=True))
         self.features = layers.pop(0)[0] if isinstance(layers[0][0], (lobes.Fbank, lobes.MFCC)) else None

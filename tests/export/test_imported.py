@@ -173,8 +173,8 @@ def test_the_hub_without_a_network(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     error = refusal(tmp_path, "nobody/has-this")
-    assert error.message.startswith("the pretrained model nobody/has-this: no folder has this name, its config.json is "
-                                    "not in the hub's cache")
+    assert error.message.startswith("the pretrained source nobody/has-this: no folder has this name, its config.json "
+                                    "is not in the hub's cache")
 
 
 class Evil:

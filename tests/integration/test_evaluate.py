@@ -162,7 +162,7 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--split", "other"], "the corpus of {home}/run: {home}/data has no split 'other'"),
     (["--average", "0"], "can't average 0 checkpoints"),
     (["--max-wer", "low"], "invalid float value"),
-    (["--max", "WER"], "argument --max: invalid"),
+    (["--max", "WER"], "argument --max: 'WER' is no figure with a number"),
     (["--tune-lm"], "there is no language model to weight; name one: --lm FILE.arpa"),
     (["--lm", "{home}/nowhere.arpa"], "nowhere.arpa: there is no such language model"),
     (["--lm", "{home}/cut.arpa"], "cut.arpa is truncated: its section"),

@@ -315,11 +315,11 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
     known = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert", "whisper", "parakeet_encoder", "lasr_encoder")
     if kind not in known:
         problem = f"is of an unknown kind ({kind})" if kind else "has no model_type in its config.json"
-        raise SbkitError(f"the pretrained model {settings.source} {problem}",
+        raise SbkitError(f"the pretrained source {settings.source} {problem}",
                          hint=f"sbkit knows {', '.join(known)}; XLS-R and MMS are wav2vec2")
     if settings.sample_rate != _RATE:
-        raise SbkitError(f"the pretrained model {settings.source} takes {settings.sample_rate:,} samples a second, and "
-                         f"these families {_RATE:,}", hint="take a model that was trained at that rate")
+        raise SbkitError(f"the pretrained source {settings.source} takes {settings.sample_rate:,} samples a second, "
+                         f"and these families {_RATE:,}", hint="take a model that was trained at that rate")
     try:
         import transformers
     except ImportError as error:

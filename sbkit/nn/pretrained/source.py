@@ -114,10 +114,10 @@ def local(source: str) -> Path | None:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise SbkitError(f"the pretrained model {source} is a file",
+        raise SbkitError(f"the pretrained source {source} is a file",
                          hint=f"name the folder that holds it and {CONFIG}")
     if folder.is_absolute() or source.startswith((".", "~")) or not _REPOSITORY.fullmatch(source):
-        raise SbkitError(f"the pretrained model {source} does not exist",
+        raise SbkitError(f"the pretrained source {source} does not exist",
                          hint="name a folder, or a model of the Hugging Face Hub: owner/name or owner/name@revision")
     return None
 
@@ -154,7 +154,7 @@ def weights(source: str) -> list[Path]:
         if not shards or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
             raise SbkitError(f"{path} names no files of weights", hint="download it again")
         return [_shard(source, shard, path) for shard in sorted(set(shards))]
-    raise SbkitError(f"the pretrained model {source} has no weights",
+    raise SbkitError(f"the pretrained source {source} has no weights",
                      hint=f"it must have one of {', '.join(WEIGHTS)}")
 
 
@@ -250,11 +250,11 @@ def _explained(error: Exception, source: str, name: str) -> SbkitError:
     ]
     for means, what, hint in meanings:
         if means():
-            return SbkitError(f"the pretrained model {source}: {what}", hint=hint)
+            return SbkitError(f"the pretrained source {source}: {what}", hint=hint)
     while isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # what happened; the hub's own error is a paragraph of advice
     again = "continues the download" if _begun(source.partition("@")[0]) else "downloads it"
-    return SbkitError(f"the pretrained model {source}: no folder has this name, and its {name} can't be downloaded "
+    return SbkitError(f"the pretrained source {source}: no folder has this name, and its {name} can't be downloaded "
                       f"from {constants.ENDPOINT}: {first_line(error)}",
                       hint=f"with a network, starting again {again}; without one, name a folder, or set HF_HOME to a "
                            "cache that has it")

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from huggingface_hub import try_to_load_from_cache
 
 from sbkit.errors import SbkitError
 from sbkit.score.report import data
@@ -170,6 +169,8 @@ def _on_hub(name: str) -> bool:
 def _licence(name: str) -> str:
     card = Path(name).expanduser() / README
     if _on_hub(name):
+        from huggingface_hub import try_to_load_from_cache  # it reads its environment when it is imported
+
         repository, _, revision = name.partition("@")
         cached = try_to_load_from_cache(repository, README, revision=revision or None)
         card = Path(cached) if isinstance(cached, str) else card  # else it isn't known, or known that there is none

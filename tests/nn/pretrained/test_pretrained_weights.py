@@ -267,7 +267,7 @@ def test_weights_from_the_hub_that_do_not_fit_are_told_once_they_are_fetched(cac
 
 
 def test_without_a_network_what_the_cache_lacks_is_told(cache, folder):
-    with pytest.raises(SbkitError, match=r"model someone/encoder: no folder has this name, its config.json is not in "
+    with pytest.raises(SbkitError, match=r"source someone/encoder: no folder has this name, its config.json is not in "
                                          r"the hub's cache, and HF_HUB_OFFLINE forbids downloads; unset HF_HUB"):
         Encoder("someone/encoder")
     there, _ = cached(cache, folder, "someone/encoder")

@@ -114,7 +114,7 @@ def test_lora_begins_on_a_run_and_a_run_on_lora(home, data, tmp_path):
     ("half", {}, "the run .* lacks them", "encoder.layers.1.attention.k_proj.weight")])
 def test_what_only_the_source_has_is_told_in_the_check_and_at_the_start(home, data, tmp_path, run, keys, why, first):
     said = rf"tensors of the pretrained encoder have to come from its source \({why}\), such as encoder.network.{first}"
-    with pytest.raises(SbkitError, match=rf"{said}, and the pretrained model .*/source does not exist"):
+    with pytest.raises(SbkitError, match=rf"{said}, and the pretrained source .*/source does not exist"):
         begun(tmp_path, data, home / run, **keys)
     (error,) = check(RECIPE, {**TINY, **keys, "output_folder": str(tmp_path), "init_from": str(home / run)},
                      starting=True).errors

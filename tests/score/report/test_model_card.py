@@ -1,5 +1,6 @@
 """The README.md of a run and of its bundle: figures, data, what it started from, and no path of this machine."""
 
+import huggingface_hub
 import pytest
 import run_folders
 import yaml
@@ -47,7 +48,7 @@ def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypat
     cached = tmp_path / "cached.md"
     cached.write_text("---\nlicense: apache-2.0\n---\n")
     for found, licence in ((None, None), (str(cached), "apache-2.0")):
-        monkeypatch.setattr(model_card, "try_to_load_from_cache", lambda *given, found=found, **named: found)
+        monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *given, found=found, **named: found)
         told = front(model_card.of_run(read(run)))
         assert told["base_model"] == ["openai/whisper-base"] and told.get("license") == licence
 
