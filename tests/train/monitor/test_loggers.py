@@ -4,6 +4,7 @@ import json
 import logging
 import sqlite3
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -40,6 +41,8 @@ def run_twice(folder, name):
     for step in (10, 20):
         first.write("step", step=step, loss=torch.tensor(5.0 - step / 10), note="text is left out")
     first.flush()
+    if name == "wandb":
+        time.sleep(1.1)  # it names its folder by the second
     again = written(folder, [name])
     again.write("step", step=20, loss=3.5)
     again.write("epoch", epoch=1, valid_WER=12.5)
