@@ -2,9 +2,10 @@
 
 import json
 import logging
+import os
 import sqlite3
+import subprocess
 import sys
-import time
 from unittest import mock
 
 import pytest
@@ -41,8 +42,6 @@ def run_twice(folder, name):
     for step in (10, 20):
         first.write("step", step=step, loss=torch.tensor(5.0 - step / 10), note="text is left out")
     first.flush()
-    if name == "wandb":
-        time.sleep(1.1)  # it names its folder by the second
     again = written(folder, [name])
     again.write("step", step=20, loss=3.5)
     again.write("epoch", epoch=1, valid_WER=12.5)
@@ -84,12 +83,36 @@ def test_trackio_has_one_run(tmp_path):
     assert len(values) == len(rows) and (20, {"step/loss": 3.5}) in values and (20, {"epoch/valid_WER": 12.5}) in values
 
 
+STARTED = """
+import os, sys
+from pathlib import Path
+from sbkit.train.monitor import loggers
+from sbkit.train.monitor.metrics import MetricsLog
+folder, step, killed = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "killed"
+log = MetricsLog(folder, loggers.make(["wandb"], loggers.Run(folder, {"experiment": "words", "lr": 0.001})))
+log.write("step", step=step, loss=4.0)
+if killed:
+    log.flush()
+    os.kill(os.getpid(), 9)
+log.write("epoch", epoch=1, valid_WER=12.5)
+log.close()
+"""
+
+
 @pytest.mark.slow
-def test_wandb_keeps_a_run_in_its_folder_without_a_network(tmp_path):
+def test_wandb_keeps_a_killed_run_and_its_second_start_under_one_name_without_a_network(tmp_path):
+    """Each start is a process, as of a run: within one, wandb goes on with what is open."""
     pytest.importorskip("wandb")
-    name = run_twice(tmp_path / "run", "wandb")
-    kept = list((tmp_path / "run/wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
-    assert kept and b"valid_WER" in b"".join(path.read_bytes() for path in kept)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for step, end, code in (("10", "killed", -9), ("20", "", 0)):
+        done = subprocess.run([sys.executable, "-c", STARTED, folder, step, end], env=environment, capture_output=True,
+                              text=True)
+        assert done.returncode == code, done.stderr
+    name = (folder / "loggers.txt").read_text().strip()
+    kept = sorted(folder.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb"))
+    assert len(kept) == 2 and b"valid_WER" in kept[1].read_bytes()  # of the first it hadn't written all yet
 
 
 @pytest.mark.parametrize(("name", "extra"), [("torch.utils.tensorboard", "tensorboard"), ("wandb", "wandb"),
