@@ -89,3 +89,13 @@ def theirs(folder, signal, frames=None):
     with torch.no_grad():
         scores = model(**extractor(signal, sampling_rate=16_000, return_tensors="pt")).logits[0].log_softmax(-1)
     return scores.numpy(), own.decode(scores[:frames].argmax(-1).tolist())
+
+
+class Evil:
+    """What writes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")

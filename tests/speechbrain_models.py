@@ -50,15 +50,6 @@ encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
     wrapped: !ref <wrapped>
     ctc_lin: !ref <ctc_lin>
     log_softmax: !ref <log_softmax>
-tokenizer: !new:{tokenizer}
-decoding_function: !name:speechbrain.decoders.ctc_greedy_decode
-    blank_id: {blank}
-modules:
-    encoder: !ref <encoder>
-pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
-    loadables:
-        model: !ref <model>
-        tokenizer: !ref <tokenizer>
 """
 #: The same around an encoder of transformers, which SpeechBrain's wrapper makes from a folder.
 PRETRAINED = """
@@ -89,6 +80,9 @@ encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
     enc: !ref <enc>
     ctc_lin: !ref <ctc_lin>
     log_softmax: !ref <log_softmax>
+"""
+#: What both end with.
+END = """
 tokenizer: !new:{tokenizer}
 decoding_function: !name:speechbrain.decoders.ctc_greedy_decode
     blank_id: {blank}
@@ -96,7 +90,6 @@ modules:
     encoder: !ref <encoder>
 pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
     loadables:
-        wav2vec2: !ref <wav2vec2>
         model: !ref <model>
         tokenizer: !ref <tokenizer>
 """
@@ -118,7 +111,9 @@ def make(folder, labels=False, sharp=40.0, pretrained=None):
         pieces = ["<unk>", *(letter.replace(" ", "▁") for letter in LETTERS), "▁the"]
         (folder / "tokenizer.ckpt").write_bytes(piece_model(pieces))
         size, blank, kind = len(pieces), 0, "sentencepiece.SentencePieceProcessor"
-    text = RECIPE if pretrained is None else PRETRAINED
+    text = (RECIPE if pretrained is None else PRETRAINED) + END
+    if pretrained is not None:
+        text += "        wav2vec2: !ref <wav2vec2>\n"
     for name, value in (("source", pretrained), ("size", size), ("blank", blank), ("tokenizer", kind)):
         text = text.replace(f"{{{name}}}", str(value))
     (folder / "hyperparams.yaml").write_text(text)

@@ -177,20 +177,13 @@ def test_the_hub_without_a_network(tmp_path, monkeypatch):
                                     "is not in the hub's cache")
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
 def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path):
     folder = published.make(tmp_path / "model")
     (folder / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": torch.zeros(32, 32), "x": Evil(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    torch.save({"lm_head.weight": torch.zeros(32, 32), "x": published.Evil(tmp_path / "ran")},
+               folder / "pytorch_model.bin")
     assert "holds more than tensors, so loading it could run code" in refusal(tmp_path, folder).message
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(published.Evil(tmp_path / "ran")))
     refusal(tmp_path, folder)
     assert not (tmp_path / "ran").exists()
 

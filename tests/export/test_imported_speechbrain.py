@@ -51,17 +51,9 @@ def refusal(tmp_path, source):
     return caught.value
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
 def test_a_checkpoint_with_code_in_it_is_refused_and_not_run(tmp_path):
     folder = speechbrain_models.make(tmp_path / "model")
-    torch.save({"0.w.weight": torch.zeros(3), "x": Evil(tmp_path / "ran")}, folder / "model.ckpt")
+    torch.save({"0.w.weight": torch.zeros(3), "x": published.Evil(tmp_path / "ran")}, folder / "model.ckpt")
     assert "model.ckpt" in refusal(tmp_path, folder).message and not (tmp_path / "ran").exists()
 
 

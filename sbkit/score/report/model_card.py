@@ -119,8 +119,9 @@ def _figures(run: RunData) -> str:
 
 def _training(run: RunData) -> list[tuple[str, ...]]:
     start = run.starts[-1] if run.starts else {}
-    rows: list[tuple[str, ...]] = [(name, f"{start[name]:,}" if isinstance(start[name], int) else str(start[name]))
-            for name in ("parameters", "devices", "device", "precision") if start.get(name) is not None]
+    rows: list[tuple[str, ...]] = [
+        (name, f"{start[name]:,}" if isinstance(start[name], int) else str(start[name]))
+        for name in ("parameters", "devices", "device", "precision") if start.get(name) is not None]
     seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if run.epochs:
         rows += [("epochs", str(len(run.epochs))), ("steps", f"{run.epochs[-1].get('step', 0):,}"),

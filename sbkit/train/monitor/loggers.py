@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -37,7 +38,7 @@ class Run(NamedTuple):
         return path.read_text().strip()
 
 
-class Logger:
+class Logger(ABC):
     """Sends numbers to one tool, which is opened with the first of them; what fails there never ends a run.
 
     A logger that fails is left out for the rest of the run, with a warning: metrics.jsonl has the same numbers.
@@ -45,6 +46,8 @@ class Logger:
 
     module: ClassVar[str]
     """What is imported for it."""
+    lets_wait: ClassVar[bool] = False
+    """Whether its own object lets numbers wait, which a killed run would lose, until it is flushed."""
 
     def __init__(self, name: str, run: Run):
         self.name, self.run = name, run
@@ -61,7 +64,9 @@ class Logger:
         self._try(self._log, values, step, seconds)
 
     def flush(self) -> None:
-        """Send what waits, if the tool lets anything wait that a killed run would lose."""
+        """Send what waits."""
+        if self.lets_wait and self._open is not None:
+            self._try(self._open.flush)
 
     def close(self) -> None:
         """End the tool's run, if one was begun."""
@@ -86,17 +91,20 @@ class Logger:
         logger.warning("loggers: %s fails, and the run goes on without it: %s. metrics.jsonl has all numbers",
                        self.name, why)
 
+    @abstractmethod
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
-        raise NotImplementedError
+        """Send them, to a run that is begun with the first."""
 
+    @abstractmethod
     def _close(self) -> None:
-        raise NotImplementedError
+        """End that run."""
 
 
 class TensorBoard(Logger):
     """Files in ``tensorboard/`` of the run's folder. After a full disk, another file goes on."""
 
     module = "torch.utils.tensorboard"
+    lets_wait = True
     _told = False
 
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
@@ -104,10 +112,6 @@ class TensorBoard(Logger):
             self._open = self._module.SummaryWriter(str(self.run.folder / TENSORBOARD), purge_step=step or None)
         for name, value in values.items():
             self._open.add_scalar(name, value, step, walltime=seconds)
-
-    def flush(self) -> None:
-        if self._open is not None:
-            self._try(self._open.flush)
 
     def _drop(self, why: str) -> None:
         if not self._told:
@@ -118,25 +122,6 @@ class TensorBoard(Logger):
         self._open.close()
 
 
-class WandB(Logger):
-    """Weights & Biases, which sends from a process of its own; WANDB_MODE=offline keeps all in the run's folder."""
-
-    module = "wandb"
-
-    def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
-        if self._open is None:
-            name = self.run.identity()
-            self._open = self._module.init(project=self.run.project, id=name, name=f"{self.run.folder.name}-{name}",
-                                           dir=str(self.run.folder), config=dict(self.run.values), resume="allow",
-                                           settings={"init_timeout": 30})
-            # Its own count of steps may only grow, and a resumed run goes back to its checkpoint.
-            self._open.define_metric("*", step_metric="step")
-        self._open.log({**values, "step": step})
-
-    def _close(self) -> None:
-        self._open.finish()
-
-
 class Trackio(Logger):
     """Trackio's database on this machine, or the place that its environment variables name."""
 
@@ -144,13 +129,28 @@ class Trackio(Logger):
 
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         if self._open is None:
-            name = f"{self.run.folder.name}-{self.run.identity()}"
-            self._open = self._module.init(project=self.run.project, name=name, config=dict(self.run.values),
-                                           resume="allow", embed=False)
+            self._open = self._begin(embed=False)
         self._open.log(dict(values), step=step)
+
+    def _begin(self, **more: object) -> Any:  # the tool's own object
+        return self._module.init(project=self.run.project, name=f"{self.run.folder.name}-{self.run.identity()}",
+                                 config=dict(self.run.values), resume="allow", **more)
 
     def _close(self) -> None:
         self._open.finish()
+
+
+class WandB(Trackio):
+    """Weights & Biases, which sends from a process of its own; WANDB_MODE=offline keeps all in the run's folder."""
+
+    module = "wandb"
+
+    def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
+        if self._open is None:
+            self._open = self._begin(id=self.run.identity(), dir=str(self.run.folder), settings={"init_timeout": 30})
+            # Its own count of steps may only grow, and a resumed run goes back to its checkpoint.
+            self._open.define_metric("*", step_metric="step")
+        self._open.log({**values, "step": step})
 
 
 class MLflow(Logger):
