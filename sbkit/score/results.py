@@ -142,7 +142,7 @@ class Results:
 def describe_unread(split: str, unread: Mapping[str, str], read: int) -> str:
     """Describe utterances that could not be scored: ``unread`` (id -> reason) out of those and the ``read`` ones.
 
-    >>> tell_unread("test", {"b": "b.wav: no such file"}, 1999)
+    >>> describe_unread("test", {"b": "b.wav: no such file"}, 1999)
     '1 of 2,000 test utterances could not be read and is not scored: b.wav: no such file'
     """
     some = "; ".join(list(unread.values())[:NAMED])

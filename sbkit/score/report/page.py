@@ -49,7 +49,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     utterances : how many of the worst and of suspected labels to show (a quarter of that for better and worse)
     audio_megabytes : megabytes that recordings may add to the page
     remote : which URLs of recordings may be opened
-    tell : called with the verdict of a comparison
+    log : called with the verdict of a comparison
     """
     data = read(run)
     other = None if against is None else read(against)
