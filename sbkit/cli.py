@@ -47,6 +47,7 @@ COMMANDS = {
     "evaluate": "score any checkpoint of a run on any corpus",
     "lm": "estimate a language model from text, for a search with --lm",
     "report": "write a page about a run: its curves, its errors, what to fix next",
+    "reproduce": "train a finished run again from its reproduce.json, and compare rows, losses and figures",
     "replay": "rerun a non-finite step, layer by layer",
     "export": "make a bundle that others can use from a run",
     "push": "put a bundle on the Hugging Face Hub",

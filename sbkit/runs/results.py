@@ -11,6 +11,7 @@ from typing import Any
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
+from sbkit.runs import reproduction
 from sbkit.runs.keys import RunKeys
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, describe_unread
@@ -69,6 +70,7 @@ def mark_finished(keys: RunKeys, request: CommandLine, results: Results) -> None
     """Record that the run is complete: its results, and what they were computed from."""
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or only part of it was run
+    reproduction.record(keys, request, results)
     with atomic_write(keys.folder / TESTED) as out:
         json.dump({**results.stats, "said": results.headline(), "files": results.files("test"),
                    "of": _of(keys, request)}, out, indent=1)

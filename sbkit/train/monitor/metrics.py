@@ -21,7 +21,7 @@ from sbkit.train.keys import TrainKeys
 from sbkit.train.monitor.loggers import Logger, Run, make
 from sbkit.train.resumable_file import ResumableFile
 
-KINDS = ("step", "epoch", "warning", "test", "run")
+KINDS = ("step", "loss", "epoch", "warning", "test", "run")
 
 
 @register_checkpoint_hooks
@@ -85,7 +85,9 @@ class MetricsLog:
             line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
             self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
             self._step = line.get("step", self._step)
-            if self._loggers and self._step is not None and not self._file.waiting:  # none before there is a step
+            if line["kind"] == "loss" or self._step is None or self._file.waiting:
+                continue  # nothing is sent before there is a step
+            if self._loggers:
                 numbers = {f"{line['kind']}/{name}": value for name, value in line.items()
                            if name not in ("time", "step", "epoch") and type(value) in (int, float)}
                 for each in self._loggers:
@@ -112,7 +114,7 @@ def _arrived(line: dict[str, Any]) -> bool:
 
 def _written_again(line: str) -> bool:
     try:
-        return json.loads(line).get("kind") in ("step", "epoch", "warning")
+        return json.loads(line).get("kind") in ("step", "loss", "epoch", "warning")
     except (ValueError, AttributeError):  # not a line of this class
         return True
 

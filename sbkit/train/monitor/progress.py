@@ -62,6 +62,8 @@ class Progress:
         for name, (total, count) in result.extras.items():
             self._extras.setdefault(name, Mean()).add(total, count)
         self._norm = result.norm
+        if self.metrics is not None and (result.number in (1, 10) or result.number % 100 == 0):
+            self.metrics.write("loss", step=result.number, loss=result.loss)  # of this step alone: sbkit reproduce
         now = time.monotonic()
         if self.metrics is not None and now - self._last >= self.interval:
             self._write(self.metrics, result, lr, now)

@@ -1,0 +1,124 @@
+"""``sbkit reproduce RUN/reproduce.json``: train a finished run again and compare."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from sbkit.commands.options import RUNS_CODE, count
+from sbkit.errors import SbkitError
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.description = (
+        "Prepare the same corpus, name each row whose text or audio is another, train the first steps and compare "
+        "their losses: to the bit on the same device and versions, elsewhere within rounding.")
+    parser.epilog = RUNS_CODE
+    parser.add_argument("file", metavar="FILE", type=Path, help="the reproduce.json in a finished run's folder")
+    parser.add_argument("--to", metavar="FOLDER", type=Path, default=Path("reproduced"),
+                        help="where to train (default: reproduced)")
+    parser.add_argument("--source", metavar="PLACE", help="where the corpus is, if not where the run had it")
+    parser.add_argument("--set", dest="values", metavar="KEY=VALUE", action="append", default=[],
+                        help="another key of the recipe whose place is another here, such as corpus.data_root=/data")
+    parser.add_argument("--steps", type=count, default=100, help="how many steps to train (default: 100)")
+    parser.add_argument("--full", action="store_true", help="train to the end, and compare the test's figures too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare, compare, train, compare and return the exit code."""
+    import torch
+
+    from sbkit.commands import prepare
+    from sbkit.recipe import arguments, load
+    from sbkit.runs import reproduction, restore
+    from sbkit.system.console import atomic_write, table
+    from sbkit.system.environment import describe
+
+    recorded = reproduction.read(args.file)
+    wanted = {step: loss for step, loss in recorded["losses"].items() if args.full or step <= args.steps}
+    if not wanted:
+        raise SbkitError(f"{args.file} holds no loss of the first {args.steps} steps",
+                         hint=f"--steps {min(recorded['losses'])} compares the first that it holds")
+    recipe, folder = args.to / "recipe.yaml", args.to / "run"
+    args.to.mkdir(parents=True, exist_ok=True)
+    with atomic_write(recipe) as out:
+        out.write("\n".join(recorded["recipe"]) + "\n")
+    tree = load.read_plain(recipe)
+    with atomic_write(recipe) as out:
+        out.write(restore.moved(tree, restore.output_folder(tree, recipe), str(folder.resolve())).read())
+    words = [f"--{each}" for each in ([] if args.source is None else [f"corpus.source={args.source}"]) + args.values]
+
+    prepare.run([str(recipe), *words])
+    request = arguments.parse([str(recipe), *words])
+    keys = load.open_recipe(load.load(recipe, request.overrides), recipe).keys
+    unread = reproduction.compare_corpus(recorded, keys.corpus.load())
+    rows = sum(split["rows"] for split in recorded["corpus"].values())
+    print(f"the corpus is the same: texts and audio of {rows:,} rows"
+          + "".join(f"; not compared: {each}" for each in unread), flush=True)
+
+    device = recorded["device"] if recorded["device"] == "cpu" or torch.cuda.is_available() else "cpu"
+    cards = torch.cuda.device_count() if device == "cuda" else recorded["processes"]
+    processes = min(recorded["processes"], cards)
+    other = reproduction.not_to_the_bit(recorded, describe(), device, recorded["threads"], processes)
+    print(f"not compared to the bit: {'; '.join(other)}" if other else "same device and versions: compared to the bit",
+          flush=True)
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
+    options = recorded["options"] | {"precision": recorded["precision"], "device": device}
+    command = [sys.executable, *launcher, "-m", "sbkit", "train", str(recipe), "--no-check", *_words(options), *words]
+    found = _train(command, recorded["threads"], folder, wanted, not other, args.full)
+    print(table(["step", "recorded", "found"], [[step, f"{loss:.6f}", f"{found[step]:.6f}"]
+                                                for step, loss in list(wanted.items())[-10:]]))
+    if args.full:
+        figures = reproduction.figures_of(folder)
+        for name, figure in recorded["figures"].items():
+            reproduction.require_same(f"test {name}", figure, figures.get(name, float("nan")), not other)
+        print(table(["figure", "recorded", "found"],
+                    [[name, f"{figure:.6g}", f"{figures[name]:.6g}"] for name, figure in recorded["figures"].items()]))
+    print(f"reproduced {'within rounding' if other else 'to the bit'}: {len(wanted)} losses up to step {max(wanted)}"
+          + (", and the test" if args.full else ""))
+    return 0
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    """Run options as words of a command line; a flag has no value."""
+    return [word for name, value in options.items() if value not in (None, False)
+            for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+
+
+def _train(command: list[str], threads: int, folder: Path, wanted: dict[int, float], exact: bool,
+           full: bool) -> dict[int, float]:
+    """Train in a process of its own, up to the last wanted step or to the end; compare losses as they come."""
+    from sbkit.runs import reproduction
+    from sbkit.system.console import progress
+
+    log = folder.parent / "train.log"
+    found: dict[int, float] = {}
+    with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+        try:
+            while True:
+                ended = process.poll() is not None
+                found = reproduction.losses_of(folder)
+                for step in sorted(set(wanted) & set(found)):
+                    reproduction.require_same(f"the loss of step {step}", wanted[step], found[step], exact)
+                    bar.update(step - bar.n)
+                if ended or (not full and set(wanted) <= set(found)):
+                    break
+                time.sleep(0.5)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)  # a run saves a checkpoint: --full goes on from there
+            code = process.wait()
+    missing = [step for step in wanted if step not in found]
+    if missing or (full and code):
+        where = f" before step {missing[0]}" if missing else ""
+        last = "".join(f"\n  {line}" for line in log.read_text(errors="replace").splitlines()[-5:])
+        raise SbkitError(f"training ended with code {code}{where}; the end of {log}:{last}", exit_code=1)
+    return found

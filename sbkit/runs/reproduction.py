@@ -1,0 +1,225 @@
+"""What a finished run records so that others can have it again, and how another run compares with it.
+
+``reproduce.json`` holds the recipe, a hash of each row's text and of its audio, the machine and its versions, the loss
+of steps 1, 10 and each hundredth, and the final figures. Two runs are equal to the bit only on one kind of device, with
+the same versions, threads and number of processes; elsewhere they agree within rounding.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sbkit.data.audio import AudioError, read_bytes
+from sbkit.data.manifest import SECONDS, Manifest
+from sbkit.errors import SbkitError, shown
+from sbkit.recipe.arguments import CommandLine
+from sbkit.runs.keys import RunKeys
+from sbkit.score.results import Results
+from sbkit.score.run_files import METRICS, RECIPE, REPRODUCE, TESTED
+from sbkit.system import untrusted
+from sbkit.system.console import atomic_write, progress
+from sbkit.system.cores import usable_cores
+
+FORMAT = 1
+#: Bytes of a row's hash. Two rows of a million have the same one with a probability of 0.2 %, a changed row its old one
+#: never.
+_HASH = 6
+_MAX_BYTES = 4 << 30
+_NAMED = 5
+_QUICK = 10_000  # recordings, read in seconds
+#: Run options that change nothing that is trained.
+_SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config", "device", "local_rank"}
+#: What has to be the same for equal bits.
+_BITS = "torch", "speechbrain", "numpy"
+#: How far losses and figures may be apart where bits can't be equal: differences of rounding grow with the steps.
+ROUNDING = 0.05
+
+
+class Differs(SbkitError):
+    """Raised if what is reproduced is not what was recorded."""
+
+    exit_code = 1
+
+
+def record(keys: RunKeys, request: CommandLine, results: Results) -> None:
+    """Write ``reproduce.json`` of a run that has just been tested."""
+    folder = keys.folder
+    lines = _recipe((folder / RECIPE).read_text(encoding="utf-8"))
+    metrics = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    run = [line for line in metrics if line["kind"] == "run"][-1]
+    options = request.run_opts
+    found = {
+        "format": FORMAT, "recipe": lines, "recipe_lines": _checksums(lines),
+        "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - _SHOW)},
+        "device": torch.device(run["device"]).type, "processes": run["devices"], "threads": torch.get_num_threads(),
+        "precision": run["precision"], "environment": run["environment"],
+        "corpus": {split: hashes(manifest, split) for split, manifest in keys.corpus.load().items()},
+        "losses": {str(line["step"]): line["loss"] for line in metrics
+                   if line["kind"] == "loss" and line["loss"] is not None},
+        "figures": results.stats,
+    }
+    with atomic_write(folder / REPRODUCE) as out:
+        json.dump(found, out, indent=1, default=str)
+
+
+def _recipe(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def _checksums(lines: Iterable[str]) -> str:
+    return " ".join(f"{zlib.crc32(line.encode()):08x}" for line in lines)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def hashes(manifest: Manifest, split: str) -> dict[str, Any]:
+    """Hash each row's text and audio; the latter reads each recording once. Recordings behind URLs are not read."""
+    signals = [manifest.wavs, *(manifest.meta[name] for name in manifest.meta if f"{name}{SECONDS}" in manifest.meta)]
+    texts = (_hash("\0".join((row.id, row.speaker, repr(row.start), row.text)).encode()) for row in manifest)
+    found: dict[str, Any] = {"rows": len(manifest), "texts": _packed(texts), "audio": None}
+    if not any("://" in wav for wavs in signals for wav in wavs):
+        paths = sorted({wav for wavs in signals for wav in wavs})
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            bar = progress(pool.map(_of_recording, paths), what=f"hashing the audio of {split}", total=len(paths),
+                           show=len(paths) > _QUICK)
+            audio = dict(zip(paths, bar, strict=True))
+        found["audio"] = _packed(_hash(b"".join(audio[wav] for wav in row)) for row in zip(*signals, strict=True))
+    return found
+
+
+def _of_recording(wav: str) -> bytes:
+    try:
+        return _hash(read_bytes(wav))
+    except AudioError:  # a run counts damaged recordings and goes on
+        return b""
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_HASH).digest()
+
+
+def _packed(rows: Iterable[bytes]) -> str:
+    return base64.b64encode(b"".join(rows)).decode()
+
+
+def _unpacked(text: str, rows: int) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), np.uint8).reshape(rows, _HASH)
+
+
+def compare_corpus(recorded: Mapping[str, Any], manifests: Mapping[str, Manifest]) -> list[str]:
+    """Compare prepared manifests with the recorded rows; returns what couldn't be compared.
+
+    Raises ``Differs``, which names the first rows that differ, in all splits.
+    """
+    wrong, unread = [], []
+    for split, was in recorded["corpus"].items():
+        if split not in manifests:
+            wrong.append(f"{split}: the corpus lacks it")
+            continue
+        manifest = manifests[split]
+        now = hashes(manifest, split)
+        if was["audio"] is None or now["audio"] is None:
+            unread.append(f"the audio of {split}, which is behind URLs")
+        if now["rows"] != was["rows"]:
+            wrong.append(f"{split}: {now['rows']:,} rows instead of {was['rows']:,}")
+        for part in ("texts", "audio"):
+            if was[part] is None or now[part] is None:
+                continue
+            least = min(was["rows"], now["rows"])
+            differ = (_unpacked(was[part], was["rows"])[:least] != _unpacked(now[part], now["rows"])[:least]).any(1)
+            rows = np.flatnonzero(differ)
+            what = "id, speaker or text" if part == "texts" else "audio"
+            wrong += [f"{split}, row {row + 1}: the {what} of {manifest.ids[row]} is another" for row in rows[:_NAMED]]
+            if len(rows) > _NAMED:
+                wrong.append(f"{split}: and the {what} of {len(rows) - _NAMED:,} more rows")
+    if wrong:
+        raise Differs("the corpus is not the one that was recorded:\n  " + "\n  ".join(wrong),
+                      hint="name the same corpus, such as --source /data/cv/en, in the release that was used")
+    return unread
+
+
+# ---------------------------------------------------------------- reading, and comparing runs
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read ``reproduce.json``; refuse one whose recipe was edited since."""
+    try:
+        found = untrusted.read_json(path, _MAX_BYTES)
+        if found["format"] != FORMAT:
+            raise SbkitError(f"{path} has format {shown(found['format'])}, and this sbkit reads {FORMAT}")
+        lines, sums = [str(line) for line in found["recipe"]], str(found["recipe_lines"]).split()
+        losses = {int(step): float(loss) for step, loss in found["losses"].items() if loss is not None}
+        found |= {"recipe": lines, "losses": losses}
+        missing = {"options", "device", "processes", "threads", "precision", "environment", "corpus",
+                   "figures"} - set(found)
+        if missing or not losses:
+            raise ValueError(f"it lacks {', '.join(sorted(missing)) or 'losses'}")
+        for split, rows in found["corpus"].items():
+            for part in ("texts", "audio"):
+                if rows[part] is not None:
+                    _unpacked(rows[part], rows["rows"])
+                elif part == "texts":
+                    raise ValueError(f"it lacks the texts of {split}")
+    except OSError as error:
+        raise SbkitError(f"{path}: {error.strerror or error}", hint=f"a finished run has a {REPRODUCE}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SbkitError(f"{path} is not what a run records ({error})",
+                         hint=f"a finished run has a {REPRODUCE} in its output_folder") from None
+    for number, (line, recorded) in enumerate(zip(lines, sums, strict=False), start=1):
+        if _checksums([line]) != recorded:
+            raise Differs(f"{path}: line {number} of its recipe was changed since the run: {shown(line.strip())}",
+                          hint="train it as a recipe of its own, or take the file as the run wrote it")
+    if len(lines) != len(sums):
+        raise Differs(f"{path}: its recipe has {len(lines)} lines, and had {len(sums)}")
+    return found
+
+
+def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], device: str, threads: int,
+                   processes: int) -> list[str]:
+    """What differs from the machine of the recorded run, so that bits need not be equal."""
+    was = recorded["environment"]
+    names = [*_BITS, "cpu" if device == "cpu" else "gpu"]
+    pairs = [(name, str(was.get(name)), str(environment.get(name))) for name in names]
+    pairs += [("device", recorded["device"], device), ("threads", str(recorded["threads"]), str(threads)),
+              ("processes", str(recorded["processes"]), str(processes))]
+    return [f"{name} {now}, recorded with {before}" for name, before, now in pairs if before != now]
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    """The losses of single steps that a run has written so far."""
+    path = folder / METRICS
+    if not path.is_file():
+        return {}
+    lines = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+    parsed = [json.loads(line) for line in lines if '"kind": "loss"' in line]
+    return {line["step"]: math.nan if line["loss"] is None else line["loss"] for line in parsed}
+
+
+def figures_of(folder: Path) -> dict[str, float]:
+    """The figures of a run's test."""
+    try:
+        return dict(json.loads((folder / TESTED).read_text(encoding="utf-8")))
+    except OSError:
+        raise SbkitError(f"{folder} was not tested", hint="its messages are above", exit_code=1) from None
+
+
+def require_same(what: str, recorded: float, found: float, exact: bool) -> None:
+    """Raise ``Differs`` unless two figures are the same, to the bit or within rounding."""
+    if recorded != found if exact else not math.isclose(recorded, found, rel_tol=ROUNDING, abs_tol=1e-3):
+        within = "to the bit" if exact else f"within {100 * ROUNDING:.0f} %"
+        raise Differs(f"{what} is {found!r}, recorded as {recorded!r}: not the same {within}",
+                      hint="corpus, recipe and versions are those recorded; is sbkit's own code?" if exact else
+                           "of another device or version, rounding grows with the steps: compare the final figures "
+                           "(--full)")

@@ -1,0 +1,135 @@
+"""A run can be had again from what it recorded, and whatever differs is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import run_folders
+import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.cli import main
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.runs import reproduction
+
+RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
+SMALL = {**run_folders.TINY, "number_of_epochs": 2, "precision": "fp32", "step_seconds": 3, "max_batch_seconds": 3,
+         "least_steps": 0, "num_workers": 0, "device": "cpu"}
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    rng = np.random.default_rng(0)
+    for row in range(4):
+        soundfile.write(tmp_path / f"{row}.wav", rng.normal(0, 0.1, 1600), 16_000)
+    return Manifest(ids=[f"clip{row}" for row in range(4)], durations=[0.1] * 4, texts=["one", "two", "three", "four"],
+                    wavs=[str(tmp_path / f"{row}.wav") for row in range(4)])
+
+
+def recorded(manifest):
+    return {"corpus": {"train": reproduction.hashes(manifest, "train")}}
+
+
+def flip(path):
+    """Change the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_same_rows_are_the_same_wherever_they_lie(manifest, tmp_path):
+    was = recorded(manifest)
+    (tmp_path / "moved").mkdir()
+    wavs = [shutil.copy(wav, tmp_path / "moved") for wav in manifest.wavs]
+    assert reproduction.compare_corpus(was, {"train": manifest.replace(wavs=wavs)}) == []
+
+
+def test_a_changed_byte_of_a_recording_is_named(manifest, tmp_path):
+    was = recorded(manifest)
+    flip(tmp_path / "2.wav")
+    with pytest.raises(SbkitError, match=r"train, row 3: the audio of clip2 is another"):
+        reproduction.compare_corpus(was, {"train": manifest})
+
+
+def test_a_changed_text_and_a_missing_row_are_named(manifest):
+    was = recorded(manifest)
+    with pytest.raises(SbkitError, match=r"row 2: the id, speaker or text of clip1 is another"):
+        reproduction.compare_corpus(was, {"train": manifest.replace(texts=["one", "tow", "three", "four"])})
+    with pytest.raises(SbkitError, match=r"3 rows instead of 4(.|\n)*row 1: the id, speaker or text of clip1"):
+        reproduction.compare_corpus(was, {"train": manifest.select([1, 2, 3])})
+    with pytest.raises(SbkitError, match="train: the corpus lacks it"):
+        reproduction.compare_corpus(was, {})
+
+
+def test_recordings_behind_urls_are_said_not_to_be_compared(manifest):
+    remote = manifest.replace(wavs=["https://example.org/a.wav"] * 4)
+    assert reproduction.compare_corpus(recorded(remote), {"train": manifest}) == [
+        "the audio of train, which is behind URLs"]
+
+
+@given(st.lists(st.text(max_size=5), min_size=1, max_size=8), st.data())
+def test_any_changed_text_is_named(texts, data):
+    rows = len(texts)
+    before = Manifest(ids=list(map(str, range(rows))), durations=[1.0] * rows, texts=texts, wavs=["https://a/b"] * rows)
+    row = data.draw(st.integers(0, rows - 1))
+    other = data.draw(st.text(max_size=5).filter(lambda text: text != texts[row]))
+    with pytest.raises(SbkitError, match=f"row {row + 1}: the id, speaker or text of {row} is another"):
+        reproduction.compare_corpus(recorded(before), {"train": before.replace(
+            texts=[*texts[:row], other, *texts[row + 1:]])})
+
+
+@pytest.mark.parametrize(("change", "problem"), [
+    (lambda found: found.pop("losses"), "is not what a run records"),
+    (lambda found: found.update(losses={}), "it lacks losses"),
+    (lambda found: found.update(format=9), "has format 9, and this sbkit reads 1"),
+    (lambda found: found["corpus"]["train"].update(texts="AAAA"), "is not what a run records"),
+    (lambda found: found["recipe"].__setitem__(1, "lr: 0.5"), "line 2 of its recipe was changed since the run: 'lr"),
+    (lambda found: found["recipe"].pop(), "its recipe has 1 lines, and had 2"),
+    (lambda found: found.pop("threads"), "it lacks threads"),
+])
+def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, change, problem):
+    found = {"format": 1, "recipe": ["seed: 1", "lr: 0.1"], "recipe_lines": "10e55796 a281b6ba", "losses": {"1": 2.0},
+             "options": {}, "device": "cpu", "processes": 1, "threads": 1, "precision": "fp32", "environment": {},
+             "figures": {}, **recorded(manifest)}
+    path = tmp_path / "reproduce.json"
+    path.write_text(json.dumps(found))
+    assert reproduction.read(path)["losses"] == {1: 2.0}
+    change(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(SbkitError, match=problem):
+        reproduction.read(path)
+
+
+def test_another_machine_is_compared_within_rounding(manifest):
+    was = {"environment": {"torch": "2.11", "cpu": "A"}, "device": "cpu", "threads": 2, "processes": 1}
+    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "A"}, "cpu", 2, 1) == []
+    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "B"}, "cpu", 1, 1) == [
+        "cpu B, recorded with A", "threads 1, recorded with 2"]
+    reproduction.require_same("the loss", 2.0, 2.01, exact=False)
+    for found, exact in ((2.0 + 1e-12, True), (2.5, False), (float("nan"), False)):
+        with pytest.raises(SbkitError, match=r"the loss is .*, recorded as 2.0: not the same"):
+            reproduction.require_same("the loss", 2.0, found, exact)
+
+
+@pytest.mark.slow
+def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_path, capsys):
+    run_folders.corpus(tmp_path / "data", train=16, dev=2, test=2)
+    words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
+    assert main(["train", str(RECIPE), *words, "--data_folder", f"{tmp_path}/data", "--output_folder",
+                 f"{tmp_path}/out", "--no-check"]) == 0
+    again = ["reproduce", f"{tmp_path}/out/reproduce.json", "--to", f"{tmp_path}/again"]
+    shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")  # lists, which name the same recordings
+    again += ["--source", f"{tmp_path}/elsewhere"]
+    assert main([*again, "--steps", "0"]) == 2  # nothing was prepared yet
+    assert main([*again, "--steps", "10"]) == 0
+    assert "reproduced to the bit: 1 losses up to step 10" in capsys.readouterr().out
+    assert main([*again, "--full"]) == 0  # goes on from there
+    assert "and the test" in capsys.readouterr().out
+    recording = next(path for path in (tmp_path / "data").rglob("*.wav"))
+    flip(recording)
+    assert main(again) == 1
+    assert f"the audio of {recording.stem}" in capsys.readouterr().err
