@@ -121,6 +121,15 @@ class RunData:
         columns = [(path.parent, read_delimited(path, only={"wav"}).find("wav")) for path in paths]
         return [replace_data_root(wavs, folder) for folder, wavs in columns if wavs is not None]
 
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """All words of the transcripts that the run learnt from; none if its manifest is gone."""
+        path = self.run / MANIFESTS / "train.csv"
+        texts = read_delimited(path, only={"wrd"}).find("wrd") if path.is_file() else None
+        if texts is None or not len(texts):
+            return frozenset()
+        return frozenset(pc.unique(pc.list_flatten(pc.utf8_split_whitespace(texts))).to_pylist())
+
     @property
     def unread(self) -> int:
         """The number of test utterances that could not be read and are missing from the results."""

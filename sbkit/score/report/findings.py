@@ -74,16 +74,22 @@ _WORTH = 0.03  # least share of all errors that is reported
 _WAITING = 0.1  # least share of a step spent waiting for data that is reported
 _LOST = 60.0  # least seconds of waiting that are reported: nobody speeds up a run that waited for less
 _DEAF = 90.0  # CER in per cent from which single errors tell nothing: one that only guesses letters comes to it
+_BY_HEART = 0.8  # of the loss on dev: a training loss below it is that of data learnt by heart
+_STILL = 0.05  # of the training loss over two epochs: what falls less stands still
 _LEFT_OUT = 0.02  # least share of rows left out that is reported
 
 
 class RunFinding(NamedTuple):
-    """A finding; ``weight`` is roughly its share of the errors (or the time), ``place`` the section that shows it."""
+    """A finding; ``weight`` is roughly its share of the errors (or the time), ``place`` the section that shows it.
+
+    points : of WER that it could give at most, if that can be said
+    """
 
     weight: float
     headline: str
     detail: str
     place: str
+    points: float | None = None
 
 
 def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFinding]:
@@ -92,7 +98,8 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
     if run.results is not None and run.results.characters.rate >= _DEAF:
         found += _recognises_nothing(run, run.results)
     elif run.results is not None and run.results.edits.sum():
-        found += [*_labels(run.results, suspects), *_groups(run.results), *_kinds(run.results), *_words(run.results)]
+        found += [*_labels(run.results, suspects), *_groups(run.results), *_kinds(run.results), *_words(run.results),
+                  *_non_words(run, run.results)]
     return sorted(found, key=lambda finding: -finding.weight)[:MOST]
 
 
@@ -120,7 +127,8 @@ def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[Ru
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
         yield RunFinding(
             1 + errors, f"{count} transcript{'s' if count > 1 else ''} may be wrong",
-            f"The model is confident of something else there: {percent(errors)} of all errors. Listen first.", "labels")
+            f"The model is confident of something else there: {percent(errors)} of all errors. Listen first.", "labels",
+            100 * errors * results.totals[0] / results.totals[1])
 
 
 def _groups(results: ScoredRun) -> Iterator[RunFinding]:
@@ -135,7 +143,7 @@ def _groups(results: ScoredRun) -> Iterator[RunFinding]:
                 _excess(worst) / total,
                 f"{label[0].upper()}{label[1:]}: {rate(worst.rate, 1)} of the words are wrong",
                 f"Elsewhere {rate(worst.rest, 1)}. These are {percent(words)} of the words and {percent(share)} of the "
-                "errors.", "where")
+                "errors: more data like them.", "where", 100 * _excess(worst) / results.totals[1])
     yield from _speakers(found.speakers, results.totals)
 
 
@@ -158,7 +166,8 @@ def _speakers(speakers: Sequence[UtteranceGroup], totals: tuple[int, int]) -> It
     if errors > 1.5 * words and errors - words > _WORTH:
         yield RunFinding(
             errors - words, f"A tenth of the speakers make {percent(errors)} of the errors",
-            f"These {len(worst)} of {len(speakers)} speakers said {percent(words)} of the words.", "where")
+            f"These {len(worst)} of {len(speakers)} speakers said {percent(words)} of the words.", "where",
+            100 * (errors - words) * totals[0] / totals[1])
 
 
 def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
@@ -200,18 +209,52 @@ def _training(run: RunData) -> Iterator[RunFinding]:
             yield RunFinding(
                 min(gain, 0.9), "The WER was still falling when training ended",
                 f"It fell from {rate(earlier[1])} to {rate(last[1])} over the last two epochs: train longer.",
-                "curves")
+                "curves", earlier[1] - last[1])
         elif best[0] < 0.7 * last[0] and last[1] > 1.03 * best[1]:
             yield RunFinding(
                 min(1.0, last[1] / max(best[1], 1e-9) - 1), f"The WER was best in epoch {best[0]} of {last[0]}",
                 f"{rate(best[1])} then, {rate(last[1])} at the end: more augmentation, more data or a smaller "
                 "model may help.", "curves")
+    yield from _fit(run)
     yield from _waiting(run)
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield RunFinding(
             0.2, f"{skipped} steps were skipped because something was not finite",
             "The run's folder culprits/ says which utterances and layers; sbkit replay shows more.", "curves")
+
+
+def _fit(run: RunData) -> Iterator[RunFinding]:
+    """Yield whether the model learns its training data by heart, or is too small to learn them."""
+    losses = [(epoch["epoch"], epoch["train_loss"], epoch["valid_loss"]) for epoch in run.epochs
+              if epoch.get("train_loss") is not None and epoch.get("valid_loss")]
+    if len(losses) < 4:
+        return
+    (_, before, _), (_, train, valid) = losses[-3], losses[-1]
+    best, _, least = min(losses, key=lambda each: each[2])
+    said = f"In the last epoch the loss is {train:.2f} in training and {valid:.2f} on dev"
+    if train < before and best < losses[-2][0] and train < _BY_HEART * valid:
+        yield RunFinding(
+            0.1, "More data or augmentation would help more than a larger model",
+            f"{said}, where it was lowest ({least:.2f}) in epoch {best}: the rest was learnt by heart.", "curves")
+    elif train > valid and before - train < _STILL * before:
+        yield RunFinding(
+            0.1, "A larger model would help more than more data",
+            f"{said}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.", "curves")
+
+
+def _non_words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
+    """Yield how much of what was heard is no word: a language model would hear another."""
+    known = run.words | {word for one in results.heard for word in one.reference.split()}
+    unknown = [word for one in results.heard for word in one.hypothesis.split() if word not in known]
+    total, words = results.totals
+    if run.words and len(unknown) > _WORTH * total:
+        share = min(1.0, len(unknown) / total)
+        yield RunFinding(
+            share, f"{percent(share)} of the errors are non-words",
+            f"Such as {', '.join(map(repr, unknown[:3]))}, which "
+            "no transcript of the corpus has: a language model (sbkit lm, then --lm) hears words.", "words",
+            100 * share * total / words)
 
 
 def _waiting(run: RunData) -> Iterator[RunFinding]:

@@ -30,7 +30,7 @@ from sbkit.system.console import atomic_write
 
 _PAGE = Path(__file__).with_name("page.html")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
-_TITLES = {"first": "Look first", "against": "Compared", "curves": "Training", "results": "Results",
+_TITLES = {"first": "Next", "against": "Compared", "curves": "Training", "results": "Results",
            "listen": "Listen", "live": "Live", "where": "Where", "words": "Words", "worst": "Worst", "labels": "Labels",
            "data": "Data", "making": "Making"}
 

@@ -111,9 +111,12 @@ def standing_out(found: Sequence[RunFinding]) -> Markup | None:
     """List the findings, each with a link to the section that shows it."""
     if not found:
         return None
-    items = [tag("li", tag("a", tag("b", finding.headline), " ", tag("span", finding.detail), href=f"#{finding.place}"))
-             for finding in found]
-    return section("first", "What to look at first", tag("ol", items, class_="findings"))
+    def points(finding: RunFinding) -> str:
+        return "" if finding.points is None else f" At most {finding.points:.1f} points of WER."
+
+    items = [tag("li", tag("a", tag("b", finding.headline), " ", tag("span", finding.detail + points(finding)),
+                           href=f"#{finding.place}")) for finding in found]
+    return section("first", "What the next hour is best spent on", tag("ol", items, class_="findings"))
 
 
 # ---------------------------------------------------------------- training

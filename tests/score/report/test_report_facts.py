@@ -146,6 +146,36 @@ def test_training_that_should_go_on_or_waited_or_lost_data_stands_out(tmp_path):
     assert "Training waited for a core during 40" in told
 
 
+def test_what_is_heard_but_is_no_word_is_for_a_language_model(tmp_path):
+    heard = [dataclasses.replace(one, hypothesis=f"{one.reference} zzyx" if i % 2 else one.reference)
+             for i, one in enumerate(run_folders.told(60))]
+    run = run_folders.run_that_tells(tmp_path, heard)
+    assert "are non-words" not in headlines(run), "nobody knows which words there are"
+    transcripts = "".join(f"a{i},1,a.wav,,{one.reference}\n" for i, one in enumerate(heard))
+    (run / "manifests").mkdir(exist_ok=True)
+    (run / "manifests" / "train.csv").write_text(f"ID,duration,wav,spk_id,wrd\n{transcripts}")
+    (finding,) = [one for one in findings(read(run)) if "are non-words" in one.headline]
+    assert finding.headline.startswith("100") and "'zzyx'" in finding.detail
+    words = sum(len(one.reference.split()) for one in heard)
+    assert finding.points == pytest.approx(100 * 30 / words)
+
+
+@pytest.mark.parametrize(("train", "valid", "said"), [
+    ([2.0, 1.0, 0.5, 0.3, 0.2], [2.0, 1.2, 0.9, 0.95, 1.1], "More data or augmentation would help more than a larger"),
+    ([2.0, 1.6, 1.52, 1.5, 1.49], [1.9, 1.5, 1.45, 1.42, 1.41], "A larger model would help more than more data"),
+    ([2.0, 1.0, 0.6, 0.4, 0.3], [2.0, 1.2, 0.9, 0.8, 0.7], None),  # both still fall
+])
+def test_what_the_losses_of_training_and_dev_say_of_the_size(tmp_path, train, valid, said):
+    run = run_folders.run_that_tells(tmp_path, None, epochs=0)
+    with open(run / "metrics.jsonl", "a") as file:
+        for epoch, losses in enumerate(zip(train, valid, strict=True), start=1):
+            for name, loss in zip(("train_loss", "valid_loss"), losses, strict=True):
+                line = {"time": 1.7e9, "kind": "epoch", "epoch": epoch, "step": epoch, name: loss}
+                file.write(json.dumps(line) + "\n")
+    found = [one.headline for one in findings(read(run)) if "would help more" in one.headline]
+    assert [one[:len(said)] for one in found] == [said] if said else found == []
+
+
 def waited(folder, device, seconds):
     """What the findings say about data of a run of six epochs, which waited for it for a third of the time."""
     run = run_folders.run_that_tells(folder, None)
