@@ -59,7 +59,8 @@ def run(recipe: Path, out: Path, words: list[str]) -> None:
     print(f"{minutes:.2f} minutes, test WER {wer:.2f} %")
     best = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
     if best is not None:
-        print(f"the record: {best['minutes']:.2f} minutes, {best['figures']['WER']:.2f} %, {best['environment']['cpu']}")
+        where = best["environment"]["cpu"]
+        print(f"the record: {best['minutes']:.2f} minutes, {best['figures']['WER']:.2f} %, {where}")
     if wer > WER:
         print(f"it doesn't count: more than {WER:.0f} %")
     elif best is None or minutes < best["minutes"]:
