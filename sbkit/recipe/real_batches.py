@@ -56,7 +56,12 @@ def try_them(traced: Trace, findings: Findings) -> str:
         try:
             _padding(brain, traced, findings)
             if brain.is_prepared(brain.keys):
-                _validation(brain, traced, findings)
+                before = logging.root.manager.disable
+                logging.disable(logging.WARNING)  # noise has no transcript
+                try:
+                    _validation(brain, traced, findings)
+                finally:
+                    logging.disable(before)
         except Exception as error:  # the task's own code on noise, which a corpus may never have
             logger.debug("not tried on noise", exc_info=True)
             what, line = "a validation of one recording of noise", own_line(error)
