@@ -17,8 +17,9 @@ from typing import Any
 import pyarrow as pa
 
 import sbkit
-from sbkit.data import exclusions
+from sbkit.data import exclusions, leaks
 from sbkit.data.columns import Declared, SignalColumn, needed_of
+from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number, texts
@@ -37,8 +38,8 @@ from sbkit.system.disk import cache_folder
 logger = logging.getLogger(__name__)
 
 # Increase when the same input gives other manifests than before.
-_FORMAT = 2
-_JOURNAL = ".durations-"
+_FORMAT = 3
+_JOURNAL, _COPIES = ".durations-", ".copies-"
 _ASIDE = ".new"
 
 
@@ -58,7 +59,9 @@ class Corpus:
     limit_splits : splits to which the duration limits and the alphabet apply; others keep such utterances
     only : the splits that are wanted; the source need not have the others
     skip_short_texts : splits that leave out texts of fewer than ``short_text`` words (SpeechBrain: all three)
-    check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
+    check_audio : "sample" compares some listed durations with the audio; "all" opens every recording, and leaves out of
+        training what has the bytes of one in dev or test; "decode" decodes every recording, and leaves out what can't
+        be decoded, and of training also what sounds the same: re-encoded, resampled, made louder or cut
     columns : the source's column names by role, ``{audio: speech, text: raw_transcription}``, or, of a list without a
         header, their numbers: ``{text: 2, speaker: 3}``
     data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
@@ -121,8 +124,8 @@ class Corpus:
             check_splits(option, getattr(self, option))
         if not self.only:
             raise SbkitError("corpus: only names no split", hint=f"splits are {', '.join(SPLITS)}")
-        if self.check_audio not in ("sample", "all"):
-            raise SbkitError(f"corpus: check_audio is {self.check_audio!r}", hint="use sample or all")
+        if self.check_audio not in ("sample", "all", "decode"):
+            raise SbkitError(f"corpus: check_audio is {self.check_audio!r}", hint="use sample, all or decode")
 
     def __repr__(self) -> str:
         return f"Corpus({self.source or 'demo'!r}, language={self.language!r}, folder={str(self.folder)!r})"
@@ -342,7 +345,9 @@ class Corpus:
         rows = {split: self._read(source, split, names, show) for split, names in chosen.items()}
         for each in rows.values():
             each.meta = {name: column for name, column in each.meta.items() if name not in self._recordings}
-        journal = self.folder / f"{_JOURNAL}{fingerprint[:16]}"
+        journal, found = (self.folder / f"{name}{fingerprint[:16]}" for name in (_JOURNAL, _COPIES))
+        copies = None if self.check_audio == "sample" else Copies(
+            self.check_audio == "decode", workers=self.workers, remote=self.remote, journal=found, show_progress=show)
         manifests: dict[str, Manifest] = {}
         reports: dict[str, SplitReport] = {}
         taken: list[pa.Array] = []
@@ -350,7 +355,7 @@ class Corpus:
         for split in reversed([split for split in SPLITS if split in chosen]):  # train last, without their rows
             manifests[split], reports[split] = prepare_split(
                 split, rows.pop(split), self.text, self._limits(split), taken=taken if split == "train" else (),
-                listings=listings, check_audio=self.check_audio, journal=journal, workers=self.workers,
+                listings=listings, check_audio=self.check_audio, copies=copies, journal=journal, workers=self.workers,
                 remote=self.remote, columns=self._declared, show_progress=show)
             self._refuse_empty(reports[split])
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
@@ -359,10 +364,12 @@ class Corpus:
             "format": _FORMAT, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
             "source": {"kind": source.kind, "where": source.where, "splits": chosen},
             "options": self._options(), "seconds": round(time.monotonic() - started, 1), "splits": {},
+            "leaks": leaks.shared(manifests, {split: reports[split].copies for split in ordered}),
         }
         self._write(manifests, {split: reports[split] for split in ordered}, report)
-        for path in self.folder.glob(f"{_JOURNAL}*"):  # also of preparations with other options that were stopped
-            path.unlink(missing_ok=True)
+        for name in (_JOURNAL, _COPIES):  # also of preparations with other options that were stopped
+            for path in self.folder.glob(f"{name}*"):
+                path.unlink(missing_ok=True)
         self.report = report
         return {split: manifests[split] for split in ordered}
 

@@ -1,19 +1,20 @@
-"""Durations of recordings, read from their headers: in parallel, resumable, and safe against damaged files."""
+"""Durations of recordings and what else is to be known of each: in parallel, resumable, safe against damaged files."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import astuple
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -56,24 +57,47 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
     """
     seconds = np.full(len(wavs), np.nan)
     causes: dict[int, str] = {}
-    known = _read_journal(journal)
-    todo = []
-    for i, wav in enumerate(wavs):
-        if wav in known:
-            _store(seconds, causes, i, known[wav])
+    for i, result in ask("sbkit.data.measure:measure_one", wavs, (whole,), workers=workers, journal=journal,
+                         remote=remote, what=what, show_progress=show_progress):
+        if isinstance(result, str):
+            causes[i] = result
         else:
-            todo.append(i)
+            seconds[i] = result
+    return seconds, causes
+
+
+def ask(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers: int | None = None,
+        journal: Path | None = None, remote: Remote = NOWHERE, what: str = "", chunk: int | None = None,
+        worth_processes: int | None = None, then: Callable[[Any], Any] = lambda answer: answer,
+        show_progress: bool = True) -> Iterator[tuple[int, Any]]:
+    """Have helper processes answer for each recording; gives its index and the answer, in any order.
+
+    Arguments
+    ---------
+    job : ``module:function``; called with a recording, ``remote`` and ``further``, it returns what JSON can hold, as a
+        text if it is the reason why there is no answer
+    wavs : N recordings, as ``job`` takes them: texts, or lists with a text first
+    journal : a file that stores answers, so that a later call continues where this one was stopped
+    chunk, worth_processes : recordings that one process gets at once, and how many are worth starting processes
+    then : makes of each answer what is given and stored
+    """
+    known = _read_journal(journal)
+    names = [json.dumps(wav) for wav in wavs] if known else []
+    todo = [i for i in range(len(wavs)) if not known or names[i] not in known]
     with _Journal(journal) as notes, progress(what=what, total=len(wavs), unit="file",
                                               show=show_progress) as bar:
         bar.update(len(wavs) - len(todo))
-        chunks = [todo[i : i + CHUNK] for i in range(0, len(todo), CHUNK)]
-        for chunk, results in _measured(chunks, wavs, (remote, whole), workers or default_workers()):
-            for i, result in zip(chunk, results, strict=True):
-                _store(seconds, causes, i, result)
-                if not isinstance(result, str):  # failures aren't stored, so that they are tried again
-                    notes.add(wavs[i], result)
-            bar.update(len(chunk))
-    return seconds, causes
+        yield from ((i, known[name]) for i, name in enumerate(names) if name in known)
+        size = chunk or CHUNK
+        chunks = [todo[i : i + size] for i in range(0, len(todo), size)]
+        for asked, answers in _answers(job, chunks, wavs, (remote, *further), workers or default_workers(),
+                                       worth_processes or WORTH_PROCESSES):
+            for i, answer in zip(asked, answers, strict=True):
+                if not isinstance(answer, str):  # failures aren't stored, so that they are tried again
+                    answer = then(answer)
+                    notes.add(wavs[i], answer)
+                yield i, answer
+            bar.update(len(asked))
 
 
 def measure_one(wav: str, remote: Remote = NOWHERE, whole: bool = True) -> float | str:
@@ -84,26 +108,24 @@ def measure_one(wav: str, remote: Remote = NOWHERE, whole: bool = True) -> float
         return error.cause
 
 
-def _store(seconds: np.ndarray, causes: dict[int, str], i: int, result: float | str) -> None:
-    if isinstance(result, str):
-        causes[i] = result
-    else:
-        seconds[i] = result
+def _function(job: str) -> Callable[..., Any]:
+    module, name = job.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
-def _measured(chunks: list[list[int]], wavs: Sequence[str], how: tuple[Remote, bool],
-              workers: int) -> Iterator[tuple[list[int], list[float | str]]]:
-    if workers <= 1 or sum(map(len, chunks)) < WORTH_PROCESSES or not _Processes.work():
+def _answers(job: str, chunks: list[list[int]], wavs: Sequence[Any], how: tuple[Any, ...], workers: int,
+             worth_processes: int) -> Iterator[tuple[list[int], list[Any]]]:
+    if workers <= 1 or sum(map(len, chunks)) < worth_processes or not _Processes.work():
         for chunk in chunks:
-            yield chunk, [measure_one(wavs[i], *how) for i in chunk]
+            yield chunk, [_function(job)(wavs[i], *how) for i in chunk]
         return
-    with _Processes(min(workers, len(chunks)), *how) as processes, ThreadPoolExecutor(workers) as threads:
-        waiting: dict[Future[list[float | str]], list[int]] = {}
+    with _Processes(min(workers, len(chunks)), job, *how) as processes, ThreadPoolExecutor(workers) as threads:
+        waiting: dict[Future[list[Any]], list[int]] = {}
         remaining = iter(chunks)
         try:
             while True:
                 while len(waiting) < 2 * workers and (taken := next(remaining, None)) is not None:
-                    waiting[threads.submit(processes.measure, [wavs[i] for i in taken])] = taken
+                    waiting[threads.submit(processes.ask, [wavs[i] for i in taken])] = taken
                 if not waiting:
                     return
                 for done in wait(waiting, return_when=FIRST_COMPLETED).done:
@@ -114,14 +136,14 @@ def _measured(chunks: list[list[int]], wavs: Sequence[str], how: tuple[Remote, b
 
 
 class _Processes:
-    """Helper processes that read headers: each runs this module and answers a line of JSON with another.
+    """Helper processes that read recordings: each runs this module and answers a line of JSON with another.
 
     A process with threads or a GPU must not fork, and multiprocessing's spawn would run the user's script again. A
     recording that crashes libsndfile ends only a helper process.
     """
 
-    def __init__(self, count: int, remote: Remote, whole: bool = True):
-        self._how = astuple(remote), whole
+    def __init__(self, count: int, job: str, remote: Remote = NOWHERE, *further: Any):  # what JSON can hold
+        self._how = job, astuple(remote), *further
         self._free: list[subprocess.Popen[str]] = []
         self._all: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
@@ -132,7 +154,7 @@ class _Processes:
     @classmethod
     def work(cls) -> bool:
         """Whether helper processes run on this machine; if not, every recording would seem to crash them."""
-        with cls(1, NOWHERE) as processes:
+        with cls(1, "sbkit.data.measure:measure_one") as processes:
             works = processes._ask(processes._all[0], []) == []
         if not works:
             logger.warning("a helper process does not run here (%s): measuring in one process", sys.executable)
@@ -145,7 +167,7 @@ class _Processes:
         self._all.append(process)
         return process
 
-    def measure(self, wavs: list[str]) -> list[float | str]:
+    def ask(self, wavs: list[Any]) -> list[Any]:
         with self._lock:
             process = self._free.pop() if self._free else self._start()
         results = self._ask(process, wavs)
@@ -155,13 +177,13 @@ class _Processes:
                 return []
             if len(wavs) == 1:
                 return ["crashes the decoder"]
-            results = [result for wav in wavs for result in self.measure([wav])]
+            results = [result for wav in wavs for result in self.ask([wav])]
         else:
             with self._lock:
                 self._free.append(process)
         return results
 
-    def _ask(self, process: subprocess.Popen[str], wavs: list[str]) -> list[float | str] | None:
+    def _ask(self, process: subprocess.Popen[str], wavs: list[Any]) -> list[Any] | None:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:
             process.stdin.write(json.dumps([wavs, *self._how]) + "\n")
@@ -199,7 +221,7 @@ class _Journal:
                 self.file.write("\n")  # ends a line that was interrupted
         return self
 
-    def add(self, wav: str, result: float) -> None:
+    def add(self, wav: Any, result: Any) -> None:
         if self.file is not None:
             self.file.write(json.dumps([wav, result]) + "\n")
             if time.monotonic() - self.saved > _JOURNAL_SECONDS:
@@ -211,22 +233,23 @@ class _Journal:
             self.file.close()
 
 
-def _read_journal(path: Path | None) -> dict[str, float]:
+def _read_journal(path: Path | None) -> dict[str, Any]:
+    """The stored answers by their recordings, as JSON writes these."""
     known = {}
     if path is not None and path.is_file():
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 with contextlib.suppress(ValueError):  # a line that was interrupted
                     wav, result = json.loads(line)
-                    known[wav] = result
+                    known[json.dumps(wav)] = result
     return known
 
 
 def _main() -> None:
     for line in sys.stdin:
-        wavs, allowed, whole = json.loads(line)
+        wavs, job, allowed, *further = json.loads(line)
         remote = Remote(*allowed)
-        print(json.dumps([measure_one(wav, remote, whole) for wav in wavs]), flush=True)
+        print(json.dumps([_function(job)(wav, remote, *further) for wav in wavs]), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sbkit.data import exclusions
+from sbkit.data import exclusions, leaks
 from sbkit.data.audio import longer
 from sbkit.data.columns import Declared, LabelColumn
+from sbkit.data.copies import Copies
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
 from sbkit.data.measure import measure
 from sbkit.data.presence import existing, refused
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Reasons for which a row is left out; only the first that applies is counted.
 MALFORMED, REFUSED, MISSING, UNDECODABLE = "malformed row", "refused URL", "missing clip", "undecodable"
-REASONS = (MALFORMED, REFUSED, "repeated id", "also in dev or test", MISSING, "no text", UNDECODABLE,
+IN_OTHER_SPLIT = "also in dev or test"
+REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", UNDECODABLE,
            "too short", "too long", "alphabet", "few words", "empty column", "signals of different length")
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
@@ -68,12 +70,14 @@ class SplitReport:
     left_out: dict[str, dict[str, Any]] = field(default_factory=dict)
     outside_alphabet: dict[str, int] = field(default_factory=dict)
     durations: dict[str, Any] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    """Ids of rows that are kept though they are copies of another split's, and of which one."""
     tables: list[pa.Table] = field(default_factory=list, repr=False)
     """All rows that were left out, for ``left_out.csv``."""
 
     def facts(self) -> dict[str, Any]:
         """The entry of this split in ``prepare_report.json``."""
-        return {name: value for name, value in vars(self).items() if name != "tables"}
+        return {name: value for name, value in vars(self).items() if name not in ("tables", "copies")}
 
     @property
     def missing(self) -> int:
@@ -82,8 +86,9 @@ class SplitReport:
 
 def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, taken: Sequence[pa.Array] = (),
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
-                  journal: Path | None = None, workers: int | None = None, remote: Remote = NOWHERE,
-                  columns: Declared = MappingProxyType({}), show_progress: bool = True) -> tuple[Manifest, SplitReport]:
+                  copies: Copies | None = None, journal: Path | None = None, workers: int | None = None,
+                  remote: Remote = NOWHERE, columns: Declared = MappingProxyType({}),
+                  show_progress: bool = True) -> tuple[Manifest, SplitReport]:
     """Make the manifest of a split: normalise texts, measure recordings, leave out unusable and unwanted rows.
 
     Arguments
@@ -91,7 +96,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     rows : N rows of a source
     taken : recordings of other splits (:func:`recording_keys`), which are left out of this one
     listings : contents of large folders, kept between calls for splits in the same folder
-    check_audio : "sample" compares some listed durations with the audio, "all" opens every recording
+    check_audio : "sample" compares some listed durations with the audio, "all" and "decode" open every recording
+    copies : the recordings of splits that were prepared before this one
     journal : where measured durations are stored, see :func:`sbkit.data.measure.measure`
     remote : which URLs may be opened
     columns : those that the task declares; a row that lacks one is left out
@@ -115,7 +121,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         ids[why == 0] = unique_ids(ids[why == 0])
         rows = dataclasses.replace(rows, ids=Column(ids.tolist()))
     for keys in taken:
-        leave_out("also in dev or test", pc.is_in(recording_keys(rows.wavs, rows.starts), keys).to_numpy(
+        leave_out(IN_OTHER_SPLIT, pc.is_in(recording_keys(rows.wavs, rows.starts), keys).to_numpy(
             zero_copy_only=False))
     leave_out(MISSING, ~existing(rows.wavs, listings))
     texts = [rules(text) for text in progress(
@@ -172,6 +178,18 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
                         "are needed") for i in np.flatnonzero((why == 0) & apart).tolist())
         leave_out("signals of different length", apart)
 
+    if copies is not None:
+        left = np.flatnonzero(why == 0)
+        twice, broken = copies.search(split, rows.ids.take(left), rows.wavs.take(left), rows.starts[left],
+                                      durations[left], keep=split != "train")
+        details.update((int(left[i]), cause) for i, cause in broken.items())
+        why[left[list(broken)]] = _CODE[UNDECODABLE]
+        if split == "train":
+            details.update((int(left[i]), f"is {name}") for i, name in twice.items())
+            why[left[list(twice)]] = _CODE[IN_OTHER_SPLIT]
+        else:
+            report.copies = {rows.ids[int(left[i])]: name for i, name in twice.items()}
+
     kept = np.flatnonzero(why == 0)
     everything = Manifest(
         ids=rows.ids, durations=np.nan_to_num(durations), wavs=rows.wavs, texts=texts, speakers=rows.speakers,
@@ -210,7 +228,7 @@ def _durations(split: str, rows: Rows, why: np.ndarray, details: dict[int, str],
     listed = usable[np.isfinite(durations[usable])]
     unlisted = usable[~np.isfinite(durations[usable])]
     sample = listed
-    if check_audio != "all":
+    if check_audio == "sample":
         sample = listed[np.unique(np.linspace(0, len(listed) - 1, min(SAMPLE, len(listed)), dtype=int))]
 
     def measured(at: np.ndarray, what: str) -> np.ndarray:
@@ -292,6 +310,11 @@ def summarize(report: Mapping[str, Any]) -> str:
         if durations.get("disagree"):
             lines.append(f"{split}: {durations['disagree']} of {durations['checked']} listed durations that "
                          "were checked differ from the audio")
+    entries = report.get("leaks")  # earlier versions didn't look for any
+    if entries:
+        lines.append(table(leaks.COLUMNS, leaks.rows(entries)))
+    if entries is not None and len(splits) > 1:
+        lines += leaks.remarks(entries)
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
+from sbkit.data import leaks
 from sbkit.data.augment import planned_seconds
 from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
@@ -101,6 +103,7 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         if complete:
             report.notes += filter(None, [devices.prove(owned, table, traced, findings)])
         sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
+                    "leaks": None if starting else _leaks(built),
                     "bill": bill_section}
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:
@@ -262,6 +265,18 @@ def _check_longest(built: Built, findings: Findings) -> None:
         findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
                          f"utterances of {longest:g} s are kept{slowed}, but a batch holds {most:g} s: training "
                          "would end at one that doesn't fit", "lower it, or raise max_batch_seconds")
+
+
+def _leaks(built: Built) -> Section | None:
+    """What the splits of a corpus share that an earlier run has prepared; None of one that isn't prepared."""
+    corpus: object = built.hparams.get("corpus")
+    try:
+        if not isinstance(corpus, Corpus):
+            return None
+        entries = json.loads(corpus.report_path.read_text(encoding="utf-8"))["leaks"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return Section("leaks", leaks.COLUMNS, leaks.rows(entries), leaks.remarks(entries), {"shared": entries})
 
 
 def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | None, str]:

@@ -68,7 +68,7 @@ class Report:
     recipe: str
     findings: list[Finding] = field(default_factory=list)
     sections: dict[str, Section] = field(default_factory=dict)
-    """Tables by a stable name: devices, shapes, start, learning, labels, bill."""
+    """Tables by a stable name: devices, shapes, start, learning, labels, leaks, bill."""
     notes: list[str] = field(default_factory=list)
     """Parts of the check that were left out, and why."""
     seconds: float = 0.0

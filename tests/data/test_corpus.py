@@ -236,7 +236,7 @@ def test_what_is_not_there_is_named(release, tmp_path, options, message):
 @pytest.mark.parametrize(("options", "message"), [
     ({"splits": {"valid": "dev"}}, "splits names 'valid'"),
     ({"limit_splits": ["all"]}, "limit_splits names 'all'"),
-    ({"check_audio": "none"}, "use sample or all"),
+    ({"check_audio": "none"}, "use sample, all or decode"),
     ({"text": {"upper": True}}, "no 'upper'"), ({"text": "upper"}, "text is 'upper'; expected"),
     ({"splits": ["train"]}, "splits is "), ({"splits": {"train": 3}}, "splits: train is 3; it must be a text"),
     ({"only": "tests"}, "only names 'tests'"), ({"only": []}, "only names no split"),

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import soundfile
 
 from sbkit.recipe.check import check
+from sbkit.recipe.load import load, open_recipe
 
 SMALL = Path(__file__).parent / "small.yaml"
 
@@ -45,6 +48,24 @@ def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch,
     [told] = check(path, starting=True).errors
     assert (told.code, Path(told.file), told.line) == ("no-corpus", path, 2)
     assert "knows no language 'klingon'" in told.message
+
+
+def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path):
+    sentences = {"train": ("One sentence here.", "Another one."), "dev": ("Dev one.",), "test": ("Another one!",)}
+    for split, texts in sentences.items():
+        soundfile.write(tmp_path / f"{split}.wav", np.ones(16_000) / 2, 16_000)
+        (tmp_path / f"{split}.csv").write_text("ID,start,duration,wav,spk_id,wrd\n" + "".join(
+            f"{split}{i},{i / 2},0.5,{tmp_path}/{split}.wav,ann,{text}\n" for i, text in enumerate(texts)))
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: !include:{SMALL}\n    data_folder: {tmp_path}\n    output_folder: {tmp_path / 'run'}\n")
+    assert "leaks" not in check(path).sections
+    open_recipe(load(path, {}), path).keys.corpus.prepare(show_progress=False)
+    section = check(path).sections["leaks"]
+    assert [row[:4] for row in section.rows] == [
+        ["test", "dev", "speakers", 1], ["test", "train", "speakers", 1], ["test", "train", "sentences", 1],
+        ["dev", "train", "speakers", 1]]
+    assert "another one" in section.text() and "speakers: rates are partly those of voices" in section.text()
+    assert not check(path).problems(), "shared sentences are no mistake"
 
 
 COLUMNS = '''

@@ -1,0 +1,112 @@
+"""What two splits of a corpus share: speakers, sentences, recordings; and what that means for rates on one of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sbkit.data.manifest import Manifest
+from sbkit.data.splits import SPLITS
+
+#: What splits may share, and what follows for a split of which a part is shared.
+MEANS = {
+    "speakers": "rates are partly those of voices that are known from there; to measure new voices, give each speaker "
+                "to one split in the source's lists",
+    "sentences": "no mistake, but they may be known by heart, above all by a language model: on other sentences expect "
+                 "a higher error rate",
+    "recordings": "other stretches of the same files have the same speaker and room; split whole files",
+    "overlaps": "these rows have audio in common with rows there; split whole files",
+    "copies": "the same sound twice: take it out of one of the lists",
+}
+COLUMNS = ["split", "shared with", "what", "in both", "of", "rows", "% of rows", "such as"]
+_EXAMPLES = 3
+#: Seconds by which rows that follow each other may overlap, by the rounding of a list.
+_TOUCHING = 0.1
+
+
+def shared(manifests: Mapping[str, Manifest],
+           copies: Mapping[str, Mapping[str, str]] | None = None) -> list[dict[str, Any]]:
+    """An entry for whatever two splits have in common, of the smaller split first: test, dev, train.
+
+    Arguments
+    ---------
+    copies : for each split the ids of its rows that are copies of another's, and of which one ("test: ID")
+    """
+    splits = [split for split in reversed(SPLITS) if split in manifests]
+    entries = []
+    for split, other in itertools.combinations(splits, 2):
+        for what, (count, total, rows, examples) in _in_both(manifests[split], manifests[other]).items():
+            if count:
+                entries.append(_entry(split, other, what, count, total, rows, len(manifests[split]), examples))
+    for split, found in (copies or {}).items():
+        for other in splits:
+            pairs = [f"{id_} = {name}" for id_, name in found.items() if name.startswith(f"{other}: ")]
+            if pairs:
+                count = len(manifests[split])
+                entries.append(_entry(split, other, "copies", len(pairs), count, len(pairs), count, pairs[:_EXAMPLES]))
+    return entries
+
+
+def _entry(split: str, other: str, what: str, count: int, total: int, rows: int, all_rows: int,
+           examples: Sequence[str]) -> dict[str, Any]:
+    return {"split": split, "with": other, "what": what, "count": count, "of": total, "rows": rows,
+            "share": round(rows / all_rows, 4), "examples": list(examples)}
+
+
+def _in_both(one: Manifest, other: Manifest) -> dict[str, tuple[int, int, int, list[str]]]:
+    """What of each kind two splits share: how many, of how many, in how many rows of the first, and examples."""
+    found = {what: _values(getattr(one, name).arrow, getattr(other, name).arrow)
+             for what, name in (("speakers", "speakers"), ("sentences", "texts"), ("recordings", "wavs"))}
+    if found["recordings"][0]:
+        rows = _overlapping(one, other)
+        found["overlaps"] = len(rows), len(one), len(rows), list(one.ids.take(rows[:_EXAMPLES]))
+    return found
+
+
+def _values(one: pa.Array, other: pa.Array) -> tuple[int, int, int, list[str]]:
+    named = pc.drop_null(pc.if_else(pc.not_equal(one, ""), one, None)).value_counts()
+    values, counts = named.field("values"), named.field("counts")
+    both = pc.is_in(values, other)
+    rows = pc.sum(pc.filter(counts, both)).as_py() or 0
+    return (pc.sum(both).as_py() or 0, len(values), rows,
+            pc.filter(values, both)[:_EXAMPLES].to_pylist())
+
+
+def _overlapping(one: Manifest, other: Manifest) -> np.ndarray:
+    """Rows of ``one`` that have a stretch of a file in common with a row of ``other``."""
+    files = pa.concat_arrays([one.wavs.arrow, other.wavs.arrow]).dictionary_encode().indices.to_numpy()
+    starts = np.concatenate([one.starts, other.starts])
+    ends = starts + np.concatenate([one.durations, other.durations])
+    theirs = np.arange(len(files)) >= len(one)
+    # The files lie one after another on a line: the furthest end of their rows before each of ours tells, and the first
+    # start after it.
+    gap = float(ends.max(initial=0)) + 1
+    starts, ends = starts + gap * files, ends + gap * files - _TOUCHING
+    order = np.argsort(starts, kind="stable")
+    starts, ends, theirs = starts[order], ends[order], theirs[order]
+    before = np.maximum.accumulate(np.where(theirs, ends, -1.0))
+    after = np.minimum.accumulate(np.where(theirs, starts, np.inf)[::-1])[::-1]
+    touched = ~theirs & ((before > starts) | (after < ends))
+    return np.sort(order[touched])
+
+
+def rows(entries: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The rows of a table with ``COLUMNS``."""
+    return [[entry["split"], entry["with"], entry["what"], entry["count"], entry["of"], entry["rows"],
+             f"{100 * entry['share']:.1f}", ", ".join(_short(each) for each in entry["examples"])] for entry in entries]
+
+
+def remarks(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the entries mean, or that there are none."""
+    if not entries:
+        return ["no speaker that is named, no sentence and no file is in two splits"]
+    return [f"{what}: {meaning}" for what, meaning in MEANS.items() if any(entry["what"] == what for entry in entries)]
+
+
+def _short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
