@@ -221,7 +221,7 @@ class _Journal:
                 self.file.write("\n")  # ends a line that was interrupted
         return self
 
-    def add(self, wav: Any, result: Any) -> None:
+    def add(self, wav: Any, result: Any) -> None:  # what JSON can hold
         if self.file is not None:
             self.file.write(json.dumps([wav, result]) + "\n")
             if time.monotonic() - self.saved > _JOURNAL_SECONDS:
