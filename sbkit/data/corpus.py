@@ -21,7 +21,7 @@ from sbkit.data import exclusions, leaks
 from sbkit.data.columns import Declared, SignalColumn, needed_of
 from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
-from sbkit.data.manifest import Manifest
+from sbkit.data.manifest import Manifest, mapped_file
 from sbkit.data.options import check_number, texts
 from sbkit.data.prepare import MISSING, UNDECODABLE, RowLimits, SplitReport, prepare_split, recording_keys, summarize
 from sbkit.data.presence import check_opened, refused
@@ -145,8 +145,9 @@ class Corpus:
 
     def manifest(self, split: str) -> Manifest:
         """Read the prepared manifest of a split; refuse one with URLs that may not be opened."""
-        found = Manifest.read(self.manifest_path(split), remote=self.remote)
-        check_opened(found.wavs, found.remote, self.manifest_path(split))
+        found = Manifest.open_prepared(self.manifest_path(split), self.remote)
+        if found.has_urls:
+            check_opened(found.wavs, found.remote, self.manifest_path(split))
         return found
 
     @property
@@ -318,8 +319,10 @@ class Corpus:
             if not source.intact():
                 logger.warning("corpus: the audio unpacked from %s is gone, unpacking it again", source.where)
                 return None
+            ready = {split: Manifest.open_prepared(self.manifest_path(split), self.remote)
+                     for split in report["splits"]}
             for split, entry in report["splits"].items():
-                if disk.sha256(self.manifest_path(split)) != entry["sha256"]:
+                if not ready[split].mapped and disk.sha256(self.manifest_path(split)) != entry["sha256"]:
                     logger.warning("%s was changed since it was prepared: preparing it again",
                                    self.manifest_path(split))
                     return None
@@ -328,8 +331,7 @@ class Corpus:
                 logger.info("corpus: %s was left out and has come or changed since: preparing %s again",
                             mended, self.folder)
                 return None
-            ready = {split: Manifest.read(self.manifest_path(split), remote=self.remote) for split in report["splits"]}
-            if any(refused(manifest.wavs, self.remote).any() for manifest in ready.values()):
+            if any(manifest.has_urls and refused(manifest.wavs, self.remote).any() for manifest in ready.values()):
                 logger.info("corpus: rows are URLs that may not be opened: preparing %s again", self.folder)
                 return None
         except (SbkitError, OSError, ValueError, KeyError, TypeError):
@@ -381,7 +383,7 @@ class Corpus:
         try:
             for split, found in reports.items():
                 path = aside / self.manifest_path(split).name
-                manifests[split].write(path)
+                manifests[split].write_prepared(path)
                 report["splits"][split] = {"sha256": disk.sha256(path), **found.facts()}
             exclusions.write(aside, [table for found in reports.values() for table in found.tables])
             written = list(aside.iterdir())
@@ -390,9 +392,10 @@ class Corpus:
             self.report_path.unlink(missing_ok=True)  # from here until it is back, the folder counts as unprepared
             for path in written:
                 os.replace(path, self.folder / path.name)
-            for split in SPLITS:
-                if split not in manifests:
-                    self.manifest_path(split).unlink(missing_ok=True)  # left by an earlier source
+            for path in (each for split in SPLITS for each in (
+                    self.manifest_path(split), mapped_file(self.manifest_path(split)))):
+                if aside / path.name not in written:
+                    path.unlink(missing_ok=True)  # left by an earlier source
             os.replace(aside / self.report_path.name, self.report_path)
             disk.sync_folder(self.folder)
         finally:

@@ -1,8 +1,13 @@
-"""The manifest, one row per utterance: on disk a CSV that SpeechBrain can read, in memory Arrow columns."""
+"""The manifest, one row per utterance: on disk a CSV that SpeechBrain can read, in memory Arrow columns.
+
+Beside a large CSV that preparation wrote is the same as an Arrow file. All ranks and data workers of a machine map it,
+so it is opened at once, and in memory once, as far as it is read.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -21,8 +26,11 @@ from sbkit.system.console import atomic_write
 REQUIRED = ("ID", "duration", "wav", "wrd")
 #: Columns that a manifest uses itself; metadata must have other names.
 OWN = (*REQUIRED, "spk_id", "start")
+_PREPARED = ("ID", "duration", "wav", "wrd", "spk_id")
 #: What follows the name of a column of recordings, in the name of that of their durations.
 SECONDS = "_seconds"
+#: From so many rows on, a prepared manifest is mapped.
+MAPPED_ROWS = 500_000
 _ROWS_PER_BLOCK = 200_000
 _DATA_ROOT = r"^\$(data_root|\{data_root\})"
 
@@ -41,7 +49,8 @@ class Column(Sequence[str]):
             values = values.arrow
         if isinstance(values, pa.ChunkedArray):
             # Not `combine_chunks()`: it gives an Array only where there is at least one chunk.
-            values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], values.type)
+            chunks = values.chunks or [pa.array([], values.type)]
+            values = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)  # which would copy a single one
         if not isinstance(values, pa.Array):
             values = pa.array(values, pa.large_string())
         self.arrow: pa.Array = values.cast(pa.large_string())
@@ -71,6 +80,12 @@ class Column(Sequence[str]):
 
     def take(self, indices: np.ndarray) -> Column:
         return Column(self.arrow.take(pa.array(indices)))
+
+    def lines(self) -> Iterator[memoryview]:
+        """The UTF-8 of all strings that aren't empty, each with a line end, in blocks."""
+        for start in range(0, len(self.arrow), _ROWS_PER_BLOCK):
+            block = self.arrow[start : start + _ROWS_PER_BLOCK]
+            yield _content(join(block.filter(pc.not_equal(block, "")), "\n"))
 
     def __repr__(self) -> str:
         return f"Column({len(self)} strings)"
@@ -104,13 +119,16 @@ class Manifest:
     starts : N seconds into the file, by default 0
     meta : further columns by name, N strings each
     remote : which URLs among ``wavs`` may be opened
+    mapped : whether the columns are those of a file that preparation wrote
+    has_urls : whether any of ``wavs`` is one, if that is known
     """
 
     def __init__(self, *, ids: Sequence[str], durations: Sequence[float] | np.ndarray, wavs: Sequence[str],
                  texts: Sequence[str], speakers: Sequence[str] | None = None,
                  starts: Sequence[float] | np.ndarray | None = None,
-                 meta: Mapping[str, Sequence[str]] | None = None, remote: Remote = NOWHERE):
-        self.remote = remote
+                 meta: Mapping[str, Sequence[str]] | None = None, remote: Remote = NOWHERE, mapped: bool = False,
+                 has_urls: bool | None = None):
+        self.remote, self.mapped, self._has_urls = remote, mapped, has_urls
         self.ids = Column(ids)
         n = len(self.ids)
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
@@ -138,6 +156,13 @@ class Manifest:
     @property
     def hours(self) -> float:
         return float(self.durations.sum(dtype=np.float64)) / 3600
+
+    @property
+    def has_urls(self) -> bool:
+        """Whether any recording is a URL."""
+        if self._has_urls is None:
+            self._has_urls = bool(pc.any(pc.match_substring(self.wavs.arrow, "://")).as_py())
+        return self._has_urls
 
     def row(self, i: int) -> Utterance:
         return Utterance(
@@ -233,10 +258,61 @@ class Manifest:
             file.write((",".join(header) + "\n").encode())
             for start in range(0, len(self), _ROWS_PER_BLOCK):
                 fields = [quote(column[start : start + _ROWS_PER_BLOCK]) for column in columns.values()]
-                lines = join(join(*fields, separator=","), "\n")
-                _, offsets, data = lines.buffers()
-                bounds = np.frombuffer(offsets, np.int64)
-                file.write(memoryview(data)[bounds[lines.offset] : bounds[lines.offset + len(lines)]])
+                file.write(_content(join(join(*fields, separator=","), "\n")))
+
+    @classmethod
+    def open_prepared(cls, path: str | Path, remote: Remote = NOWHERE) -> Manifest:
+        """Map what :meth:`write_prepared` wrote for a CSV, or read the CSV where that is none or has changed since."""
+        path = Path(path)
+        try:
+            file = pa.ipc.open_file(pa.memory_map(str(mapped_file(path))))
+            facts = file.schema.metadata or {}
+            if facts.get(b"csv") != _version(path) or file.num_record_batches != 1:
+                return cls.read(path, remote=remote)
+            columns = dict(zip(file.schema.names, file.get_batch(0).columns, strict=True))
+            ids, durations, wavs, texts, speakers = (columns.pop(name) for name in _PREPARED)
+        except (OSError, KeyError, pa.ArrowInvalid):
+            return cls.read(path, remote=remote)
+        starts = columns.pop("start", None)
+        return cls(ids=ids, durations=np.from_dlpack(durations), wavs=wavs, texts=texts, speakers=speakers,
+                   starts=None if starts is None else np.from_dlpack(starts), meta=columns, remote=remote, mapped=True,
+                   has_urls=facts[b"urls"] == b"yes")
+
+    def write_prepared(self, path: str | Path) -> None:
+        """Write a CSV, and of many rows the same as an Arrow file, which :meth:`open_prepared` maps."""
+        path = Path(path)
+        self.write(path)
+        if len(self) < MAPPED_ROWS or pc.any(pc.match_substring_regex(self.wavs.arrow, _DATA_ROOT)).as_py():
+            mapped_file(path).unlink(missing_ok=True)
+            return
+        columns = dict(zip(_PREPARED, (self.ids.arrow, pa.array(self.durations), self.wavs.arrow, self.texts.arrow,
+                                       self.speakers.arrow), strict=True))
+        if self.starts.any():
+            columns["start"] = pa.array(self.starts)
+        columns.update((name, column.arrow) for name, column in self.meta.items())
+        # One batch, so that each column is one piece of memory.
+        batch = pa.record_batch(list(columns.values()), names=list(columns)).replace_schema_metadata(
+            {"csv": _version(path), "urls": "yes" if self.has_urls else "no"})
+        with atomic_write(mapped_file(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as out:
+            out.write_batch(batch)
+
+
+def mapped_file(path: Path) -> Path:
+    """Where the same as a prepared CSV lies as an Arrow file, if it is large."""
+    return path.with_suffix(".arrow")
+
+
+def _version(path: Path) -> bytes:
+    """What changes when a file is written."""
+    found = os.stat(path)
+    return f"{found.st_size} {found.st_mtime_ns}".encode()
+
+
+def _content(column: pa.Array) -> memoryview:
+    """The bytes of all texts of a large_string array, one after another."""
+    _, offsets, data = column.buffers()
+    bounds = np.frombuffer(offsets, np.int64)
+    return memoryview(data or b"")[bounds[column.offset] : bounds[column.offset + len(column)]]
 
 
 def _floats(column: pa.ChunkedArray) -> np.ndarray:

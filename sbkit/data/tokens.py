@@ -8,14 +8,18 @@ import json
 import logging
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 import sentencepiece as spm
 
+from sbkit.data.manifest import Column
 from sbkit.data.options import check_number
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
@@ -113,7 +117,7 @@ class Tokenizer:
                 or self.path.exists():
             return None
         special = 1 + (self.bos_id >= 0) + (self.eos_id >= 0)
-        pieces = {"▁", *self.characters, *self.user_defined_symbols}.union(*texts) - {" "}
+        pieces = {"▁", *self.characters, *self.user_defined_symbols, *count_characters(texts)} - {" "}
         if len(pieces) + special == self.vocab_size:
             return None
         self.vocab_size = len(pieces) + special
@@ -126,7 +130,7 @@ class Tokenizer:
         """
         if self.model is not None:
             return self.load()
-        texts = [text for text in texts if text]
+        texts = _column(texts)
         fingerprint = self._fingerprint(texts)
         if self.path.exists():
             known = self._stored_fingerprint()
@@ -176,10 +180,10 @@ class Tokenizer:
                 f"output_neurons is {output_neurons}, but the tokenizer {self.path} has {self.size} entries "
                 "(blank, bos and eos included)", hint=f"set output_neurons to {self.size}")
 
-    def _fingerprint(self, texts: Sequence[str]) -> str:
+    def _fingerprint(self, texts: Column) -> str:
         digest = hashlib.sha256(json.dumps(self.options(), sort_keys=True).encode())
-        for start in range(0, len(texts), 10_000):
-            digest.update("\n".join(texts[start : start + 10_000]).encode("utf-8", "surrogatepass") + b"\n")
+        for lines in texts.lines():
+            digest.update(lines)
         return digest.hexdigest()
 
     def _stored_fingerprint(self) -> str | None:
@@ -206,15 +210,17 @@ class Tokenizer:
 
     # --------------------------------------------------------------- training
 
-    def _train(self, texts: Sequence[str], fingerprint: str) -> None:
+    def _train(self, column: Column, fingerprint: str) -> None:
+        said = np.flatnonzero(pc.not_equal(column.arrow, "").to_numpy(zero_copy_only=False))
+        kept: dict[str, Any] = {"required_chars": self.characters}
+        if self.max_texts and len(said) > self.max_texts:
+            if self.character_coverage == 1.0:
+                kept["required_chars"] = "".join(sorted({*count_characters(column), *self.characters} - {" "}))
+            step = len(said) / self.max_texts
+            said = said[[int(i * step) for i in range(self.max_texts)]]
+        texts = list(column.take(said))
         if not any(text.strip() for text in texts):
             raise SbkitError("tokenizer: there is no text to train on", hint="is the train split empty?")
-        kept: dict[str, Any] = {"required_chars": self.characters}
-        if self.max_texts and len(texts) > self.max_texts:
-            if self.character_coverage == 1.0:
-                kept["required_chars"] = "".join(sorted({*"".join(texts), *self.characters} - {" "}))
-            step = len(texts) / self.max_texts
-            texts = [texts[int(i * step)] for i in range(self.max_texts)]
         if self.model_type != "char":
             kept["vocab_size"] = self.vocab_size
         else:  # an upper bound beyond all characters, which make up the vocabulary
@@ -306,9 +312,7 @@ class Tokenizer:
 
     def coverage(self, texts: Iterable[str]) -> Counter[str]:
         """The characters in ``texts`` that have no piece, with counts; empty if all have one."""
-        counts: Counter[str] = Counter()
-        for text in texts:
-            counts.update(text)
+        counts = count_characters(texts)
         unknown = {char for char in counts if char != " " and self._lacks(char)}
         return Counter({char: n for char, n in counts.items() if char in unknown})
 
@@ -335,3 +339,17 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"Tokenizer({str(self.path)!r}, {self.vocab_size} entries, {self.model_type})"
+
+
+def count_characters(texts: Iterable[str]) -> Counter[str]:
+    """How often each character occurs in some texts."""
+    column = _column(texts)
+    counts = np.zeros(sys.maxunicode + 1, np.int64)
+    for lines in column.lines():
+        counts += np.bincount(np.frombuffer(str(lines, "utf-8").encode("utf-32-le"), np.uint32), minlength=len(counts))
+    counts[ord("\n")] -= pc.sum(pc.not_equal(column.arrow, "")).as_py() or 0
+    return Counter({chr(code): int(counts[code]) for code in np.flatnonzero(counts).tolist()})
+
+
+def _column(texts: Iterable[str]) -> Column:
+    return texts if isinstance(texts, Column) else Column(list(texts))

@@ -53,7 +53,7 @@ def choose(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: flo
     manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
     longest = 0.0
     if manifests and manifests["train"].is_file():
-        durations = Manifest.read(manifests["train"]).durations
+        durations = Manifest.open_prepared(manifests["train"]).durations
         longest = float(durations.max()) if len(durations) else 0.0
     clips: list[Clip] = []
     if corpus and manifests["test"].is_file():

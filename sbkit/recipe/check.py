@@ -182,7 +182,7 @@ def _audio(traced: trace.Trace, device: torch.device) -> cost.TrainingAudio | No
     if not hasattr(keys.corpus, "manifest_path") or not keys.corpus.manifest_path("train").exists():
         return None
     try:
-        train = Manifest.read(keys.corpus.manifest_path("train"))
+        train = Manifest.open_prepared(keys.corpus.manifest_path("train"))
         rounding = keys.batching.rounding(device.type, traced.brain.compile)
         passes = Plan.of(train, keys.batching, keys.augment, keys.epoch_counter.limit, rounding).passes
     except SbkitError:
@@ -292,7 +292,7 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
     if any(f.code == "vocabulary" for f in findings):
         return None, "labels: the vocabulary is wrong"
     try:
-        manifests = {split: Manifest.read(path) for split, path in paths.items() if path.exists()}
+        manifests = {split: Manifest.open_prepared(path) for split, path in paths.items() if path.exists()}
         if "train" in manifests:
             BatchColumns(traced.task.columns, traced.keys).check_classes(manifests["train"])
         return traced.task.check_labels(traced.keys, manifests, findings, traced.built.nodes), ""

@@ -19,6 +19,7 @@ from sounds import real_data
 
 from sbkit.data import exclusions
 from sbkit.data.corpus import Corpus
+from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
 
@@ -51,6 +52,31 @@ def test_manifests_report_and_table(release, tmp_path):
     assert corpus.summary().splitlines()[3].split() == ["train", "3", "3", "0.00"]
     loaded = Corpus(release, folder=tmp_path / "m").load()
     assert all(loaded[split].ids == manifests[split].ids for split in manifests)
+
+
+def test_a_large_corpus_is_mapped_and_prepared_again_when_its_csv_changes(release, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("sbkit.data.manifest.MAPPED_ROWS", 3)
+    _, first = prepare(release, tmp_path / "m")
+    corpus, again = prepare(release, tmp_path / "m")
+    assert again["train"].mapped and not again["test"].mapped, "that has two rows"
+    assert all(again[split].digest() == first[split].digest() for split in first)
+    assert corpus.load()["train"].mapped and not (tmp_path / "m" / "test.arrow").exists()
+    path = corpus.manifest_path("train")
+    path.write_text(path.read_text().replace("yes", "no"))
+    assert list(prepare(release, tmp_path / "m")[1]["train"].texts) == list(first["train"].texts)
+    assert "was changed since it was prepared" in caplog.text
+    monkeypatch.setattr("sbkit.data.manifest.MAPPED_ROWS", 4)
+    prepare(release, tmp_path / "m", min_duration=0.1)
+    assert not (tmp_path / "m" / "train.arrow").exists(), "what an earlier preparation left is gone"
+
+
+def test_a_mapped_corpus_with_urls_is_opened_only_where_these_are_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr("sbkit.data.manifest.MAPPED_ROWS", 0)
+    rows = Manifest(ids=["a"], durations=[1.0], wavs=["https://somewhere/a.wav"], texts=["a"], has_urls=None)
+    rows.write_prepared(tmp_path / "train.csv")
+    assert Corpus(None, folder=tmp_path, schemes=["https"]).manifest("train").mapped
+    with pytest.raises(SbkitError, match="recordings are URLs"):
+        Corpus(None, folder=tmp_path).manifest("train")
 
 
 def test_the_constructor_touches_no_file(tmp_path):

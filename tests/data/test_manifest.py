@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speechbrain.dataio.dataio import load_data_csv
 
-from sbkit.data.manifest import Column, Manifest
+from sbkit.data import manifest as module
+from sbkit.data.manifest import Column, Manifest, mapped_file
 from sbkit.errors import SbkitError
 
 # All that a file can hold: no NUL (Python's csv reads none before 3.11), no halves of surrogate pairs.
@@ -44,6 +45,50 @@ def test_any_text_survives_the_disk_and_other_readers_agree(tmp_path_factory, ro
     assert same(Manifest.read(path), manifest)
     with open(path, encoding="utf-8", newline="") as file:
         assert [row["wrd"] for row in csv.DictReader(file)] == list(manifest.texts)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(TEXT, TEXT, st.floats(0, 1e4, width=32), st.floats(0, 1e5), TEXT), max_size=5))
+def test_what_is_mapped_is_what_the_csv_says(tmp_path_factory, all_mapped, rows):
+    path = tmp_path_factory.mktemp("m") / "train.csv"
+    make(len(rows), texts=[r[0] for r in rows], durations=[r[2] for r in rows], starts=[r[3] for r in rows],
+         wavs=[f"/clips/{r[4]}" for r in rows], meta={"accent": [r[1] for r in rows]}).write_prepared(path)
+    mapped, read = Manifest.open_prepared(path), Manifest.read(path)
+    assert mapped.mapped and not read.mapped
+    assert same(mapped, read) and mapped.has_urls == read.has_urls and mapped.digest() == read.digest()
+    assert same(mapped.select([0]), read.select([0])) if rows else len(mapped) == 0
+
+
+@pytest.fixture(scope="module")
+def all_mapped():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAPPED_ROWS", 0)
+        yield
+
+
+@pytest.mark.parametrize("harm", [
+    lambda csv_, arrow: csv_.write_text(csv_.read_text().replace("text 1", "text one")),
+    lambda csv_, arrow: os.utime(csv_), lambda csv_, arrow: arrow.unlink(),
+    lambda csv_, arrow: arrow.write_bytes(arrow.read_bytes()[:-50]), lambda csv_, arrow: arrow.write_bytes(b""),
+], ids=["edited", "touched", "gone", "cut off", "empty"])
+def test_a_mapped_file_that_is_not_the_csv_s_is_not_believed(tmp_path, all_mapped, harm):
+    path = tmp_path / "train.csv"
+    make().write_prepared(path)
+    harm(path, mapped_file(path))
+    found = Manifest.open_prepared(path)
+    assert not found.mapped and same(found, Manifest.read(path))
+
+
+def test_a_small_manifest_and_one_with_a_root_that_moves_are_not_mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAPPED_ROWS", 5)
+    make().write_prepared(tmp_path / "train.csv")
+    assert not Manifest.open_prepared(tmp_path / "train.csv").mapped
+    monkeypatch.setattr(module, "MAPPED_ROWS", 4)
+    make().write_prepared(tmp_path / "train.csv")
+    assert Manifest.open_prepared(tmp_path / "train.csv").mapped
+    make(wavs=["$data_root/a.wav"] * 4).write_prepared(tmp_path / "train.csv")
+    assert not mapped_file(tmp_path / "train.csv").exists()
+    assert Manifest.open_prepared(tmp_path / "train.csv").wavs[0] == f"{tmp_path}/a.wav"
 
 
 def test_speechbrain_reads_it(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
 import os
 import pickle
+from collections import Counter
 
 import pytest
 import sentencepiece as spm
@@ -14,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speechbrain.tokenizers.SentencePiece import SentencePiece
 
-from sbkit.data.tokens import Tokenizer
+from sbkit.data.manifest import Column
+from sbkit.data.tokens import Tokenizer, count_characters
 from sbkit.errors import SbkitError
 
 TEXTS = [f"{a} {b} the {c}" for a in ("cats", "dogs", "horses") for b in ("see", "hear", "follow")
@@ -33,6 +36,18 @@ def test_text_survives_and_ids_are_speechbrains(tokenizer):
     assert (tokenizer.piece(0), tokenizer.piece(1), tokenizer.piece(2)) == ("<unk>", "<s>", "</s>")
     assert len(tokenizer.pieces()) == tokenizer.size == len(tokenizer)
     assert tokenizer.decode([1, *tokenizer.encode(TEXTS[0]), 0, 2]) == TEXTS[0]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=9), max_size=9))
+def test_characters_are_counted_as_in_each_text(texts):
+    assert count_characters(texts) == Counter("".join(texts)) == count_characters(Column(texts))
+
+
+def test_the_fingerprint_is_that_of_the_texts_which_are_not_empty(tmp_path):
+    made = Tokenizer(tmp_path, None, "char").prepare(["", *TEXTS, ""])
+    text = json.dumps(made.options(), sort_keys=True) + "".join(f"{line}\n" for line in TEXTS)
+    assert json.loads(made.path.with_suffix(".json").read_text())["fingerprint"] == \
+        hashlib.sha256(text.encode()).hexdigest(), "runs that exist would need another tokenizer"
 
 
 def test_speechbrain_loads_it_and_encodes_alike(tokenizer):

@@ -105,7 +105,7 @@ def _durations(request: arguments.CommandLine, recipe: load.Recipe, folder: Path
     if hasattr(corpus, "manifest_path"):
         manifest = _in_output_folder(corpus.manifest_path("train"), folder, request)
         if manifest.exists():
-            return Manifest.read(manifest).durations
+            return Manifest.open_prepared(manifest).durations
     return np.linspace(1.0, longest_utterance(recipe.hparams), 200, dtype=np.float32)
 
 
