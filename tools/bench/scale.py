@@ -6,8 +6,8 @@ For each size, a corpus's training manifest is written as preparation writes it,
 a tokenizer is made. A process then does what rank 0 does before training: it reads the manifest, checks the tokenizer,
 makes the plan, and finds the rows of its first micro-batch, and, as a rank that resumes, those of a step in the middle
 of the third epoch. A process that it forks reads rows as a data worker does. Memory is what Linux counts as a process's
-own (private pages that were written) and the peak, with the pages of a mapped file, which all processes share. The
-exponent is the slope between the last two sizes on logarithmic axes, and the last column goes on by it.
+own (private pages that were written) and the peak, with the pages of a mapped file, which all processes share. Seconds
+are the processor's, so that others on the machine change little: what a disk needs comes on top. The exponent is the slope between the last two sizes on logarithmic axes, and the last column goes on by it.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def write(folder: Path, rows: int) -> dict[str, float]:
         texts=sentences.take(rng.integers(0, 5000, rows)), speakers=speakers.take(rng.integers(0, 5000, rows)))
     folder.mkdir(parents=True, exist_ok=True)
     Tokenizer(folder, model_type="char", character_coverage=1.0).prepare(manifest.texts)
-    began = time.perf_counter()
+    began = time.process_time()
     manifest.write_prepared(folder / "train.csv")
-    return {"write": time.perf_counter() - began, "file GB": sum(
+    return {"write s": time.process_time() - began, "file GB": sum(
         path.stat().st_size for path in folder.iterdir()) / 1e9}
 
 
@@ -89,10 +89,10 @@ def rank(folder: Path, rows: int) -> dict[str, float]:
     Plan.of(Manifest.read(folder / "few.csv"), Batching(max_batch_seconds=9), None, 1)  # imports all
     bare, found = own(), dict[str, float]()
 
-    began = [time.perf_counter()]
+    began = [time.process_time()]
 
     def took(what: str) -> None:
-        began.append(time.perf_counter())
+        began.append(time.process_time())
         found[f"{what} s"] = began[-1] - began[-2]
         found[f"{what} GB"] = own() - bare
 
