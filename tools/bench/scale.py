@@ -7,7 +7,8 @@ a tokenizer is made. A process then does what rank 0 does before training: it re
 makes the plan, and finds the rows of its first micro-batch, and, as a rank that resumes, those of a step in the middle
 of the third epoch. A process that it forks reads rows as a data worker does. Memory is what Linux counts as a process's
 own (private pages that were written) and the peak, with the pages of a mapped file, which all processes share. Seconds
-are the processor's, so that others on the machine change little: what a disk needs comes on top. The exponent is the slope between the last two sizes on logarithmic axes, and the last column goes on by it.
+are the processor's, so that others on the machine change little: what a disk needs comes on top. The exponent is the
+slope between the last two sizes on logarithmic axes, and the last column goes on by it.
 """
 
 from __future__ import annotations
