@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import compress, repeat
 from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,6 +23,7 @@ Container = dict[Any, object] | list[object] | set[object] | deque[object]
 _CACHE = type(functools.cache(len))
 _OPAQUE = (type, ModuleType, FrameType, GeneratorType, _CACHE)  # not looked into; a cache is emptied instead
 _DEPTH = 8  # holders that are followed upwards from a stand-in
+T = TypeVar("T")
 
 
 class Holdings:
@@ -120,13 +123,19 @@ def refuse_left(mode: FakeTensorMode) -> None:
 
 
 def _alive(mode: FakeTensorMode) -> Iterator[FakeTensor]:
-    return (each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode)
+    return (each for each in _all(FakeTensor) if each.fake_mode is mode)
+
+
+def _all(kind: type[T]) -> Iterator[T]:
+    """Find the objects of exactly this class among the hundreds of thousands that there are; no loop of Python's."""
+    objects = gc.get_objects()
+    return compress(objects, map(operator.is_, map(type, objects), repeat(kind)))
 
 
 def _caches() -> list[functools._lru_cache_wrapper[object]]:
     """The functions whose functools.cache holds stand-ins."""
     plain = (torch.Tensor, tuple, *_CONTAINERS)
-    return [cache for cache in gc.get_objects() if type(cache) is _CACHE and any(
+    return [cache for cache in _all(_CACHE) if any(
         type(each) is FakeTensor
         for each in _reached([held for held in gc.get_referents(cache) if isinstance(held, plain)], {id(vars(cache))}))]
 

@@ -9,13 +9,13 @@ import os
 import random
 import re
 import struct
-import subprocess
 import sys
 import zipfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+import processes
 import pytest
 import torch
 from speechbrain.dataio.batch import PaddedBatch
@@ -28,6 +28,7 @@ from sbkit.train import rng
 from sbkit.train.batches import rows, tensors_in, utterance_ids
 from sbkit.train.diagnose.culprit import find_culprit, load_batches, replay, report
 from sbkit.train.diagnose.inspection import KeptBatch, examine, measure
+from sbkit.train.distributed import ranks
 from sbkit.train.freezing import Freezing
 from sbkit.train.step import Loss
 
@@ -463,35 +464,19 @@ def test_generators_continue_where_they_were_captured():
     assert [draws(), draws()] == expected
 
 
-WORKER = """
-import sys, math, torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[2])
-from test_culprit import Recipe, clips
-from sbkit.train import rng
-from sbkit.train.distributed import ranks
-from sbkit.train.diagnose.culprit import report
-from sbkit.train.diagnose.inspection import KeptBatch
-ranks.init(torch.device("cpu"))
-batches = [clips(), clips()]
-if ranks.rank() == 1:
-    batches[1].token_lengths[2] = 30  # of 20 frames
-text = report(Recipe(), sys.argv[1], [KeptBatch(b, rng.capture()) for b in batches], step=3)
-assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
-assert "utterances where it shows: clip-2" in text
-ranks.shutdown()
-"""
+def report_of_two(folder):
+    """A rank's report of two micro-batches, of which rank 1's second has more letters than frames."""
+    ranks.init(torch.device("cpu"))
+    batches = [clips(), clips()]
+    if ranks.rank() == 1:
+        batches[1].token_lengths[2] = 30  # of 20 frames
+    return report(Recipe(), folder, [KeptBatch(batch, rng.capture()) for batch in batches], step=3)
 
 
 @pytest.mark.slow
 def test_every_rank_hears_of_the_one_rank_that_failed(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER, encoding="utf-8")
-    found = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script),
-         str(tmp_path / "run"), os.path.dirname(__file__)],
-        capture_output=True, text=True, timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert found.returncode == 0, found.stderr
+    for text in processes.results(report_of_two, str(tmp_path / "run")):
+        assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
+        assert "utterances where it shows: clip-2" in text
     assert [path.name for path in (tmp_path / "run/culprits").iterdir()] == ["step-3-rank-1"]
     assert (tmp_path / "run/culprits/step-3-rank-1/model.safetensors").exists()
