@@ -17,7 +17,6 @@ from sbkit.export import layout
 from sbkit.export.imported import ImportRequest, import_model
 
 LENGTHS = (16_000, 4_000, 23_457, 9_999)
-QUICK = ("wav2vec2", "parakeet")
 
 
 def said(text):
@@ -42,8 +41,8 @@ def bundles(tmp_path_factory):
     return bundle
 
 
-@pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
-                                  for kind in published.KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", published.KINDS)
 def test_a_bundle_says_of_each_clip_what_transformers_says(bundles, kind, capsys):
     folder, bundle = bundles(kind)
     config = layout.Config.read(bundle)

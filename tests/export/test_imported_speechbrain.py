@@ -19,8 +19,8 @@ from sbkit.export.imported import ImportRequest, import_model
 LENGTHS = (16_000, 4_000, 23_457, 9_999)
 
 
-@pytest.mark.parametrize("kind", ["pieces", pytest.param("labels", marks=pytest.mark.slow),
-                                  pytest.param("pretrained", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pieces", "labels", "pretrained"])
 def test_a_bundle_says_of_each_clip_what_speechbrain_says(tmp_path, kind):
     pretrained = encoders.make(tmp_path / "encoder", "wav2vec2-layer") if kind == "pretrained" else None
     folder = speechbrain_models.make(tmp_path / "model", kind == "labels", pretrained=pretrained)

@@ -97,6 +97,7 @@ def test_each_step_gives_what_the_graph_for_streams_gives(stream, written):
     assert step > 5 and caches[2].max() > CHUNK, "the left context was filled"
 
 
+@pytest.mark.slow
 def test_what_sherpa_onnx_reads_of_it_is_written_in_it(written):
     model = onnx.load(written)
     facts = {each.key: each.value for each in model.metadata_props}

@@ -64,6 +64,7 @@ def test_what_is_written_gives_the_same_for_any_batch_and_chunk(name, written, m
     agrees(open_runner(name, written[name]), model, described(StreamingGraph(model)), 1e-4)
 
 
+@pytest.mark.slow
 def test_eight_bits_hold_its_matrices_and_give_nearly_the_same(written, model):
     config = described(StreamingGraph(model))
     whole, = run(open_runner("onnx", written["onnx"]), config, 4, signals()[-1:])
