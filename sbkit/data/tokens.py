@@ -346,7 +346,10 @@ def count_characters(texts: Iterable[str]) -> Counter[str]:
     column = _column(texts)
     counts = np.zeros(sys.maxunicode + 1, np.int64)
     for lines in column.lines():
-        counts += np.bincount(np.frombuffer(str(lines, "utf-8").encode("utf-32-le"), np.uint32), minlength=len(counts))
+        codes = np.frombuffer(lines, np.uint8)
+        if codes.max(initial=0) > 127:  # otherwise a byte is a character
+            codes = np.frombuffer(str(lines, "utf-8").encode("utf-32-le"), np.uint32)
+        counts += np.bincount(codes, minlength=len(counts))
     counts[ord("\n")] -= pc.sum(pc.not_equal(column.arrow, "")).as_py() or 0
     return Counter({chr(code): int(counts[code]) for code in np.flatnonzero(counts).tolist()})
 

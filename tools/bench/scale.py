@@ -7,8 +7,8 @@ a tokenizer is made. A process then does what rank 0 does before training: it re
 makes the plan, and finds the rows of its first micro-batch, and, as a rank that resumes, those of a step in the middle
 of the third epoch. A process that it forks reads rows as a data worker does. Memory is what Linux counts as a process's
 own (private pages that were written) and the peak, with the pages of a mapped file, which all processes share. Seconds
-are the processor's, so that others on the machine change little: what a disk needs comes on top. The exponent is the
-slope between the last two sizes on logarithmic axes, and the last column goes on by it.
+are the processor's, so that others on the machine change little: what a disk needs comes on top. The last column goes
+on from the last two sizes: for seconds by the exponent, the slope on logarithmic axes, for memory on a straight line.
 """
 
 from __future__ import annotations
@@ -151,10 +151,13 @@ def show(found: dict[int, dict[str, float]]) -> str:
     for name in next(iter(found.values())):
         values = [each[name] for each in found.values()]
         exponent, target = "", ""
-        if len(values) > 1 and min(values[-2:]) > 0.001:
+        if len(values) > 1:
             (x, a), (y, b) = list(zip(found, values, strict=True))[-2:]
-            power = math.log(b / a) / math.log(y / x)
-            exponent, target = f"{power:.2f}", f"{b * (TARGET / y) ** power:.1f}"
+            if name.endswith("GB"):  # a part of it is the same at any size
+                target = f"{b + (b - a) / (y - x) * (TARGET - y):.1f}"
+            elif min(a, b) > 0.01:
+                power = math.log(b / a) / math.log(y / x)
+                exponent, target = f"{power:.2f}", f"{b * (TARGET / y) ** power:.0f}"
         rows.append([name, *(f"{value:.2f}" for value in values), exponent, target])
     return table(["", *(f"{rows:,}" for rows in found), "exponent", f"at {TARGET:,}"], rows)
 
