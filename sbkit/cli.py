@@ -53,6 +53,7 @@ COMMANDS = {
     "push": "put a bundle on the Hugging Face Hub",
     "import": "make a bundle of a CTC model that others trained",
     "transcribe": "transcribe recordings with an exported bundle",
+    "label": "make a corpus of recordings without transcripts, of what a bundle is sure of",
     "listen": "show words while somebody speaks, from the microphone or standard input",
     "speak": "speak a text with an exported voice",
     "enhance": "take the noise out of recordings with an exported enhancer",

@@ -1,9 +1,10 @@
-"""Recordings named on the command line: files, folders, manifests, standard input; their references, and where what
+"""Recordings named on the command line: files, folders, lists, standard input; their references, and where what
 is made of them is written."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import tempfile
@@ -28,7 +29,8 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
     """
     allowed = check_schemes("--schemes", schemes)
     if not names:
-        raise SbkitError("no recordings were given", hint="give files, folders, a manifest.csv, or - for stdin")
+        raise SbkitError("no recordings were given",
+                         hint="give files, folders, a manifest.csv, JSON lines, or - for stdin")
     found: list[Recording] = []
     for name in names:
         found += _behind(name, allowed)
@@ -50,6 +52,8 @@ def _behind(name: str, schemes: tuple[str, ...]) -> Iterator[Recording]:
             yield Recording(str(file), _shown(file.relative_to(path).with_suffix("")))
     elif path.suffix.lower() in (".csv", ".tsv") and path.is_file():
         yield from _rows(path, Remote(schemes))
+    elif path.suffix.lower() in (".json", ".jsonl", ".ndjson") and path.is_file():
+        yield from _json_rows(path, Remote(schemes))
     elif not path.exists() and "?offset=" not in name and "://" not in name:
         raise SbkitError(f"{name}: no such file")
     else:
@@ -66,6 +70,20 @@ def _rows(path: Path, remote: Remote) -> Iterator[Recording]:
 
     for row in Manifest.read(path):
         yield Recording(row.wav, row.id, row.start, row.duration, row.text.strip() or None, remote=remote)
+
+
+def _json_rows(path: Path, remote: Remote) -> Iterator[Recording]:
+    from sbkit.data.sources.json_lines import JsonLines
+
+    source = JsonLines({"train": path}, {})
+    source.needs_text = False
+    rows = source.read("train", show_progress=False)
+    for name, problem in rows.malformed:
+        raise SbkitError(f"{path.parent / name}: {problem}")
+    for i in range(len(rows)):
+        length = float(rows.durations[i])
+        yield Recording(rows.wavs[i], rows.ids[i], float(rows.starts[i]), None if math.isnan(length) else length,
+                        rows.texts[i].strip() or None, remote=remote)
 
 
 def _from_stdin() -> str:

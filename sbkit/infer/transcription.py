@@ -7,9 +7,10 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sbkit.decode.search_options import SearchRequest
 from sbkit.errors import SbkitError
@@ -67,7 +68,8 @@ def transcribe(request: TranscribeRequest) -> int:
         print(engine.running, file=sys.stderr)
         waiting = recordings
         if request.output is not None:
-            _claim(request, request.output, engine.running.model)
+            claim(request.output, request.bundle, {"model": engine.running.model, "search": request.search,
+                                                   "chunk_seconds": request.chunk_seconds}, request.overwrite)
             waiting = [each for each in recordings if request.overwrite or not _existing_outputs(request.output, each,
                                                                                                  formats)]
             if len(waiting) < len(recordings):
@@ -196,12 +198,13 @@ def _write(output: Path, recording: Recording, transcript: Transcript, formats: 
                              hint="the same command continues from here") from error
 
 
-def _claim(request: TranscribeRequest, output: Path, model: str) -> None:
-    """Record what makes the transcripts of a folder; raises if another model made the existing ones."""
-    facts = {
-        "bundle": hashlib.sha256((request.bundle / CONFIG).read_bytes()).hexdigest(), "model": model,
-        "chunk_seconds": request.chunk_seconds, "search": request.search,
-    }
+def claim(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | None = None) -> None:
+    """Record what makes the transcripts of a folder; raises if another model made the existing ones.
+
+    options : what they depend on besides the bundle
+    redo : whether existing ones are redone; None where a command can't
+    """
+    facts = {"bundle": hashlib.sha256((bundle / CONFIG).read_bytes()).hexdigest(), **options}
     path = output / MADE_BY
     try:
         there = json.loads(path.read_text(encoding="utf-8"))
@@ -209,11 +212,11 @@ def _claim(request: TranscribeRequest, output: Path, model: str) -> None:
         there = None
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} cannot be read: {error}") from error
-    if there not in (None, facts) and not request.overwrite:
-        raise SbkitError(f"{request.output} contains transcripts made by another model or with other options",
-                         hint="choose another folder, or redo them with --overwrite")
+    if there not in (None, facts) and not redo:
+        raise SbkitError(f"{output} contains transcripts made by another model or with other options",
+                         hint="choose another folder" + ("" if redo is None else ", or redo them with --overwrite"))
     try:
         with atomic_write(path) as file:
             json.dump(facts, file, indent=1)
     except OSError as error:
-        raise SbkitError(f"cannot write into {request.output}: {error.strerror}") from error
+        raise SbkitError(f"cannot write into {output}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from sbkit.errors import SbkitError
 Named = str | Path | Mapping[str, str | Path | Sequence[str | Path]]
 
 _FILE_KINDS: tuple[type[FileSource], ...] = (SpeechBrainCsv, JsonLines)
+_SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d+)-of-(?P<shards>\d+)")
 _HUB_PAGE = "https://huggingface.co/datasets/"
 _EXPECTED = (
     "expected a Common Voice folder (clips/ and train.tsv) or its .tar.gz, a folder with train.csv, "
@@ -90,7 +92,7 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
         return VoiceBank(path, columns)
     for kind in _FILE_KINDS:
         if files := kind.in_folder(path):
-            return kind(files, columns, data_root)
+            return _of_files(kind, path, files, columns, data_root)
     if parquet := Parquet.in_folder(path):
         return Parquet(parquet, path, cache, columns)
     if list(path.glob("*.tsv")):
@@ -101,6 +103,30 @@ def _open_folder(path: Path, cache: Path, language: str | None, columns: Mapping
     if AudioFolder.matches(path):
         return AudioFolder(path)
     raise SbkitError(f"{path} is not a corpus that sbkit recognises", hint=_EXPECTED)
+
+
+def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], columns: Mapping[str, str],
+              data_root: str | Path | None) -> Source:
+    """Open a folder's files, a split each or a shard of one (``train-3-of-16.jsonl``), of which none may be missing."""
+    splits: dict[str, dict[tuple[int, int], str]] = {}
+    for name in files:
+        match = _SHARD.fullmatch(name)
+        split, place = (match["split"], (int(match["shards"]), int(match["number"]))) if match else (name, (0, 0))
+        splits.setdefault(split, {})[place] = name
+    if all(list(names) == [(0, 0)] for names in splits.values()):
+        return kind(files, columns, data_root)
+    for split, names in splits.items():
+        shards = max(names)[0]
+        first = 0 if (shards, 0) in names else 1
+        expected = [(shards, number) for number in range(first, first + shards)] or [(0, 0)]
+        if missing := [number for place, number in expected if (place, number) not in names]:
+            raise SbkitError(f"{folder} lacks {split}-{missing[0]}-of-{shards}: {len(missing)} of {shards} shards",
+                             hint="make what is missing, or name the files: {train: [FILE, FILE]}")
+        if len(names) > len(expected):
+            raise SbkitError(f"{folder} has {split} in different numbers of shards",
+                             hint="remove those that aren't wanted")
+    return Mixed({split: [kind({names[place]: files[names[place]]}, columns, data_root) for place in sorted(names)]
+                  for split, names in splits.items()})
 
 
 def _paths(split: str, named: object) -> list[Path]:

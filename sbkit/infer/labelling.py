@@ -1,0 +1,287 @@
+"""Labels recordings without transcripts: what a recogniser is sure of becomes a corpus. Resumes where it was stopped.
+
+    CORPUS/train.jsonl                      what is kept: JSON lines, which a recipe takes as any other corpus
+    CORPUS/labelling/left_out-train.jsonl   what is not, each with its reason
+    CORPUS/labelling/heard-train.jsonl      a line for each recording that was transcribed; nothing is heard twice
+    CORPUS/labelling/calibration.json       how far the recogniser's confidence can be trusted
+
+A shard of several has files of its own, such as ``train-3-of-16.jsonl``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sbkit.data.lock import locked
+from sbkit.data.text import TextRules
+from sbkit.decode.search_options import SearchRequest
+from sbkit.errors import SbkitError
+from sbkit.export.layout import Config
+from sbkit.infer.engine import Engine
+from sbkit.infer.formats import ModelRequest
+from sbkit.infer.inputs import STDIN, collect
+from sbkit.infer.pieces import cut_at_pauses
+from sbkit.infer.pipeline import Done, Options, Pipeline
+from sbkit.infer.recordings import Recording
+from sbkit.infer.transcription import LEFT_OUT, claim
+from sbkit.score.calibration import Calibration, Reliability, reliability, word_accuracy
+from sbkit.system import disk, untrusted
+from sbkit.system.console import atomic_write, progress, table
+
+FOLDER = "labelling"
+CALIBRATION = "calibration.json"
+#: What becomes of a row: it is kept, or left out for a reason.
+KEPT, UNREADABLE, NO_WORDS, NO_PAUSE, UNSURE = "kept", "unreadable", "no words", "no pause", "low confidence"
+_SHOWN = 20  # recordings named on the screen
+_KEEPS = (0.95, 0.9, 0.8, 0.7, 0.5)  # for which the hours are shown
+_MAX_BYTES = 1 << 24  # of calibration.json
+_HINT = "name a list with transcripts, such as manifests/dev.csv of the run that was exported"
+
+
+class Shard(NamedTuple):
+    """One of several parts into which recordings are split, from 1 to ``shards``."""
+
+    number: int = 1
+    shards: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of its files, as a split of a corpus has it."""
+        return "train" if self.shards == 1 else f"train-{self.number}-of-{self.shards}"
+
+    def has(self, key: str) -> bool:
+        """Whether a recording belongs to it, whatever other recordings there are."""
+        return zlib.crc32(key.encode()) % self.shards == self.number - 1
+
+
+EVERYTHING = Shard()
+
+
+@dataclass(frozen=True)
+class LabelRequest(SearchRequest, ModelRequest):
+    """What to label, and which labels to keep.
+
+    bundle : the folder that ``sbkit export`` made
+    files : files, folders, manifests, JSON lines
+    to : the folder of the corpus
+    calibrate : a list with transcripts that the recogniser was not trained on
+    keep : the least word accuracy to expect of a row
+    schemes : URL schemes allowed in lists
+    """
+
+    bundle: Path
+    files: Sequence[str]
+    to: Path
+    calibrate: str
+    keep: float = 0.9
+    shard: Shard = EVERYTHING
+    batch_seconds: float | None = None
+    readers: int = 2
+    schemes: Sequence[str] = ()
+
+
+def label(request: LabelRequest) -> int:
+    """Transcribe what isn't yet, write the corpus, and return the exit code."""
+    if STDIN in request.files:
+        raise SbkitError("a corpus can't have recordings from standard input", hint="save them to files")
+    mine = {key: each for each in collect(request.files, None, request.schemes)
+            if request.shard.has(key := _key(each))}
+    with Engine(request.bundle, request.model, request.device, request.threads) as engine:
+        print(engine.running, file=sys.stderr)
+        work = request.to / FOLDER
+        if request.to.exists() and not work.is_dir() and (request.to.is_file() or any(request.to.iterdir())):
+            raise SbkitError(f"{request.to} exists and holds no labels of sbkit label", hint="choose another --to")
+        pipeline = Pipeline(engine, Options(request.batch_seconds, None, request.readers, request.search))
+        with disk.disk_errors_as_user_error(request.to):
+            with locked(work / ".lock"):
+                claim(work, request.bundle, {"model": engine.running.model, "search": request.search,
+                                             "shards": request.shard.shards})
+                calibration = _calibration(request, pipeline)
+            with locked(work / f".{request.shard.name}.lock"):
+                heard = work / f"heard-{request.shard.name}.jsonl"
+                errors = _hear(pipeline, mine, heard)
+                return _write(request, heard, calibration, errors)
+
+
+def _key(recording: Recording) -> str:
+    """What is the same for a recording, however it is named on the command line."""
+    audio = str(recording.audio)
+    return json.dumps([audio if "://" in audio else os.path.abspath(audio), recording.start, recording.duration])
+
+
+# ---------------------------------------------------------------------- calibration
+
+
+def _calibration(request: LabelRequest, pipeline: Pipeline) -> Calibration:
+    """Read the folder's calibration, or make it; print how reliable it is."""
+    path = request.to / FOLDER / CALIBRATION
+    try:
+        listed = disk.sha256(request.calibrate)
+    except OSError as error:
+        raise SbkitError(f"--calibrate {request.calibrate}: {error.strerror or error}", hint=_HINT) from None
+    if not path.exists():
+        made = _calibrate(request, pipeline) | {"list": listed}
+        with atomic_write(path) as file:
+            json.dump(made, file, indent=1)
+    try:
+        facts = untrusted.read_json(path, _MAX_BYTES)
+        found = Calibration(facts["confidences"], facts["accuracies"])
+        rows = [(each[0], f"{100 * each[1]:.1f}", f"{100 * each[2]:.1f}") for each in facts["bins"]]
+        other, difference = facts["list"] != listed, 100 * facts["error"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise SbkitError(f"{path} cannot be read: {error}", hint="remove it, and it is made again") from error
+    if other:
+        raise SbkitError(f"{request.to} was calibrated on another list than {request.calibrate}",
+                         hint="name that one again, or choose another --to")
+    print(table(["utterances", "word accuracy expected %", "found %"], rows))
+    print(f"calibrated on {request.calibrate}: on halves that the curve was not fitted on, expected and found word "
+          f"accuracy differ by {difference:.1f} points (expected calibration error)")
+    return found
+
+
+def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
+    recordings = [each for each in collect([request.calibrate], None, request.schemes) if each.reference]
+    rules = TextRules.for_language(pipeline.engine.config.language)
+    references, hypotheses, confidences = [], [], []
+    for done in _run(pipeline, recordings, "calibrating"):
+        said, heard = recordings[done.index].reference, done.transcript
+        if said and heard is not None and heard.confidence is not None:
+            both = (rules(text) for text in (said, heard.text))
+            reference, hypothesis = (text.split() if heard.spaced else list(text.replace(" ", "")) for text in both)
+            references.append(reference)
+            hypotheses.append(hypothesis)
+            confidences.append(heard.confidence)
+    if not confidences:
+        raise SbkitError(f"{request.calibrate}: nothing was heard in any recording that has a transcript", hint=_HINT)
+    accuracy, words = word_accuracy(references, hypotheses)
+    try:
+        fitted = Calibration.fit(np.array(confidences), accuracy, words)
+        found: Reliability = reliability(np.array(confidences), accuracy, words)
+    except SbkitError as error:
+        raise SbkitError(f"{request.calibrate}: {error.message}", hint=error.hint) from None
+    return asdict(fitted) | {"bins": found.bins, "error": found.error}
+
+
+def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iterator[Done]:
+    with progress(what=what, total=len(recordings), unit="file", show=len(recordings) > 1) as bar, \
+            contextlib.closing(pipeline.run(recordings)) as results:
+        for done in results:
+            yield done
+            bar.update()
+
+
+# ---------------------------------------------------------------------- hearing
+
+
+def _hear(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -> dict[str, str]:
+    """Transcribe what the file of heard recordings lacks, and add it there; returns what could not be read, and why."""
+    known = {each["key"] for each in _heard(path)}
+    errors = {key: "its path is not UTF-8: rename it" for key, each in recordings.items() if not _is_utf8(each)}
+    todo = [(key, each) for key, each in recordings.items() if key not in known and key not in errors]
+    if done := len(recordings) - len(todo) - len(errors):
+        print(f"{done} of {len(recordings)} are already done", file=sys.stderr)
+    seconds, began = 0.0, time.perf_counter()
+    # Without a buffer: a process that is killed has written every line that is complete.
+    with open(path, "ab", buffering=0) as file:
+        if file.tell():
+            file.write(b"\n")  # ends a line that was interrupted
+        for result in _run(pipeline, [each for _, each in todo], "labelling"):
+            (key, recording), made = todo[result.index], result.transcript
+            if made is None or made.warning is not None:
+                errors[key] = str(result.error.cause if result.error else made and made.warning)
+                continue
+            seconds += made.duration
+            pieces = cut_at_pauses(made.words, made.duration, pipeline.engine.config.chunk_seconds)
+            text = pipeline.engine.vocabulary.text
+            line = {"key": key, "id": recording.id, "duration": round(made.duration, 4), "pieces": [
+                [round(recording.start + each.start, 3), round(each.end - each.start, 3), text(each.words),
+                 each.confidence] for each in pieces]}
+            data = json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    taken = time.perf_counter() - began
+    print(f"heard {seconds / 3600:.2f} hours in {taken:.0f} s", file=sys.stderr)
+    return errors
+
+
+def _is_utf8(recording: Recording) -> bool:
+    return os.fsencode(str(recording.audio)).decode("utf-8", "replace") == recording.audio
+
+
+def _heard(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of heard recordings, except those that were interrupted."""
+    if path.exists():
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    yield untrusted.parse_json(line)
+
+
+# ---------------------------------------------------------------------- the corpus
+
+
+def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: Mapping[str, str]) -> int:
+    """Write what is kept and what is not, and print how much of each; returns the exit code."""
+    name, longest = f"{request.shard.name}.jsonl", Config.read(request.bundle).chunk_seconds
+    rows: Counter[str] = Counter()
+    hours: Counter[str] = Counter()
+    sure: list[tuple[float, float]] = []  # expected accuracies and hours
+    with atomic_write(request.to / name) as kept, atomic_write(request.to / FOLDER / f"left_out-{name}") as rest:
+        for row, confidence in _rows(path):
+            expected = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
+            reason = NO_WORDS if confidence is None else NO_PAUSE if row["duration"] > longest else (
+                KEPT if expected >= request.keep else UNSURE)
+            rows[reason] += 1
+            hours[reason] += row["duration"] / 3600
+            if reason in (KEPT, UNSURE):
+                sure.append((expected, row["duration"] / 3600))
+            row["confidence"] = round(expected, 4)
+            line = row if reason == KEPT else row | {"reason": reason}
+            (kept if reason == KEPT else rest).write(json.dumps(line, ensure_ascii=False) + "\n")
+        for key, problem in errors.items():
+            rows[UNREADABLE] += 1
+            line = {"audio_filepath": json.loads(key)[0], "reason": UNREADABLE, "detail": problem}
+            rest.write(json.dumps(line, ensure_ascii=False) + "\n")
+    _report(request, rows, hours, sure, errors)
+    return LEFT_OUT if errors else 0
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], float | None]]:
+    """The rows of all recordings that were heard, and the recogniser's confidence in each."""
+    for heard in _heard(path):
+        audio = json.loads(heard["key"])[0]
+        for start, duration, text, confidence in heard["pieces"]:
+            name = heard["id"] + (f"-{start:.2f}" if len(heard["pieces"]) > 1 else "")
+            yield {"id": name, "audio_filepath": audio, "offset": start, "duration": duration, "text": text}, confidence
+
+
+def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, float],
+            sure: Sequence[tuple[float, float]], errors: Mapping[str, str]) -> None:
+    for key, problem in list(errors.items())[:_SHOWN]:
+        print(f"left out: {json.loads(key)[0]}: {problem}", file=sys.stderr)
+    if len(errors) > _SHOWN:
+        print(f"left out: {len(errors) - _SHOWN} more", file=sys.stderr)
+    print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
+        KEPT, UNSURE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each]]))
+    kept = [each for each in sure if each[0] >= request.keep]
+    if total := sum(length for _, length in kept):
+        mean = sum(expected * length for expected, length in kept) / total
+        print(f"expected word accuracy of what is kept: {100 * mean:.1f} %")
+    if kept != sure:
+        print("kept with other values of --keep: " + ", ".join(
+            f"{least:g}: {sum(length for expected, length in sure if expected >= least):.2f} h" for least in _KEEPS))
+    print(f"{request.to / request.shard.name}.jsonl  (the rest: {request.to / FOLDER}; the same command with another "
+          "--keep hears nothing again)")

@@ -1,0 +1,91 @@
+"""Calibration: the word accuracy to expect at a confidence, by isotonic regression on scored utterances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sbkit.errors import SbkitError
+from sbkit.score.edits import Tokens, count
+
+#: Fewer utterances don't show how accuracy grows with confidence.
+MIN_UTTERANCES = 20
+_BINS = 5
+
+
+def word_accuracy(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> tuple[np.ndarray, np.ndarray]:
+    """Compute each utterance's share of right words, 0 to 1, and of how many words: those of the longer text."""
+    words = np.array([max(len(ref), len(hyp), 1) for ref, hyp in zip(references, hypotheses, strict=True)], float)
+    return 1 - count(references, hypotheses).edits / words, words
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Maps confidences to the word accuracy to expect, which grows with them.
+
+    Arguments
+    ---------
+    confidences, accuracies : the curve's knots, with straight lines between them
+    """
+
+    confidences: list[float]
+    accuracies: list[float]
+
+    @classmethod
+    def fit(cls, confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray) -> Calibration:
+        """Fit the monotone curve with the least squared error over N utterances; one of many words counts more."""
+        if len(confidence) < MIN_UTTERANCES:
+            raise SbkitError(f"{len(confidence)} utterances with words can't calibrate confidences",
+                             hint=f"give at least {MIN_UTTERANCES}")
+        blocks: list[tuple[float, float, float]] = []  # neighbours out of order are merged: words, confidence, accuracy
+        for i in np.argsort(confidence, kind="stable"):
+            block = float(words[i]), float(confidence[i]), float(accuracy[i])
+            while blocks and (blocks[-1][2] >= block[2] or blocks[-1][1] >= block[1]):
+                block = _merged(blocks.pop(), block)
+            blocks.append(block)
+        _, confidences, accuracies = zip(*blocks, strict=True)
+        return cls(list(confidences), list(accuracies))
+
+    def __call__(self, confidence: np.ndarray) -> np.ndarray:
+        return np.interp(confidence, self.confidences, self.accuracies)
+
+
+def _merged(one: tuple[float, float, float], other: tuple[float, float, float]) -> tuple[float, float, float]:
+    words = one[0] + other[0]
+    confidence, accuracy = ((one[0] * one[i] + other[0] * other[i]) / words for i in (1, 2))
+    return words, confidence, accuracy
+
+
+class ReliabilityBin(NamedTuple):
+    """Utterances of similar expected accuracy."""
+
+    utterances: int
+    expected: float
+    found: float
+
+
+class Reliability(NamedTuple):
+    """How well expected accuracies are met by utterances that the curve was not fitted on."""
+
+    bins: list[ReliabilityBin]
+    error: float
+    """The expected calibration error: the mean difference of expected and found accuracy over the bins."""
+
+
+def reliability(confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray) -> Reliability:
+    """Fit on each random half of N utterances, apply it to the other, and compare in bins of equal size."""
+    halves = np.array_split(np.random.default_rng(0).permutation(len(confidence)), 2)
+    if len(halves[1]) < MIN_UTTERANCES:
+        raise SbkitError(f"{len(confidence)} utterances with words can't show how reliable confidences are",
+                         hint=f"give at least {2 * MIN_UTTERANCES}")
+    expected = np.zeros(len(confidence))
+    for fitted, other in (halves, halves[::-1]):
+        expected[other] = Calibration.fit(confidence[fitted], accuracy[fitted], words[fitted])(confidence[other])
+    parts = np.array_split(np.argsort(expected, kind="stable"), _BINS)
+    bins = [ReliabilityBin(len(part), *(float(np.average(each[part], weights=words[part]))
+                                        for each in (expected, accuracy))) for part in parts]
+    differences = [abs(each.expected - each.found) for each in bins]
+    return Reliability(bins, float(np.average(differences, weights=[words[part].sum() for part in parts])))

@@ -1,0 +1,238 @@
+"""``sbkit label``: what is kept and what is left out, resumed after kills, in shards, as a corpus that training reads."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import bundles
+import graph_bundles
+import numpy as np
+import pytest
+import soundfile
+
+from sbkit.cli import main
+from sbkit.data.corpus import Corpus
+
+WORDS = "alpha beta gamma delta epsilon zeta eta theta".split()
+
+
+def clip(path, generator, noise):
+    """Write a recording whose words are the harder to hear, the more noise; returns what is said."""
+    text = " ".join(generator.choice(WORDS, 4))
+    ids = np.array(bundles.spell(text), float)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, bundles.voiced(list(ids + generator.normal(0, noise, len(ids)))), bundles.RATE, subtype="FLOAT")
+    return text
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A bundle, a list with transcripts, and recordings without: as clear, noisy, damaged, silent, and a long one."""
+    home, generator = tmp_path_factory.mktemp("label"), np.random.default_rng(0)
+    bundles.make(home / "bundle")
+    with open(home / "dev.jsonl", "w") as file:
+        for i in range(60):
+            text = clip(home / "dev" / f"{i}.wav", generator, generator.uniform(0, 0.5))
+            file.write(json.dumps({"audio_filepath": f"dev/{i}.wav", "text": text}) + "\n")
+    said = {str(i): clip(home / "audio" / f"{i}.wav", generator, 0.05 if i % 2 else 0.5) for i in range(20)}
+    (home / "said.json").write_text(json.dumps(said))
+    soundfile.write(home / "audio" / "silent.wav", np.zeros(16000, np.float32), bundles.RATE)
+    (home / "audio" / "broken.wav").write_bytes(b"RIFF, and no more")
+    pause = np.zeros(bundles.RATE // 2, np.float32)
+    parts = [part for word in WORDS * 8 for part in (bundles.say(word), pause)]
+    soundfile.write(home / "audio" / "long.wav", np.concatenate(parts), bundles.RATE, subtype="FLOAT")
+    soundfile.write(home / "audio" / "hasty.wav", bundles.say(" ".join(WORDS * 5)), bundles.RATE, subtype="FLOAT")
+    return home
+
+
+def label(home, to, *more, bundle="bundle", audio=("audio",), calibrate="dev.jsonl"):
+    return main(["label", str(home / bundle), *(str(home / each) for each in audio), "--to", str(to),
+                 "--calibrate", str(home / calibrate), *map(str, more)])
+
+
+def rows(*paths):
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_what_is_sure_is_kept_and_all_else_has_its_reason(home, tmp_path, capsys):
+    assert label(home, tmp_path / "labels") == 1, "a recording could not be read"
+    said = json.loads((home / "said.json").read_text())
+    kept, rest = rows(tmp_path / "labels/train.jsonl"), rows(tmp_path / "labels/labelling/left_out-train.jsonl")
+    short = {each["id"]: each["text"] for each in kept if each["id"] in said}
+    assert short == {name: text for name, text in said.items() if int(name) % 2}
+    reasons = {os.path.basename(each["audio_filepath"]): each["reason"] for each in rest}
+    assert reasons["broken.wav"] == "unreadable" and reasons["silent.wav"] == "no words"
+    assert reasons["hasty.wav"] == "no pause" and {reasons[f"{i}.wav"] for i in range(0, 20, 2)} == {"low confidence"}
+    assert all(each["confidence"] >= 0.9 for each in kept)
+    out, err = capsys.readouterr()
+    assert f"left out: {home}/audio/broken.wav: cannot be decoded" in err
+    counts = dict(line.rsplit(maxsplit=2)[:2] for line in out.split("-----\n")[2].splitlines()[:5])
+    assert counts == {"kept": str(len(kept)), "low confidence": "10", "no words": "1", "no pause": "1",
+                      "unreadable": "1"}
+    assert "expected calibration error" in out and "word accuracy expected %" in out
+
+
+def test_a_long_recording_comes_in_pieces_that_training_reads_as_they_were_heard(home, tmp_path):
+    label(home, tmp_path / "labels", audio=["audio/long.wav"])
+    kept = rows(tmp_path / "labels/train.jsonl")
+    assert len(kept) > 2 and all(2 < each["duration"] <= 20 for each in kept)
+    assert " ".join(each["text"] for each in kept).split() == WORDS * 8
+    heard = rows(tmp_path / "labels/labelling/heard-train.jsonl")
+    assert len(heard) == 1
+    again = tmp_path / "again"
+    assert label(home, again, audio=[tmp_path / "labels/train.jsonl"]) == 0, "JSON lines of stretches are AUDIO too"
+    assert [each["text"] for each in rows(again / "train.jsonl")] == [each["text"] for each in kept]
+
+
+def test_a_corpus_takes_the_folder(home, tmp_path):
+    label(home, tmp_path / "labels")
+    prepared = Corpus(str(tmp_path / "labels"), "en", tmp_path / "manifests", only=["train"]).prepare(show_progress=False)
+    kept = rows(tmp_path / "labels/train.jsonl")
+    assert sorted(prepared["train"].texts) == sorted(each["text"] for each in kept)
+    assert sum(prepared["train"].durations) == pytest.approx(sum(each["duration"] for each in kept), rel=1e-3)
+
+
+def test_another_keep_hears_nothing_again(home, tmp_path, capsys):
+    label(home, tmp_path / "labels")
+    before = (tmp_path / "labels/labelling/heard-train.jsonl").read_bytes()
+    (kept,) = {len(rows(tmp_path / "labels/train.jsonl"))}
+    label(home, tmp_path / "labels", "--keep", "0.2")
+    assert (tmp_path / "labels/labelling/heard-train.jsonl").read_bytes().strip() == before.strip()
+    assert len(rows(tmp_path / "labels/train.jsonl")) > kept
+    assert "23 of 24 are already done" in capsys.readouterr().err
+
+
+def test_a_recording_that_was_repaired_is_heard(home, tmp_path):
+    (tmp_path / "audio").mkdir()
+    broken = tmp_path / "audio" / "a.wav"
+    broken.write_bytes(b"RIFF")
+    assert label(home, tmp_path / "labels", audio=[tmp_path / "audio"]) == 1
+    soundfile.write(broken, bundles.say("alpha beta"), bundles.RATE, subtype="FLOAT")
+    assert label(home, tmp_path / "labels", audio=[tmp_path / "audio"]) == 0
+    assert [each["text"] for each in rows(tmp_path / "labels/train.jsonl")] == ["alpha beta"]
+
+
+def test_a_recording_that_is_named_twice_is_one_row(home, tmp_path):
+    label(home, tmp_path / "labels", audio=["audio/1.wav", "audio/3.wav", "audio/1.wav"])
+    label(home, tmp_path / "labels", audio=["audio", "audio/1.wav"])
+    names = [each["audio_filepath"] for each in rows(tmp_path / "labels/train.jsonl")]
+    assert sum(name.endswith("/1.wav") for name in names) == 1
+
+
+def test_shards_together_have_what_one_has(home, tmp_path, monkeypatch, capsys):
+    label(home, tmp_path / "whole")
+    for number in (1, 2):
+        label(home, tmp_path / "labels", "--shard", f"{number}/3")
+    with_two = Corpus(str(tmp_path / "labels"), "en", tmp_path / "m", only=["train"])
+    assert "lacks train-3-of-3: 1 of 3 shards" in _error(lambda: with_two.prepare(show_progress=False))
+    for name, value in (("ID", "14"), ("MIN", "10"), ("COUNT", "3"), ("STEP", "2")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    label(home, tmp_path / "labels", "--shard", "slurm")
+    texts = list(with_two.prepare(show_progress=False)["train"].texts)
+    assert sorted(texts) == sorted(each["text"] for each in rows(tmp_path / "whole/train.jsonl"))
+    files = sorted((tmp_path / "labels").glob("train-*.jsonl"))
+    assert all(0 < len(rows(each)) < len(texts) for each in files) and len(files) == 3
+    assert label(home, tmp_path / "labels", "--shard", "1/2") == 2, "of another number, some would be labelled twice"
+    assert "made by another model or with other options" in capsys.readouterr().err
+
+
+def _error(call):
+    from sbkit.errors import SbkitError
+
+    with pytest.raises(SbkitError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--shard", "0/4"], "'0/4' is no part of several: write 1/16 to 16/16, or slurm"),
+    (["--shard", "5/4"], "'5/4' is no part"), (["--shard", "slurm"], "this is no task of a job array"),
+    (["--keep", "90"], "'90' is not between 0 and 1"), (["--keep", "nan"], "'nan' is not between 0 and 1"),
+])
+def test_options_that_say_nothing_are_refused(home, tmp_path, capsys, words, message):
+    assert label(home, tmp_path / "labels", *words) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "labels").exists()
+
+
+@pytest.fixture
+def refused(home, tmp_path, capsys):
+    """Returns what the command says to what it can't label; it leaves no corpus behind."""
+    def call(to="labels", **more):
+        assert label(home, tmp_path / to, **more) == 2
+        assert to == "mine" or not list((tmp_path / to).glob("*.jsonl"))
+        return capsys.readouterr().err
+    return call
+
+
+def test_audio_that_can_t_be_labelled_is_refused(home, tmp_path, refused, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.jsonl").write_text('{"audio_filepath": "a.wav"}\n{"text": "no audio"}\n')
+    assert f"there is no audio in {tmp_path}/empty" in refused(audio=[tmp_path / "empty"])
+    assert "nowhere: no such file" in refused(audio=["nowhere"])
+    assert f"{tmp_path}/bad.jsonl line 2: no audio path" in refused(audio=[tmp_path / "bad.jsonl"])
+    assert main(["label", str(home / "bundle"), "-", "--to", str(tmp_path / "labels"), "--calibrate", "dev.csv"]) == 2
+    assert "a corpus can't have recordings from standard input; save them to files" in capsys.readouterr().err
+
+
+def test_a_bundle_that_is_no_recogniser_is_refused(home, tmp_path, refused):
+    assert "has a model that gives no words, and a speech recogniser is needed" in refused(
+        bundle=graph_bundles.make(tmp_path / "graph"))
+    assert "is not a bundle" in refused(bundle="audio")
+
+
+def test_a_list_that_can_t_calibrate_is_refused(home, tmp_path, refused):
+    lines = (home / "dev.jsonl").read_text().replace("dev/", f"{home}/dev/").splitlines(True)
+    (tmp_path / "short.jsonl").write_text("".join(lines[:30]))
+    (tmp_path / "without.jsonl").write_text(json.dumps({"audio_filepath": f"{home}/dev/1.wav"}) + "\n")
+    assert "name a list with transcripts, such as manifests/dev.csv of the run" in refused(calibrate="nothing.csv")
+    assert "nothing was heard in any recording that has a transcript" in refused(calibrate=tmp_path / "without.jsonl")
+    assert f"{tmp_path}/short.jsonl: 30 utterances with words can't show how reliable confidences are; give at least 40" \
+        in refused(calibrate=tmp_path / "short.jsonl")
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path, refused):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_text("mine")
+    assert "exists and holds no labels of sbkit label" in refused("mine")
+    assert [each.read_text() for each in (tmp_path / "mine").iterdir()] == ["mine"]
+
+
+def test_labels_of_another_bundle_or_list_are_not_mixed_in(home, tmp_path, capsys):
+    label(home, tmp_path / "labels", audio=["audio/1.wav"])
+    bundles.make(home / "other", language="fr")
+    assert label(home, tmp_path / "labels", bundle="other") == 2
+    assert "contains transcripts made by another model" in capsys.readouterr().err
+    (home / "dev2.jsonl").write_text((home / "dev.jsonl").read_text() + "\n")
+    assert label(home, tmp_path / "labels", calibrate="dev2.jsonl") == 2
+    assert "was calibrated on another list" in capsys.readouterr().err
+    assert [each["id"] for each in rows(tmp_path / "labels/train.jsonl")] == ["1"]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_and_gives_no_row_twice(home, tmp_path):
+    """A hundred recordings; the process is killed as soon as it has written some more lines."""
+    generator = np.random.default_rng(3)
+    for i in range(100):
+        clip(tmp_path / "audio" / f"{i}.wav", generator, generator.uniform(0, 0.4))
+    words = [str(home / "bundle"), str(tmp_path / "audio"), "--calibrate", str(home / "dev.jsonl"), "--batch-seconds", "4"]
+    heard, kills = tmp_path / "labels/labelling/heard-train.jsonl", 0
+    for least in (1, 30, 70):
+        process = subprocess.Popen([sys.executable, "-m", "sbkit", "label", *words, "--to", str(tmp_path / "labels")],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and (not heard.exists() or heard.read_bytes().count(b'"key"') < least):
+            time.sleep(0.002)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+    assert kills, "none was killed in time: the recordings are too few"
+    with open(heard, "ab") as file:
+        file.write(b'{"key": "[\\"/nowhere')  # as a power cut leaves it
+    for to in ("labels", "whole"):
+        assert main(["label", *words, "--to", str(tmp_path / to)]) == 0
+    for name in ("train.jsonl", "labelling/left_out-train.jsonl"):
+        found, wanted = (sorted(map(json.dumps, rows(tmp_path / to / name))) for to in ("labels", "whole"))
+        assert found == wanted and len(wanted) > 10

@@ -1,0 +1,69 @@
+"""Expected word accuracy grows with confidence, is what utterances have, and shows where it is not."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.errors import SbkitError
+from sbkit.score.calibration import MIN_UTTERANCES, Calibration, reliability, word_accuracy
+
+ROWS = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(1, 30)), min_size=MIN_UTTERANCES, max_size=60)
+
+
+def columns(rows):
+    return (np.array(column, float) for column in zip(*rows, strict=True))
+
+
+@given(ROWS)
+def test_the_curve_never_falls_and_stays_within_what_was_found(rows):
+    confidence, accuracy, words = columns(rows)
+    expected = Calibration.fit(confidence, accuracy, words)(np.linspace(0, 1, 200))
+    assert (np.diff(expected) >= -1e-12).all()
+    assert accuracy.min() - 1e-9 <= expected.min() and expected.max() <= accuracy.max() + 1e-9
+
+
+@given(ROWS)
+def test_the_mean_over_words_at_the_knots_is_the_mean_that_was_found(rows):
+    """As of every least-squares fit: blocks weigh what their words weigh."""
+    confidence, accuracy, words = columns(rows)
+    found = Calibration.fit(confidence, accuracy, words)
+    if len(found.confidences) == 1:
+        assert found.accuracies[0] == pytest.approx(np.average(accuracy, weights=words))
+        assert found.confidences[0] == pytest.approx(np.average(confidence, weights=words))
+
+
+def test_it_is_the_monotone_fit_that_no_other_beats():
+    confidence = np.linspace(0.1, 1, 20)
+    accuracy = np.repeat([0.2, 0.1, 0.5, 0.4, 0.9], 4)
+    fitted = Calibration.fit(confidence, accuracy, np.ones(20))
+    assert fitted.accuracies == pytest.approx([0.15, 0.45, 0.9]), "neighbours out of order share their mean"
+
+
+def test_a_wrong_an_additional_and_a_missing_word_count_as_one_each():
+    accuracy, words = word_accuracy([["a", "b"], ["a"], ["a", "b"], ["a"]], [["a", "x"], ["a", "b"], ["a"], ["b", "c"]])
+    assert accuracy.tolist() == [0.5, 0.5, 0.5, 0.0] and words.tolist() == [2, 2, 2, 2]
+
+
+def test_what_is_well_calibrated_has_a_small_error_and_chance_shows():
+    generator = np.random.default_rng(5)
+    confidence, words = generator.uniform(0, 1, 2000), np.full(2000, 10.0)
+    accuracy = generator.binomial(10, confidence**2) / 10
+    found = reliability(confidence, accuracy, words)
+    assert found.error < 0.03 and [each.utterances for each in found.bins] == [400] * 5
+    assert found.bins[0].found < 0.1 and found.bins[-1].found > 0.75
+    assert all(abs(each.expected - each.found) < 0.05 for each in found.bins)
+
+
+def test_halves_of_which_one_says_nothing_of_the_other_have_a_large_error():
+    """Accuracies of few words scatter, so that a curve of them is not met by others."""
+    generator = np.random.default_rng(5)
+    few = np.arange(2 * MIN_UTTERANCES)
+    error = reliability(generator.uniform(0, 1, len(few)), generator.integers(0, 2, len(few)), np.ones(len(few))).error
+    assert error > 0.05
+
+
+@pytest.mark.parametrize("count, what", [(MIN_UTTERANCES - 1, Calibration.fit), (2 * MIN_UTTERANCES - 1, reliability)])
+def test_too_few_utterances_are_refused(count, what):
+    with pytest.raises(SbkitError, match=rf"{count} utterances with words .*at least {MIN_UTTERANCES * (count // MIN_UTTERANCES + 1)}"):
+        what(np.linspace(0, 1, count), np.linspace(0, 1, count), np.ones(count))
