@@ -1,4 +1,4 @@
-"""``sbkit label``: what is kept and what is left out, resumed after kills, in shards, as a corpus that training reads."""
+"""``sbkit label``: what is kept and what is left out, resumed after kills, in shards, as a corpus."""
 
 import json
 import os
@@ -24,7 +24,8 @@ def clip(path, generator, noise):
     text = " ".join(generator.choice(WORDS, 4))
     ids = np.array(bundles.spell(text), float)
     path.parent.mkdir(parents=True, exist_ok=True)
-    soundfile.write(path, bundles.voiced(list(ids + generator.normal(0, noise, len(ids)))), bundles.RATE, subtype="FLOAT")
+    signal = bundles.voiced(list(ids + generator.normal(0, noise, len(ids))))
+    soundfile.write(path, signal, bundles.RATE, subtype="FLOAT")
     return text
 
 
@@ -89,7 +90,8 @@ def test_a_long_recording_comes_in_pieces_that_training_reads_as_they_were_heard
 
 def test_a_corpus_takes_the_folder(home, tmp_path):
     label(home, tmp_path / "labels")
-    prepared = Corpus(str(tmp_path / "labels"), "en", tmp_path / "manifests", only=["train"]).prepare(show_progress=False)
+    corpus = Corpus(str(tmp_path / "labels"), "en", tmp_path / "manifests", only=["train"])
+    prepared = corpus.prepare(show_progress=False)
     kept = rows(tmp_path / "labels/train.jsonl")
     assert sorted(prepared["train"].texts) == sorted(each["text"] for each in kept)
     assert sum(prepared["train"].durations) == pytest.approx(sum(each["duration"] for each in kept), rel=1e-3)
@@ -98,7 +100,7 @@ def test_a_corpus_takes_the_folder(home, tmp_path):
 def test_another_keep_hears_nothing_again(home, tmp_path, capsys):
     label(home, tmp_path / "labels")
     before = (tmp_path / "labels/labelling/heard-train.jsonl").read_bytes()
-    (kept,) = {len(rows(tmp_path / "labels/train.jsonl"))}
+    kept = len(rows(tmp_path / "labels/train.jsonl"))
     label(home, tmp_path / "labels", "--keep", "0.2")
     assert (tmp_path / "labels/labelling/heard-train.jsonl").read_bytes().strip() == before.strip()
     assert len(rows(tmp_path / "labels/train.jsonl")) > kept
@@ -189,8 +191,8 @@ def test_a_list_that_can_t_calibrate_is_refused(home, tmp_path, refused):
     (tmp_path / "without.jsonl").write_text(json.dumps({"audio_filepath": f"{home}/dev/1.wav"}) + "\n")
     assert "name a list with transcripts, such as manifests/dev.csv of the run" in refused(calibrate="nothing.csv")
     assert "nothing was heard in any recording that has a transcript" in refused(calibrate=tmp_path / "without.jsonl")
-    assert f"{tmp_path}/short.jsonl: 30 utterances with words can't show how reliable confidences are; give at least 40" \
-        in refused(calibrate=tmp_path / "short.jsonl")
+    few = "30 utterances with words can't show how reliable confidences are; give at least 40"
+    assert f"{tmp_path}/short.jsonl: {few}" in refused(calibrate=tmp_path / "short.jsonl")
 
 
 def test_a_folder_of_others_is_left_alone(tmp_path, refused):
@@ -217,7 +219,8 @@ def test_killed_at_any_moment_it_goes_on_and_gives_no_row_twice(home, tmp_path):
     generator = np.random.default_rng(3)
     for i in range(100):
         clip(tmp_path / "audio" / f"{i}.wav", generator, generator.uniform(0, 0.4))
-    words = [str(home / "bundle"), str(tmp_path / "audio"), "--calibrate", str(home / "dev.jsonl"), "--batch-seconds", "4"]
+    words = list(map(str, (home / "bundle", tmp_path / "audio", "--calibrate", home / "dev.jsonl",
+                           "--batch-seconds", 4)))
     heard, kills = tmp_path / "labels/labelling/heard-train.jsonl", 0
     for least in (1, 30, 70):
         process = subprocess.Popen([sys.executable, "-m", "sbkit", "label", *words, "--to", str(tmp_path / "labels")],

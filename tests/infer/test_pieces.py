@@ -1,5 +1,7 @@
 """Long recordings are cut in pauses alone, no word is lost or said twice, and pieces don't overlap."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,13 +25,13 @@ def test_every_word_is_in_one_piece_with_what_is_around_it(words, longest, silen
     pieces = cut_at_pauses(heard, duration, longest)
     assert [word for piece in pieces for word in piece.words] == heard
     assert all(0 <= each.start <= each.end <= duration for each in pieces)
-    assert all(one.end <= other.start for one, other in zip(pieces, pieces[1:], strict=False))
-    for one, other in zip(pieces, pieces[1:], strict=False):
+    assert all(one.end <= other.start for one, other in itertools.pairwise(pieces))
+    for one, other in itertools.pairwise(pieces):
         assert other.words[0].start - one.words[-1].end >= PAUSE_SECONDS, "a cut goes through a pause"
     for piece in pieces:
         assert piece.start <= (piece.words[0].start if piece.words else 0.0)
         assert piece.end >= (piece.words[-1].end if piece.words else duration)
-        pauses = [after.start - before.end for before, after in zip(piece.words, piece.words[1:], strict=False)]
+        pauses = [after.start - before.end for before, after in itertools.pairwise(piece.words)]
         assert duration <= longest or piece.end - piece.start <= longest / 2 + 2 * MARGIN_SECONDS or (
             max(pauses, default=0.0) < PAUSE_SECONDS), "only without a pause it may be longer"
 

@@ -63,7 +63,9 @@ def test_halves_of_which_one_says_nothing_of_the_other_have_a_large_error():
     assert error > 0.05
 
 
-@pytest.mark.parametrize("count, what", [(MIN_UTTERANCES - 1, Calibration.fit), (2 * MIN_UTTERANCES - 1, reliability)])
-def test_too_few_utterances_are_refused(count, what):
-    with pytest.raises(SbkitError, match=rf"{count} utterances with words .*at least {MIN_UTTERANCES * (count // MIN_UTTERANCES + 1)}"):
-        what(np.linspace(0, 1, count), np.linspace(0, 1, count), np.ones(count))
+@pytest.mark.parametrize("least, what", [(MIN_UTTERANCES, Calibration.fit), (2 * MIN_UTTERANCES, reliability)])
+def test_too_few_utterances_are_refused(least, what):
+    values = np.linspace(0, 1, least - 1)
+    with pytest.raises(SbkitError, match=rf"{least - 1} utterances with words .*give at least {least}"):
+        what(values, values, np.ones(least - 1))
+    what(np.linspace(0, 1, least), np.linspace(0, 1, least), np.ones(least))

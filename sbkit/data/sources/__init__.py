@@ -15,8 +15,8 @@ VoxCeleb                              ``id10270/VIDEO/00001.wav`` in it or   non
                                       below it                              ``test`` and VoxCeleb1's 40
                                                                             speakers, dev 2 % of the others
 SpeechBrain CSV, sbkit's manifests    a folder of ``.csv`` files            their names
-JSON lines (NeMo, ESPnet, ...), or    a folder of ``.jsonl`` or ``.json``   their names
-SpeechBrain's JSON                    files
+JSON lines (NeMo, ESPnet, ...), or    a folder of ``.jsonl`` or ``.json``   their names, of shards such as
+SpeechBrain's JSON                    files                                 ``train-3-of-16`` ``train``
 ``save_to_disk`` of `datasets`        its ``dataset_dict.json``             the dataset's (alone: train)
 parquet files                         a folder of ``.parquet`` files        their names without numbers
 the Hugging Face hub                  ``hf://owner/name?config=fr`` or      the dataset's

@@ -1,0 +1,107 @@
+"""The gain of hours without labels: WER of a tenth of the demo corpus, and of that with the rest as a bundle hears it.
+
+    python -m tools.bench.labels --out FOLDER [--hours 3] [--rounds 1] [--keep 0.8] [--key value ...]
+
+A run of hparams/ctc.yaml on a random tenth of the training rows is exported, and `sbkit label` transcribes the others
+with it. Another run, from nothing, learns from the tenth and these labels; with --rounds 2 its bundle labels again.
+Other keys go to all runs. Printed are the test WERs with their ratio to that of the tenth, the hours that were kept, and
+the WER of the labels themselves, by the texts that nobody was shown. The same command goes on where it was stopped. The
+exit code is 1 if the last ratio is more than --at-most (0.7).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from sbkit.data.corpus import Corpus
+from sbkit.data.demo import make_demo_corpus
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+from sbkit.score.rates import ErrorRates
+from tools.bench.harness import RECIPE, as_words, call, check_keys, read_lines
+from tools.bench.transfer import read
+
+OWN = ("data_folder", "language", "output_folder")
+_SHARE = 10
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the corpus, runs and labels")
+    parser.add_argument("--hours", type=float, default=3.0, help="of speech, in all splits together")
+    parser.add_argument("--rounds", type=int, default=1, help="how often labels are made and learnt from")
+    parser.add_argument("--keep", type=float, default=0.8, help="expected word accuracy of labels that are kept")
+    parser.add_argument("--at-most", type=float, default=0.7, help="the largest ratio of the WERs that passes")
+    args, keys = parser.parse_known_args()
+    try:
+        check_keys(RECIPE, keys, OWN)
+        ratio = Bench(args.out.absolute(), args.hours, args.keep, keys).run(args.rounds)
+    except SbkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return int(ratio > args.at_most)
+
+
+class Bench:
+    """The corpus, a tenth of it with texts, and the runs."""
+
+    def __init__(self, out: Path, hours: float, keep: float, keys: list[str]):
+        self.out, self.keep, self.keys = out, keep, keys
+        demo = make_demo_corpus(out / "demo", hours=hours)
+        corpus = Corpus(str(demo), "en", out / "manifests", max_duration=20.0, min_duration=0.4)
+        self.said = corpus.prepare()["train"]
+        self.tenth, self.rest = out / "tenth.jsonl", out / "rest.jsonl"
+        order = np.random.default_rng(1234).permutation(len(self.said))
+        _write(self.tenth, self.said, order[: len(order) // _SHARE], texts=True)
+        _write(self.rest, self.said, order[len(order) // _SHARE :], texts=False)
+
+    def run(self, rounds: int) -> float:
+        """Train, label and train again; returns the last WER as a share of the first."""
+        first = wer = self._train("round-0", [self.tenth])
+        print(f"a tenth with labels: test WER {first:.2f} %")
+        for number in range(1, rounds + 1):
+            labels = self._label(self.out / f"round-{number - 1}", self.out / f"labels-{number}")
+            wer = self._train(f"round-{number}", [self.tenth, labels])
+            print(f"round {number}: test WER {wer:.2f} %, ratio {wer / first:.2f}", flush=True)
+        return wer / first
+
+    def _train(self, name: str, lists: list[Path]) -> float:
+        folder = self.out / name
+        source: dict[str, str | list[str]] = {
+            split: str(self.out / "manifests" / f"{split}.csv") for split in ("dev", "test")}
+        source["train"] = [*map(str, lists)]
+        words = as_words({"data_folder": json.dumps(source), "output_folder": folder})
+        call(name, [sys.executable, "-m", "sbkit", "train", RECIPE, "--noprogressbar", *words, *self.keys],
+             self.out / "logs" / f"{name}.log")
+        return read(folder)["wer"]
+
+    def _label(self, run: Path, labels: Path) -> Path:
+        log, sbkit = self.out / "logs" / f"{labels.name}.log", [sys.executable, "-m", "sbkit"]
+        if not (run / "bundle").exists():
+            call("the export", [*sbkit, "export", run, "--to", run / "bundle", "--formats", "onnx"], log)
+        call("the labels", [*sbkit, "label", run / "bundle", self.rest, "--to", labels, "--keep", self.keep,
+                            "--calibrate", self.out / "manifests" / "dev.csv"], log)
+        rows, rates = read_lines(labels / "train.jsonl"), ErrorRates("word")
+        texts = dict(zip(self.said.ids, self.said.texts, strict=True))
+        rates.add([row["id"] for row in rows], [texts[row["id"]] for row in rows], [row["text"] for row in rows])
+        hours, expected = (sum(row["duration"] * factor for row, factor in zip(rows, factors, strict=True)) / 3600
+                           for factors in ([1.0] * len(rows), [row["confidence"] for row in rows]))
+        print(f"{labels.name}: {hours:.2f} of {self.said.durations.sum() / 3600:.2f} hours, WER {rates.rate:.1f} %, "
+              f"expected word accuracy {100 * expected / hours:.1f} %", flush=True)
+        return labels / "train.jsonl"
+
+
+def _write(path: Path, manifest: Manifest, rows: np.ndarray, texts: bool) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        for row in (manifest.row(int(i)) for i in rows):
+            line = {"id": row.id, "audio_filepath": row.wav, "duration": row.duration, "speaker": row.speaker}
+            file.write(json.dumps(line | ({"text": row.text} if texts else {}), ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
