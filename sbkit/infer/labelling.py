@@ -240,17 +240,19 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
     hours: Counter[str] = Counter()
     sure: list[tuple[float, float]] = []  # expected accuracies and hours
     with atomic_write(request.to / name) as kept, atomic_write(request.to / FOLDER / f"left_out-{name}") as rest:
-        for row, confidence in _rows(path):
-            expected = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
-            reason = NO_WORDS if confidence is None else NO_PAUSE if row["duration"] > longest else (
-                KEPT if expected >= request.keep else UNSURE)
-            rows[reason] += 1
-            hours[reason] += row["duration"] / 3600
-            if reason in (KEPT, UNSURE):
-                sure.append((expected, row["duration"] / 3600))
-            row["confidence"] = round(expected, 4)
-            line = row if reason == KEPT else row | {"reason": reason}
-            (kept if reason == KEPT else rest).write(json.dumps(line, ensure_ascii=False) + "\n")
+        for heard in _heard(path):
+            hours[NO_WORDS] += (heard["duration"] - sum(each[1] for each in heard["pieces"])) / 3600
+            for row, confidence in _rows(heard):
+                expected = 0.0 if confidence is None else float(calibration(np.float64(confidence)))
+                reason = NO_WORDS if confidence is None else NO_PAUSE if row["duration"] > longest else (
+                    KEPT if expected >= request.keep else UNSURE)
+                rows[reason] += 1
+                hours[reason] += row["duration"] / 3600
+                if reason in (KEPT, UNSURE):
+                    sure.append((expected, row["duration"] / 3600))
+                row["confidence"] = round(expected, 4)
+                line = row if reason == KEPT else row | {"reason": reason}
+                (kept if reason == KEPT else rest).write(json.dumps(line, ensure_ascii=False) + "\n")
         for key, problem in errors.items():
             rows[UNREADABLE] += 1
             line = {"audio_filepath": json.loads(key)[0], "reason": UNREADABLE, "detail": problem}
@@ -259,13 +261,12 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
     return LEFT_OUT if errors else 0
 
 
-def _rows(path: Path) -> Iterator[tuple[dict[str, Any], float | None]]:
-    """The rows of all recordings that were heard, and the recogniser's confidence in each."""
-    for heard in _heard(path):
-        audio = json.loads(heard["key"])[0]
-        for start, duration, text, confidence in heard["pieces"]:
-            name = heard["id"] + (f"-{start:.2f}" if len(heard["pieces"]) > 1 else "")
-            yield {"id": name, "audio_filepath": audio, "offset": start, "duration": duration, "text": text}, confidence
+def _rows(heard: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float | None]]:
+    """The rows of a recording that was heard, and the recogniser's confidence in each."""
+    for start, duration, text, confidence in heard["pieces"]:
+        name = heard["id"] + (f"-{start:.2f}" if len(heard["pieces"]) > 1 else "")
+        yield {"id": name, "audio_filepath": json.loads(heard["key"])[0], "offset": start, "duration": duration,
+               "text": text}, confidence
 
 
 def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, float],
@@ -275,7 +276,7 @@ def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, 
     if len(errors) > _SHOWN:
         print(f"left out: {len(errors) - _SHOWN} more", file=sys.stderr)
     print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
-        KEPT, UNSURE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each]]))
+        KEPT, UNSURE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
     kept = [each for each in sure if each[0] >= request.keep]
     if total := sum(length for _, length in kept):
         mean = sum(expected * length for expected, length in kept) / total

@@ -27,10 +27,10 @@ class Piece(NamedTuple):
 def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> list[Piece]:
     """Cut a recording of ``duration`` seconds into pieces; neighbours are joined up to half of ``longest``.
 
-    A recording that isn't longer is one piece, as it is. Of others, what lies between pieces has no words, and a piece
-    without a pause may be too long.
+    A recording that isn't longer, or has no words, is one piece, as it is. Of others, what lies between pieces has no
+    words, and a piece without a pause may be too long.
     """
-    if duration <= longest:
+    if duration <= longest or not words:
         return [Piece(0.0, duration, list(words))]
     joined: list[list[Word]] = []
     for run in _runs(words):

@@ -227,6 +227,30 @@ def test_a_split_may_be_several_files_of_any_kind(tmp_path):
     assert source.fingerprint() != before
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_shards_of_a_split_are_one_split_in_their_order(tmp_path, suffix, first):
+    names = [f"train-{number:0{2 - first}}-of-11.{suffix}" for number in range(first, first + 11)]
+    for i, name in enumerate(names):
+        row = json.dumps({"audio": f"{i}.wav", "text": str(i)}) if suffix == "jsonl" else f"ID,wav,wrd\n{i},{i}.wav,{i}"
+        write(tmp_path / name, row + "\n")
+    write(tmp_path / f"dev.{suffix}", (tmp_path / names[0]).read_text())
+    source = open_source(tmp_path, cache=tmp_path)
+    assert sorted(source.names()) == ["dev", "train"] and source.where == str(tmp_path)
+    assert list(source.read("train", False).texts) == [str(i) for i in range(11)]
+    assert list(source.read("dev", False).texts) == ["0"]
+    (tmp_path / names[3]).unlink()
+    with pytest.raises(SbkitError, match=f"lacks train-{3 + first}-of-11: 1 of 11 shards; make what is missing"):
+        open_source(tmp_path, cache=tmp_path)
+
+
+def test_shards_of_two_makings_are_not_one_split(tmp_path):
+    for name in ("train-1-of-1", "train-1-of-2", "train-2-of-2"):
+        write(tmp_path / f"{name}.jsonl", '{"audio": "a.wav", "text": "x"}\n')
+    with pytest.raises(SbkitError, match="has train in different numbers of shards"):
+        open_source(tmp_path, cache=tmp_path)
+
+
 @pytest.mark.parametrize(("source", "message"), [
     ("train.csv", "is one file; say which split it is"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
     ({"train": "x.docx"}, "its name doesn't show its format"), ("gone/too", "no such file or folder"),

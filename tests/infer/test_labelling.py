@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,20 @@ def test_a_long_recording_comes_in_pieces_that_training_reads_as_they_were_heard
     again = tmp_path / "again"
     assert label(home, again, audio=[tmp_path / "labels/train.jsonl"]) == 0, "JSON lines of stretches are AUDIO too"
     assert [each["text"] for each in rows(again / "train.jsonl")] == [each["text"] for each in kept]
+
+
+def test_the_hours_are_those_of_the_recordings(home, tmp_path, capsys):
+    """Of an hour of silence around words, what is in no row is without words."""
+    silence = np.zeros(40 * bundles.RATE, np.float32)
+    (tmp_path / "audio").mkdir()
+    soundfile.write(tmp_path / "audio" / "a.flac", np.concatenate([silence, bundles.say("alpha beta"), silence]),
+                    bundles.RATE, subtype="PCM_16")
+    soundfile.write(tmp_path / "audio" / "b.flac", silence, bundles.RATE)
+    assert label(home, tmp_path / "labels", audio=[tmp_path / "audio"]) == 0
+    [row] = rows(tmp_path / "labels/train.jsonl")
+    assert 39 <= row["offset"] < 40 and row["duration"] < 4 and row["text"] == "alpha beta"
+    out = capsys.readouterr().out
+    assert re.search(r"^kept +1 +0.00$", out, re.MULTILINE) and re.search(r"^no words +1 +0.03$", out, re.MULTILINE)
 
 
 def test_a_corpus_takes_the_folder(home, tmp_path):

@@ -32,14 +32,18 @@ def test_every_word_is_in_one_piece_with_what_is_around_it(words, longest, silen
         assert piece.start <= (piece.words[0].start if piece.words else 0.0)
         assert piece.end >= (piece.words[-1].end if piece.words else duration)
         pauses = [after.start - before.end for before, after in itertools.pairwise(piece.words)]
-        assert duration <= longest or piece.end - piece.start <= longest / 2 + 2 * MARGIN_SECONDS or (
+        whole = duration <= longest or not words
+        assert whole or piece.end - piece.start <= longest / 2 + 2 * MARGIN_SECONDS or (
             max(pauses, default=0.0) < PAUSE_SECONDS), "only without a pause it may be longer"
 
 
 def test_a_short_recording_is_one_piece_with_its_silence():
     words = spoken([1, 1], [3, 5])
     assert cut_at_pauses(words, 20.0, 20.0) == [(0.0, 20.0, words)]
-    assert cut_at_pauses([], 3.0, 20.0) == [(0.0, 3.0, [])] and cut_at_pauses([], 30.0, 20.0) == []
+
+
+def test_a_recording_without_words_is_one_piece():
+    assert cut_at_pauses([], 3.0, 20.0) == [(0.0, 3.0, [])] and cut_at_pauses([], 30.0, 20.0) == [(0.0, 30.0, [])]
 
 
 def test_a_piece_keeps_some_of_a_long_pause_and_half_of_a_short_one():

@@ -4,9 +4,9 @@
 
 A run of hparams/ctc.yaml on a random tenth of the training rows is exported, and `sbkit label` transcribes the others
 with it. Another run, from nothing, learns from the tenth and these labels; with --rounds 2 its bundle labels again.
-Other keys go to all runs. Printed are the test WERs with their ratio to that of the tenth, the hours that were kept, and
-the WER of the labels themselves, by the texts that nobody was shown. The same command goes on where it was stopped. The
-exit code is 1 if the last ratio is more than --at-most (0.7).
+Other keys go to all runs. Printed are the test WERs with their ratio to that of the tenth, the hours that were kept,
+and the WER of the labels themselves, by the texts that nobody was shown. The same command goes on where it was stopped.
+The exit code is 1 if the last ratio is more than --at-most (0.7).
 """
 
 from __future__ import annotations
