@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sbkit.commands.options import above, add_model, add_schemes, add_search, count
 
 if TYPE_CHECKING:
-    from sbkit.infer.labelling import Shard
+    from sbkit.infer.labelling import RecordingShard
 
 #: What SLURM says to a task of an array.
 _SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_STEP")
@@ -46,8 +46,8 @@ def _share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.9")
 
 
-def _shard(text: str) -> Shard:
-    from sbkit.infer.labelling import Shard
+def _shard(text: str) -> RecordingShard:
+    from sbkit.infer.labelling import RecordingShard
 
     if text == "slurm":
         try:
@@ -56,10 +56,10 @@ def _shard(text: str) -> Shard:
             raise argparse.ArgumentTypeError(
                 f"slurm: this is no task of a job array, since {', '.join(_SLURM[:3])} aren't set; start it with "
                 "sbatch --array=1-16") from None
-        return Shard((task - first) // step + 1, shards)
+        return RecordingShard((task - first) // step + 1, shards)
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if match and 1 <= int(match[1]) <= int(match[2]):
-        return Shard(int(match[1]), int(match[2]))
+        return RecordingShard(int(match[1]), int(match[2]))
     raise argparse.ArgumentTypeError(f"{text!r} is no part of several: write 1/16 to 16/16, or slurm")
 
 

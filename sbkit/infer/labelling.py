@@ -51,7 +51,7 @@ _MAX_BYTES = 1 << 24  # of calibration.json
 _HINT = "name a list with transcripts, such as manifests/dev.csv of the run that was exported"
 
 
-class Shard(NamedTuple):
+class RecordingShard(NamedTuple):
     """One of several parts into which recordings are split, from 1 to ``shards``."""
 
     number: int = 1
@@ -67,7 +67,7 @@ class Shard(NamedTuple):
         return zlib.crc32(key.encode()) % self.shards == self.number - 1
 
 
-EVERYTHING = Shard()
+EVERYTHING = RecordingShard()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LabelRequest(SearchRequest, ModelRequest):
     to: Path
     calibrate: str
     keep: float = 0.9
-    shard: Shard = EVERYTHING
+    shard: RecordingShard = EVERYTHING
     batch_seconds: float | None = None
     readers: int = 2
     schemes: Sequence[str] = ()
