@@ -39,6 +39,7 @@ RECIPE_COMMANDS = {
     "check": "Report everything wrong with a recipe, what it costs and what fits in memory",
     "tune": "Find by trial the largest batch that fits; cached per model, device and precision (--fresh)",
     "prepare": "Prepare the corpus and the tokenizer only, and report what was left out and why",
+    "clean": "List training rows whose labels are probably wrong, by models that have not seen them",
 }
 COMMANDS = {
     "new": "write a starter folder: a task's recipes, train.py and a README",

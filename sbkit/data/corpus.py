@@ -29,6 +29,7 @@ from sbkit.data.remote import NOWHERE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_hub, open_source
 from sbkit.data.sources.base import check_columns, no_column, pick
 from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits
+from sbkit.data.suspects import Exclusions
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
 from sbkit.system import disk
@@ -62,6 +63,7 @@ class Corpus:
     check_audio : "sample" compares some listed durations with the audio; "all" opens every recording, and leaves out of
         training what has the bytes of one in dev or test; "decode" decodes every recording, and leaves out what can't
         be decoded, and of training also what sounds the same: re-encoded, resampled, made louder or cut
+    exclude : a list of training rows to leave out, as ``sbkit clean`` writes it
     columns : the source's column names by role, ``{audio: speech, text: raw_transcription}``, or, of a list without a
         header, their numbers: ``{text: 2, speaker: 3}``
     data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
@@ -80,6 +82,7 @@ class Corpus:
                  max_duration: float | None = None, limit_splits: Sequence[str] = ("train",),
                  only: Sequence[str] = SPLITS,
                  skip_short_texts: Sequence[str] = (), short_text: int = 3, check_audio: str = "sample",
+                 exclude: str | Path | None = None,
                  columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
                  schemes: Sequence[str] | None = None, url_megabytes: float = NOWHERE.megabytes,
                  url_seconds: float = NOWHERE.seconds,
@@ -97,6 +100,7 @@ class Corpus:
                 ("limit_splits", limit_splits), ("skip_short_texts", skip_short_texts), ("only", only)))
         self.short_text = short_text
         self.check_audio = check_audio
+        self.exclude = Path(exclude) if exclude else None
         self.columns = dict(columns or {})
         self.data_root = data_root
         self.schemes = None if schemes is None else check_schemes("corpus: schemes", texts("corpus: schemes", schemes))
@@ -172,6 +176,7 @@ class Corpus:
         columns : those that the task declares; rows that lack one are left out
         """
         self._declare(needs_text, columns or {})
+        excluded = self._excluded()
         with locked(self.folder / ".lock"):
             source = self._open(show_progress)
             fingerprint = self._fingerprint(source)
@@ -182,7 +187,7 @@ class Corpus:
                 return ready
             try:
                 with disk.disk_errors_as_user_error(self.folder):
-                    return self._prepare(source, fingerprint, show_progress, needed)
+                    return self._prepare(source, fingerprint, show_progress, needed, excluded)
             except OSError as error:  # a folder that may not be written
                 raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
 
@@ -232,7 +237,8 @@ class Corpus:
         return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
 
     def check_there(self) -> None:
-        """Refuse a local source that doesn't exist, and a demo corpus that nobody can speak."""
+        """Refuse a local source or list that doesn't exist, and a demo corpus that nobody can speak."""
+        self._excluded()
         if self.source is None:
             from sbkit.data.demo import espeak_name  # needs the optional speech synthesiser
 
@@ -299,11 +305,15 @@ class Corpus:
             "data_root": None if self.data_root is None else str(self.data_root),
             **({} if self.only == SPLITS else {"only": self.only}),
             **({} if self._needs_text else {"needs_text": False}),
+            **({} if self.exclude is None else {"exclude": [str(self.exclude), disk.sha256(self.exclude)]}),
             **({"declared": {name: repr(column) for name, column in self._declared.items()}} if self._declared else {}),
             **({} if self.schemes is None else {"schemes": self.schemes}),
             **{name: getattr(self, name) for name in ("url_megabytes", "url_seconds")
                if getattr(self, name) != getattr(NOWHERE, name.removeprefix("url_"))},
         }
+
+    def _excluded(self) -> Exclusions | None:
+        return None if self.exclude is None else Exclusions.read(self.exclude)
 
     def _fingerprint(self, source: Source) -> str:
         facts = [_FORMAT, source.fingerprint(), self._options()]
@@ -339,8 +349,8 @@ class Corpus:
         self.report = report
         return ready
 
-    def _prepare(self, source: Source, fingerprint: str, show: bool,
-                 needed: Sequence[str]) -> dict[str, Manifest]:
+    def _prepare(self, source: Source, fingerprint: str, show: bool, needed: Sequence[str],
+                 excluded: Exclusions | None) -> dict[str, Manifest]:
         started = time.monotonic()
         chosen = choose_splits(source, self.only, self.splits)
         check_needed(source, needed, chosen)
@@ -358,7 +368,8 @@ class Corpus:
             manifests[split], reports[split] = prepare_split(
                 split, rows.pop(split), self.text, self._limits(split), taken=taken if split == "train" else (),
                 listings=listings, check_audio=self.check_audio, copies=copies, journal=journal, workers=self.workers,
-                remote=self.remote, columns=self._declared, show_progress=show)
+                remote=self.remote, columns=self._declared, exclude=excluded if split == "train" else None,
+                show_progress=show)
             self._refuse_empty(reports[split])
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
         ordered = [split for split in SPLITS if split in manifests]

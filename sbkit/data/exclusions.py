@@ -32,13 +32,23 @@ def write(folder: Path, tables: Iterable[pa.Table]) -> None:
     """Write ``left_out.csv``, even if it has no rows."""
     none = pa.table([pa.array([], pa.large_string())] * len(_COLUMNS), names=_COLUMNS)
     with atomic_write(folder / NAME, "wb") as file:
-        pacsv.write_csv(_replaced(pa.concat_tables([none, *tables]), f"^({_FORMULA})", r"'\1"), file)
+        pacsv.write_csv(guarded(pa.concat_tables([none, *tables])), file)
 
 
 def read(folder: Path) -> pa.Table:
     """Read ``left_out.csv``."""
     csv = read_delimited(folder / NAME)
-    return _replaced(pa.table([csv.need(name) for name in _COLUMNS], names=_COLUMNS), f"^'({_FORMULA})", r"\1")
+    return unguarded(pa.table([csv.need(name) for name in _COLUMNS], names=_COLUMNS))
+
+
+def guarded(table: pa.Table) -> pa.Table:
+    """The table with an apostrophe before what a spreadsheet would take for a formula."""
+    return _replaced(table, f"^({_FORMULA})", r"'\1")
+
+
+def unguarded(table: pa.Table) -> pa.Table:
+    """The table without the apostrophes of :func:`guarded`."""
+    return _replaced(table, f"^'({_FORMULA})", r"\1")
 
 
 def _replaced(table: pa.Table, pattern: str, replacement: str) -> pa.Table:

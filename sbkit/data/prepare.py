@@ -24,6 +24,7 @@ from sbkit.data.measure import measure
 from sbkit.data.presence import existing, refused
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
+from sbkit.data.suspects import Exclusions
 from sbkit.data.text import TextRules, count_words
 from sbkit.system.console import progress, table
 
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 #: Reasons for which a row is left out; only the first that applies is counted.
 MALFORMED, REFUSED, MISSING, UNDECODABLE = "malformed row", "refused URL", "missing clip", "undecodable"
 IN_OTHER_SPLIT = "also in dev or test"
-REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", UNDECODABLE,
+EXCLUDED = "excluded"
+REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", EXCLUDED, UNDECODABLE,
            "too short", "too long", "alphabet", "few words", "empty column", "signals of different length")
 _CODE = {reason: i for i, reason in enumerate(REASONS, 1)}  # 0: the row is kept
 
@@ -88,7 +90,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
                   copies: Copies | None = None, journal: Path | None = None, workers: int | None = None,
                   remote: Remote = NOWHERE, columns: Declared = MappingProxyType({}),
-                  show_progress: bool = True) -> tuple[Manifest, SplitReport]:
+                  exclude: Exclusions | None = None, show_progress: bool = True) -> tuple[Manifest, SplitReport]:
     """Make the manifest of a split: normalise texts, measure recordings, leave out unusable and unwanted rows.
 
     Arguments
@@ -101,6 +103,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     journal : where measured durations are stored, see :func:`sbkit.data.measure.measure`
     remote : which URLs may be opened
     columns : those that the task declares; a row that lacks one is left out
+    exclude : a list of rows to leave out
     """
     rows = _with_starts(rows)
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
@@ -129,6 +132,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         show=show_progress and len(rows) >= _WORTH_A_BAR)]
     if limits.text:
         leave_out("no text", np.array([not text for text in texts], bool))
+    if exclude is not None:
+        leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
     durations = _durations(split, rows, why, details, report, check_audio, journal, workers, remote,
                            show_progress)

@@ -115,11 +115,11 @@ def _subtitle(data: RunData) -> str:
     return "Test results" if data.results is not None or data.stats else "No test set has been scored yet"
 
 
-def filled(title: str, body: Markup) -> str:
-    """Fill the template. Only the template's own script may run, whatever a transcript contains."""
-    template = _PAGE.read_text(encoding="utf-8")
+def filled(title: str, body: Markup, template_file: Path = _PAGE) -> str:
+    """Fill a template. Only the template's own script may run, whatever a transcript contains."""
+    template = template_file.read_text(encoding="utf-8")
     found = _SCRIPT.search(template)
-    assert found is not None, f"{_PAGE.name} has a script"
+    assert found is not None, f"{template_file.name} has a script"
     digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
     policy = ("default-src 'none'; style-src 'unsafe-inline'; media-src data:; img-src data:; "
               f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'")

@@ -32,7 +32,7 @@ _OF_EPOCHS = {"loss": "train_loss"}
 REASONS = {
     "malformed row": "the row cannot be read", "repeated id": "an earlier row has the same id",
     "also in dev or test": "the recording is in dev or test as well", "missing clip": "the recording is missing",
-    "no text": "no text", "undecodable": "the recording cannot be decoded",
+    "no text": "no text", "excluded": "on the list of exclude", "undecodable": "the recording cannot be decoded",
     "too short": "shorter than {min_duration} s", "too long": "longer than {max_duration} s",
     "alphabet": "characters outside the alphabet", "few words": "fewer than {short_text} words",
 }

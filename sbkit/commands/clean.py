@@ -1,0 +1,68 @@
+"""``sbkit clean RECIPE.yaml [--key value ...]``: list training rows whose labels are probably wrong."""
+
+from __future__ import annotations
+
+import sys
+
+from sbkit.errors import SbkitError
+from sbkit.system.environment import check_torch_pair
+from sbkit.train.memory import host
+
+HELP = (
+    "List training rows whose labels are probably wrong, the worst first, with what was heard instead.\n"
+    "--folds N: trains N models by the recipe, each without the part of the rows that it scores (default: 2).\n"
+    "Any key makes them smaller: --number_of_epochs 4. Writes OUTPUT_FOLDER/clean/suspects.csv, which\n"
+    "corpus: exclude: takes, and suspects.html to listen and decide. The same command goes on where it was stopped."
+)
+
+
+def run(words: list[str]) -> int:
+    """Train, score and write the list; returns the exit code."""
+    check_torch_pair()
+    host.reserve_little()
+    count, words = _folds(words)
+    import torch
+
+    from sbkit.data.suspects import write
+    from sbkit.recipe import arguments, load
+    from sbkit.runs import folds
+    from sbkit.runs.lock import RunLock
+    from sbkit.score import label_errors
+    from sbkit.score.report import suspect_page
+    from sbkit.tasks.ctc import CTC, label_scores
+    from sbkit.train import device as devices
+
+    request = arguments.parse(words)
+    load.check_overrides(request.path, request.overrides)
+    recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
+    corpus, folder = recipe.keys.corpus, recipe.keys.folder / "clean"
+    if not issubclass(recipe.task, CTC):
+        raise SbkitError(f"{request.path} trains {recipe.task.__name__}, which doesn't say how likely a label is",
+                         hint="clean the corpus with hparams/ctc.yaml: its list is good for every recipe")
+    device = devices.resolve(request.run_opts.device)
+    with RunLock(folder, runs=False):
+        manifests = corpus.prepare(needed=("train", "dev"), columns=recipe.task.columns)
+        train = manifests["train"]
+        print(corpus.summary(), file=sys.stderr)
+        scores = []
+        for fold in folds.write(train, manifests["dev"], count, folder):
+            folds.train(fold, words, corpus.remote.schemes, torch.cuda.device_count() if str(device) == "cuda" else 1)
+            scores += label_scores.score(fold.run, fold.held_out, device)
+        suspects = label_errors.suspects(scores, train, corpus.report["source"]["where"])
+        files = folder / "suspects.csv", folder / "suspects.html"
+        write(files[0], suspects)
+        suspect_page.write(files[1], suspects, train)
+    print(label_errors.summary(suspects, scores, len(train)))
+    print(f"the list, which corpus: exclude: takes: {files[0]}\nto listen and decide: {files[1]}")
+    return 0
+
+
+def _folds(words: list[str]) -> tuple[int, list[str]]:
+    """Split ``--folds N`` from the other arguments."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--folds=") else [word])]
+    if "--folds" not in words:
+        return 2, words
+    place = words.index("--folds")
+    if not "".join(words[place + 1:place + 2]).isdecimal():
+        raise SbkitError("--folds takes a whole number", hint="such as --folds 3")
+    return int(words[place + 1]), words[:place] + words[place + 2:]

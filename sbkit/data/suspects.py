@@ -1,0 +1,102 @@
+"""``suspects.csv``: training rows whose labels may be wrong, and what was decided about each; written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+
+from sbkit.data.delimited import read_delimited
+from sbkit.data.exclusions import guarded, unguarded
+from sbkit.data.manifest import Column
+from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
+
+KEEP, DROP, FIX = DECISIONS = ("keep", "drop", "fix")
+_NEEDED = ("ID", "decision", "label", "corpus")
+_SHOWN = 3
+
+
+class Suspect(NamedTuple):
+    """A row of the list.
+
+    decision : ``keep``, ``drop``, or ``fix``: left out until the corpus has another label
+    score : what speaks against the label, a natural logarithm
+    expected_right : of the rows down to this one, the share whose labels are expected to be right
+    fix : the right text, as far as somebody has written it
+    corpus : where the rows were read from
+    """
+
+    ID: str
+    decision: str
+    reason: str
+    score: float
+    expected_right: float
+    label: str
+    hypothesis: str
+    fix: str
+    wav: str
+    corpus: str
+
+
+def write(path: Path, rows: Sequence[Suspect]) -> None:
+    """Write the list, completely or not at all."""
+    columns = list(zip(*rows, strict=True)) or [()] * len(Suspect._fields)
+    texts = [[f"{value:.3f}" if isinstance(value, float) else value for value in column] for column in columns]
+    with atomic_write(path, "wb") as file:
+        pacsv.write_csv(guarded(pa.table([pa.array(column, pa.large_string()) for column in texts],
+                                         names=list(Suspect._fields))), file)
+
+
+@dataclass(frozen=True)
+class Exclusions:
+    """The rows of a list that are to be left out, by id, with the labels that they had."""
+
+    path: Path
+    corpus: str
+    labels: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> Exclusions:
+        """Read a list; refuses one with a decision that isn't among ``DECISIONS``."""
+        if not path.is_file():
+            raise SbkitError(f"corpus: exclude: there is no file {path}", hint="sbkit clean writes one: suspects.csv")
+        csv = read_delimited(path)
+        hint = "a list of sbkit clean has the columns " + ", ".join(Suspect._fields)
+        table = unguarded(pa.table([csv.need(name, hint=hint) for name in _NEEDED], names=_NEEDED))
+        ids, decisions, labels, corpora = (Column(column) for column in table.columns)
+        for row, decision in enumerate(decisions):
+            if decision not in DECISIONS:
+                raise SbkitError(f"{path}, row {row + 1} ({ids[row]}): the decision is {decision!r}",
+                                 hint=f"decisions are {', '.join(DECISIONS)}")
+        return cls(path, corpora[0] if len(corpora) else "", {
+            name: label for name, label, decision in zip(ids, labels, decisions, strict=True) if decision != KEEP})
+
+    def mask(self, ids: Column, texts: Sequence[str], origin: str) -> np.ndarray:
+        """Which rows are left out, [N] booleans: those on the list whose label is still the one that was judged.
+
+        origin : names the corpus in a message
+        """
+        found = {name: _letters(text) == _letters(self.labels[name])
+                 for name, text in zip(ids, texts, strict=True) if name in self.labels}
+        unknown = [name for name in self.labels if name not in found]
+        if self.labels and 2 * sum(found.values()) < len(self.labels):
+            raise SbkitError(f"{self.path} is a list of another corpus, {self.corpus or 'which it does not name'}: "
+                             f"{sum(found.values())} of its {len(self.labels)} rows have the same label in {origin}",
+                             hint="make one for this corpus with sbkit clean")
+        if unknown:
+            raise SbkitError(f"{self.path} names {len(unknown)} rows that {origin} does not have: "
+                             + ", ".join(unknown[:_SHOWN]) + (", ..." if len(unknown) > _SHOWN else ""),
+                             hint="take their lines out of the list if they were removed from the corpus")
+        return np.fromiter((found.get(name, False) for name in ids), bool, len(ids))
+
+
+def _letters(text: str) -> str:
+    """What other text rules leave the same."""
+    return "".join(letter for letter in text.casefold() if letter.isalnum())
+

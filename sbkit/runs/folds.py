@@ -1,0 +1,96 @@
+"""Cross-fitting: trains a recipe once for each part of its training rows, on all rows of the other parts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+
+_LISTS = "lists"
+
+
+class Fold(NamedTuple):
+    """A part of the training rows, and the run that has not seen it."""
+
+    number: int
+    of: int
+    run: Path
+    held_out: Manifest
+
+
+def split(texts: Sequence[str], count: int) -> np.ndarray:
+    """Number the fold of each row, [N] from 0: rows of one sentence are in the same one, whoever says them.
+
+    So a model can't have learnt a label's mistake from another speaker of the sentence. Speakers are in all folds:
+    their voices don't say whether a label is wrong.
+    """
+    sentences = sorted(set(texts), key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
+    if not 2 <= count <= len(sentences):
+        raise SbkitError(f"--folds {count}: the training rows have {len(sentences)} different sentences",
+                         hint="choose a number from 2 to that; 2 or 3 is usual")
+    numbers = {text: number % count for number, text in enumerate(sentences)}
+    return np.array([numbers[text] for text in texts])
+
+
+def write(train: Manifest, dev: Manifest, count: int, folder: Path) -> list[Fold]:
+    """Write the lists of all folds. Other rows or labels get folders of their own: no run goes on from one that has
+    seen what is held out now."""
+    where = folder / f"{train.digest()[:8]}-{count}"
+    numbers = split(list(train.texts), count)
+    folds = []
+    for number in range(count):
+        fold = Fold(number + 1, count, where / f"fold-{number + 1}", train.select(numbers == number))
+        for name, rows in {"train": train.select(numbers != number), "dev": dev, "test": fold.held_out}.items():
+            path = fold.run / _LISTS / f"{name}.csv"
+            if not path.exists() or Manifest.read(path).digest() != rows.digest():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                rows.write(path)
+        folds.append(fold)
+    return folds
+
+
+def train(fold: Fold, words: Sequence[str], schemes: Sequence[str], processes: int) -> None:
+    """Train a fold's run by ``sbkit train``, or go on with it; returns at once if it is complete.
+
+    Arguments
+    ---------
+    words : the recipe and its overrides, as on a command line
+    schemes : kinds of URL that rows may name
+    """
+    keys = {"output_folder": fold.run, "corpus.source": (fold.run / _LISTS).resolve(),
+            # What these say has been done to the rows already.
+            "corpus.splits": "null", "corpus.columns": "null", "corpus.data_root": "null", "corpus.exclude": "null",
+            "corpus.skip_short_texts": "[]", "corpus.schemes": f"[{', '.join(schemes)}]"}
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
+    command = [sys.executable, *launcher, "-m", "sbkit", "train", *words]
+    command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    print(f"fold {fold.number} of {fold.of}: {fold.run}", file=sys.stderr, flush=True)
+    before = signal.signal(signal.SIGTERM, _leave)
+    process = subprocess.Popen(command, env=os.environ)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        code = process.wait()  # the terminal has told it as well: it saves a checkpoint
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+    if code:
+        raise SbkitError(f"the run of fold {fold.number} ended with code {code}: {fold.run}",
+                         hint="its messages say why; the same command goes on from there", exit_code=1)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

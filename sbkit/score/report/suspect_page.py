@@ -1,0 +1,49 @@
+"""suspects.html: a page on which one listens to rows whose labels may be wrong, and decides about each by key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from sbkit.data.manifest import Manifest
+from sbkit.data.suspects import DECISIONS, Suspect
+from sbkit.score.edits import align
+from sbkit.score.markup import tag, text
+from sbkit.score.report.cards import AudioEmbedder, diff
+from sbkit.score.report.page import filled
+from sbkit.score.report.sections import KEY
+from sbkit.system.console import atomic_write
+
+_TEMPLATE = Path(__file__).with_name("suspects.html")
+_SHOWN = 1000
+_KEYS = "j: next · k: previous · space: play · x: drop · o: keep · f: fix · s: save the list"
+
+
+def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: float = 64.0) -> None:
+    """Write the page, with as many recordings inside as ``megabytes`` hold."""
+    clips = AudioEmbedder(megabytes, lambda wav: True, train.remote)  # they are this corpus's own
+    place = {name: at for at, name in enumerate(train.ids)}
+    shown = suspects[:_SHOWN]
+    sides = [[row.label.split() for row in shown], [row.hypothesis.split() for row in shown]]
+    cards = []
+    for row, *words, way in zip(shown, *sides, align(*sides), strict=True):
+        facts = f"{row.reason} · score {row.score:.1f} · expected to be right down to here: {row.expected_right:.0%}"
+        choices = [tag("button", decision, type="button", data_decision=decision) for decision in DECISIONS]
+        fix = tag("input", value=row.hypothesis, hidden=True, aria_label="the right text")
+        cards.append(tag(
+            "article", diff(words[0], words[1], way), clips.player(train.row(place[row.ID])),
+            tag("p", facts, class_="facts"), tag("p", choices, fix, class_="choices"), tag("span", row.ID, class_="id"),
+            class_="utterance", tabindex=-1))
+    more = f" Shown are the first {_SHOWN:,}; the list has all." if len(suspects) > _SHOWN else ""
+    corpus = suspects[0].corpus if suspects else ""
+    head = tag("header", tag("p", corpus, class_="over"), tag("h1", f"{len(suspects):,} labels to listen to"),
+               tag("p", "Above what the label says, below what was heard. What you decide stays in this browser; "
+                   f"save the list and name it under corpus: exclude:.{more}", class_="lead"), KEY,
+               tag("nav", tag("span", _KEYS), tag("button", "Save suspects.csv", type="button", id="save"),
+                   tag("output", "")))
+    body = text(head, tag("main", cards, data_rows=json.dumps([row._asdict() for row in suspects], ensure_ascii=False),
+                          class_="cards"))
+    with atomic_write(path) as file:
+        file.write(filled("Suspected labels", body, _TEMPLATE))
+

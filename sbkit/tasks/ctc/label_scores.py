@@ -1,0 +1,88 @@
+"""How likely labels are by a CTC model, against what it hears: for rows that it was not trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from speechbrain.core import Stage
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from sbkit.data.batch import Batch
+from sbkit.data.columns import BatchColumns
+from sbkit.data.loader import EvalLoader
+from sbkit.data.manifest import Manifest
+from sbkit.decode import lm
+from sbkit.decode.beam import BeamSearch
+from sbkit.nn.ctc import ctc_loss
+from sbkit.runs import restore
+from sbkit.score.label_errors import IMPOSSIBLE, LabelScore, units
+from sbkit.system import untrusted
+from sbkit.system.console import atomic_write, progress
+from sbkit.tasks.ctc.task import CTC
+from sbkit.train import loaders
+
+
+def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[LabelScore]:
+    """Score each row by the run's best checkpoint and a language model of its training labels; unreadable rows are
+    absent.
+
+    The scores are kept in the run's folder, and computed again only if the checkpoint or a row is another.
+    """
+    recipe = restore.read_run(run)
+    brain, keys = restore.build(recipe, device), recipe.keys
+    assert isinstance(brain, CTC), "the command refuses other recipes"
+    [checkpoint] = restore.take_weights(brain)
+    path, key = run / "label_scores.json", [Path(checkpoint.path).name, checkpoint.meta["unixtime"], manifest.digest()]
+    try:
+        kept = untrusted.parse_json(path.read_text(encoding="utf-8"))
+        if kept["of"] == key:
+            return [LabelScore(*row) for row in kept["scores"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # nothing is kept, or it is damaged
+    search = _search(brain, list(keys.corpus.manifest("train").texts), run / "labels.arpa")
+    loader = EvalLoader(
+        manifest, recipe.task.encoder(keys), columns=BatchColumns(recipe.task.columns, keys),
+        max_batch_seconds=keys.batching.max_batch_seconds, workers=keys.num_workers, sample_rate=keys.sample_rate)
+    scores: list[LabelScore] = []
+    with loader, torch.no_grad(), progress(what=run.name, total=len(manifest), unit="row") as bar:
+        brain.open_stage(Stage.VALID)
+        for batch in loaders.on_device(loader, loader, str(brain.device)):
+            scores += _of_batch(brain, search, batch)
+            bar.update(len(batch))
+    with atomic_write(path) as out:
+        json.dump({"of": key, "scores": scores}, out)
+    return scores
+
+
+def _search(brain: CTC, labels: Sequence[str], path: Path) -> BeamSearch:
+    """A search by words that labels have, so that hardly anything is heard that nobody would say."""
+    unit = "word" if units(labels) == "word" else "piece"
+    lm.build(labels, path, unit=unit, tokenizer=brain.keys.tokenizer)
+    search = BeamSearch(brain.keys.tokenizer, lm=path, unit=unit, blank_id=brain.keys.blank_index)
+    search.load()
+    return search
+
+
+def _of_batch(brain: CTC, search: BeamSearch, batch: Batch) -> Iterator[LabelScore]:
+    with brain.evaluation_ctx:
+        found = brain.compute_forward(batch, Stage.VALID)
+    log_probs = found.ctc.float().log_softmax(-1)
+    heard = [several[0] for several in search.decode(log_probs, found.frames)]
+    ids = [torch.from_numpy(one.spans.ids) for one in heard]
+    hypotheses = _likelihoods(brain, log_probs, found.frames, pad_sequence(ids, batch_first=True),
+                              torch.tensor([len(each) for each in ids]))
+    labels = _likelihoods(brain, log_probs, found.frames, batch.tokens, batch.token_lengths)
+    for name, text, one, likely, label in zip(batch.ids, batch.texts, heard, hypotheses, labels, strict=True):
+        yield LabelScore(name, text, one.text, likely - label, one.confidence or 0.0)
+
+
+def _likelihoods(brain: CTC, log_probs: Tensor, frames: Tensor, tokens: Tensor, lengths: Tensor) -> list[float]:
+    """The log-likelihood [B] of tokens [B, U], summed over all alignments."""
+    tokens, lengths = tokens.to(log_probs.device), lengths.to(log_probs.device)
+    found = ctc_loss(log_probs, tokens, frames, lengths, blank=brain.keys.blank_index, from_logits=False)
+    likelihoods: list[float] = (-found.losses).masked_fill(~found.feasible, IMPOSSIBLE).tolist()
+    return likelihoods

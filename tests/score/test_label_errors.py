@@ -1,0 +1,104 @@
+"""Which labels are probably wrong: by the records of words and by the sound, with a reason and an expected share."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.data.manifest import Manifest
+from sbkit.data.suspects import DROP
+from sbkit.score.label_errors import LabelScore, expected_right, judge, suspects, summary, units
+
+WORDS = "brave teacher finds old ladder near green river after dinner while seven quiet horses sleep".split()
+
+
+def said(count=400, seed=0):
+    draw = random.Random(seed)
+    return [draw.choices(WORDS, k=draw.randint(4, 8)) for _ in range(count)]
+
+
+def scores(rows, margin=50.0, confidence=0.9):
+    """A score for each (label, hypothesis)."""
+    return [LabelScore(f"row{i}", label, heard, margin, confidence) for i, (label, heard) in enumerate(rows)]
+
+
+def corpus(**wrong):
+    """Right labels, of which each twentieth word is misheard as one that nobody says; rows at 0, 1, ... are as given."""
+    draw = random.Random(1)
+    rows = [(" ".join(words), " ".join(word + "x" if draw.random() < 0.05 else word for word in words))
+            for words in said()]
+    return scores([*wrong.values(), *rows])
+
+
+@pytest.mark.parametrize("label, heard, reason", [
+    ("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner", "other words"),
+    ("seven quiet horses", "seven quiet horses sleep near green river", "cut off"),
+    ("near green river", "seven quiet horses sleep near green river", "cut off"),
+    ("seven quiet horses sleep near green river", "seven quiet", "cut off"),
+    ("seven quiet horses sleep", "", "silence"),
+    ("sevem quiet horsef slaep near grern river", "seven quiet horses sleep near green river", "other letters"),
+])
+def test_a_wrong_label_is_named_with_its_reason(label, heard, reason):
+    found = judge(corpus(wrong=(label, heard)))
+    assert found[0].reason == reason and found[0].expected_right < 0.2
+    assert max(each.score for each in found[1:]) < found[0].score
+
+
+def test_a_model_that_hardly_understands_anything_is_another_reason():
+    rows = corpus(wrong=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
+    assert judge([rows[0]._replace(confidence=0.2), *rows[1:]])[0].reason == "nothing fits"
+
+
+def test_words_that_are_made_up_and_sound_that_says_nothing_are_no_evidence():
+    made_up, likely = judge([*corpus(a=("seven quiet horses sleep", "sevex quiex horsex sleex"))][:1] + corpus()), judge(
+        [corpus(a=("seven quiet horses sleep near green", "brave teacher finds old ladder after"))[0]._replace(margin=-1.0),
+         *corpus()])
+    assert made_up[0].score == likely[0].score == 0
+
+
+@given(st.lists(st.floats(0, 50), min_size=1, max_size=50))
+def test_the_expected_share_falls_with_the_score_and_is_a_share(values):
+    found = expected_right(np.array(values))
+    order = np.argsort(values)
+    assert ((found >= 0) & (found <= 1)).all() and (np.diff(found[order]) <= 1e-12).all()
+    assert found[order[-1]] <= min(1, len(values) * np.exp(-max(values))) + 1e-12
+
+
+@given(st.lists(st.tuples(st.text("ab ", max_size=12), st.text("ab ", max_size=12), st.floats(-5, 200)), max_size=20))
+def test_any_rows_are_judged(rows):
+    found = judge([LabelScore(str(i), *row, 0.5) for i, row in enumerate(rows)])
+    assert len(found) == len(rows)
+    for (label, heard, margin), verdict in zip(rows, found, strict=True):
+        assert 0 <= verdict.score <= max(0, margin) + 1e-9
+        assert verdict.score == 0 or label.split() != heard.split()
+
+
+def test_a_script_without_spaces_is_compared_by_characters():
+    assert units(["你好吗", "我很好"]) == "character" and units(["how are you", "fine"]) == "word"
+    draw = random.Random(0)
+    rows = [("".join(label), "".join(label)) for label in (draw.choices("你好吗我很他们在家里", k=8) for _ in range(300))]
+    assert judge(scores([("你好吗我很", "他们在家里"), *rows]))[0].expected_right < 0.2
+
+
+def manifest(found):
+    return Manifest(ids=[each.id for each in found], durations=[1.0] * len(found), wavs=[f"/{each.id}.wav" for each in found],
+                    texts=[each.label for each in found])
+
+
+def test_the_list_begins_with_the_worst_and_says_what_is_expected_of_it():
+    rows = corpus(mild=("seven quiet horses", "seven quiet horses sleep near"),
+                  bad=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
+    found = suspects(rows, manifest(rows), "/data/mine")
+    assert [each.ID for each in found[:2]] == ["row1", "row0"] and found[0].decision == DROP
+    assert (found[0].wav, found[0].corpus) == ("/row1.wav", "/data/mine")
+    text = summary(found, rows, len(rows) + 3)
+    assert "are probably wrong; at most" in text and "3 rows could not be read" in text and "two speakers" in text
+
+
+def test_models_that_have_learnt_nothing_are_told_apart_from_labels_that_are_right():
+    rows = scores([(" ".join(words), "zzz") for words in said()])
+    assert "too little to judge them by" in summary([], rows, len(rows))
+    rows = scores([(" ".join(words), " ".join(words)) for words in said()])
+    assert summary(suspects(rows, manifest(rows), "x"), rows, len(rows)) == "none of 400 labels is probably wrong"

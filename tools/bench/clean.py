@@ -1,0 +1,207 @@
+"""How many wrong labels ``sbkit clean`` finds, and how much of the WER that they cost training without them gains.
+
+    python -m tools.bench.clean --out FOLDER [--hours 1] [--levels 10,5,20] [--only RUN,...] [--key value ...]
+
+A share of the demo corpus's training labels is made wrong, a third of it in each way:
+
+- swapped: the label of another such row
+- cut: a third to two thirds of the words are missing at the beginning or at the end
+- misspelt: in every third word, the longest first, one letter is another: two or three of some thirty-five letters
+
+Dev and test stay as they are. For each level the recipe (hparams/ctc.yaml with the given keys) trains on all rows, on
+those that ``sbkit clean`` leaves, and without as many rows drawn by lot; ``original`` is trained on right labels. All
+have the same number of steps. Runs and results lie in FOLDER, so the same command continues where it was stopped;
+``--only planted,found`` makes just these. FOLDER/clean.md is the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import string
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from sbkit.data import suspects
+from sbkit.data.manifest import Manifest
+from sbkit.data.suspects import Exclusions
+from sbkit.errors import SbkitError
+from sbkit.system.console import atomic_write
+from tools.bench.harness import RECIPE, as_words, call, check_keys
+from tools.bench.transfer import read
+
+OWN = ("data_folder", "seed", "output_folder", "corpus")  # keys of its own runs
+KINDS = ("swapped", "cut", "misspelt")
+RUNS = ("original", "planted", "found", "without found", "without as many")
+
+
+class Planted(NamedTuple):
+    """A training row with its label, and how it was made wrong: one of ``KINDS``, or "" if it is right."""
+
+    id: str
+    text: str
+    kind: str
+
+
+def plant(rows: Sequence[tuple[str, str]], share: float, seed: int) -> list[Planted]:
+    """Make the labels of a share of the rows (id, text) wrong, in their order."""
+    draw = random.Random(seed)
+    chosen = draw.sample(range(len(rows)), round(share * len(rows)))
+    kinds = {index: KINDS[number % len(KINDS)] for number, index in enumerate(chosen)}
+    swapped = [index for index, kind in kinds.items() if kind == "swapped"]
+    other = dict(zip(swapped, swapped[1:] + swapped[:1], strict=True))
+    wrong = []
+    for index, (name, text) in enumerate(rows):
+        kind = kinds.get(index, "")
+        if kind == "swapped":
+            text = rows[other[index]][1]
+        elif kind:
+            text = (cut if kind == "cut" else misspelt)(text, draw)
+        wrong.append(Planted(name, text, kind))
+    return wrong
+
+
+def cut(text: str, draw: random.Random) -> str:
+    """Leave out a third to two thirds of the words at one end."""
+    words = text.split()
+    gone = max(1, round(draw.uniform(1 / 3, 2 / 3) * len(words)))
+    return " ".join(words[gone:] if draw.random() < 0.5 else words[:-gone])
+
+
+def misspelt(text: str, draw: random.Random) -> str:
+    """Change a letter in a third of the words, the longest."""
+    words = text.split()
+    for index in sorted(range(len(words)), key=lambda i: -len(words[i]))[:max(1, round(len(words) / 3))]:
+        letters = [i for i, letter in enumerate(words[index]) if letter.isalpha()]
+        at = draw.choice(letters)
+        letter = draw.choice([each for each in string.ascii_lowercase if each != words[index][at].lower()])
+        words[index] = words[index][:at] + letter + words[index][at + 1:]
+    return " ".join(words)
+
+
+def main() -> int:
+    args = parse()
+    try:
+        bench = Bench(args)
+        for level in args.levels:
+            for run in args.only:
+                bench.make(level, run)
+    except SbkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(bench.table())
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of corpora, runs and the table")
+    parser.add_argument("--hours", type=float, default=1.0, help="size of the demo corpus (1)")
+    parser.add_argument("--levels", default="10,5,20", type=lambda text: [int(word) for word in text.split(",")],
+                        help="per cent of the training labels that are made wrong")
+    parser.add_argument("--only", default=RUNS, type=lambda text: text.split(","), help="which of the runs to make")
+    parser.add_argument("--smaller", default="--number_of_epochs 1 --least_steps 600", help="keys of the clean's runs")
+    parser.add_argument("--seed", type=int, default=1)
+    args, rest = parser.parse_known_args()
+    args.keys = rest
+    if unknown := [run for run in args.only if run not in RUNS]:
+        parser.error(f"there is no run {unknown[0]!r}: choose of {', '.join(RUNS)}")
+    try:
+        check_keys(RECIPE, rest, OWN)
+    except SbkitError as error:
+        parser.error(str(error))
+    return args
+
+
+class Bench:
+    """Corpora with wrong labels, and the runs on them."""
+
+    def __init__(self, args: argparse.Namespace):
+        from sbkit.data.demo import make_demo_corpus
+
+        self.args = args
+        self.out: Path = args.out.absolute()
+        self.demo = Path(make_demo_corpus(self.out / "demo", hours=args.hours))
+
+    def make(self, level: int, run: str) -> None:
+        """Make one of the ``RUNS``; returns at once if it is complete."""
+        folder = self._folder(level, run)
+        keys = {"data_folder": self.demo if run == "original" else self._corpus(level), "seed": self.args.seed,
+                "output_folder": folder}
+        command, more = "train", ["--noprogressbar"]
+        if run == "found":
+            command, more = "clean", self.args.smaller.split()
+        elif run.startswith("without"):
+            keys["corpus.exclude"] = self._list(level, run)
+        call(run, [sys.executable, "-m", "sbkit", command, RECIPE, *as_words(keys), *self.args.keys, *more],
+             self.out / "logs" / f"{folder.name}.log")
+
+    def _folder(self, level: int, run: str) -> Path:
+        return self.out / "runs" / ("original" if run == "original" else f"{level}-{run.replace(' ', '-')}")
+
+    def _corpus(self, level: int) -> Path:
+        """Write a corpus with wrong training labels, once."""
+        folder = self.out / "corpora" / f"planted-{level}" / "en"
+        if (folder / "planted.json").exists():
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in self.demo.iterdir():
+            if path.name != "train.tsv" and not (folder / path.name).exists():
+                (folder / path.name).symlink_to(path)
+        with (self.demo / "train.tsv").open(encoding="utf-8", newline="") as file:
+            table = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+        planted = plant([(row["path"], row["sentence"]) for row in table], level / 100, self.args.seed)
+        with atomic_write(folder / "train.tsv") as out:
+            out.write("\t".join(table[0]) + "\n")
+            for row, wrong in zip(table, planted, strict=True):
+                out.write("\t".join((row | {"sentence": wrong.text}).values()) + "\n")
+        with atomic_write(folder / "planted.json") as out:
+            json.dump({Path(row.id).stem: row.kind for row in planted if row.kind}, out, indent=1)
+        return folder
+
+    def _list(self, level: int, run: str) -> Path:
+        """The list that was found, or one of as many rows drawn by lot."""
+        found = self._folder(level, "found") / "clean" / "suspects.csv"
+        if run == "without found":
+            return found
+        corpus = Manifest.read(self._folder(level, "found") / "manifests" / "train.csv")
+        count, path = len(Exclusions.read(found).labels), self._corpus(level) / "as-many.csv"
+        if not path.exists():
+            suspects.write(path, [
+                suspects.Suspect(row.id, suspects.DROP, "by lot", 0.0, 1.0, row.text, "", "", row.wav, str(self.demo))
+                for row in map(corpus.row, random.Random(self.args.seed).sample(range(len(corpus)), count))])
+        return path
+
+    # ------------------------------------------------------------ the table
+
+    def table(self) -> str:
+        """Format what is there, in Markdown, and keep it."""
+        head = ["wrong labels", "named", "precision", "recall", *(f"of {kind}" for kind in KINDS),
+                *(f"WER, {run}" for run in RUNS if run != "found")]
+        rows = [head, ["---"] * len(head), *(self._row(level) for level in self.args.levels)]
+        text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        with atomic_write(self.out / "clean.md") as file:
+            file.write(text + "\n")
+        return text
+
+    def _row(self, level: int) -> list[str]:
+        wers = [f"{read(folder)['wer']:.2f} %" if (folder / "tested.json").exists() else "" for folder in (
+            self._folder(level, run) for run in RUNS if run != "found")]
+        path = self._folder(level, "found") / "clean" / "suspects.csv"
+        if not path.exists():
+            return [f"{level} %", *[""] * (3 + len(KINDS)), *wers]
+        named = set(Exclusions.read(path).labels)
+        planted = json.loads((self._corpus(level) / "planted.json").read_text(encoding="utf-8"))
+        right, kinds = named & planted.keys(), [
+            {name for name, kind in planted.items() if kind == each} for each in KINDS]
+        precision, recall = len(right) / max(1, len(named)), len(right) / len(planted)
+        return [f"{level} %", str(len(named)), f"{precision:.2f}", f"{recall:.2f}",
+                *(f"{len(each & named) / len(each):.2f}" for each in kinds), *wers]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
