@@ -74,9 +74,12 @@ def test_a_command_is_understood(words, monkeypatch):
         at = given.index("--memory")
         assert float(given[at + 1]) > 0 and words[1] == "tune"
         del given[at:at + 2]
-    for option in {"--as", "--html"} & {*given}:
+    for option in {"--as", "--html", "--folds"} & {*given}:
         at = given.index(option)
-        assert words[1] == "check" and (option == "--html" or parse_cards(given[at + 1]))
+        if option == "--folds":
+            assert words[1] == "clean" and int(given[at + 1]) > 1
+        else:
+            assert words[1] == "check" and (option == "--html" or parse_cards(given[at + 1]))
         del given[at:at + 2]
     request = arguments.parse(given)
     load.check_overrides(request.path, request.overrides)

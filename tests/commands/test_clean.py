@@ -1,0 +1,80 @@
+"""sbkit clean: what it refuses, and a whole one, which the same command takes up again."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import run_folders
+
+from sbkit import cli
+from sbkit.data.suspects import Suspect
+from sbkit.runs import folds
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "hparams" / "ctc.yaml"
+WORDS = "the brave teacher finds an old ladder near green river".split()
+TINY = {"d_model": 16, "nhead": 2, "num_encoder_layers": 1, "d_ffn": 16, "number_of_epochs": 1, "least_steps": 2,
+        "num_workers": 0, "device": "cpu"}
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A corpus of ten recordings, and a command line for it."""
+    for split, count in {"train": 10, "dev": 2, "test": 2}.items():
+        rows = [f"{split}{i},{run_folders.sound(tmp_path / f'{split}{i}.wav', seed=i)},{WORDS[i]} {WORDS[i - 1]}"
+                for i in range(count)]
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{split}.csv").write_text("\n".join(["ID,wav,wrd", *rows]) + "\n")
+    keys = {"data_folder": tmp_path / "data", "output_folder": tmp_path / "out", **TINY}
+    return [str(RECIPE), "--no-check", "--noprogressbar",
+            *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
+
+
+@pytest.mark.parametrize("given, message", [
+    (["--folds", "11"], "--folds 11: the training rows have 10 different sentences"),
+    (["--folds", "many"], "--folds takes a whole number"), (["--folds"], "--folds takes a whole number"),
+    (["--fold", "2"], "has no key for --fold"),
+])
+def test_what_cannot_be_done_is_refused(words, given, message, capsys):
+    assert cli.main(["clean", *words, *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["codec", "transducer"])
+def test_a_recipe_that_cannot_judge_labels_is_refused_with_one_that_can(recipe, tmp_path, capsys):
+    assert cli.main(["clean", str(ROOT / "hparams" / f"{recipe}.yaml"), "--output_folder", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "doesn't say how likely a label is" in error and "hparams/ctc.yaml" in error
+
+
+def test_a_run_that_fails_is_named_and_nothing_is_listed(words, tmp_path, capsys):
+    assert cli.main(["clean", *words, "--init_from", str(tmp_path / "nowhere")]) == 1
+    assert "the run of fold 1 ended with code 2" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "clean" / "suspects.csv").exists()
+
+
+@pytest.mark.slow
+def test_a_whole_one_is_taken_up_where_it_was_stopped(words, tmp_path, capfd, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    trained = folds.train
+
+    def train(fold, *given):
+        if fold.number == 2:
+            raise Killed
+        trained(fold, *given)
+
+    monkeypatch.setattr(folds, "train", train)
+    with pytest.raises(Killed):
+        cli.main(["clean", *words])
+    monkeypatch.setattr(folds, "train", trained)
+    capfd.readouterr()
+    assert cli.main(["clean", *words]) == 0
+    out, error = capfd.readouterr()
+    assert out.count("nothing left to do") == 1 and "too little to judge them by" in out
+    runs = sorted((tmp_path / "out" / "clean").glob("*/fold-*"))
+    assert len(runs) == 2 and all((run / "tested.json").exists() for run in runs)
+    with (tmp_path / "out" / "clean" / "suspects.csv").open() as file:
+        assert csv.DictReader(file).fieldnames == list(Suspect._fields)
+    assert (tmp_path / "out" / "clean" / "suspects.html").exists()
