@@ -9,7 +9,7 @@ from sbkit.system.environment import check_torch_pair
 from sbkit.train.memory import host
 
 HELP = (
-    "List training rows whose labels are probably wrong, the worst first, with what was heard instead.\n"
+    "List training rows whose labels are probably wrong, by models that have not seen them.\n"
     "--folds N: trains N models by the recipe, each without the part of the rows that it scores (default: 2).\n"
     "Any key makes them smaller: --number_of_epochs 4. Writes OUTPUT_FOLDER/clean/suspects.csv, which\n"
     "corpus: exclude: takes, and suspects.html to listen and decide. The same command goes on where it was stopped."

@@ -27,8 +27,8 @@ def browser(tmp_path_factory):
 def page(tmp_path):
     wav = run_folders.sound(tmp_path / "sound.wav", 1.5)
     train = Manifest(ids=list(LABELS), durations=[1.5] * 3, wavs=[wav] * 3, texts=list(LABELS.values()))
-    rows = [Suspect(name, KEEP if name == "c" else DROP, "other words", 9.0, 0.01, label, "seven \"quiet\" horses", "", wav,
-                    "/data/mine") for name, label in LABELS.items()]
+    rows = [Suspect(name, KEEP if name == "c" else DROP, "other words", 9.0, 0.01, label, 'seven "quiet" horses', "",
+                    wav, "/data/mine") for name, label in LABELS.items()]
     suspect_page.write(tmp_path / "suspects.html", rows, train)
     return (tmp_path / "suspects.html").as_uri()
 
@@ -63,7 +63,8 @@ def test_decisions_by_key_are_saved_as_the_list_that_a_corpus_takes(browser, pag
     assert Exclusions.read(saved(browser, tmp_path / "list.csv")).labels.keys() == {"a", "b"}
     press(browser, "o", "x", "f")  # a is right after all, b is not, c will be corrected
     assert browser.run("document.activeElement.value") == 'seven "quiet" horses'
-    browser.run("document.activeElement.value = 'green rivers'; document.activeElement.dispatchEvent(new Event('input')); 1")
+    browser.run("document.activeElement.value = 'green rivers'; "
+                "document.activeElement.dispatchEvent(new Event('input')); 1")
     press(browser, "Enter")
     browser.run("window.saved = undefined; 1")
     path = saved(browser, tmp_path / "list.csv")

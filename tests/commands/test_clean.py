@@ -71,7 +71,7 @@ def test_a_whole_one_is_taken_up_where_it_was_stopped(words, tmp_path, capfd, mo
     monkeypatch.setattr(folds, "train", trained)
     capfd.readouterr()
     assert cli.main(["clean", *words]) == 0
-    out, error = capfd.readouterr()
+    out = capfd.readouterr().out
     assert out.count("nothing left to do") == 1 and "too little to judge them by" in out
     runs = sorted((tmp_path / "out" / "clean").glob("*/fold-*"))
     assert len(runs) == 2 and all((run / "tested.json").exists() for run in runs)

@@ -23,7 +23,8 @@ def test_a_list_is_read_back(tmp_path):
     assert ",\"'=one" in (tmp_path / "list.csv").read_text(), "a spreadsheet must not take it for a formula"
 
 
-@given(st.dictionaries(st.text("ab=-', \"\n", min_size=1), st.tuples(st.text("xyz ='\"\n,"), st.sampled_from(DECISIONS))))
+@given(st.dictionaries(
+    st.text("ab=-', \"\n", min_size=1), st.tuples(st.text("xyz ='\"\n,"), st.sampled_from(DECISIONS))))
 def test_any_list_is_read_back(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("list") / "list.csv"
     write(path, [suspect(name, label, decision) for name, (label, decision) in rows.items()])
@@ -56,7 +57,8 @@ def test_a_row_that_the_corpus_does_not_have_is_named(listed):
 
 
 @pytest.mark.parametrize("content, message", [
-    ("ID,label\na,b\n", "decision"), ("ID,decision,label,corpus\na,perhaps,b,c\n", r"row 1 \(a\): the decision is 'perhaps'"),
+    ("ID,label\na,b\n", "decision"),
+    ("ID,decision,label,corpus\na,perhaps,b,c\n", r"row 1 \(a\): the decision is 'perhaps'"),
 ])
 def test_a_list_that_is_none_is_refused(tmp_path, content, message):
     (tmp_path / "list.csv").write_text(content)

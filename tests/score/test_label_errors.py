@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import DROP
-from sbkit.score.label_errors import LabelScore, expected_right, judge, suspects, summary, units
+from sbkit.score.label_errors import LabelScore, expected_right, judge, summary, suspects, units
 
 WORDS = "brave teacher finds old ladder near green river after dinner while seven quiet horses sleep".split()
 
@@ -25,7 +25,7 @@ def scores(rows, margin=50.0, confidence=0.9):
 
 
 def corpus(**wrong):
-    """Right labels, of which each twentieth word is misheard as one that nobody says; rows at 0, 1, ... are as given."""
+    """The given rows, and right labels of which each twentieth word is misheard as one that nobody says."""
     draw = random.Random(1)
     rows = [(" ".join(words), " ".join(word + "x" if draw.random() < 0.05 else word for word in words))
             for words in said()]
@@ -52,10 +52,10 @@ def test_a_model_that_hardly_understands_anything_is_another_reason():
 
 
 def test_words_that_are_made_up_and_sound_that_says_nothing_are_no_evidence():
-    made_up, likely = judge([*corpus(a=("seven quiet horses sleep", "sevex quiex horsex sleex"))][:1] + corpus()), judge(
-        [corpus(a=("seven quiet horses sleep near green", "brave teacher finds old ladder after"))[0]._replace(margin=-1.0),
-         *corpus()])
-    assert made_up[0].score == likely[0].score == 0
+    made_up, as_likely, *_ = corpus(a=("seven quiet horses sleep", "sevenx quietx horsesx sleepx"),
+                                    b=("seven quiet horses sleep near green", "brave teacher finds old ladder after"))
+    found = judge([made_up, as_likely._replace(margin=-1.0), *corpus()])
+    assert found[0].score == found[1].score == 0
 
 
 @given(st.lists(st.floats(0, 50), min_size=1, max_size=50))
@@ -78,13 +78,13 @@ def test_any_rows_are_judged(rows):
 def test_a_script_without_spaces_is_compared_by_characters():
     assert units(["你好吗", "我很好"]) == "character" and units(["how are you", "fine"]) == "word"
     draw = random.Random(0)
-    rows = [("".join(label), "".join(label)) for label in (draw.choices("你好吗我很他们在家里", k=8) for _ in range(300))]
-    assert judge(scores([("你好吗我很", "他们在家里"), *rows]))[0].expected_right < 0.2
+    labels = ["".join(draw.choices("你好吗我很他们在家里", k=8)) for _ in range(300)]
+    assert judge(scores([("你好吗我很", "他们在家里"), *zip(labels, labels, strict=True)]))[0].expected_right < 0.2
 
 
 def manifest(found):
-    return Manifest(ids=[each.id for each in found], durations=[1.0] * len(found), wavs=[f"/{each.id}.wav" for each in found],
-                    texts=[each.label for each in found])
+    return Manifest(ids=[each.id for each in found], durations=[1.0] * len(found),
+                    wavs=[f"/{each.id}.wav" for each in found], texts=[each.label for each in found])
 
 
 def test_the_list_begins_with_the_worst_and_says_what_is_expected_of_it():

@@ -38,8 +38,8 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     more = f" Shown are the first {_SHOWN:,}; the list has all." if len(suspects) > _SHOWN else ""
     corpus = suspects[0].corpus if suspects else ""
     head = tag("header", tag("p", corpus, class_="over"), tag("h1", f"{len(suspects):,} labels to listen to"),
-               tag("p", f"What you decide stays in this browser: save the list, and name it under corpus: exclude.{more}",
-                   class_="lead"), KEY,
+               tag("p", "What you decide stays in this browser: save the list, and name it under corpus: exclude."
+                   f"{more}", class_="lead"), KEY,
                tag("nav", tag("span", _KEYS), tag("button", "Save suspects.csv", type="button", id="save"),
                    tag("output", "")))
     body = text(head, tag("main", cards, data_rows=json.dumps([row._asdict() for row in suspects], ensure_ascii=False),
