@@ -1,10 +1,16 @@
-"""Edges between buckets of utterances of similar duration: with the least padding and the fewest incomplete steps."""
+"""Buckets of utterances of similar duration, with the least padding and the fewest incomplete steps."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from sbkit.data.part_draws import PartDraws, Parts
+
+if TYPE_CHECKING:
+    from sbkit.data.plan import Batching
 
 #: The cost of a step besides its audio, as a share of a full step. It balances padding, which more buckets reduce,
 #: against incomplete steps, of which each bucket adds half a one on average.
@@ -19,6 +25,42 @@ MAX_PADDING, MIN_STEPS = 0.02, 10
 NARROWER = ((2, STEP_COST), (1, STEP_COST), (1, 0.02), (1, 0.01))
 #: Candidates for edges between buckets; more candidates take time and hardly reduce padding.
 EDGE_CANDIDATES = 600
+
+
+class Buckets:
+    """Draws steps of utterances of similar duration: each bucket's are spread evenly over its steps.
+
+    Arguments
+    ---------
+    durations: ``[N]``, seconds.
+    batching: see ``sbkit.data.plan``.
+    parts: of a mixture, which are drawn in proportion; otherwise a pass has each utterance once.
+    """
+
+    left_out = 0
+
+    def __init__(self, durations: np.ndarray, batching: Batching, parts: Parts | None = None):
+        seconds, least = batching.update_seconds, batching.min_batch_utterances
+        self.edges = bucket_edges(durations, seconds, batching.buckets, least)
+        # The bucket of each utterance; small integers sort in linear time.
+        self._bucket = np.searchsorted(self.edges, durations, side="left").astype(np.uint16)
+        self.parts = None if parts is None else PartDraws(parts, durations, self._bucket, least, batching.seed)
+        sizes = np.bincount(self._bucket, minlength=len(self.edges)) if self.parts is None else self.parts.sizes
+        lengths = [np.zeros(0, np.int64)]
+        for size, longest in zip(sizes.tolist(), self.edges.tolist(), strict=True):
+            fits = max(least, int(seconds / longest + 1e-6))
+            steps = min(-(-size // fits), size // least)
+            # Evenly, so that the last step isn't nearly empty.
+            lengths.append(np.diff(np.arange(steps + 1) * size // steps) if steps else lengths[0])
+        self.lengths = np.concatenate(lengths)
+        """How many utterances each step has, bucket by bucket."""
+
+    def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The utterances of one pass, bucket by bucket, and how often each was heard by then."""
+        if self.parts is not None:
+            return self.parts.draw(number)
+        members = rng.permutation(len(self._bucket))
+        return members[np.argsort(self._bucket[members], kind="stable")], np.broadcast_to(number, len(members))
 
 
 def bucket_edges(durations: np.ndarray, step_seconds: float, buckets: int | None = None, least: int = 1) -> np.ndarray:

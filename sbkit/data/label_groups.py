@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sbkit.errors import SbkitError
+
+if TYPE_CHECKING:
+    from sbkit.data.plan import Batching
 
 
 class LabelGroups:
@@ -19,16 +22,17 @@ class LabelGroups:
     ---------
     labels: ``[N]``, a number of each utterance's label, from 0 on.
     durations: ``[N]``, seconds.
-    clips_per: the name of the column of labels, and the number of clips.
-    step_seconds: what a step holds, padding included.
+    batching: its ``clips_per`` has the name of the column of labels, and the number of clips.
 
-    >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), {"speaker": 2}, step_seconds=4)
-    >>> groups.labels_per_step, groups.steps, groups.draw(np.random.default_rng(0)).shape
-    (2, 1, (4,))
+    >>> from sbkit.data.plan import Batching
+    >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), Batching(4, clips_per={"speaker": 2}))
+    >>> groups.labels_per_step, groups.lengths.tolist(), groups.draw(np.random.default_rng(0), 1)[0].shape
+    (2, [4], (4,))
     """
 
-    def __init__(self, labels: np.ndarray, durations: np.ndarray, clips_per: Mapping[str, int], step_seconds: float):
-        (name, self.clips), = clips_per.items()
+    def __init__(self, labels: np.ndarray, durations: np.ndarray, batching: Batching):
+        (name, self.clips), = (batching.clips_per or {}).items()
+        step_seconds = batching.update_seconds
         self.labels, self.sizes = labels, np.bincount(labels)
         possible = self.sizes // self.clips
         enough = possible > 0
@@ -58,10 +62,15 @@ class LabelGroups:
             else:
                 high = middle - 1
         self.steps = low
+        self.edges, self.lengths = np.array([self.longest]), np.full(low, fits * self.clips)
+        if fits * self.clips < batching.min_batch_utterances:
+            raise SbkitError(f"clips_per gives a step {fits * self.clips} utterances, and min_batch_utterances is "
+                             f"{batching.min_batch_utterances}", hint="raise step_seconds, or lower it")
         self._taken = self.clips * np.minimum(possible, low)
 
-    def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """The utterances of one pass, step by step and group by group, ``[steps * labels_per_step * clips]``."""
+    def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The utterances of one pass, step by step and group by group, ``[steps * labels_per_step * clips]``, and the
+        number of the pass for each."""
         order = rng.permutation(len(self.sizes))  # of the labels
         members = rng.permutation(len(self.labels))
         members = members[np.argsort(np.argsort(order)[self.labels[members]], kind="stable")]
@@ -71,4 +80,4 @@ class LabelGroups:
         chosen = np.sort(rng.permutation(len(groups))[: self.labels_per_step * self.steps])
         # Dealt out like cards: a label's groups are neighbours, and no more than steps, so that no step gets two.
         dealt = groups[chosen].reshape(self.labels_per_step, self.steps, self.clips)
-        return dealt.transpose(1, 0, 2).ravel()
+        return dealt.transpose(1, 0, 2).ravel(), np.broadcast_to(number, dealt.size)

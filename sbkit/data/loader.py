@@ -184,7 +184,7 @@ class TrainLoader(_Loader):
     plan: see ``sbkit.data.plan``.
     rank, world: which part of each step to read.
     min_micros: least number of micro-batches per step (gradient accumulation).
-    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass over the corpus, utterance).
+    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, visit, utterance).
     columns: what else a batch holds.
     reading: ``workers`` (processes; 0: this one), ``pin_memory``, ``prefetch`` (micro-batches per worker), ``timeout``
         (seconds without a batch before the run ends), ``max_damaged_share`` and ``damaged_floor`` (how many damaged
@@ -235,10 +235,10 @@ class TrainLoader(_Loader):
     def _from(self, epoch: int, first: int) -> Iterator[ReadRequest]:
         plan = self.epoch_plan(epoch)
         for step in range(first, plan.steps):
-            share = plan.share(step, self.rank, self.world, self.min_micros)
+            share = plan.places(step, self.rank, self.world, self.min_micros)
             most = plan.largest_micro_batch(step, self.world, self.min_micros)
-            for micro, rows in enumerate(share):
-                yield ReadRequest(epoch, step, micro, len(share), rows, most, self.plan.pass_number(epoch, step))
+            for micro, places in enumerate(share):
+                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], most, plan.visits(places))
 
 
 class EvalLoader(_Loader):

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from sbkit.data.buckets import bucket_edges
+from sbkit.data.buckets import Buckets
 from sbkit.data.label_groups import LabelGroups
 from sbkit.data.options import check_number
+from sbkit.data.part_draws import Parts
 from sbkit.errors import SbkitError
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Plan:
     batching: see ``Batching``.
     ids: names of utterances for error messages.
     labels: ``[N]``, a number of each utterance's label, for ``Batching.clips_per``.
+    parts: of a mixture, see ``sbkit.data.part_draws``.
     round_seconds: the ``Batching.rounding`` of the device. Buckets and batches are made from rounded durations, so
         that few shapes occur.
     epochs: epochs over which ``Batching.least_steps`` are spread: those that the run was to have when it began.
@@ -151,45 +153,24 @@ class Plan:
 
     def __init__(self, durations: Sequence[float] | np.ndarray, batching: Batching,
                  ids: Sequence[str] | None = None, round_seconds: float = 0.0, epochs: int | None = None,
-                 labels: np.ndarray | None = None):
+                 labels: np.ndarray | None = None, parts: Parts | None = None):
         self.batching, self.round_seconds = batching, round_seconds
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
-        # Of durations that aren't rounded: how many labels a step has doesn't depend on the device.
-        self.groups = None if labels is None else LabelGroups(
-            labels, self.durations, batching.clips_per or {}, batching.update_seconds)
+        if labels is not None and parts is not None:
+            raise SbkitError("clips_per draws by labels, and a mixture by its parts", hint="leave one of them out")
         if round_seconds:
             units = unit_of(self.durations, round_seconds)
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
             most = np.float32(batching.max_batch_seconds / batching.together)
             self.durations = np.maximum(self.durations, np.minimum(rounded, most))
-        if self.groups is not None:
-            self.edges = np.array([self.groups.longest])
-            size = self.groups.labels_per_step * batching.clips
-            if size < batching.min_batch_utterances:
-                raise SbkitError(f"clips_per gives a step {size} utterances, and min_batch_utterances is "
-                                 f"{batching.min_batch_utterances}", hint="raise step_seconds, or lower it")
-            lengths = np.full(self.groups.steps, size)
-        else:
-            self.edges, lengths = self._buckets()
+        # Of durations that aren't rounded: how many labels a step has doesn't depend on the device.
+        self.drawing: LabelGroups | Buckets = Buckets(self.durations, batching, parts) if labels is None else \
+            LabelGroups(labels, np.asarray(durations, np.float32), batching)
+        self.edges, lengths = self.drawing.edges, self.drawing.lengths
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
         """How often an epoch goes through the corpus."""
-
-    def _buckets(self) -> tuple[np.ndarray, np.ndarray]:
-        """The edges of the buckets, and how many utterances each step has."""
-        batching, least = self.batching, self.batching.min_batch_utterances
-        edges = bucket_edges(self.durations, batching.update_seconds, batching.buckets, least)
-        # The bucket of each utterance; small integers sort in linear time.
-        self._bucket = np.searchsorted(edges, self.durations, side="left").astype(np.uint16)
-        sizes = np.bincount(self._bucket, minlength=len(edges))
-        steps = np.empty(len(edges), dtype=np.int64)
-        for k, (size, longest) in enumerate(zip(sizes.tolist(), edges.tolist(), strict=True)):
-            fits = max(least, int(batching.update_seconds / longest + 1e-6))
-            steps[k] = min(-(-size // fits), size // least)
-        # The utterances of a bucket are spread evenly over its steps, so that the last step isn't nearly empty.
-        parts = [np.diff(np.arange(n + 1) * size // n) for n, size in zip(steps, sizes, strict=True) if n]
-        return edges, np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
     @classmethod
     def of(cls, train: Manifest, batching: Batching, augment: Augment | None, epochs: int,
@@ -201,7 +182,8 @@ class Plan:
         labels = None
         for name in batching.clips_per or ():
             labels = train.column(name).arrow.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-        return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs, labels=labels)
+        return cls(durations, batching, ids=train.ids, round_seconds=round_seconds, epochs=epochs, labels=labels,
+                   parts=Parts.of(train))
 
     def __len__(self) -> int:
         """The number of steps in an epoch."""
@@ -210,37 +192,32 @@ class Plan:
     def epoch(self, epoch: int) -> EpochPlan:
         """The plan of one epoch, counted from 1; every epoch, and every pass in it, is shuffled differently."""
         steps, size = len(self._bounds) - 1, int(self._bounds[-1])
-        passes = [self._pass(self.passes * (epoch - 1) + number) for number in range(1, self.passes + 1)]
+        numbers = range(self.passes * (epoch - 1) + 1, self.passes * epoch + 1)
         bounds = [self._bounds[:1], *(self._bounds[1:] + i * size for i in range(self.passes))]
+        members, visits, order = zip(*map(self._pass, numbers), strict=True)
         return EpochPlan(
-            self.durations, self.batching, np.concatenate([members for members, _ in passes]), np.concatenate(bounds),
-            np.concatenate([order + i * steps for i, (_, order) in enumerate(passes)]))
+            self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
+            np.concatenate([each + i * steps for i, each in enumerate(order)]), visits)
 
-    def pass_number(self, epoch: int, step: int) -> int:
-        """The pass over the corpus to which a step of an epoch belongs, counted from 1 over the whole run."""
-        return self.passes * (epoch - 1) + step // (len(self._bounds) - 1) + 1
-
-    def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The utterances of one pass over the corpus, bucket by bucket, and the order of its steps."""
+    def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The utterances of one pass over the corpus, bucket by bucket, how often each was heard by then, and the
+        order of the steps."""
         rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
-        if self.groups is not None:
-            return self.groups.draw(rng), rng.permutation(self.groups.steps)
-        members = rng.permutation(len(self.durations))
-        members = members[np.argsort(self._bucket[members], kind="stable")]
+        members, visits = self.drawing.draw(rng, number)
         order = rng.permutation(len(self._bounds) - 1)
         if number <= 1 and self.batching.sort in ("ascending", "descending"):
             # Steps are numbered bucket by bucket, the shortest first.
             order = np.arange(len(order))[:: 1 if self.batching.sort == "ascending" else -1]
-        return members, order
+        return members, visits, order
 
 
 class EpochPlan:
     """One epoch: an ordered list of optimizer steps, each a set of utterances of similar duration."""
 
     def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
-                 order: np.ndarray):
-        self.durations, self.batching = durations, batching
-        self._members, self._bounds, self._order = members, bounds, order
+                 order: np.ndarray, visits: Sequence[np.ndarray]):
+        self.durations, self.batching, self.members = durations, batching, members
+        self._bounds, self._order, self._visits = bounds, order, visits
 
     @property
     def steps(self) -> int:
@@ -252,10 +229,19 @@ class EpochPlan:
     def step(self, i: int) -> np.ndarray:
         """Indices of the utterances of step ``i``, ``[n]`` int64."""
         place = self._order[i]
-        return self._members[self._bounds[place] : self._bounds[place + 1]]
+        return self.members[self._bounds[place] : self._bounds[place + 1]]
+
+    def visits(self, places: np.ndarray) -> np.ndarray:
+        """How often the run has heard the utterances at these places of ``members`` by then, this time included."""
+        size = len(self._visits[0])
+        return np.array([self._visits[place // size][place % size] for place in places], np.int64)
 
     def share(self, i: int, rank: int = 0, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
-        """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as indices of utterances.
+        """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as indices of utterances."""
+        return [self.members[places] for places in self.places(i, rank, world, min_micros)]
+
+    def places(self, i: int, rank: int = 0, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
+        """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as places of ``members``.
 
         All ranks get lists of the same length: ``min_micros``, or more if ``max_batch_seconds`` requires it. The
         micro-batches of a step have about the same size, padding included, and each has utterances of similar
@@ -269,16 +255,17 @@ class EpochPlan:
     def largest_micro_batch(self, i: int, world: int = 1, min_micros: int = 1) -> float:
         """Seconds, padding included, of the largest micro-batch of step ``i`` on any rank."""
         parts, _ = self._parts(i, world, min_micros)
-        return max(len(part) * float(self.durations[part].max()) for part in parts)
+        return max(len(part) * float(self.durations[self.members[part]].max()) for part in parts)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 (keeps one step, and this object lives for an epoch)
     def _parts(self, i: int, world: int, min_micros: int) -> tuple[list[np.ndarray], int]:
         batching, clips = self.batching, self.batching.clips
-        members = self.step(i).reshape(-1, clips)  # what stays together
-        longest = self.durations[members].max(1)
+        start, stop = self._bounds[self._order[i] : self._order[i] + 2]
+        places = np.arange(start, stop).reshape(-1, clips)  # what stays together
+        longest = self.durations[self.members[places]].max(1)
         order = np.argsort(-longest, kind="stable")
-        members, seconds = members[order], (clips * longest[order]).tolist()
-        most = (batching.max_batch_utterances or members.size) // clips
+        places, seconds = places[order], (clips * longest[order]).tolist()
+        most = (batching.max_batch_utterances or places.size) // clips
         least = -(-batching.min_batch_utterances // clips)
         cuts = _cut(seconds, batching.max_batch_seconds, least, most)
         assert cuts is not None, "the number of runs isn't limited here"
@@ -294,7 +281,7 @@ class EpochPlan:
                 low = middle
             else:
                 best, high = cuts, middle
-        return [members[a:b].ravel() for a, b in best], micros
+        return [places[a:b].ravel() for a, b in best], micros
 
 
 def _cut(seconds: list[float], cost: float, least: int, most: int,

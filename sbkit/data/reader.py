@@ -45,8 +45,8 @@ class ReadRequest(NamedTuple):
     micros: int
     rows: np.ndarray
     largest_micro_batch: float = 0.0
-    pass_number: int = 0
-    """The pass over the corpus, counted over the whole run; each is augmented differently."""
+    visits: np.ndarray | int = 0
+    """How often the run has heard each row by then, this time included; each time it is augmented differently."""
 
 
 class Reader(Dataset[Any]):
@@ -98,10 +98,10 @@ class Reader(Dataset[Any]):
         rows = request.rows.tolist()
         if self._sharded:
             will_need(self.manifest.wavs[row] for row in rows)
-        for row in rows:
+        for row, visit in zip(rows, np.broadcast_to(request.visits, len(rows)).tolist(), strict=True):
             name = self.manifest.ids[row]
             try:
-                read.append(self.signals(row, name, request.pass_number))
+                read.append(self.signals(row, name, visit))
             except AudioError as error:
                 damaged.append((name, str(error)))
                 continue
@@ -144,13 +144,13 @@ class Reader(Dataset[Any]):
         rounded = -(-longest // unit) * unit
         return rounded if rounded * len(lengths) <= self.max_samples else longest
 
-    def signals(self, row: int, name: str, pass_number: int) -> list[np.ndarray]:
-        """The waveforms of one utterance, ``[S]`` float32 each, augmented for this pass over the corpus: its recording,
-        and those of the columns of signals."""
+    def signals(self, row: int, name: str, visit: int) -> list[np.ndarray]:
+        """The waveforms of one utterance, ``[S]`` float32 each, augmented for this visit: its recording, and those of
+        the columns of signals."""
         manifest, worker = self.manifest, torch.utils.data.get_worker_info()
         self.reading[worker.id if worker else 0] = row
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
-        rng = None if self.augment is None else self.augment.rng(self.seed, pass_number, name)
+        rng = None if self.augment is None else self.augment.rng(self.seed, visit, name)
         speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
 
         def read(wav: str, start: float, duration: float, speed: float = 1.0) -> np.ndarray:

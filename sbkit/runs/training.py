@@ -58,9 +58,9 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     begun = ranks.run_on_main(steps_begun, brain.checkpointer, keys.epoch_counter)
     plan = Plan.of(train, batching, keys.augment, begun.epochs, batching.rounding(device.type, brain.compile),
                    columns)
-    if plan.groups is not None and plan.groups.left_out and ranks.is_main():
+    if plan.drawing.left_out and ranks.is_main():
         logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
-                       plan.groups.left_out, len(train), batching.clips)
+                       plan.drawing.left_out, len(train), batching.clips)
     brain.train_state.epochs = begun.epochs
     steps = begun.steps(len(plan), epochs)
     if plan.passes > 1 and ranks.is_main():

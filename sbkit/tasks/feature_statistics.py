@@ -194,7 +194,7 @@ class _Results(Dataset[Any], Generic[T]):
     def __getitem__(self, row: int) -> T | Unread:
         name = self.reader.manifest.ids[row]
         try:
-            signal = self.reader.signals(row, name, pass_number=0)[0]
+            signal = self.reader.signals(row, name, visit=0)[0]
         except AudioError as error:
             return Unread(name, str(error))
         return self.function(signal)

@@ -112,7 +112,7 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
             heard = np.concatenate([made.step(i) for i in steps])
             assert sorted(heard.tolist()) == list(range(60))  # each time everything once, as an epoch of its own would
             visit = again.passes * (epoch - 1) + number + 1
-            assert {again.pass_number(epoch, i) for i in steps} == {visit}
+            assert {visit for i in steps for places in made.places(i) for visit in made.visits(places)} == {visit}
             assert [made.step(i).tolist() for i in steps] == steps_of(once, visit)
 
 
@@ -327,7 +327,7 @@ def test_mistakes_about_labels_are_named():
         Plan.of(train, Batching(10, clips_per={"mood": 2}), None, 1)
     with pytest.raises(SbkitError, match="clips_per draws by labels"):
         Batching(10, clips_per={"speaker": 2}, sort="ascending")
-    assert Plan(np.ones(7), Batching(10, 4, clips_per={"speaker": 2}), labels=labels).groups.left_out == 1
+    assert Plan(np.ones(7), Batching(10, 4, clips_per={"speaker": 2}), labels=labels).drawing.left_out == 1
 
 
 @pytest.mark.parametrize("unit", [0.32, 0.16])

@@ -1,0 +1,128 @@
+"""How a mixture of corpora is drawn: each part's share of every step, and its rows in its own shuffled order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sbkit.data.manifest import Manifest
+from sbkit.errors import SbkitError
+
+
+class Parts(NamedTuple):
+    """The part of each row by number, ``[N]``, and the share of a pass's audio that each part has, by name."""
+
+    numbers: np.ndarray
+    shares: Mapping[str, float]
+
+    @classmethod
+    def of(cls, train: Manifest) -> Parts | None:
+        """Those of a training set; None if it is of one corpus."""
+        if not train.shares:
+            return None
+        places = pc.index_in(train.column("corpus").arrow, pa.array(train.shares, pa.large_string()))
+        return cls(places.to_numpy(zero_copy_only=False), train.shares)
+
+
+class PartDraws:
+    """Draws each bucket's rows from several parts: as many in each pass, so that steps keep their number and size.
+
+    A bucket has an endless line of draws, in which each part's are evenly spread by its share (Sainte-Laguë's method of
+    dividing seats), and each pass takes the next ``sizes[bucket]`` of them. So neighbours in the line, which are a
+    step, have parts in proportion, and a pass is found without those before it. A part's draws in a bucket go through
+    its rows in an order that is drawn anew whenever all have been heard, whatever other parts there are.
+
+    Arguments
+    ---------
+    parts: see ``Parts``; a part with a share of 0 is never drawn.
+    seconds: ``[N]``, durations.
+    buckets: ``[N]``, numbers from 0 on.
+    least: how many draws of a bucket a pass has at least.
+    seed: seed of the orders.
+
+    >>> draws = PartDraws(Parts(np.array([0, 0, 0, 1]), {"a": 1, "b": 1}), np.ones(4), np.zeros(4, int))
+    >>> draws.sizes.tolist(), draws.times.round(2).tolist(), draws.draw(1)[0].tolist().count(3)
+    ([4], [0.67, 2.0], 2)
+    """
+
+    def __init__(self, parts: Parts, seconds: np.ndarray, buckets: np.ndarray, least: int = 1, seed: int = 0):
+        shares = np.array(list(parts.shares.values()), np.float64)
+        count, many = int(buckets.max()) + 1, len(shares)
+        audio = np.bincount(parts.numbers, weights=seconds, minlength=many)
+        drawn = shares > 0
+        if not (drawn & (audio > 0)).any() or (drawn & (audio == 0)).any():
+            raise SbkitError("a part of the mixture that has a share has no training audio", hint="weight it by 0")
+        self.times = np.divide(shares / shares.sum() * audio[drawn].sum(), audio, where=drawn, out=np.zeros(many))
+        """How often a pass hears each row of a part, on average ``[P]``."""
+        strata = buckets.astype(np.int64) * many + parts.numbers
+        self._counts = np.bincount(strata, minlength=count * many).reshape(count, many)
+        self._starts = np.concatenate([[0], np.cumsum(self._counts)])[:-1].reshape(count, many)
+        self._rows = np.argsort(strata, kind="stable")
+        salts = [hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest() for name in parts.shares]
+        within = np.empty(len(seconds), np.uint64)
+        order = np.argsort(parts.numbers, kind="stable")
+        ends = np.cumsum(np.bincount(parts.numbers, minlength=many))
+        within[order] = np.arange(len(order)) - np.concatenate([[0], ends])[parts.numbers[order]]
+        self._keys = _scramble(within + np.frombuffer(b"".join(salts), np.uint64)[parts.numbers])
+        self._wanted = self._counts * self.times
+        wanted = self._wanted.sum(1)
+        self.sizes = wanted.astype(np.int64)
+        """How many rows of each bucket a pass has."""
+        left = round(float(wanted.sum())) - int(self.sizes.sum())
+        self.sizes[np.argsort(self.sizes - wanted, kind="stable")[:left]] += 1  # those with the largest remainders
+        self.sizes[wanted > 0] = np.maximum(self.sizes, least)[wanted > 0]
+
+    def drawn(self, passes: int) -> np.ndarray:
+        """How many draws of each part in each bucket the first ``passes`` have, ``[buckets, P]``."""
+        wanted, seats = self._wanted, passes * self.sizes
+        total, many = np.maximum(wanted.sum(1), 1e-300), wanted.shape[1]
+        low, high = np.maximum(seats - many, 0) / total, (seats + many + 1) / total
+
+        def given(place: np.ndarray) -> np.ndarray:
+            return np.floor(wanted * place[:, None] + 0.5)
+
+        for _ in range(64):  # until both are neighbours, between which lies the place of the last draw
+            middle = (low + high) / 2
+            few = given(middle).sum(1) <= seats
+            low, high = np.where(few, middle, low), np.where(few, high, middle)
+        sure = given(low)
+        more = given(high) - sure
+        return (sure + more * (more.cumsum(1) <= (seats - sure.sum(1))[:, None])).astype(np.int64)
+
+    def draw(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a pass, counted from 1, bucket by bucket, and how often each was heard by then."""
+        first, last = (self.drawn(passes).ravel() for passes in (number - 1, number))
+        counts, starts = self._counts.ravel(), self._starts.ravel()
+        strata = np.flatnonzero(last > first)
+        begun = first[strata] // counts[strata]
+        rounds = (last[strata] - 1) // counts[strata] - begun + 1  # through all rows, whole or in part
+        stratum = np.repeat(strata, rounds)
+        turn = np.repeat(begun, rounds) + _counted(rounds)
+        sizes = counts[stratum]
+        which = np.repeat(np.arange(len(stratum)), sizes)
+        rows = self._rows[np.repeat(starts[stratum], sizes) + _counted(sizes)]
+        turns = turn[which]
+        shuffled = np.lexsort((_scramble(self._keys[rows] ^ _scramble(turns.astype(np.uint64))), which))
+        draws = turns * counts[stratum][which] + _counted(sizes)
+        heard = (draws >= first[stratum][which]) & (draws < last[stratum][which])
+        rows, turns, draws, which = rows[shuffled][heard], turns[heard], draws[heard], stratum[which[heard]]
+        line = np.lexsort(((draws + 0.5) / self._wanted.ravel()[which], which // self._counts.shape[1]))
+        return rows[line], turns[line] + 1
+
+
+def _counted(sizes: np.ndarray) -> np.ndarray:
+    """0, 1, 2, ... for each of the sizes, joined."""
+    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def _scramble(numbers: np.ndarray) -> np.ndarray:
+    """Other numbers of 64 bits that look random (SplitMix64), a different one for each."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
