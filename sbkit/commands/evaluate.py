@@ -136,6 +136,8 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))
     for scored in results:
         print(f"{scored.facts['folder']}  (to look at: {REPORT})")
+        for part, each in scored.results.parts.items():
+            print(f"  {part}: {each.headline()}")
         if scored.replaced:
             print(f"  replaced the result of {scored.replaced}; another --name keeps both")
         for what, ids in (("could not be read", list(scored.facts["damaged"])),

@@ -76,7 +76,8 @@ class BatchColumns:
     """The columns that a task declares, with the classes that its recipe lists."""
 
     def __init__(self, declared: Declared, keys: object = None):
-        self.declared = dict(declared)
+        self._tags: Declared = getattr(getattr(keys, "corpus", None), "tags", {})  # a mixture's
+        self.declared = declared = {**self._tags, **declared}
         self.signals = {name: column for name, column in declared.items() if isinstance(column, SignalColumn)}
         self.texts = {name: column.classes for name, column in declared.items() if isinstance(column, LabelColumn)}
         self.classes: dict[str, Sequence[str]] = {}
@@ -117,6 +118,10 @@ class BatchColumns:
             if not column.aligned:
                 durations = np.maximum(durations, manifest.seconds(name))
         return durations
+
+    def text(self, manifest: Manifest, name: str, row: int) -> str:
+        """What a row has in a column of labels; nothing in a mixture's where the manifest is another corpus's."""
+        return "" if name in self._tags and name not in manifest.meta else manifest.column(name)[row]
 
     def labels(self, texts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
         """The numbers ``[B]`` of texts by column, for columns with classes."""

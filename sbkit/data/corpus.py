@@ -205,12 +205,16 @@ class Corpus:
         return {split: self.manifest(split) for split in names}
 
     def only_split(self, name: str, folder: str | Path) -> Corpus:
-        """A corpus in ``folder`` with the same options, whose test split is the source's split ``name``.
+        """A corpus in ``folder`` with the same options, whose test split is the source's split ``name``."""
+        corpus = self.in_folder(folder)
+        corpus.splits, corpus.only = {"test": [name]}, ("test",)
+        return corpus
 
-        Audio that must be unpacked goes there too, unless a ``cache_folder`` was chosen.
-        """
+    def in_folder(self, folder: str | Path) -> Corpus:
+        """A corpus with the same options, to be prepared in another folder. Audio that must be unpacked goes
+        there too, unless a ``cache_folder`` was chosen."""
         corpus = copy.copy(self)
-        corpus.folder, corpus.splits, corpus.only, corpus.report = Path(folder), {"test": [name]}, ("test",), None
+        corpus.folder, corpus.report = Path(folder), None
         if self.cache_folder == self.folder / "audio":
             corpus.cache_folder = corpus.folder / "audio"
         return corpus
@@ -221,9 +225,11 @@ class Corpus:
 
     def summary(self) -> str:
         """A table of the rows that were read, kept and left out, with notes on what looks wrong."""
-        return summarize(self._reported())
+        return summarize(self.prepared)
 
-    def _reported(self) -> dict[str, Any]:
+    @property
+    def prepared(self) -> dict[str, Any]:
+        """The content of ``prepare_report.json``."""
         if self.report is None:
             self.load()
         assert self.report is not None, "load makes it"
@@ -231,7 +237,7 @@ class Corpus:
 
     def left_out(self, split: str) -> str | None:
         """How many rows of a split were left out and why, to go with error rates measured on it; None if none were."""
-        entry = self._reported()["splits"][split]
+        entry = self.prepared["splits"][split]
         reasons = ", ".join(f"{one['count']:,} {reason}" for reason, one in entry["left_out"].items())
         count = entry["rows"] - entry["kept"]
         return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None

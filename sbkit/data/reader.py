@@ -108,7 +108,7 @@ class Reader(Dataset[Any]):
             ids.append(name)
             texts.append(self.manifest.texts[row])
             for column in self.columns.texts:
-                columns[column].append(self.manifest.column(column)[row])
+                columns[column].append(self.columns.text(self.manifest, column, row))
         if len(ids) < self.least:
             empty = stand_in(utterances=self.least, tokens=self.tokenizer is not None, sample_rate=self.sample_rate,
                              **place)

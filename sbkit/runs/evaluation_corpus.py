@@ -108,6 +108,7 @@ def score(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest: Mani
         float(manifest.durations[i]) for i, name in enumerate(manifest.ids) if name in damaged)
     facts = {
         "utterances": came.utterances, "hours": seconds / 3600, **came.facts(), "seconds": took,
+        **({"parts": {part: each.facts() for part, each in came.parts.items()}} if came.parts else {}),
         "real_time_factor": took / seconds, "devices": ranks.world_size(), "device": str(brain.device),
         "precision": brain.eval_precision, "damaged": damaged,
     }

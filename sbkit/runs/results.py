@@ -29,6 +29,8 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
     for line in results.lines():
         print(f"\n{line}")
     print(f"\ntest {results.headline()}")
+    for part, each in results.parts.items():
+        print(f"test {part}: {each.headline()}")
     if left_out is not None:
         print(left_out)
     if results.unread:

@@ -76,6 +76,8 @@ class Results:
     """What the report lets one hear; whoever writes the results fills it."""
     estimate: MetricEstimate | None = field(default=None, kw_only=True)
     """How sure the metric is, and what it is of each recording."""
+    parts: dict[str, Results] = field(default_factory=dict, kw_only=True)
+    """Those of each part of a mixture."""
 
     def check(self) -> None:
         """Raise if there is nothing to report."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
@@ -62,7 +63,7 @@ def test_draws_are_in_proportion_and_passes_add_up(counts, data, passes):
     parts = Parts(numbers, {str(i): share for i, share in enumerate(shares)})
     draws = PartDraws(parts, np.ones(len(numbers)), np.zeros(len(numbers), int))
     taken = [draws.drawn(number)[0] for number in range(passes + 1)]
-    assert all((later >= before).all() for before, later in zip(taken, taken[1:], strict=False))
+    assert all((later >= before).all() for before, later in itertools.pairwise(taken))
     assert [int(each.sum()) for each in taken] == [number * len(numbers) for number in range(passes + 1)]
     exact = passes * len(numbers) * np.array(shares) / sum(shares)
     assert np.abs(taken[-1] - exact).max() <= (len(counts) + 1) / 2 + 1e-6
@@ -79,13 +80,17 @@ def mixture(n: int = 3000, many: int = 3) -> tuple[np.ndarray, Parts]:
 def test_each_step_has_its_parts_in_proportion_on_any_number_of_ranks():
     seconds, parts = mixture()
     plan = Plan(seconds, Batching(60, 120), parts=parts, round_seconds=0.32)
+    buckets = np.searchsorted(plan.edges, plan.durations)
+    of_bucket = np.array([np.bincount(parts.numbers[buckets == bucket], minlength=3)
+                          for bucket in range(len(plan.edges))]) * plan.drawing.parts.times
     for epoch in (1, 2, 9):
         made, audio = plan.epoch(epoch), np.zeros(3)
         assert made.steps == len(plan)
         for step in range(made.steps):
             members = made.step(step)
             counts = np.bincount(parts.numbers[members], minlength=3)
-            assert abs(counts - len(members) / 3).max() < 2.5  # its bucket has not quite a third of each
+            wanted = of_bucket[np.searchsorted(plan.edges, plan.durations[members].max())]
+            assert abs(counts - len(members) * wanted / wanted.sum()).max() < 1.5
             audio += np.bincount(parts.numbers[members], weights=seconds[members], minlength=3)
             for world in (1, 2, 3):
                 places = [one for rank in range(world) for one in made.places(step, rank, world, 2)]
@@ -94,7 +99,7 @@ def test_each_step_has_its_parts_in_proportion_on_any_number_of_ranks():
         assert audio / audio.sum() == pytest.approx(1 / 3, abs=0.01)
         assert audio.sum() == pytest.approx(seconds.sum(), rel=0.01)
     assert plan.drawing.parts.times == pytest.approx(
-        seconds.sum() / 3 / np.bincount(parts.numbers, weights=seconds), rel=1e-6)
+        plan.durations.sum() / 3 / np.bincount(parts.numbers, weights=plan.durations), rel=1e-6)
 
 
 def test_a_later_epoch_is_found_without_those_before_it_and_goes_on_where_they_ended():
