@@ -13,11 +13,12 @@ from typing import Any, TypeGuard
 import torch
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.data import leaks
+from sbkit.data import leaks, mixture
 from sbkit.data.augment import planned_seconds
 from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
+from sbkit.data.mixture import Mixture
 from sbkit.data.plan import Plan
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, summary
@@ -103,7 +104,7 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         if complete:
             report.notes += filter(None, [devices.prove(owned, table, traced, findings)])
         sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
-                    "leaks": None if starting else _leaks(built),
+                    "mixture": _mixture(traced, _device(run_opts)), "leaks": None if starting else _leaks(built),
                     "bill": bill_section}
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:
@@ -182,7 +183,7 @@ def _audio(traced: trace.Trace, device: torch.device) -> cost.TrainingAudio | No
     if not hasattr(keys.corpus, "manifest_path") or not keys.corpus.manifest_path("train").exists():
         return None
     try:
-        train = Manifest.open_prepared(keys.corpus.manifest_path("train"))
+        train = keys.corpus.manifest("train")
         rounding = keys.batching.rounding(device.type, traced.brain.compile)
         passes = Plan.of(train, keys.batching, keys.augment, keys.epoch_counter.limit, rounding).passes
     except SbkitError:
@@ -218,19 +219,28 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
 
     The path of a recipe's file may be meant for another machine, so it is an error only if a run is ``starting`` here.
     """
-    corpus: Any = built.hparams.get("corpus")  # of any class with check_there
-    node = built.nodes.get("corpus")
+    for corpus, node in _corpora(built):
+        _check_longest(built, corpus, node, findings)
+        _check_source(corpus, node, findings, starting)
+        there = not any(finding.code == "no-corpus" for finding in findings)
+        if task is not None and there and isinstance(corpus, Corpus):
+            try:
+                corpus.check_declared(task.needs_text(), task.columns)
+            except SbkitError as error:
+                at = "columns" if "columns" in node.value else "source"
+                findings.error("columns", node.place_of(at), node.key_of(at), error.message, error.hint or "")
+
+
+def _corpora(built: Built) -> Iterator[tuple[Any, Node]]:
+    """The corpus of a recipe, or each part of its mixture, of any class with check_there, and where it is written."""
+    corpus, node = built.hparams.get("corpus"), built.nodes.get("corpus")
     if node is None or not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
         return
-    _check_longest(built, findings)
-    _check_source(corpus, node, findings, starting)
-    there = not any(finding.code == "no-corpus" for finding in findings)
-    if task is not None and there and isinstance(corpus, Corpus):
-        try:
-            corpus.check_declared(task.needs_text(), task.columns)
-        except SbkitError as error:
-            at = "columns" if "columns" in node.value else "source"
-            findings.error("columns", node.place_of(at), node.key_of(at), error.message, error.hint or "")
+    if isinstance(corpus, Mixture):
+        parts = node.value["parts"].value
+        yield from ((part, parts[name]) for name, part in corpus.parts.items() if isinstance(parts[name].value, dict))
+    else:
+        yield corpus, node
 
 
 def _check_source(corpus: Any,  # of any class with check_there
@@ -252,19 +262,32 @@ def _check_source(corpus: Any,  # of any class with check_there
                              "a run here couldn't start; " + (error.hint or ""))
 
 
-def _check_longest(built: Built, findings: Findings) -> None:
+def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with check_there
+                   findings: Findings) -> None:
     """Warn of a limit for the duration of utterances that is larger than a batch."""
-    longest = getattr(built.hparams["corpus"], "max_duration", None)
+    longest = getattr(corpus, "max_duration", None)
     most = getattr(built.hparams.get("batching"), "max_batch_seconds", None)
     if longest is None or most is None:
         return
     planned = float(planned_seconds(built.hparams.get("augment"), longest))
     if planned > most * (1 + 1e-6):
-        node = built.nodes["corpus"]
         slowed = f", {planned:g} s when they are slowed down" if planned > longest else ""
         findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
                          f"utterances of {longest:g} s are kept{slowed}, but a batch holds {most:g} s: training "
                          "would end at one that doesn't fit", "lower it, or raise max_batch_seconds")
+
+
+def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:
+    """What each part of a mixture is in training; None of one that no earlier run has prepared."""
+    audio = _audio(traced, device) if traced.complete and isinstance(traced.keys.corpus, Mixture) else None
+    if audio is None:
+        return None
+    rows = traced.keys.corpus.rows(traced.keys.corpus.manifest("train"))
+    for row in rows:
+        row.append(round(row[-1] * audio.passes * audio.epochs, 1))
+    columns = [*mixture.COLUMNS, "in the whole run"]
+    return Section("mixture", columns, rows, values={row[0]: dict(zip(columns[1:], row[1:], strict=True))
+                                                     for row in rows})
 
 
 def _leaks(built: Built) -> Section | None:

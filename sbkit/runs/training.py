@@ -73,7 +73,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         EvalLoader(manifests[split], encoder, max_batch_seconds=batching.max_batch_seconds, augment=augment, **reading)
         for split, augment in (("dev", keys.valid_augment), ("test", keys.test_augment))
     )
-    brain.heard_parts.loader = train_set
+    brain.mixture_parts.loader = train_set
     brain.open_run(train.texts, steps)
     if request.run_opts.test_only and not brain.checkpointer.list_checkpoints():
         raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",

@@ -21,7 +21,6 @@ from speechbrain.core import Stage
 from sbkit.data.batch import Batch
 from sbkit.data.columns import BatchColumns, Declared
 from sbkit.data.manifest import Manifest
-from sbkit.data.mixture import Mixture
 from sbkit.data.reader import SupportsEncode
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
@@ -37,7 +36,7 @@ from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
 from sbkit.system import renamed
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.mixture_parts import HeardParts, add_parts, validation_stats
+from sbkit.tasks.mixture_parts import MixtureParts
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
@@ -89,9 +88,7 @@ class Task(Brain):
         self.learning_rate: float | None = None
         """The current step's learning rate as the schedule set it; None without a schedule."""
         self._unreadable: dict[str, str] = {}
-        self.heard_parts = HeardParts()
-        if isinstance(self.keys.corpus, Mixture) and self.checkpointer is not None:
-            self.checkpointer.add_recoverable("parts", self.heard_parts, optional_load=True)
+        self.mixture_parts = MixtureParts(vars(self.keys).get("corpus"), self.checkpointer)
         for clash in self.keys.clashes():
             raise SbkitError(clash.message, hint=clash.hint)
         if self.averages_weights and self.keys.average_checkpoints > 1:
@@ -296,7 +293,7 @@ class Task(Brain):
         found = self.results(rows, loss, unread)
         found.estimate = self.estimate(rows)
         if self.metric.name != "loss":
-            add_parts(found, self.keys.corpus, rows, lambda some: self.tested_results(some, loss, {}))
+            self.mixture_parts.add_results(found, rows, lambda some: self.tested_results(some, loss, {}))
         return found
 
     def validated(self, rows: Sequence[Any], stats: Mapping[str, float]) -> None:
@@ -309,7 +306,7 @@ class Task(Brain):
     def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
         """Compute and log results, call ``on_stage_end``, and save a checkpoint after a validation."""
         if stage == Stage.TRAIN:
-            self.train_stats = {"loss": loss, **self.heard_parts.close_epoch(epoch, self.metrics_log)}
+            self.train_stats = {"loss": loss, **self.mixture_parts.close_epoch(epoch, self.metrics_log)}
             super().close_stage(stage, loss, epoch)
             return
         rows, unread = self.all_rows(), dict(self.gather(self._unreadable.items()))
@@ -318,7 +315,7 @@ class Task(Brain):
             super().close_stage(stage, loss, epoch)
             self._end_test({**self.tested.stats, **({"unread": len(unread)} if unread else {})})
             return
-        stats = {"loss": loss, **validation_stats(self.keys.corpus, self.metric, rows, self.stats)}
+        stats = {"loss": loss, **self.mixture_parts.validation_stats(self.metric, rows, self.stats)}
         if unread:  # rates leave them out, so they are always shown together
             stats["unread"] = len(unread)
             logger.warning("%s", describe_unread("valid", unread, len(rows)))

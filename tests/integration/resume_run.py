@@ -178,7 +178,10 @@ def main(folder, place=None):
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     folder = Path(folder)
     manifest = corpus(folder.parent)
-    plan = Plan(manifest.durations, Batching(max_batch_seconds=2.0, step_seconds=4.0, seed=3))
+    if os.environ.get("MIXTURE"):  # a quarter of it has half of each step
+        part = ["large" if row % 4 else "small" for row in range(UTTERANCES)]
+        manifest = manifest.replace(meta={"corpus": part}, shares={"large": 1.0, "small": 1.0})
+    plan = Plan.of(manifest, Batching(max_batch_seconds=2.0, step_seconds=4.0, seed=3), None, EPOCHS)
     net, normalize, counter = Net(), InputNormalization(), EpochCounter(EPOCHS)
     noam, log, ema = NoamScheduler(0.05, 4), TrainLog(folder / "train_log.txt"), EMA(net, 0.9)
     checkpointer = stock.Checkpointer(folder / "save", {

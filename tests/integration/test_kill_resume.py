@@ -164,6 +164,22 @@ def test_two_processes_one_of_them_killed(runs, two_never_stopped):
 
 
 @pytest.mark.slow
+def test_a_mixture_goes_on_on_any_number_of_processes(runs):
+    """What was heard of each part before a stop is heard no second time; two processes take the steps of one."""
+    code, expected, log = train(runs / "mixture", processes=2, MIXTURE="1")
+    assert code == 0, log
+    assert train(runs / "mixture-killed", "train:2:4:1", processes=2, MIXTURE="1")[0] not in (0, None)
+    code, result, log = train(runs / "mixture-killed", processes=2, MIXTURE="1")
+    assert code == 0, log
+    assert differences(result, expected) == []
+    assert train(runs / "mixture-alone", "train:2:4:1", processes=2, MIXTURE="1")[0] not in (0, None)
+    assert train(runs / "mixture-alone", MIXTURE="1")[0] == 0
+    assert seen(runs / "mixture-alone") == seen(runs / "mixture-killed") == seen(runs / "mixture")
+    heard = [int(name) for rows in seen(runs / "mixture").values() for name in rows]
+    assert 0.4 < sum(not name % 4 for name in heard) / len(heard) < 0.6
+
+
+@pytest.mark.slow
 def test_torchruns_restarts_end_as_the_run_never_stopped(runs, two_never_stopped):
     """It keeps the store, in which the addresses of the ranks before each restart are."""
     folder = runs / "restarted"

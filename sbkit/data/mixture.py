@@ -1,0 +1,323 @@
+"""Several corpora as one: each prepared by its own rules, drawn by weights or a temperature, and scored apart."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+import sbkit
+from sbkit.data import leaks
+from sbkit.data.columns import Declared, LabelColumn
+from sbkit.data.corpus import Corpus
+from sbkit.data.lock import locked
+from sbkit.data.manifest import Column, Manifest, join
+from sbkit.data.options import check_number
+from sbkit.data.prepare import IN_OTHER_SPLIT, SplitReport, recording_keys
+from sbkit.data.remote import Remote
+from sbkit.data.splits import SPLITS
+from sbkit.data.text import TextRules
+from sbkit.errors import SbkitError
+from sbkit.system import disk
+from sbkit.system.console import table
+
+logger = logging.getLogger(__name__)
+
+MEAN = "mean"
+#: What a language's code looks like: two or three letters, and perhaps a script or a region.
+_CODE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*")
+_NAME = re.compile(r"[\w.-]+")
+#: Between a part's name and a row's own id.
+_OF = ":"
+COLUMNS = ["part", "language", "utterances", "hours", "% of steps", "times heard in a pass"]
+
+
+class Mixture(Corpus):
+    """Several corpora of which each step has its share; wherever a ``Corpus`` can be used.
+
+    corpus: !new:sbkit.data.mixture.Mixture
+        folder: !ref <output_folder>/manifests
+        weights: {read: 1, calls: 3}
+        parts:
+            read: !new:sbkit.data.corpus.Corpus {source: /data/cv/cs, language: cs}
+            calls: !new:sbkit.data.corpus.Corpus {source: /data/calls, language: cs, only: [train]}
+
+    Each part is prepared in a folder below the mixture's, unless it names another. Manifests have the columns
+    ``corpus``, a part's name, and ``language``, which also are in batches; ids and speakers begin with the name. A
+    recording of one part's dev or test is left out of all training.
+
+    Arguments
+    ---------
+    parts : a ``Corpus`` each, by name; one may have a split that others lack
+    folder : where the joint manifests and ``prepare_report.json`` are written
+    weights : the share of the training audio that each part has in every step, ``{read: 1, calls: 3}``; 0: it is only
+        scored
+    temperature : a part's share is proportional to its hours to the power of 1 / temperature: with 1 as it is, and the
+        larger, the more alike; in place of weights
+    best_by : the part whose validation the best checkpoint goes by; ``mean``: the mean over all parts
+    """
+
+    def __init__(self, parts: Mapping[str, Corpus], folder: str | Path = "manifests", *,
+                 weights: Mapping[str, float] | None = None, temperature: float | None = None, best_by: str = MEAN):
+        if not isinstance(parts, Mapping) or not parts or not all(isinstance(each, Corpus) for each in parts.values()):
+            raise SbkitError("mixture: parts names no corpora", hint="write a Corpus for each: {read: !new:sbkit.data."
+                                                                      "corpus.Corpus {source: ...}, ...}")
+        if wrong := [name for name in parts if not _NAME.fullmatch(str(name))]:
+            raise SbkitError(f"mixture: parts: {wrong[0]!r} can't be a part's name",
+                             hint="use letters, digits, - and _")
+        if best_by not in (MEAN, *parts):
+            raise SbkitError(f"mixture: best_by is {best_by!r}", hint=f"it is {MEAN} or one of {', '.join(parts)}")
+        languages = {part.language for part in parts.values()}
+        rules = [part.text for part in parts.values()]
+        alike = all(each.options() == rules[0].options() for each in rules)
+        super().__init__(None, languages.pop() if len(languages) == 1 else None, folder,
+                         text=rules[0] if alike else TextRules())
+        limits = [part.max_duration for part in parts.values()]
+        self.max_duration = None if None in limits else max(limit for limit in limits if limit is not None)
+        self.parts = {str(name): self._placed(str(name), part) for name, part in parts.items()}
+        self.weights = None if weights is None else _weights(weights, self.parts)
+        self.temperature, self.best_by = temperature, best_by
+        check_number("mixture: temperature", temperature, above=0, optional=True)
+        if weights is not None and temperature is not None:
+            raise SbkitError("mixture: weights and temperature both say how much each part is heard",
+                             hint="leave one of them out")
+        _check_rules(self.parts)
+
+    def _placed(self, name: str, part: Corpus) -> Corpus:
+        return part.in_folder(self.folder / name) if part.folder == Path("manifests") else copy.copy(part)
+
+    def __repr__(self) -> str:
+        return f"Mixture({', '.join(self.parts)}, folder={str(self.folder)!r})"
+
+    @property
+    def tags(self) -> Declared:
+        """The columns that batches have in addition to those that the task declares."""
+        return {"corpus": LabelColumn(), "language": LabelColumn()}
+
+    @property
+    def remote(self) -> Remote:
+        """Which URLs may be opened: those that any part allows."""
+        allowed = [part.remote for part in self.parts.values()]
+        return Remote(tuple(dict.fromkeys(scheme for each in allowed for scheme in each.schemes)),
+                      max(each.megabytes for each in allowed), max(each.seconds for each in allowed))
+
+    @staticmethod
+    def part_of(id_: str) -> str:
+        """The name of the part that an utterance is of, from its id."""
+        return id_.partition(_OF)[0]
+
+    def shares(self, hours: Mapping[str, float]) -> dict[str, float]:
+        """The share of each part with training audio in every step, which together are 1."""
+        power = 1 / (self.temperature or 1)
+        given = self.weights or {name: some ** power for name, some in hours.items()}
+        total = sum(given.get(name, 0) for name in hours)
+        if not total:
+            raise SbkitError("mixture: weights: no part with training audio has a weight",
+                             hint=f"there is some of {', '.join(hours)}")
+        return {name: given.get(name, 0) / total for name in hours}
+
+    # ---------------------------------------------------------------- prepare
+
+    def prepare(self, show_progress: bool = True, needed: Sequence[str] = (), needs_text: bool = True,
+                columns: Declared | None = None) -> dict[str, Manifest]:
+        """Prepare all parts, join their manifests, and return these by split; see :meth:`Corpus.prepare`."""
+        declared = columns or {}
+        found = {}
+        for name, part in self.parts.items():
+            try:
+                found[name] = part.prepare(show_progress, (), needs_text, declared)
+            except SbkitError as error:
+                raise SbkitError(f"part {name} of the mixture: {error.message}", hint=error.hint) from error
+        self._check_splits(found, needed)
+        with locked(self.folder / ".lock"):
+            fingerprint = self._fingerprint_of_parts()
+            if not self._is_ready(fingerprint):
+                try:
+                    with disk.disk_errors_as_user_error(self.folder):
+                        self._join(found, declared, fingerprint)
+                except OSError as error:  # a folder that may not be written
+                    raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
+        return self.load()
+
+    def _check_splits(self, found: Mapping[str, Mapping[str, Manifest]], needed: Sequence[str]) -> None:
+        for split in needed:
+            if not any(split in each for each in found.values()):
+                raise SbkitError(f"no part of the mixture has a {split} split",
+                                 hint="a corpus's splits names them, e.g. {train: NAME}")
+        silent = [name for name, weight in (self.weights or {}).items() if weight and "train" not in found[name]]
+        if silent:
+            raise SbkitError(f"part {silent[0]} of the mixture has a weight and no training rows",
+                             hint="give it a train split, or weight it by 0")
+        if self.best_by in found and "dev" not in found[self.best_by] and "dev" in needed:
+            raise SbkitError(f"best_by: part {self.best_by} of the mixture has no dev split", hint="name another, or "
+                                                                                                   f"{MEAN}")
+
+    def _fingerprint_of_parts(self) -> str:
+        facts = [[name, part.language, {split: entry["sha256"] for split, entry in part.prepared["splits"].items()}]
+                 for name, part in self.parts.items()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def _is_ready(self, fingerprint: str) -> bool:
+        try:
+            report = json.loads(self.report_path.read_text(encoding="utf-8"))
+            return bool(report["fingerprint"] == fingerprint and all(
+                disk.sha256(self.manifest_path(split)) == entry["sha256"] for split, entry in report["splits"].items()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def _join(self, found: Mapping[str, Mapping[str, Manifest]], declared: Declared, fingerprint: str) -> None:
+        started = time.monotonic()
+        splits = {split: {name: each[split] for name, each in found.items() if split in each} for split in SPLITS}
+        own = {name for name, column in declared.items() if getattr(column, "or_recording", False)}
+        joint = {split: self._joined(parts, own) for split, parts in splits.items() if parts}
+        reports = {split: self._report_of(split, manifest) for split, manifest in joint.items()}
+        if "train" in joint:
+            joint["train"] = _without(joint, reports["train"])
+        report = {
+            "format": 1, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
+            "source": {"kind": "mixture", "where": ", ".join(self.parts),
+                       "splits": {split: list(parts) for split, parts in splits.items() if parts}},
+            "options": {name: part.prepared["options"] for name, part in self.parts.items()},
+            "seconds": round(time.monotonic() - started, 1), "splits": {}, "leaks": leaks.shared(joint)}
+        self._write(joint, reports, report)
+
+    def _joined(self, parts: Mapping[str, Manifest], own: set[str]) -> Manifest:
+        """The rows of all parts, one after the other; ``own``: columns that are a row's recording if there are none."""
+        names = dict.fromkeys(name for each in parts.values() for name in each.meta)
+
+        def column(name: str, each: Manifest) -> pa.Array:
+            blank = each.wavs if name in own else Column(pa.repeat("", len(each)))
+            return each.meta.get(name, blank).arrow
+
+        def speakers(part: str, each: Manifest) -> pa.Array:
+            named = join(f"{part}{_OF}", each.speakers.arrow)
+            return pc.if_else(pc.equal(each.speakers.arrow, ""), each.speakers.arrow, named)
+
+        tags = {"corpus": [Column(pa.repeat(part, len(each))).arrow for part, each in parts.items()],
+                "language": [Column(pa.repeat(language, len(each))).arrow if (language := self.parts[part].language)
+                             else column("language", each) for part, each in parts.items()]}
+        several = parts.values()
+        return Manifest(
+            ids=pa.concat_arrays([join(f"{part}{_OF}", each.ids.arrow) for part, each in parts.items()]),
+            durations=np.concatenate([each.durations for each in several]),
+            wavs=pa.concat_arrays([each.wavs.arrow for each in several]),
+            texts=pa.concat_arrays([each.texts.arrow for each in several]),
+            speakers=pa.concat_arrays([speakers(part, each) for part, each in parts.items()]),
+            starts=np.concatenate([each.starts for each in several]), remote=self.remote,
+            meta={name: pa.concat_arrays(columns) for name, columns in {
+                **{name: [column(name, each) for each in several] for name in names}, **tags}.items()})
+
+    def _report_of(self, split: str, manifest: Manifest) -> SplitReport:
+        """The sum of the parts' reports on a split."""
+        reported = [part.prepared["splits"] for part in self.parts.values()]
+        entries = [each[split] for each in reported if split in each]
+        left_out: dict[str, dict[str, Any]] = {}
+        for entry in entries:
+            for reason, some in entry["left_out"].items():
+                there = left_out.setdefault(reason, {"count": 0, "hours": 0.0, "examples": []})
+                left_out[reason] = {name: value + some[name] for name, value in there.items()}
+        outside = sum((Counter(entry["outside_alphabet"]) for entry in entries), Counter[str]())
+        return SplitReport(split, "mixture", sum(entry["rows"] for entry in entries), len(manifest),
+                           round(manifest.hours, 3), left_out, dict(outside))
+
+    # ---------------------------------------------------------------- what is prepared
+
+    def manifest(self, split: str) -> Manifest:
+        """Read the joint manifest of a split; that of training has the parts' shares."""
+        found = super().manifest(split)
+        found.shares = self.shares(hours_of(found)) if split == "train" else {}
+        return found
+
+    def summary(self) -> str:
+        """The tables of all parts, and one of what each is in the mixture."""
+        parts = [f"{name}: {part.summary()}" for name, part in self.parts.items()]
+        return "\n".join([*parts, table(COLUMNS, self.rows(self.manifest("train")))])
+
+    def rows(self, train: Manifest) -> list[list[Any]]:
+        """What each part is in training, as ``COLUMNS`` say."""
+        hours, counts = hours_of(train), Counter(train.column("corpus"))
+        heard = sum(some for name, some in hours.items() if train.shares[name])
+        return [[name, self.parts[name].language or "", counts[name], round(some, 2),
+                 round(100 * train.shares[name], 1), round(train.shares[name] * heard / some, 2)]
+                for name, some in hours.items()]
+
+    def names(self) -> list[str]:
+        raise SbkitError("a mixture has no splits of its own", hint="name a corpus to score on (--on)")
+
+    def check_there(self) -> None:
+        """Refuse a part whose source doesn't exist."""
+        for part in self.parts.values():
+            part.check_there()
+
+    def check_declared(self, needs_text: bool, columns: Declared) -> None:
+        for part in self.parts.values():
+            part.check_declared(needs_text, columns)
+
+
+def hours_of(manifest: Manifest) -> dict[str, float]:
+    """The hours of each part in a mixture's manifest."""
+    groups = manifest.column("corpus").arrow.dictionary_encode()
+    seconds = np.bincount(groups.indices.to_numpy(zero_copy_only=False), weights=manifest.durations)
+    return dict(zip(groups.dictionary.to_pylist(), (seconds / 3600).tolist(), strict=True))
+
+
+def _without(joint: Mapping[str, Manifest], report: SplitReport) -> Manifest:
+    """The training rows without recordings that are in any part's dev or test, which the report counts."""
+    train = joint["train"]
+    taken = [recording_keys(each.wavs, each.starts) for split, each in joint.items() if split != "train"]
+    here = recording_keys(train.wavs, train.starts)
+    there = np.any([pc.is_in(here, keys).to_numpy(zero_copy_only=False) for keys in taken], axis=0) if taken else \
+        np.zeros(len(train), bool)
+    if there.any():
+        left = train.select(there)
+        logger.warning("%d training rows of the mixture are in the dev or test of another part, and are left out: %s",
+                       len(left), ", ".join(left.ids[:3]))
+        entry = report.left_out.setdefault(IN_OTHER_SPLIT, {"count": 0, "hours": 0.0, "examples": []})
+        entry.update(count=entry["count"] + len(left), hours=round(entry["hours"] + left.hours, 3),
+                     examples=[*entry["examples"], *left.ids[:3]])
+        train = train.select(~there)
+        report.kept, report.hours = len(train), round(train.hours, 3)
+    return train
+
+
+def _weights(given: Mapping[str, float], parts: Mapping[str, Corpus]) -> dict[str, float]:
+    if not isinstance(given, Mapping):
+        raise SbkitError(f"mixture: weights is {given!r}", hint=f"write a number for each part: "
+                                                               f"{{{', '.join(f'{name}: 1' for name in parts)}}}")
+    for name in given:
+        if name not in parts:
+            raise SbkitError(f"mixture: weights names {name!r}, which is no part", hint=f"parts are {', '.join(parts)}")
+        check_number(f"mixture: weights: {name}", given[name], minimum=0)
+    if missing := [name for name in parts if name not in given]:
+        raise SbkitError(f"mixture: weights says nothing of {missing[0]}", hint="weight it by 0 to only score it")
+    if not sum(given.values()):
+        raise SbkitError("mixture: weights are all 0, so nothing is heard", hint="give a part more")
+    return {str(name): float(weight) for name, weight in given.items()}
+
+
+def _check_rules(parts: Mapping[str, Corpus]) -> None:
+    """Refuse languages that are no codes, and parts that write the same words in two ways."""
+    first: dict[str | None, str] = {}
+    for name, part in parts.items():
+        if part.language is not None and not _CODE.fullmatch(part.language):
+            raise SbkitError(f"mixture: parts: {name}: the text rules know no language {part.language!r}",
+                             hint="write its code, such as en or zh-CN")
+        for other, options in ((first.setdefault(part.language, name), None), (next(iter(parts)), ("unicode", "case"))):
+            one, two = parts[other].text.options(), part.text.options()
+            for option in options or one:
+                if option != "alphabet" and one[option] != two[option]:
+                    raise SbkitError(
+                        f"mixture: parts: {other} and {name} are written by other rules: text.{option} is "
+                        f"{one[option]!r} and {two[option]!r}, so that one tokenizer learns both",
+                        hint="give both the same")

@@ -1,0 +1,93 @@
+"""What a run knows of a mixture's parts: how much it heard of each, and each one's scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+
+from sbkit.data.loader import TrainLoader
+from sbkit.data.mixture import MEAN, Mixture, hours_of
+from sbkit.score.metric import Metric
+from sbkit.score.results import Results
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.monitor.metrics import MetricsLog
+
+Stats = Mapping[str, float]
+
+
+@register_checkpoint_hooks
+class MixtureParts:
+    """Counts the hours that training hears of each part of a mixture, and scores the parts one by one.
+
+    Hours are kept epoch by epoch, in checkpoints, also of parts that a resumed run no longer has. Of a corpus that is
+    no mixture, nothing is counted or scored.
+    """
+
+    def __init__(self, corpus: object, checkpointer: Checkpointer | None = None):
+        self._mixture = corpus if isinstance(corpus, Mixture) else None
+        self.loader: TrainLoader | None = None
+        """What training goes through, once it begins."""
+        self._hours: dict[str, dict[str, float]] = {}  # by epoch, which JSON makes a text
+        if self._mixture is not None and checkpointer is not None:
+            checkpointer.add_recoverable("parts", self, optional_load=True)
+
+    def close_epoch(self, epoch: int | None, log: MetricsLog | None) -> dict[str, float]:
+        """Count and log an epoch; returns the hours heard of each part so far, and how often they were gone through."""
+        if self._mixture is None or self.loader is None or epoch is None:
+            return {}
+        train = self.loader.reader.manifest
+        found: dict[str, float] = {}
+        self._hours[str(epoch)] = hours_of(train.select(self.loader.epoch_plan(epoch).members))
+        for name, size in hours_of(train).items():
+            heard = sum(hours.get(name, 0.0) for hours in self._hours.values())
+            found |= {f"hours {name}": heard, f"epochs {name}": heard / size}
+        if log is not None:
+            log.write("epoch", epoch=epoch, **found)
+        return found
+
+    def rows(self, rows: Sequence[Any]) -> dict[str, list[Any]]:
+        """The rows of each part; none if all are of one, or some of another corpus."""
+        if self._mixture is None:
+            return {}
+        found: dict[str, list[Any]] = {}
+        for row in rows:
+            found.setdefault(self._mixture.part_of(row.id), []).append(row)
+        return found if len(found) > 1 and found.keys() <= self._mixture.parts.keys() else {}
+
+    def validation_stats(self, metric: Metric, rows: Sequence[Any],
+                         stats: Callable[[Sequence[Any]], Stats]) -> dict[str, float]:
+        """What ``stats`` gives of all rows, and of each part's; the metric is that of ``best_by``."""
+        found, parts = dict(stats(rows)), {name: stats(some) for name, some in self.rows(rows).items()}
+        for part, values in parts.items():
+            found |= _named(values, part)
+        best_by = MEAN if self._mixture is None else self._mixture.best_by
+        each = [values[metric.name] for part, values in parts.items()
+                if metric.name in values and best_by in (MEAN, part)]
+        if each:
+            found[metric.name] = sum(each) / len(each)
+        return found
+
+    def add_results(self, found: Results, rows: Sequence[Any], results: Callable[[Sequence[Any]], Results]) -> None:
+        """Add to a test's results what ``results`` gives of each part's rows."""
+        found.parts = {part: results(some) for part, some in self.rows(rows).items()}
+        for part, each in found.parts.items():
+            found.stats |= _named(each.stats, part)
+
+    @mark_as_saver
+    def _save(self, path: str | PathLike[str]) -> None:
+        Path(path).write_text(json.dumps(self._hours), encoding="utf-8")
+
+    @mark_as_loader
+    def _load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
+        del end_of_epoch
+        self._hours = json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def _named(stats: Stats, part: str) -> dict[str, float]:
+    """A part's statistics by names of their own; without the loss, which is that of all rows."""
+    return {f"{name} {part}": value for name, value in stats.items() if name != "loss"}
