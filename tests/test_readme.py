@@ -106,6 +106,17 @@ def test_the_worked_example_builds(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_mixture_on_the_page_about_data_builds(tmp_path):
+    blocks = re.findall(r"(?:^ {4}.*\n)+", prose("docs/data.md"), re.M)
+    [block] = [block for block in blocks if "mixture.Mixture" in block]
+    recipe = tmp_path / "mixture.yaml"
+    recipe.write_text(re.sub("^ {4}", "", block, flags=re.M).replace("hparams/", f"{ROOT}/hparams/"))
+    report = check(recipe, {"output_folder": str(tmp_path / "run")})
+    assert [str(error) for error in report.errors] == []
+    assert [each.code for each in report.warnings] == ["no-corpus"] * 2, "both parts are on another machine"
+
+
+@pytest.mark.slow
 def test_the_recipe_whose_encoder_has_weights_builds(tmp_path):
     """As the page about models shows it, resting on this checkout's flagship."""
     [block] = [block for block in re.findall(r"(?:^ {4}.*\n)+", prose("docs/models.md"), re.M) if "Pretrainer" in block]

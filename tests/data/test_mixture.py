@@ -213,7 +213,7 @@ def test_mistakes_are_named(options, told):
 
 def test_a_part_that_can_not_be_prepared_is_named(two, tmp_path):
     gone = {**two, "gone": Corpus(str(tmp_path / "gone"))}
-    with pytest.raises(SbkitError, match="part gone of the mixture: .*no such file or folder"):
+    with pytest.raises(SbkitError, match=r"part gone of the mixture: .*no such file or folder"):
         Mixture(gone, tmp_path / "m").prepare(False)
     with pytest.raises(SbkitError, match="no such file or folder"):
         Mixture(gone, tmp_path / "m").check_there()
