@@ -123,10 +123,12 @@ class Tokenizer:
         self.vocab_size = len(pieces) + special
         return self.vocab_size
 
-    def prepare(self, texts: Iterable[str]) -> Tokenizer:
+    def prepare(self, texts: Iterable[str], grows: bool = False) -> Tokenizer:
         """Train on ``texts``, unless the model on disk was made from the same text and options; then load it.
 
         In a run over several processes, one of them prepares and the others call :meth:`load` afterwards.
+
+        grows : whether a model that checkpoints depend on is kept when the text has changed, if it can write all of it
         """
         if self.model is not None:
             return self.load()
@@ -137,6 +139,9 @@ class Tokenizer:
             if known == fingerprint:
                 logger.info("tokenizer %s: made from this text already", self.path)
                 return self.load()
+            if grows and known is not None and self._checkpoint() and not self.load().coverage(texts):
+                logger.info("tokenizer %s: it was made from other text, and stays: it can write this too", self.path)
+                return self
             self._refuse_to_replace(known)
         self._train(texts, fingerprint)
         return self.load()
@@ -194,17 +199,20 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def _checkpoint(self) -> Path | None:
+        return next(self.folder.glob("CKPT+*"), None)
+
     def _refuse_to_replace(self, known: str | None) -> None:
         """Refuse to replace a model that wasn't trained here, or that checkpoints in its folder depend on."""
         if known is None and not self.path.with_suffix(".json").exists():
             raise SbkitError(
                 f"{self.path} exists already, and nothing records what it was made from",
                 hint="remove it to train a new one, or give it as the tokenizer's `model` to use it as it is")
-        checkpoints = next(self.folder.glob("CKPT+*"), None)
-        if checkpoints is not None:
+        checkpoint = self._checkpoint()
+        if checkpoint is not None:
             raise SbkitError(
                 f"{self.path} was made from other text or other options, and checkpoints such as "
-                f"{checkpoints.name} were trained with it",
+                f"{checkpoint.name} were trained with it",
                 hint="start in a new output_folder, or set text and options back")
         logger.warning("tokenizer %s: its text or options changed, training it again", self.path)
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from sbkit.data.manifest import Manifest
+from sbkit.data.mixture import Mixture
 from sbkit.data.reader import SupportsEncode
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
@@ -98,7 +99,7 @@ class ASR(Task):
                 print(f"output_neurons: {size}, the number of characters in this corpus (the recipe has {declared})",
                       file=sys.stderr)
                 follows["output_neurons"] = size
-        tokenizer.prepare(manifests["train"].texts)
+        tokenizer.prepare(manifests["train"].texts, grows=isinstance(keys.corpus, Mixture))
         for split, manifest in manifests.items():
             uncovered = tokenizer.coverage(manifest.texts)
             if uncovered:

@@ -103,6 +103,16 @@ def test_a_tokenizer_that_checkpoints_depend_on_is_never_replaced(tmp_path):
         Tokenizer(tmp_path, 30).prepare([*TEXTS, "foxes run"])
 
 
+def test_a_tokenizer_stays_when_text_is_added_that_it_can_write(tmp_path, caplog):
+    before = Tokenizer(tmp_path, 30).prepare(TEXTS).path.read_bytes()
+    (tmp_path / "CKPT+2026-01-01+00-00-00+00").mkdir()
+    with caplog.at_level(logging.INFO):
+        grown = Tokenizer(tmp_path, 30).prepare([*TEXTS, TEXTS[0] * 2], grows=True)
+    assert grown.path.read_bytes() == before and "it was made from other text, and stays" in caplog.text
+    with pytest.raises(SbkitError, match="checkpoints such as CKPT"):
+        Tokenizer(tmp_path, 30).prepare([*TEXTS, "šest"], grows=True)
+
+
 def test_somebody_elses_model_is_neither_reused_nor_replaced_unasked(tmp_path):
     theirs = Tokenizer(tmp_path / "other", 30).prepare(TEXTS).path
     ours = Tokenizer(tmp_path / "mine", 30)
