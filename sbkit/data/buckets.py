@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sbkit.data.part_draws import PartDraws, Parts
-
-if TYPE_CHECKING:
-    from sbkit.data.plan import Batching
 
 #: The cost of a step besides its audio, as a share of a full step. It balances padding, which more buckets reduce,
 #: against incomplete steps, of which each bucket adds half a one on average.
@@ -33,22 +29,25 @@ class Buckets:
     Arguments
     ---------
     durations: ``[N]``, seconds.
-    batching: see ``sbkit.data.plan``.
+    step_seconds: what a step holds, padding included.
+    buckets: how many there are; ``None``: the number of least cost.
+    least: how many utterances a step has at least.
     parts: of a mixture, which are drawn in proportion; otherwise a pass has each utterance once.
+    seed: seed of the order in a part.
     """
 
     left_out = 0
 
-    def __init__(self, durations: np.ndarray, batching: Batching, parts: Parts | None = None):
-        seconds, least = batching.update_seconds, batching.min_batch_utterances
-        self.edges = bucket_edges(durations, seconds, batching.buckets, least)
+    def __init__(self, durations: np.ndarray, step_seconds: float, buckets: int | None = None, least: int = 1,
+                 parts: Parts | None = None, seed: int = 0):
+        self.edges = bucket_edges(durations, step_seconds, buckets, least)
         # The bucket of each utterance; small integers sort in linear time.
         self._bucket = np.searchsorted(self.edges, durations, side="left").astype(np.uint16)
-        self.parts = None if parts is None else PartDraws(parts, durations, self._bucket, least, batching.seed)
+        self.parts = None if parts is None else PartDraws(parts, durations, self._bucket, least, seed)
         sizes = np.bincount(self._bucket, minlength=len(self.edges)) if self.parts is None else self.parts.sizes
         lengths = [np.zeros(0, np.int64)]
         for size, longest in zip(sizes.tolist(), self.edges.tolist(), strict=True):
-            fits = max(least, int(seconds / longest + 1e-6))
+            fits = max(least, int(step_seconds / longest + 1e-6))
             steps = min(-(-size // fits), size // least)
             # Evenly, so that the last step isn't nearly empty.
             lengths.append(np.diff(np.arange(steps + 1) * size // steps) if steps else lengths[0])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 
 from sbkit.errors import SbkitError
-
-if TYPE_CHECKING:
-    from sbkit.data.plan import Batching
 
 
 class LabelGroups:
@@ -22,17 +19,18 @@ class LabelGroups:
     ---------
     labels: ``[N]``, a number of each utterance's label, from 0 on.
     durations: ``[N]``, seconds.
-    batching: its ``clips_per`` has the name of the column of labels, and the number of clips.
+    clips_per: the name of the column of labels, and the number of clips.
+    step_seconds: what a step holds, padding included.
+    least: how many utterances a step has at least.
 
-    >>> from sbkit.data.plan import Batching
-    >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), Batching(4, clips_per={"speaker": 2}))
+    >>> groups = LabelGroups(np.array([0, 0, 1, 1, 2, 2]), np.ones(6), {"speaker": 2}, step_seconds=4)
     >>> groups.labels_per_step, groups.lengths.tolist(), groups.draw(np.random.default_rng(0), 1)[0].shape
     (2, [4], (4,))
     """
 
-    def __init__(self, labels: np.ndarray, durations: np.ndarray, batching: Batching):
-        (name, self.clips), = (batching.clips_per or {}).items()
-        step_seconds = batching.update_seconds
+    def __init__(self, labels: np.ndarray, durations: np.ndarray, clips_per: Mapping[str, int], step_seconds: float,
+                 least: int = 1):
+        (name, self.clips), = clips_per.items()
         self.labels, self.sizes = labels, np.bincount(labels)
         possible = self.sizes // self.clips
         enough = possible > 0
@@ -63,9 +61,9 @@ class LabelGroups:
                 high = middle - 1
         self.steps = low
         self.edges, self.lengths = np.array([self.longest]), np.full(low, fits * self.clips)
-        if fits * self.clips < batching.min_batch_utterances:
+        if fits * self.clips < least:
             raise SbkitError(f"clips_per gives a step {fits * self.clips} utterances, and min_batch_utterances is "
-                             f"{batching.min_batch_utterances}", hint="raise step_seconds, or lower it")
+                             f"{least}", hint="raise step_seconds, or lower it")
         self._taken = self.clips * np.minimum(possible, low)
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:

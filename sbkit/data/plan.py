@@ -165,8 +165,10 @@ class Plan:
             most = np.float32(batching.max_batch_seconds / batching.together)
             self.durations = np.maximum(self.durations, np.minimum(rounded, most))
         # Of durations that aren't rounded: how many labels a step has doesn't depend on the device.
-        self.drawing: LabelGroups | Buckets = Buckets(self.durations, batching, parts) if labels is None else \
-            LabelGroups(labels, np.asarray(durations, np.float32), batching)
+        seconds, least = batching.update_seconds, batching.min_batch_utterances
+        self.drawing: LabelGroups | Buckets = Buckets(
+            self.durations, seconds, batching.buckets, least, parts, batching.seed) if labels is None else LabelGroups(
+                labels, np.asarray(durations, np.float32), batching.clips_per or {}, seconds, least)
         self.edges, lengths = self.drawing.edges, self.drawing.lengths
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
