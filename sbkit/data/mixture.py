@@ -252,8 +252,9 @@ class Mixture(Corpus):
                  round(100 * train.shares[name], 1), round(train.shares[name] * heard / some, 2)]
                 for name, some in hours.items()]
 
-    def names(self) -> list[str]:
-        raise SbkitError("a mixture has no splits of its own", hint="name a corpus to score on (--on)")
+    def only_split(self, name: str, folder: str | Path) -> Corpus:
+        raise SbkitError(f"a mixture has no split {name}", hint="name a corpus that has it (--on), or one of "
+                                                                f"{', '.join(SPLITS)}")
 
     def check_there(self) -> None:
         """Refuse a part whose source doesn't exist."""

@@ -211,6 +211,11 @@ def test_mistakes_are_named(options, told):
         Mixture(**{"parts": parts, **options})
 
 
+def test_a_split_that_is_none_of_a_mixture_is_refused(two, tmp_path):
+    with pytest.raises(SbkitError, match="a mixture has no split other; name a corpus that has it"):
+        Mixture(two, tmp_path / "m").only_split("other", tmp_path / "o")
+
+
 def test_a_part_that_can_not_be_prepared_is_named(two, tmp_path):
     gone = {**two, "gone": Corpus(str(tmp_path / "gone"))}
     with pytest.raises(SbkitError, match=r"part gone of the mixture: .*no such file or folder"):
