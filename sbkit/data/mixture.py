@@ -188,7 +188,8 @@ class Mixture(Corpus):
             "format": 1, "fingerprint": fingerprint, "sbkit": sbkit.__version__,
             "source": {"kind": "mixture", "where": ", ".join(self.parts),
                        "splits": {split: list(parts) for split, parts in splits.items() if parts}},
-            "options": {name: part.prepared["options"] for name, part in self.parts.items()},
+            "options": {**_shared([part.prepared["options"] for part in self.parts.values()]),
+                        "parts": {name: part.prepared["options"] for name, part in self.parts.items()}},
             "seconds": round(time.monotonic() - started, 1), "splits": {}, "leaks": leaks.shared(joint)}
         self._write(joint, reports, report)
 
@@ -271,6 +272,11 @@ def hours_of(manifest: Manifest) -> dict[str, float]:
     groups = manifest.column("corpus").arrow.dictionary_encode()
     seconds = np.bincount(groups.indices.to_numpy(zero_copy_only=False), weights=manifest.durations)
     return dict(zip(groups.dictionary.to_pylist(), (seconds / 3600).tolist(), strict=True))
+
+
+def _shared(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options that all parts have alike."""
+    return {name: value for name, value in options[0].items() if all(each.get(name) == value for each in options)}
 
 
 def _without(joint: Mapping[str, Manifest], report: SplitReport) -> Manifest:

@@ -69,6 +69,8 @@ def test_manifests_are_joined_and_say_which_part_each_row_is_of(two, tmp_path):
     assert mixture.rows(found["train"]) == [["read", "en", 6, 0.0, 25.0, 0.33], ["calls", "cs", 2, 0.0, 75.0, 3.0]]
     assert "times heard in a pass" in mixture.summary() and "read: " in mixture.summary()
     report = json.loads((tmp_path / "m" / "prepare_report.json").read_text())
+    assert report["options"]["max_duration"] is None and "language" not in report["options"]
+    assert report["options"]["parts"]["calls"]["language"] == "cs"
     assert report["splits"]["train"]["rows"] == 8 == report["splits"]["train"]["kept"]
     assert (tmp_path / "m" / "calls" / "train.csv").is_file(), "a part is prepared below the mixture"
     speakers = [name for each in report["leaks"] if each["what"] == "speakers" for name in each["examples"]]

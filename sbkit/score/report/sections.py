@@ -141,7 +141,18 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
     ]
     drawn = [each for each in drawn if each is not None]
     lead = "Dashed: the other run." if other is not None and (other.steps or other.epochs) else None
-    return section("curves", "Training", tag("div", drawn, class_="charts"), lead=lead) if drawn else None
+    return section("curves", "Training", tag("div", drawn, class_="charts"), _heard(run), lead=lead) if drawn else None
+
+
+def _heard(run: RunData) -> Markup | None:
+    """The hours of each part of a mixture that training heard, and how often it went through them."""
+    heard = {key.removeprefix("hours "): (hours, epoch[key.replace("hours", "epochs", 1)])
+             for epoch in run.epochs for key, hours in epoch.items() if key.startswith("hours ")}  # the last of each
+    rows = [tag("tr", tag("th", part, scope="row"), tag("td", f"{hours:.2f}"), tag("td", f"{times:.1f}"))
+            for part, (hours, times) in heard.items()]
+    head = tag("tr", *(tag("th", name) for name in ("part of the mixture", "hours heard", "times gone through")))
+    return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="plain"), class_="scroll") \
+        if rows else None
 
 
 def _numbers(run: RunData) -> list[str]:
