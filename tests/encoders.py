@@ -47,6 +47,8 @@ def make(folder, kind="wav2vec2-layer", head=None, normalizes=None, seed=0, **mo
         for name, value in made.named_parameters():  # norms and biases that change nothing would hide what they do
             if value.dim() == 1 or "gru_rel_pos_const" in name:
                 value.add_(0.2 * torch.randn_like(value))
+            elif "subsampl" in name:  # transformers' own are so small that the features would change nothing
+                torch.nn.init.kaiming_normal_(value)
         for name, value in made.named_buffers():
             if "running" in name:
                 value.add_(0.3 * torch.rand_like(value))

@@ -150,18 +150,19 @@ def spectrum(frames: Tensor, matrix: Tensor, bins: int) -> Tensor:
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply [B, T, N] by [N, M]; as a convolution in exported graphs, since quantization to 8 bits leaves those."""
-    if torch.compiler.is_exporting():
+    """Multiply [B, T, N] by [N, M]; as a convolution in exported graphs, since quantization to 8 bits leaves those, and
+    fp64, for which runtimes have none."""
+    if torch.compiler.is_exporting() and x.dtype != torch.float64:
         return functional.conv1d(x.transpose(1, 2), matrix.t()[..., None]).transpose(1, 2)
     return torch.matmul(x, matrix)
 
 
-def fourier(size: int, bins: int) -> Tensor:
+def fourier(size: int, bins: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Make the matrix [size, 2 (bins / 2 + 1)] that takes a frame to the real and imaginary parts of its spectrum."""
     # Integers modulo the period keep the angles exact.
     angles = torch.outer(torch.arange(size), torch.arange(bins // 2 + 1)) % bins
     angles = angles.double() * (2 * math.pi / bins)
-    return torch.cat([angles.cos(), -angles.sin()], dim=1).float()
+    return torch.cat([angles.cos(), -angles.sin()], dim=1).to(dtype)
 
 
 def _povey(size: int) -> Tensor:

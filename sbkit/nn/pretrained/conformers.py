@@ -28,14 +28,18 @@ class Conformer(Network):
     layers: nn.ModuleList
     window: Tensor
     fourier: Tensor
+    """The matrix in two parts, since an export makes all buffers fp32: in fp32, and what that leaves."""
     min_samples: int
     """The smallest number of samples that makes a state."""
+    spectral_dtype = torch.float32
+    """What the Fourier transform is computed in."""
 
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # as in Network
         super().__init__(settings, options, config)
         self.register_buffer("window", torch.hann_window(_SIZE, periodic=False, dtype=torch.float64).float(),
                              persistent=False)
-        self.register_buffer("fourier", fourier(_SIZE, _BINS), persistent=False)
+        exact = fourier(_SIZE, _BINS, torch.float64)
+        self.register_buffer("fourier", torch.stack([exact.float(), (exact - exact.float()).float()]), persistent=False)
         encoder = make("AutoModel", config)
         for name, part in encoder.named_children():
             self.add_module(name, part)
@@ -89,16 +93,21 @@ class Conformer(Network):
 
     def power(self, signals: Tensor) -> Tensor:
         """Waveforms [B, S] to the power spectra [B, T, N] of whole frames."""
-        return spectrum(framed(signals, _SIZE, _HOP) * self.window, self.fourier, _BINS)
+        frames = framed(signals, _SIZE, _HOP) * self.window
+        matrix = self.fourier.to(self.spectral_dtype).sum(0)
+        return spectrum(frames.to(self.spectral_dtype), matrix, _BINS).float()
 
 
 class Parakeet(Conformer):
     """NeMo's FastConformer, as in Parakeet's CTC models and transducers: a frame every 80 ms.
 
-    Features are normalised over an utterance's own frames, which removes its loudness.
+    Features are normalised over an utterance's own frames, which removes its loudness, and makes the rounding in bands
+    that hold next to nothing, as those above 4 kHz of a telephone, as loud as speech. So that all formats hear the same
+    there, levels are relative to their floor, and of spectra in fp64.
     """
 
     normalizes = True
+    spectral_dtype = torch.float64
     mel: Tensor
     subsampling: Any  # a class of transformers' that isn't public
     encode_positions: Any  # as well
@@ -131,7 +140,7 @@ class Parakeet(Conformer):
         count = self.feature_frames(samples)[:, None, None]
         most = signals.shape[1] // _HOP
         power = self.power(functional.pad(signals, (_SIZE // 2, _SIZE // 2)))[:, :most]
-        level = (product(power, self.mel) + self._FLOOR).log()
+        level = _log1p(product(power, self.mel) / self._FLOOR)
         inside = lengths_to_mask(count[:, 0, 0], most)[..., None]
         centred = level - level.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
         spread = (centred.masked_fill(~inside, 0.0).square().sum(1, keepdim=True) / (count - 1)).sqrt()
@@ -190,3 +199,9 @@ class Lasr(Conformer):
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         return self.out_norm(super().forward(signals, samples))
+
+
+def _log1p(values: Tensor) -> Tensor:
+    """Compute log(1 + values), exact for small values too; runtimes have none that is."""
+    whole = 1 + values
+    return torch.where(whole == 1, values, whole.log() * (values / (whole - 1)))

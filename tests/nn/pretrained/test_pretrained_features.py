@@ -57,3 +57,19 @@ def test_whisper(bands):
         torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-4)
     whole = layer(torch.nn.functional.pad(signals[:1], (0, 480_000 - signals.shape[1])))
     assert whole.shape[1] == 3000
+
+
+def test_parakeets_are_the_same_in_a_graph_where_bands_are_empty(tmp_path):
+    """As those above 4 kHz of a telephone; normalisation makes their rounding as loud as speech."""
+    network = Encoder(str(encoders.make(tmp_path, "parakeet"))).network.float()  # as an export does
+    signals, counts = torch.zeros(2, 16_000), torch.tensor([16_000, 12_000])
+    for row, samples in enumerate(counts):
+        at = torch.arange(int(samples)) / 16_000
+        signals[row, :samples] = 0.5 * torch.sin(2 * torch.pi * (300 + 200 * row) * at) * torch.hann_window(len(at))
+
+    class Features(torch.nn.Module):
+        forward = staticmethod(network.features)
+
+    found = torch.export.export(Features(), (signals, counts)).module()(signals, counts)
+    expected = network.features(signals, counts)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
