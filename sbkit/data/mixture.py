@@ -267,10 +267,13 @@ class Mixture(Corpus):
             part.check_declared(needs_text, columns)
 
 
-def hours_of(manifest: Manifest) -> dict[str, float]:
-    """The hours of each part in a mixture's manifest."""
+def hours_of(manifest: Manifest, rows: np.ndarray | None = None) -> dict[str, float]:
+    """The hours of each part in a mixture's manifest, or in some of its rows."""
     groups = manifest.column("corpus").arrow.dictionary_encode()
-    seconds = np.bincount(groups.indices.to_numpy(zero_copy_only=False), weights=manifest.durations)
+    numbers, durations = groups.indices.to_numpy(zero_copy_only=False), manifest.durations
+    if rows is not None:
+        numbers, durations = numbers[rows], durations[rows]
+    seconds = np.bincount(numbers, weights=durations, minlength=len(groups.dictionary))
     return dict(zip(groups.dictionary.to_pylist(), (seconds / 3600).tolist(), strict=True))
 
 

@@ -143,6 +143,11 @@ class Tokenizer:
                 logger.info("tokenizer %s: it was made from other text, and stays: it can write this too", self.path)
                 return self
             self._refuse_to_replace(known)
+        elif grows and (checkpoint := self._checkpoint()):
+            raise SbkitError(
+                f"{self.folder} has no tokenizer {self.path.name}, which the texts need now, and checkpoints such as "
+                f"{checkpoint.name} were trained with another", hint="leave out the part that has more characters, or "
+                "begin a run from this one in another output_folder: --init_from RUN")
         self._train(texts, fingerprint)
         return self.load()
 

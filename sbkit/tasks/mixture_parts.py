@@ -42,7 +42,7 @@ class MixtureParts:
             return {}
         train = self.loader.reader.manifest
         found: dict[str, float] = {}
-        self._hours[str(epoch)] = hours_of(train.select(self.loader.epoch_plan(epoch).members))
+        self._hours[str(epoch)] = hours_of(train, self.loader.epoch_plan(epoch).members)
         for name, size in hours_of(train).items():
             heard = sum(hours.get(name, 0.0) for hours in self._hours.values())
             found |= {f"hours {name}": heard, f"epochs {name}": heard / size}

@@ -111,6 +111,8 @@ def test_a_tokenizer_stays_when_text_is_added_that_it_can_write(tmp_path, caplog
     assert grown.path.read_bytes() == before and "it was made from other text, and stays" in caplog.text
     with pytest.raises(SbkitError, match="checkpoints such as CKPT"):
         Tokenizer(tmp_path, 30).prepare([*TEXTS, "šest"], grows=True)
+    with pytest.raises(SbkitError, match=r"has no tokenizer 31_unigram\.model, .* begin a run from this one"):
+        Tokenizer(tmp_path, 31).prepare([*TEXTS, "šest"], grows=True)
 
 
 def test_somebody_elses_model_is_neither_reused_nor_replaced_unasked(tmp_path):
