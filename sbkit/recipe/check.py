@@ -245,9 +245,11 @@ def _corpora(built: Built) -> Iterator[tuple[Any, Node]]:
 
 def _check_source(corpus: Any,  # of any class with check_there
                   node: Node, findings: Findings, starting: bool) -> None:
-    """Check that the source exists."""
+    """Check that the source, and a list of rows to leave out, exist."""
     # Of the demo corpus, only the language can be none that there is.
     argument = "source" if getattr(corpus, "source", None) is not None else "language"
+    if (listed := getattr(corpus, "exclude", None)) is not None and not listed.is_file():
+        argument = "exclude"
     if argument not in node.value:
         return
     given = node.value[argument].source or node.value[argument]

@@ -20,7 +20,7 @@ SILENCE, CUT, NOTHING_FITS, SPELLING, OTHER_WORDS = REASONS = (
 #: Log-likelihood of a label that has more tokens than its recording has frames.
 IMPOSSIBLE = -1e4
 #: Rows are named while at most this share of them is expected to be right.
-EXPECTED_RIGHT = 0.2
+EXPECTED_RIGHT = 0.1
 _LISTED = 0.5
 _HEARD = 0.4  # least share of the labels' words that models which can judge them hear
 _RARELY = 0.01  # share of the rows that nothing speaks against whose confidence is lower than what "nothing fits" means

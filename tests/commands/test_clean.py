@@ -53,6 +53,12 @@ def test_a_run_that_fails_is_named_and_nothing_is_listed(words, tmp_path, capsys
     assert not (tmp_path / "out" / "clean" / "suspects.csv").exists()
 
 
+def test_a_check_names_a_list_that_is_missing(words, capsys):
+    given = [word for word in words if word not in ("--no-check", "--noprogressbar")]
+    assert cli.main(["check", *given, "--corpus.exclude", "/nowhere.csv"]) == 1
+    assert "corpus.exclude: corpus: exclude: there is no file /nowhere.csv" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_whole_one_is_taken_up_where_it_was_stopped(words, tmp_path, capfd, monkeypatch):
     class Killed(Exception):
