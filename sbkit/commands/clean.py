@@ -23,6 +23,7 @@ def run(words: list[str]) -> int:
     count, words = _folds(words)
     import torch
 
+    from sbkit.data.mixture import Mixture
     from sbkit.data.suspects import write
     from sbkit.recipe import arguments, load
     from sbkit.runs import folds
@@ -39,6 +40,9 @@ def run(words: list[str]) -> int:
     if not issubclass(recipe.task, CTC):
         raise SbkitError(f"{request.path} trains {recipe.task.__name__}, which doesn't say how likely a label is",
                          hint="clean the corpus with hparams/ctc.yaml: its list is good for every recipe")
+    if isinstance(corpus, Mixture):
+        raise SbkitError(f"{request.path} trains on a mixture, whose parts have records of their own",
+                         hint="clean each part by itself, and name its list under that part's exclude")
     device = devices.resolve(request.run_opts.device)
     with RunLock(folder, runs=False):
         manifests = corpus.prepare(needed=("train", "dev"), columns=recipe.task.columns)

@@ -47,6 +47,19 @@ def test_a_recipe_that_cannot_judge_labels_is_refused_with_one_that_can(recipe, 
     assert "doesn't say how likely a label is" in error and "hparams/ctc.yaml" in error
 
 
+def test_a_mixture_is_refused_because_each_part_has_a_list(tmp_path, capsys):
+    recipe = tmp_path / "mix.yaml"
+    recipe.write_text(f"""recipe: !include:{RECIPE}
+    corpus: !new:sbkit.data.mixture.Mixture
+        folder: {tmp_path}/manifests
+        parts: {{one: !new:sbkit.data.corpus.Corpus {{}}, two: !new:sbkit.data.corpus.Corpus {{}}}}
+    output_folder: {tmp_path}/out
+""")
+    assert cli.main(["clean", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert "trains on a mixture" in error and "clean each part by itself" in error
+
+
 def test_a_run_that_fails_is_named_and_nothing_is_listed(words, tmp_path, capsys):
     assert cli.main(["clean", *words, "--init_from", str(tmp_path / "nowhere")]) == 1
     assert "the run of fold 1 ended with code 2" in capsys.readouterr().err
