@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
+from made_once import made_once
 
 # How long one example takes is up to how busy the machine is.
 settings.register_profile("sbkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # CI is shared
@@ -73,6 +74,12 @@ def _leave_values_out():
 
 def _name(kind):
     return kind.__name__
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """A folder for ``SBKIT_CACHE``, in which all tests of a session find the kernels and the demo corpora of others."""
+    return made_once(tmp_path_factory, "cache", lambda folder: None)
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,9 @@ STILL = "--dropout 0 --CNN.dropout 0 --spec_augment null".split()
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def cache(cache):
     pytest.importorskip("espeakng_loader", reason="the demo corpus needs the extra 'demo'")
-    return tmp_path_factory.mktemp("cache")
+    return cache
 
 
 def start(words, cwd, cache=None, code=0):

@@ -50,9 +50,9 @@ def everything(out):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def cache(cache):
     pytest.importorskip("espeakng_loader", reason="the demo corpus needs the extra 'demo'")
-    return tmp_path_factory.mktemp("cache")
+    return cache
 
 
 @pytest.fixture(scope="module")
