@@ -1,12 +1,13 @@
 """The gain of hours without labels: WER of a tenth of the demo corpus, and of that with the rest as a bundle hears it.
 
-    python -m tools.bench.labels --out FOLDER [--hours 3] [--rounds 1] [--keep 0.8] [--key value ...]
+    python -m tools.bench.labels --out FOLDER [--hours 3] [--rounds 1] [--keep 0.8] [--lm] [--key value ...]
 
 A run of hparams/ctc.yaml on a random tenth of the training rows is exported, and `sbkit label` transcribes the others
-with it. Another run, from nothing, learns from the tenth and these labels; with --rounds 2 its bundle labels again.
-Other keys go to all runs. Printed are the test WERs with their ratio to that of the tenth, the hours that were kept,
-and the WER of the labels themselves, by the texts that nobody was shown. The same command goes on where it was stopped.
-The exit code is 1 if the last ratio is more than --at-most (0.7).
+with it, and with a language model of the tenth's texts if --lm is given. Another run, from nothing, learns from the
+tenth and these labels; with --rounds 2 its bundle labels again. Other keys go to all runs; a fair --least_steps gives
+the tenth as many steps as the last run, whose corpus is larger. Printed are the test WERs with their ratio to that of
+the tenth, the hours that were kept, and the WER of the labels themselves, by the texts that nobody was shown. The same
+command goes on where it was stopped. The exit code is 1 if the last ratio is more than --at-most (0.7).
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def main() -> int:
     parser.add_argument("--hours", type=float, default=3.0, help="of speech, in all splits together")
     parser.add_argument("--rounds", type=int, default=1, help="how often labels are made and learnt from")
     parser.add_argument("--keep", type=float, default=0.8, help="expected word accuracy of labels that are kept")
+    parser.add_argument("--lm", action="store_true", help="label with a language model of the tenth's texts")
     parser.add_argument("--at-most", type=float, default=0.7, help="the largest ratio of the WERs that passes")
     args, keys = parser.parse_known_args()
     try:
         check_keys(RECIPE, keys, OWN)
-        ratio = Bench(args.out.absolute(), args.hours, args.keep, keys).run(args.rounds)
+        ratio = Bench(args.out.absolute(), args.hours, args.keep, args.lm, keys).run(args.rounds)
     except SbkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -50,8 +52,8 @@ def main() -> int:
 class Bench:
     """The corpus, a tenth of it with texts, and the runs."""
 
-    def __init__(self, out: Path, hours: float, keep: float, keys: list[str]):
-        self.out, self.keep, self.keys = out, keep, keys
+    def __init__(self, out: Path, hours: float, keep: float, lm: bool, keys: list[str]):
+        self.out, self.keep, self.lm, self.keys = out, keep, lm, keys
         demo = make_demo_corpus(out / "demo", hours=hours)
         corpus = Corpus(str(demo), "en", out / "manifests", max_duration=20.0, min_duration=0.4)
         self.said = corpus.prepare()["train"]
@@ -63,11 +65,10 @@ class Bench:
     def run(self, rounds: int) -> float:
         """Train, label and train again; returns the last WER as a share of the first."""
         first = wer = self._train("round-0", [self.tenth])
-        print(f"a tenth with labels: test WER {first:.2f} %")
         for number in range(1, rounds + 1):
             labels = self._label(self.out / f"round-{number - 1}", self.out / f"labels-{number}")
             wer = self._train(f"round-{number}", [self.tenth, labels])
-            print(f"round {number}: test WER {wer:.2f} %, ratio {wer / first:.2f}", flush=True)
+            print(f"ratio to round 0: {wer / first:.2f}", flush=True)
         return wer / first
 
     def _train(self, name: str, lists: list[Path]) -> float:
@@ -78,14 +79,20 @@ class Bench:
         words = as_words({"data_folder": json.dumps(source), "output_folder": folder})
         call(name, [sys.executable, "-m", "sbkit", "train", RECIPE, "--noprogressbar", *words, *self.keys],
              self.out / "logs" / f"{name}.log")
-        return read(folder)["wer"]
+        wer, steps = read(folder)["wer"], max(line.get("step", 0) for line in read_lines(folder / "metrics.jsonl"))
+        print(f"{name}: test WER {wer:.2f} % after {steps:,} steps", flush=True)
+        return wer
 
     def _label(self, run: Path, labels: Path) -> Path:
         log, sbkit = self.out / "logs" / f"{labels.name}.log", [sys.executable, "-m", "sbkit"]
         if not (run / "bundle").exists():
             call("the export", [*sbkit, "export", run, "--to", run / "bundle", "--formats", "onnx"], log)
+        words, search = self.out / "tenth.arpa", list[str | Path]()
+        if self.lm:
+            call("the language model", [*sbkit, "lm", self.out / "round-0", "--out", words], log)
+            search = ["--lm", words]
         call("the labels", [*sbkit, "label", run / "bundle", self.rest, "--to", labels, "--keep", self.keep,
-                            "--calibrate", self.out / "manifests" / "dev.csv"], log)
+                            "--calibrate", self.out / "manifests" / "dev.csv", *search], log)
         rows, rates = read_lines(labels / "train.jsonl"), ErrorRates("word")
         texts = dict(zip(self.said.ids, self.said.texts, strict=True))
         rates.add([row["id"] for row in rows], [texts[row["id"]] for row in rows], [row["text"] for row in rows])
