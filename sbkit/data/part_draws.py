@@ -59,13 +59,14 @@ class PartDraws:
             raise SbkitError("a part of the mixture that has a share has no training audio", hint="weight it by 0")
         self.times = np.divide(shares / shares.sum() * audio[drawn].sum(), audio, where=drawn, out=np.zeros(many))
         """How often a pass hears each row of a part, on average ``[P]``."""
-        strata = buckets.astype(np.int64) * many + parts.numbers
+        # Small integers sort in linear time.
+        strata = (buckets.astype(np.int64) * many + parts.numbers).astype(np.min_scalar_type(count * many))
         self._counts = np.bincount(strata, minlength=count * many).reshape(count, many)
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])[:-1].reshape(count, many)
         self._rows = np.argsort(strata, kind="stable")
         salts = [hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest() for name in parts.shares]
         within = np.empty(len(seconds), np.uint64)
-        order = np.argsort(parts.numbers, kind="stable")
+        order = np.argsort(parts.numbers.astype(np.min_scalar_type(many)), kind="stable")
         ends = np.cumsum(np.bincount(parts.numbers, minlength=many))
         within[order] = np.arange(len(order)) - np.concatenate([[0], ends])[parts.numbers[order]]
         self._keys = _scramble(within + np.frombuffer(b"".join(salts), np.uint64)[parts.numbers])
@@ -96,22 +97,31 @@ class PartDraws:
 
     def draw(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a pass, counted from 1, bucket by bucket, and how often each was heard by then."""
-        first, last = (self.drawn(passes).ravel() for passes in (number - 1, number))
-        counts, starts = self._counts.ravel(), self._starts.ravel()
-        strata = np.flatnonzero(last > first)
-        begun = first[strata] // counts[strata]
-        rounds = (last[strata] - 1) // counts[strata] - begun + 1  # through all rows, whole or in part
-        stratum = np.repeat(strata, rounds)
+        first, last = (self.drawn(passes) for passes in (number - 1, number))
+        ends = np.cumsum((last - first).sum(1))
+        rows, visits = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
+        for bucket, (begin, end) in enumerate(zip(first, last, strict=True)):  # one fits into a processor's cache
+            at = slice(ends[bucket] - (end - begin).sum(), ends[bucket])
+            rows[at], visits[at] = self._draw(bucket, begin, end)
+        return rows, visits
+
+    def _draw(self, bucket: int, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of one bucket from the ``first`` draw of each part to before the ``last``, as :meth:`draw`."""
+        counts, starts = self._counts[bucket], self._starts[bucket]
+        parts = np.flatnonzero(last > first)
+        begun = first[parts] // counts[parts]
+        rounds = (last[parts] - 1) // counts[parts] - begun + 1  # through all rows, whole or in part
+        part = np.repeat(parts, rounds)
         turn = np.repeat(begun, rounds) + _counted(rounds)
-        sizes = counts[stratum]
-        which = np.repeat(np.arange(len(stratum)), sizes)
-        rows = self._rows[np.repeat(starts[stratum], sizes) + _counted(sizes)]
+        sizes = counts[part]
+        which = np.repeat(np.arange(len(part)), sizes)
+        rows = self._rows[np.repeat(starts[part], sizes) + _counted(sizes)]
         turns = turn[which]
         shuffled = np.lexsort((_scramble(self._keys[rows] ^ _scramble(turns.astype(np.uint64))), which))
-        draws = turns * counts[stratum][which] + _counted(sizes)
-        heard = (draws >= first[stratum][which]) & (draws < last[stratum][which])
-        rows, turns, draws, which = rows[shuffled][heard], turns[heard], draws[heard], stratum[which[heard]]
-        line = np.lexsort(((draws + 0.5) / self._wanted.ravel()[which], which // self._counts.shape[1]))
+        draws = turns * counts[part][which] + _counted(sizes)
+        heard = (draws >= first[part][which]) & (draws < last[part][which])
+        rows, turns, draws, which = rows[shuffled][heard], turns[heard], draws[heard], part[which[heard]]
+        line = np.argsort((draws + 0.5) / self._wanted[bucket][which], kind="stable")
         return rows[line], turns[line] + 1
 
 

@@ -1,6 +1,6 @@
 """What a rank needs to start and to resume on a corpus of many rows: seconds, and memory of its own.
 
-    python -m tools.bench.scale [--rows 2000000,20000000] [--folder DIR] [--json FILE]
+    python -m tools.bench.scale [--rows 2000000,20000000] [--parts 1] [--folder DIR] [--json FILE]
 
 For each size, a corpus's training manifest is written as preparation writes it, with rows as Common Voice has them, and
 a tokenizer is made. A process then does what rank 0 does before training: it reads the manifest, checks the tokenizer,
@@ -33,32 +33,34 @@ _BLOCK = 2_000_000
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--rows", default="2000000,20000000")
+    parser.add_argument("--parts", type=int, default=1, help="corpora of a mixture, of different shares")
     parser.add_argument("--folder", type=Path, help="where corpora are written; by default a temporary folder")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--do", choices=("write", "rank"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.do:
-        print(json.dumps({"write": write, "rank": rank}[args.do](args.folder, int(args.rows))))
+        print(json.dumps({"write": write, "rank": rank}[args.do](args.folder, int(args.rows), args.parts)))
         return
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for rows in map(int, args.rows.split(",")):
             folder = (args.folder or Path(scratch)) / str(rows)
-            found[rows] = {**ask("write", folder, rows), **ask("rank", folder, rows)}
+            found[rows] = {**ask("write", folder, rows, args.parts), **ask("rank", folder, rows, args.parts)}
             print(rows, found[rows], file=sys.stderr)
     print(show(found))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def ask(what: str, folder: Path, rows: int) -> dict[str, float]:
+def ask(what: str, folder: Path, rows: int, parts: int) -> dict[str, float]:
     """Do it in a process of its own."""
-    command = [sys.executable, "-m", "tools.bench.scale", "--do", what, "--folder", str(folder), "--rows", str(rows)]
+    command = [sys.executable, "-m", "tools.bench.scale", "--do", what, "--folder", str(folder), "--rows", str(rows),
+               "--parts", str(parts)]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
-def write(folder: Path, rows: int) -> dict[str, float]:
-    """Write a manifest of so many rows."""
+def write(folder: Path, rows: int, parts: int) -> dict[str, float]:
+    """Write a manifest of so many rows, in so many parts of about the same size."""
     import pyarrow as pa
 
     from sbkit.data.manifest import Column, Manifest, join
@@ -71,7 +73,8 @@ def write(folder: Path, rows: int) -> dict[str, float]:
     manifest = Manifest(
         ids=join("common_voice_en_", number), durations=rng.gamma(4.0, 1.3, rows).clip(0.5, 20).astype(np.float32),
         wavs=join("/data/common-voice/en/clips/common_voice_en_", number, ".mp3"),
-        texts=sentences.take(rng.integers(0, 5000, rows)), speakers=speakers.take(rng.integers(0, 5000, rows)))
+        texts=sentences.take(rng.integers(0, 5000, rows)), speakers=speakers.take(rng.integers(0, 5000, rows)),
+        meta={"corpus": Column([f"part{i}" for i in range(parts)]).take(np.arange(rows) * parts // rows)})
     folder.mkdir(parents=True, exist_ok=True)
     Tokenizer(folder, model_type="char", character_coverage=1.0).prepare(manifest.texts)
     began = time.process_time()
@@ -80,7 +83,7 @@ def write(folder: Path, rows: int) -> dict[str, float]:
         path.stat().st_size for path in folder.iterdir()) / 1e9}
 
 
-def rank(folder: Path, rows: int) -> dict[str, float]:
+def rank(folder: Path, rows: int, parts: int) -> dict[str, float]:
     """What a rank does until it has its first micro-batch, and one that resumes."""
     from sbkit.data.manifest import Manifest
     from sbkit.data.plan import Batching, Plan
@@ -103,6 +106,7 @@ def rank(folder: Path, rows: int) -> dict[str, float]:
     tokenizer.prepare(train.texts)
     assert not tokenizer.coverage(train.texts)
     took("tokenizer")
+    train.shares = {f"part{i}": (1 + i % 7) / parts for i in range(parts)} if parts > 1 else {}
     plan = Plan.of(train, Batching(max_batch_seconds=500, step_seconds=4000), None, 10, 0.16)
     took("plan")
     epoch = plan.epoch(1)
