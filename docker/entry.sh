@@ -4,6 +4,6 @@
 set -eu
 case " $* " in
 *" --device "* | *" --device="*) ;;
-" serve "* | " train "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
+" serve "* | " train "* | " transcribe "* | " evaluate "* | " enhance "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
 esac
 exec sbkit "$@"

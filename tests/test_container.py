@@ -59,6 +59,9 @@ def test_the_scripts_are_shell_and_name_what_there_is():
 @pytest.mark.parametrize(("words", "run"), [
     (["serve", "model"], "sbkit serve model --device cuda"), (["train", "a.yaml"], "sbkit train a.yaml --device cuda"),
     (["serve", "model", "--device", "cpu"], "sbkit serve model --device cpu"),
+    (["transcribe", "model", "a.wav"], "sbkit transcribe model a.wav --device cuda"),
+    (["evaluate", "run"], "sbkit evaluate run --device cuda"),
+    (["enhance", "model", "a.wav"], "sbkit enhance model a.wav --device cuda"),
     (["check", "a.yaml"], "sbkit check a.yaml")])
 def test_a_container_computes_on_its_device_unless_told_otherwise(tmp_path, words, run):
     (tmp_path / "sbkit").write_text('#!/bin/sh\necho sbkit "$@"\n')

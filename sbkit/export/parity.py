@@ -17,6 +17,7 @@ from sbkit.score.rates import ErrorRates
 from sbkit.system.console import table
 
 CHECKPOINT = "checkpoint"
+_ROUNDING = 0.1  # largest difference of an output that rounding may have made
 _TIE = 1e-4  # labels whose log-probabilities differ by no more than this count as equal
 TOLERANCE = 1e-3  # largest difference of an output, for formats that compute in fp32
 #: Increase of the WER that 8-bit weights may cost: in points, or relative to the WER if that is more.
@@ -72,6 +73,8 @@ class Comparison:
 
     what = "outputs"
     """What the outputs are, for messages."""
+    compared_with = "the checkpoint"
+    """What gave the expected ones, for messages."""
     other_words = _OTHER_WORDS
     """The share of the clips, at least one, whose words may change in a program that gives only words. 0: of none in
     which no frame is a tie that its rounding decides."""
@@ -128,8 +131,8 @@ class Comparison:
             for i, (mine, theirs) in enumerate(zip(*map(_parts, pair), strict=True)):
                 what = f"{clip.name}{f', {self.outputs[i]}' if self.outputs else ''}"
                 if mine.shape != theirs.shape:
-                    return f"{what}: {list(theirs.shape)} where the checkpoint has {list(mine.shape)}"
-                for whose, values in (("", theirs), ("the checkpoint's is ", mine)):
+                    return f"{what}: {list(theirs.shape)} where {self.compared_with} has {list(mine.shape)}"
+                for whose, values in (("", theirs), (f"{self.compared_with}'s is ", mine)):
                     if len(bad := np.argwhere(~np.isfinite(np.atleast_1d(values)))):
                         value = np.atleast_1d(values)[tuple(bad[0])]
                         kind = "not a number (NaN)" if np.isnan(value) else "infinite"
@@ -138,8 +141,8 @@ class Comparison:
                 if apart.size and apart.max() > worst:
                     at = np.unravel_index(apart.argmax(), apart.shape)
                     frame = f", frame {at[0]} of {len(mine)}" if at else ""
-                    worst, where = float(apart.max()), f"{what}{frame}: {theirs[at]:.4g} where the checkpoint has " \
-                                                       f"{mine[at]:.4g}"
+                    worst = float(apart.max())
+                    where = f"{what}{frame}: {theirs[at]:.4g} where {self.compared_with} has {mine[at]:.4g}"
         return where
 
     def add_words(self, name: str, transcribe: Callable[[np.ndarray], str], size: int) -> ParityResult:
@@ -179,7 +182,7 @@ class Comparison:
                 if mine is None or theirs is None:
                     mine, theirs = 0.0, result.wer_of_checkpoint
                 if not theirs - mine <= max(POINTS, SHARE * mine):
-                    wrong.append(f"{result.format}: WER {theirs:.2f} % where the checkpoint has {mine:.2f} %")
+                    wrong.append(f"{result.format}: WER {theirs:.2f} % where {self.compared_with} has {mine:.2f} %")
                 continue
             if result.difference is None:
                 if result.words_changed > (max(1, self.other_words * len(self.texts)) if self.other_words else 0):
@@ -196,8 +199,16 @@ class Comparison:
     def refuse(self, failures: list[str]) -> None:
         """Raise ``SbkitError`` with the failures and the table, if there are any failures."""
         if failures:
-            raise SbkitError("the bundle does not match the checkpoint, so nothing was published:\n  "
-                             + "\n  ".join(failures) + "\n" + self.table(), hint=self.clips.hint)
+            raise SbkitError(f"the bundle does not match {self.compared_with}, so nothing was published:\n  "
+                             + "\n  ".join(failures) + "\n" + self.table(), hint=self.clips.hint or self._hint())
+
+    def _hint(self) -> str | None:
+        """Say what helps where words are the same, and outputs a little apart."""
+        apart = [max(each.difference or 0.0, each.batch_difference or 0.0) for each in self.results
+                 if each.format != layout.INT8]
+        same = not any(each.words_changed for each in self.results if each.format != layout.INT8)
+        return f"all words are the same, so --tolerance {2 * max(apart):.2g} would do if nothing else is wrong" \
+            if self.has_words and same and TOLERANCE < max(apart) <= _ROUNDING else None
 
     def facts(self) -> dict[str, Any]:
         """Return the contents of parity.json."""

@@ -98,6 +98,20 @@ def test_what_each_format_did_is_counted(comparison):
     assert made.facts()["clips"]["seconds"] == 3.0
 
 
+def test_a_refusal_for_rounding_says_which_tolerance_would_do(comparison):
+    made, said = comparison
+    made.compared_with = "the imported model"
+    made.add("onnx", lambda signals: [said[int(each[0])] + 0.01 for each in signals], 7)
+    with pytest.raises(SbkitError, match="the bundle does not match the imported model") as refused:
+        made.refuse(made.failures())
+    assert "--tolerance 0.02 would do" in refused.value.hint
+    assert made.failures(0.02) == [] and "where the imported model has" in made.failures()[0]
+    made.add("torch", lambda signals: [said[int(each[0])][:, ::-1] for each in signals], 7)
+    with pytest.raises(SbkitError) as refused:
+        made.refuse(made.failures())
+    assert refused.value.hint is None, "other words are no rounding"
+
+
 def test_what_further_graphs_do_is_judged_and_shown_too(comparison):
     made, said = comparison
     other = compared(made.clips, Vocabulary(SYMBOLS, CONFIG), lambda signal: said[int(signal[0])] - 0.5,

@@ -99,13 +99,15 @@ def is_folder(source: str) -> bool:
 
 
 def names_model(source: str) -> bool:
-    """Whether this is a folder with a model of transformers, or may be such a repository: ``owner/name``."""
+    """Whether this is a folder with a model of transformers, or may be such a repository: ``owner/name``, unless there
+    is a folder ``owner`` here, in which nothing has that name."""
     folder = Path(source).expanduser()
     if folder.exists():
         with contextlib.suppress(SbkitError):
             return (folder / CONFIG).is_file() and "model_type" in _object(folder / CONFIG)
         return False
-    return "/" in source and _REPOSITORY.fullmatch(source) is not None and not source.startswith(".")
+    mistyped = folder.parent.is_dir()
+    return "/" in source and not mistyped and _REPOSITORY.fullmatch(source) is not None and not source.startswith(".")
 
 
 def local(source: str) -> Path | None:

@@ -164,7 +164,7 @@ def _started_from(run: RunData) -> list[tuple[str, str]]:
 
 
 def _on_hub(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) is not None and not Path(name).exists()
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) is not None and not Path(name).parent.is_dir()
 
 
 def _licence(name: str) -> str:

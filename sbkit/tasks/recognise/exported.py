@@ -101,5 +101,6 @@ class ExportedRecognizer(Exported):
     def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> Comparison:
         found = self.compared(clips, config, folder, self.reference(config))
         if self.original is not None:
+            found.compared_with = "the imported model"
             found.add(*self.original, None, batches=False)
         return found

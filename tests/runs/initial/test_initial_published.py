@@ -14,6 +14,8 @@ from starts import spanish, target
 from sbkit.errors import SbkitError
 from sbkit.recipe.check import check
 from sbkit.runs import initial
+from sbkit.runs.initial import published as sources
+from sbkit.score.metric import Metric
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "ssl.yaml"
 TINY = {"num_workers": 0, "least_steps": 0}
@@ -83,3 +85,10 @@ def test_the_check_shows_what_will_be_taken_and_what_can_not(data, tmp_path):
     published.tokenizer(model, "wav2vec2", SMALL[:-1])
     with pytest.raises(SbkitError, match="doesn't fit its head"):
         started(tmp_path, data, model, None, init_tokenizer="keep")
+
+
+def test_a_name_beside_folders_that_are_here_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "first").mkdir(parents=True)
+    with pytest.raises(SbkitError, match="init_from: results/frist doesn't exist"):
+        sources.find("results/frist", "best", 1, Metric("WER"))

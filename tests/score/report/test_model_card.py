@@ -88,6 +88,15 @@ def test_the_licence_of_one_of_two_sources_is_not_that_of_the_model(run, tmp_pat
     assert "theirs, licence: mit" in card and "license" not in front(card)
 
 
+def test_a_run_that_is_gone_is_no_name_on_the_hub(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    recipe = run / "hyperparams.yaml"
+    recipe.write_text(f"{recipe.read_text()}\ninit_from: results/first\n")
+    card = model_card.of_run(read(run))
+    assert "base_model" not in front(card) and "weights of an earlier model: first," in card
+
+
 def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
     recipe = run / "hyperparams.yaml"
     recipe.write_text(f"{recipe.read_text()}\naverage_checkpoints: 3\n")
