@@ -108,9 +108,10 @@ def test_recordings_may_be_what_is_compared_on(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_writes_all_formats_and_int8_is_transcribed(tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["wav2vec2", "hubert", "wavlm", "w2v-bert", "parakeet", "lasr"])
+def test_the_command_writes_all_formats_and_int8_is_transcribed(tmp_path, capsys, kind):
     """Of recordings of something else, since a model of random weights would change its mind in 8 bits."""
-    folder = published.make(tmp_path / "model", "hubert")
+    folder = published.make(tmp_path / "model", kind)
     corpus = corpus_of(tmp_path / "corpus", lambda signal: "of something else")
     words = ["import", folder, "--to", tmp_path / "bundle", "--corpus", corpus, "--language", "en"]
     assert main([*map(str, words)]) == 0
