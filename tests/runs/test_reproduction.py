@@ -55,6 +55,15 @@ def test_a_changed_byte_of_a_recording_is_named(manifest, tmp_path):
         reproduction.compare_corpus(was, {"train": manifest})
 
 
+def test_of_very_many_recordings_a_block_of_each_is_compared(manifest, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduction, "WHOLE", 3)
+    was = recorded(manifest)
+    assert reproduction.compare_corpus(was, {"train": manifest}) == []
+    flip(tmp_path / "2.wav")
+    with pytest.raises(SbkitError, match=r"train, row 3: the audio of clip2 is another"):
+        reproduction.compare_corpus(was, {"train": manifest})
+
+
 def test_a_changed_text_and_a_missing_row_are_named(manifest):
     was = recorded(manifest)
     with pytest.raises(SbkitError, match=r"row 2: the id, speaker or text of clip1 is another"):
