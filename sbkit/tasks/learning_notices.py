@@ -28,9 +28,9 @@ PATIENCE, MAX_TIMES = 400, 3.0
 #: hparams/ssl.yaml leaves chance after 45 to 75 steps, with the head at the encoder's rate after 190.
 TRAINED_PATIENCE, TRAINED_SHARE = (40, 150), 0.15
 #: The usual peak of the learning rate from nothing, and that of hparams/ssl.yaml from trained weights.
-USUAL_RATE, TRAINED_RATE = 0.002, 1e-4
-#: The peak there of the head, which is new.
-HEAD_RATE = 0.01
+USUAL_RATE, TRAINED_RATE = 0.002, 5e-5
+#: The peak of a head that is new, of linear layers alone, and how low it may be.
+HEAD_RATE, LEAST_HEAD_RATE = 0.01, 0.002
 #: Divergence: of what was clearly learnt (from ``CLEARLY`` below chance on) half of the way down from chance is lost,
 #: on a logarithmic scale, or the loss has grown to ``GROWN`` times where it began, and stays there for ``LASTING``
 #: steps. A lowest loss counts as a tenth of chance at least: below, spikes multiply it.
@@ -308,7 +308,7 @@ class LearningNotices:
     def _faster_head(self) -> list[str]:
         """A higher rate of what is new in a model of trained weights, if it is low."""
         setup = self.setup
-        if not setup.trained or not 0 < setup.fastest * setup.peak <= HEAD_RATE / 2:
+        if not setup.trained or not 0 < setup.fastest * setup.peak <= LEAST_HEAD_RATE:
             return []
         factor = f"--learning_rates '{{ctc_lin: {HEAD_RATE / setup.peak:.0f}}}'"
         option = f"--head_lr {HEAD_RATE:g}" if "head_lr" in setup.keys else factor

@@ -251,7 +251,7 @@ def test_the_head_of_trained_weights_is_told_a_rate_unless_it_has_one():
     assert Trial(1000, healthy(leaves=9999), setup=head, rate=5e-5).told[0].advice[0].endswith("--head_lr 0.01")
 
 
-@pytest.mark.parametrize(("rate", "advised"), [(5e-5, None), (1e-6, "--lr 0.0001 (it has come to 1e-06)")])
+@pytest.mark.parametrize(("rate", "advised"), [(5e-5, None), (1e-6, "--lr 5e-05 (it has come to 1e-06)")])
 def test_a_low_rate_is_one_for_a_trained_encoder_unless_it_is_lower_than_any_that_others_had(rate, advised):
     told = Trial(1400, lambda step: 9.0, rate=rate, setup=Setup(trained=True)).told[0]
     assert told.advice[1].startswith(f"a higher learning rate: {advised}" if advised else "a longer warm-up")

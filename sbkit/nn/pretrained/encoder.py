@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class Encoder(nn.Module):
-    """Waveforms [B, S] and sample counts [B] to states [B, T, D], which do not depend on the rest of the batch.
+    """Waveforms [B, S] and sample counts [B] to states [B, T, D], which do not depend on the rest of the batch and are
+    zero after an utterance.
 
     It is built from the source's config with random weights; :class:`Weights`, or ``load``, loads the pretrained ones.
     A run keeps a copy of the config, so that its checkpoints can be used without the source.
@@ -119,7 +120,8 @@ class Encoder(nn.Module):
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
         inside = lengths_to_mask(samples, signals.shape[1])
-        return self.network(signals.masked_fill(~inside, 0.0), samples)
+        states = self.network(signals.masked_fill(~inside, 0.0), samples)
+        return states.masked_fill(~lengths_to_mask(self.frames(samples), states.shape[1])[..., None], 0.0)
 
     def check_source(self) -> tuple[tensors.TensorFiles, list[str]]:
         """Return the source's tensors, after checking that they fit, and lines to log about them."""
@@ -169,21 +171,31 @@ class Encoder(nn.Module):
 
 
 class Head(nn.Linear):
-    """Encoder states [B, T, D] to scores [B, T, V].
+    """Encoder states [B, T, D], zero after an utterance, to scores [B, T, V].
 
     Arguments
     ---------
     encoder : the encoder, for its width
     n_neurons : number of scores V
-    dropout : dropout of the states in training
+    dropout : dropout of what is scored in training
+    kernel_size : states that a convolution below the scores sees, an odd number; 0: there is no convolution
+    width : outputs of the convolution
     """
 
-    def __init__(self, encoder: Encoder, n_neurons: int, dropout: float = 0.0):
-        super().__init__(encoder.width, n_neurons)
+    def __init__(self, encoder: Encoder, n_neurons: int, dropout: float = 0.0, kernel_size: int = 0, width: int = 512):
+        if kernel_size < 0 or (kernel_size and not kernel_size % 2):
+            raise SbkitError(f"kernel_size of the head is {kernel_size}",
+                             hint="write an odd number, such as 5, or 0 for no convolution")
+        super().__init__(width if kernel_size else encoder.width, n_neurons)
         self.dropout = dropout
+        # The norm has no bias, so that zeros stay zeros, which are what the convolution sees beyond the last state.
+        self.norm = nn.RMSNorm(encoder.width) if kernel_size else None
+        self.conv = nn.Conv1d(encoder.width, width, kernel_size, padding=kernel_size // 2) if kernel_size else None
 
     def forward(self, states: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, V]."""
+        if self.norm is not None and self.conv is not None:
+            states = functional.gelu(self.conv(self.norm(states).transpose(1, 2))).transpose(1, 2)
         return super().forward(functional.dropout(states, self.dropout, self.training))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import LORA, is_added, with_product
-from sbkit.nn.pretrained import Encoder, networks
+from sbkit.nn.pretrained import Encoder, Head, networks
 from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.report import listed
@@ -62,6 +62,7 @@ class Match:
         self.found = {path: name for path, name in self.found.items() if name in self.theirs}
         self.left, self.left_there = self._left(leave)
         self._check_encoders()
+        self._check_heads()
         self._check_places()
         tabled = {id(tensor) for tensor in tables.tensors} if tables is not None else set()
         self.with_rows = [path for path in self.taken() if id(self.own[path]) in tabled]
@@ -134,6 +135,19 @@ class Match:
                                       f'is pretrained: --init_leave "[{key}]"')
             self._check_language(key, module, there, paths)
             self._check_rest(module, paths)
+
+    def _check_heads(self) -> None:
+        """Refuse the scores of a head whose convolution is there and not here, or the other way: they need it."""
+        for above, module in self.modules.named_modules():
+            if not isinstance(module, Head) or f"{above}.weight" not in self.taken():
+                continue
+            there = self.theirs.get(self.found[f"{above}.weight"].removesuffix("weight") + "conv.weight")
+            if (there is None) != (module.conv is None):
+                key, kernel = self._key(above), 0 if there is None else there.shape[2]
+                raise SbkitError(f"init_from: {key} of {self.source.description} has {'a' if kernel else 'no'} "
+                                 f"convolution, and here it has {'none' if kernel else 'one'}",
+                                 hint=f"go on with that head: --head_kernel {kernel}; or with a new one: --init_leave "
+                                      f'"[{key}]"')
 
     def _check_language(self, key: str, encoder: Encoder, there: Settings | None, paths: Iterable[str]) -> None:
         """Refuse adapters of another language than the one that the recipe names: they would take its place."""

@@ -63,7 +63,7 @@ def test_alone_it_is_what_transformers_says(folders, kind):
 @pytest.mark.parametrize("kind", encoders.KINDS)
 def test_an_utterance_is_the_same_alone_and_in_any_batch(folders, kind, more):
     encoder = loaded(folders(kind))
-    head = Head(encoder, 30).eval()
+    head = Head(encoder, 30, kernel_size=5).eval()
     signals, counts = waves(SAMPLES)
     batch = torch.nn.functional.pad(silenced(signals, counts), (0, more))
     with torch.no_grad():
@@ -73,6 +73,13 @@ def test_an_utterance_is_the_same_alone_and_in_any_batch(folders, kind, more):
             frames = encoder.frames(samples)
             assert int(encoder.frames(counts)[row]) == frames <= alone.shape[1]
             torch.testing.assert_close(together[row, :frames], alone[0, :frames], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [-1, 4])
+def test_a_head_sees_as_many_states_before_a_frame_as_after(folders, kernel):
+    with pytest.raises(SbkitError, match=f"kernel_size of the head is {kernel}") as raised:
+        Head(Encoder(str(folders("whisper"))), 30, kernel_size=kernel)
+    assert "odd number" in raised.value.hint
 
 
 @pytest.mark.parametrize("kind, least, two", [("wav2vec2-layer", 400, 720), ("w2v-bert", 560, 880),

@@ -18,7 +18,7 @@ from sbkit.runs.initial import published as sources
 from sbkit.score.metric import Metric
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "ssl.yaml"
-TINY = {"num_workers": 0, "least_steps": 0}
+TINY = {"num_workers": 0, "least_steps": 0, "head_kernel": 0}
 SMALL = [letter.lower() if len(letter) == 1 else letter for letter in published.LETTERS]
 
 
@@ -92,3 +92,13 @@ def test_a_name_beside_folders_that_are_here_is_no_name_on_the_hub(tmp_path, mon
     (tmp_path / "results" / "first").mkdir(parents=True)
     with pytest.raises(SbkitError, match="init_from: results/frist doesn't exist"):
         sources.find("results/frist", "best", 1, Metric("WER"))
+
+
+def test_a_head_is_taken_with_its_convolution_or_not_at_all(data, tmp_path, caplog):
+    model = published.make(tmp_path / "model", letters=SMALL)
+    with pytest.raises(SbkitError, match="has no convolution, and here it has one") as raised:
+        started(tmp_path, data, model, caplog, head_kernel=5)
+    assert raised.value.hint == \
+        'go on with that head: --head_kernel 0; or with a new one: --init_leave "[ctc_lin]"'
+    _, _, table = started(tmp_path, data, model, caplog, head_kernel=5, init_leave=["ctc_lin"])
+    assert any(row.startswith("ctc_lin ") and "reinitialised init_leave" in row for row in table)

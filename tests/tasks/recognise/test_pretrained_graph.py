@@ -21,7 +21,7 @@ TORCH = ("wav2vec2-group", "w2v-bert")  # reading it back takes long, and it is 
 def test_every_family_is_exported(tmp_path, kind):
     encoder = Encoder(str(encoders.make(tmp_path / "encoder", kind, **LAYERS.get(kind, {"num_hidden_layers": 1}))))
     encoder.load()
-    model = Recognizer(None, encoder.eval(), Head(encoder, 30).eval(), hop_samples=1)
+    model = Recognizer(None, encoder.eval(), Head(encoder, 30, kernel_size=5).eval(), hop_samples=1)
     program = trace(Graph(model))
     least = graph.least_samples(program)
     assert least < 1_000 and not any("fft" in str(node.target) for node in program.graph.nodes)
