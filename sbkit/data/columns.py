@@ -76,7 +76,8 @@ class BatchColumns:
     """The columns that a task declares, with the classes that its recipe lists."""
 
     def __init__(self, declared: Declared, keys: object = None):
-        self._tags: Declared = getattr(getattr(keys, "__dict__", {}).get("corpus"), "tags", {})  # a mixture's
+        corpus = vars(keys).get("corpus") if hasattr(keys, "__dict__") else None
+        self._tags: Declared = getattr(corpus, "tags", {})  # a mixture's
         self.declared = declared = {**self._tags, **declared}
         self.signals = {name: column for name, column in declared.items() if isinstance(column, SignalColumn)}
         self.texts = {name: column.classes for name, column in declared.items() if isinstance(column, LabelColumn)}

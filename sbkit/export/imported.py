@@ -59,7 +59,7 @@ def _opened(request: ImportRequest, run: Path) -> Trained:
     if (folder / layout.RECIPE).is_file():
         return _of_speechbrain(request, run, SpeechBrainModel(folder))
     published = PublishedSource.of(request.source)
-    brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source)
+    brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source, head_kernel=0)
     initial.load(brain)
     encoder = brain.recognizer.encoder
     for note in encoder.notes():

@@ -14,8 +14,11 @@ def test_a_starter_holds_the_shipped_recipes_and_the_script_as_they_are(tmp_path
     folder = tmp_path / "a" / "folder"
     assert main(["new", str(folder)]) == 0
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    recipes = {str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml")
-               if "hparams/ctc.yaml\n" in path.read_text()}
+    rest = {path: path.read_text() for path in (ROOT / "recipes").rglob("*.yaml")}
+    first = {path for path, recipe in rest.items() if "hparams/ctc.yaml\n" in recipe}
+    then = {path for path, recipe in rest.items() if any(f"!include:{each.name}\n" in recipe and each.parent ==
+                                                         path.parent for each in first)}
+    recipes = {str(path.relative_to(ROOT)) for path in first | then}
     assert written == {"README.md", "train.py", "hparams/ctc.yaml"} | recipes and recipes
     for name in written - {"README.md"}:
         assert (folder / name).read_bytes() == (ROOT / name).read_bytes(), name

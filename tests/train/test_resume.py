@@ -174,9 +174,10 @@ def test_a_run_that_died_before_its_first_checkpoint_leaves_no_lines_behind(tmp_
 
     (tmp_path / "train_log.txt").write_text("epoch: 1 - train loss: 1 - valid loss: 2\nepoch: 9 - test loss: 1\n")
     start("early")
-    assert lines() == ["run", "step", "step", "step", "epoch"]
+    once = ["loss", "step", "step", "step", "epoch"]
+    assert lines() == ["run", *once]
     start(None)
-    assert lines() == ["run", "run", "step", "step", "step", "epoch"]
+    assert lines() == ["run", "run", *once]
     log = (tmp_path / "train_log.txt").read_text().splitlines()
     assert log[0] == "epoch: 9 - test loss: 1" and len(log) == 2 and log[1].startswith("epoch: 1 - train loss: 1")
 
