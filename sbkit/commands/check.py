@@ -16,7 +16,8 @@ from sbkit.system.environment import check_torch_pair
 HELP = (
     "Report everything wrong with a recipe, what it costs and what fits in memory. --json for programs, --measure to\n"
     "run a few steps.\n--as 8xH100 rehearses the whole run on cards that compute nothing, on a machine without a GPU;\n"
-    "--html FILE writes its page too.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
+    "--html FILE writes its page too.\n--price 2.5 adds what the whole run will take: hours, cost at this price of an "
+    "hour of a device, energy.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
     "and lists what it could not check."
 )
 #: Arguments that are not recipe keys.
@@ -39,13 +40,15 @@ def _check(words: list[str]) -> int:
 
     given, words = _rehearsal_options(words)
     chosen = {flag for flag in FLAGS if flag in words}
+    if given.price is not None and "--no-run" in chosen:
+        raise SbkitError("--price counts what a step computes, and --no-run builds nothing", hint="drop one of them")
     if {"--measure", "--no-run"} <= chosen:
         raise SbkitError("--measure runs steps of the recipe, and --no-run runs nothing", hint="drop one of them")
     if given.cards is not None:
         if others := sorted(chosen - {"--json"}):
             raise SbkitError(f"--as rehearses the whole run, so it can't be used with {' and '.join(others)}",
                              hint="drop one of them")
-        return _rehearse([word for word in words if word not in FLAGS], given.cards, given.html, "--json" in chosen)
+        return _rehearse([word for word in words if word not in FLAGS], given, "--json" in chosen)
     if given.html is not None:
         raise SbkitError("--html writes the page of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
     builds = "--no-run" not in chosen
@@ -54,8 +57,14 @@ def _check(words: list[str]) -> int:
     if "--measure" in chosen:
         from sbkit.train.memory.trials import measurement
 
-        measure = measurement(request)
-    report = check(request.path, request.overrides, run_opts=request.run_opts, run=builds, measure=measure)
+        measure = measurement(request, planned=given.price is not None)
+    asked = None
+    if given.price is not None:
+        from sbkit.recipe.price import Asked
+        from sbkit.rehearsal.cards import CARDS
+
+        asked = Asked(given.price, watts={card.name: card.watts for card in CARDS.values()})
+    report = check(request.path, request.overrides, run_opts=request.run_opts, run=builds, measure=measure, asked=asked)
     if "--json" in chosen:
         print(report.json())
     else:
@@ -68,30 +77,52 @@ def _check(words: list[str]) -> int:
 
 
 def _rehearsal_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split ``--as CARDS`` and ``--html FILE`` from the other arguments."""
+    """Split ``--as CARDS``, ``--html FILE`` and ``--price RATE`` from the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--as", dest="cards", metavar="CARDS")
     parser.add_argument("--html", type=Path)
+    parser.add_argument("--price", type=_rate)
 
     def error(message: str) -> NoReturn:
-        raise SbkitError(message, hint="such as --as 8xH100 --html rehearsal.html")
+        raise SbkitError(message, hint="such as --as 8xH100 --html rehearsal.html --price 2.5")
 
     parser.error = error  # type: ignore[method-assign]
     return parser.parse_known_args(words)
 
 
-def _rehearse(words: list[str], cards: str, html: Path | None, as_json: bool) -> int:
+def _rate(text: str) -> float:
+    """Read the price of a device for an hour."""
+    rate = float(text)
+    if not 0 <= rate < float("inf"):
+        raise ValueError
+    return rate
+
+
+def _rehearse(words: list[str], given: argparse.Namespace, as_json: bool) -> int:
     """Rehearse the run, print the page and return the exit code."""
     from sbkit.recipe import arguments
     from sbkit.rehearsal.cards import parse_cards
     from sbkit.rehearsal.report import assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
 
-    count, card = parse_cards(cards)
+    count, card = parse_cards(given.cards)
+    html: Path | None = given.html
     if html is not None:
         disk.check_writable(html, "--html")
-    recipe, started = arguments.parse(words).path, time.perf_counter()
-    report = assemble(str(recipe), rehearse(words, count, card), count, card, time.perf_counter() - started)
+    request, started = arguments.parse([*words, "--device", "cuda"]), time.perf_counter()
+    report = assemble(str(request.path), rehearse(words, count, card), count, card, time.perf_counter() - started)
+    if given.price is not None:
+        from sbkit.recipe.check import check
+        from sbkit.recipe.price import Asked
+
+        figures = report.sections["figures"].values if "figures" in report.sections else {}
+        host_seconds = figures.get("host_ms", 0.0) / 1000
+        asked = Asked(given.price, count, card.name,
+                      {"bf16": card.bf16_flops, "fp16": card.bf16_flops, "fp32": card.fp32_flops},
+                      {card.name: card.watts}, host_seconds)
+        priced = check(request.path, request.overrides, run_opts=request.run_opts, asked=asked)
+        report.sections |= {name: each for name, each in priced.sections.items() if name == "price"}
+        report.notes += [note for note in priced.notes if note.startswith("the price")]
     print(report.json() if as_json else page(report))
     if html is not None:
         try:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 
 from sbkit.doctor import cards, folders, packages, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, Scope, run_check
+from sbkit.recipe import price
 from sbkit.system.cores import usable_cores
 from sbkit.train.memory import host
 
@@ -84,6 +85,11 @@ def language(scope: Scope) -> Iterator[MachineFinding]:
                          "export LANG=C.UTF-8 PYTHONUTF8=1: names and transcripts are UTF-8" if wrong else "")
 
 
+def predictions(scope: Scope) -> Iterator[MachineFinding]:
+    """Report how right ``sbkit check --price`` has been about this machine's finished runs."""
+    yield MachineFinding("predictions", price.summary(price.finished_runs()))
+
+
 #: The checks in the order of the table, with their names in case they fail.
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("Python", packages.python), ("packages", packages.needed), ("torch", packages.torch_pair),
@@ -92,7 +98,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("onnxruntime", packages.onnxruntime), ("compilers", packages.compilers), ("cores", cores),
     ("memory", main_memory), ("shared memory", shared_memory), ("open files", open_files),
     ("locale", language), ("caches", folders.caches), ("data", folders.data), ("output", folders.output),
-    ("clock", folders.time_stamps),
+    ("clock", folders.time_stamps), ("predictions", predictions),
 )
 _WIDEST = 120
 

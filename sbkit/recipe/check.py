@@ -23,7 +23,8 @@ from sbkit.data.plan import Plan
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
-from sbkit.recipe import batch_size, cost, devices, learning, ownership, parts, real_batches, trace
+from sbkit.nn.accelerate import restore
+from sbkit.recipe import batch_size, cost, devices, flops, learning, ownership, parts, price, real_batches, trace
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.keys import TaskClass
@@ -31,7 +32,8 @@ from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.recipe.speed import native_precision
+from sbkit.recipe.speed import native_precision, peak_of
+from sbkit.system.environment import describe
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 def check(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, run_opts: RunOptions | None = None,
     run: bool = True, starting: bool = False, measure: Callable[[], cost.Measured] | None = None,
+    asked: price.Asked | None = None,
 ) -> Report:
     """Check a recipe; the report has all mistakes at once.
 
@@ -51,6 +54,7 @@ def check(
     starting : a run begins here and now: its corpus has to be there, its labels are checked once it is prepared,
         and the cost is only counted for a GPU, whose memory is limited
     measure : takes a few steps and measures them for the cost
+    asked : what the whole run is to be priced for
     """
     started = time.perf_counter()
     report, findings = Report(str(path), built=run), Findings()
@@ -62,7 +66,7 @@ def check(
             root = read(Path(path), overrides or {}, findings, unseen=report.notes)
         report.notes.append("modules, devices, shapes, labels and cost: nothing is built with --no-run")
     if root is not None and run:
-        _check_built(root, findings, report, run_opts, starting, measure)
+        _check_built(root, findings, report, run_opts, starting, measure, asked)
     owned = {finding.key for finding in findings if finding.code == "not-owned"}  # more specific
     findings[:] = [each for each in findings if each.code != "unread-key" or each.key not in owned]
     report.add(findings)
@@ -71,7 +75,7 @@ def check(
 
 
 def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
-                 measure: Callable[[], cost.Measured] | None) -> None:
+                 measure: Callable[[], cost.Measured] | None, asked: price.Asked | None) -> None:
     with _quiet(), build(root, findings) as built:
         modules = ownership.check_modules(built, findings)
         if modules is None:
@@ -100,12 +104,12 @@ def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOp
         if traced.brain is not None and not any(each.severity == "error" for each in findings):
             report.notes += filter(None, [real_batches.try_them(traced, findings)])
         learns = _learning(traced, torch.nn.ModuleDict(modules), findings)
-        bill_section = _cost(owned, traced, findings, report, run_opts, starting, measure)
+        costs = _cost(owned, traced, findings, report, run_opts, starting, measure, asked)
         if complete:
             report.notes += filter(None, [devices.prove(owned, table, traced, findings)])
         sections = {"shapes": trace.section(traced), "start": start, "learning": learns, "labels": labels,
                     "mixture": _mixture(traced, _device(run_opts)), "leaks": None if starting else _leaks(built),
-                    "bill": bill_section}
+                    **costs}
         report.sections |= {name: section for name, section in sections.items() if section is not None}
         if note:
             report.notes.append(note)
@@ -133,13 +137,15 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
 
 
 def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,
-          run_opts: RunOptions | None, starting: bool, measure: Callable[[], cost.Measured] | None) -> Section | None:
+          run_opts: RunOptions | None, starting: bool, measure: Callable[[], cost.Measured] | None,
+          asked: price.Asked | None) -> dict[str, Section]:
+    """The tables ``bill`` and, if it is asked for, ``price``."""
     built = traced.built
     if not traced.complete:
-        return None
+        return {}
     device = _device(run_opts)
     if starting and cost.memory_of(str(device)) is None:
-        return None
+        return {}
     chosen = run_opts.precision if _chosen(run_opts, "precision") else built.hparams.get("precision")
     precision = chosen or RunOptions.precision
     absent = device.type == "cuda" and not torch.cuda.is_available()
@@ -147,21 +153,59 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         report.notes.append(f"{device}: there is none here, so its time is not estimated")
     if precision == "auto":
         precision = "bf16" if absent else native_precision(device)
-    measured = measure() if measure is not None and not any(f.severity == "error" for f in findings) else None
+    wrong = any(f.severity == "error" for f in findings)
+    measured = measure() if measure is not None and not wrong else None
     try:
         made = cost.make(traced, owned, device, precision, measured)
     except Exception as error:  # such as an operation without support for stand-ins; the run itself may work
         logger.debug("no cost", exc_info=True)
         report.notes.append(f"the cost: {trace.without_stand_in(error) or summary(error)}")
-        return None
+        return {}
     if made is None:
         report.notes.append("the cost: the recipe's batching has no max_batch_seconds")
-        return None
+        return {}
     tried = batch_size.cached(batch_size.result_file(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("batching"), tried)
-    section = cost.section(made, _audio(traced, device), made.cost.batch_seconds, tried)
+    planned = _plan(traced, device)
+    audio = planned and cost.TrainingAudio(planned[0].hours, planned[1].passes, traced.keys.epoch_counter.limit)
+    section = cost.section(made, audio, made.cost.batch_seconds, tried)
     section.remarks += _attention(traced, owned, device, precision, findings)
-    return section
+    sections = {"bill": section}
+    if asked is not None and not wrong:
+        if planned is None:
+            report.notes.append("the price: the corpus is not prepared, so how long the run is isn't known; "
+                                "sbkit prepare does that, with the same arguments")
+        elif (priced := _price(traced, owned, device, precision, asked, planned, measured)) is not None:
+            sections["price"] = priced
+        else:
+            report.notes.append(f"the price: nothing is known of how fast {device} is; --measure runs a few steps")
+    return sections
+
+
+def _price(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str, asked: price.Asked,
+           planned: tuple[Manifest, Plan], measured: cost.Measured | None) -> Section | None:
+    """The price of the whole run; None if nothing is known of the device's speed."""
+    keys, (train, plan) = traced.keys, planned
+    brain = trace.build_brain(type(traced.brain), traced.built.hparams, precision=precision)
+    try:
+        operations = flops.operations_per_second(brain, flops.typical_seconds(train.durations))
+    finally:
+        restore(torch.nn.ModuleDict(owned.roots))
+    epochs, (dev, test) = keys.epoch_counter.limit, (keys.corpus.manifest(split).hours for split in ("dev", "test"))
+    steps = price.steps_of(
+        operations, price.padded_seconds(plan, asked.processes), keys.batching.max_batch_seconds,
+        epochs * len(plan), 3600 * (epochs * dev + test) / asked.processes)
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else describe()["cpu"])
+    setting = price.Setting(name, precision, threads, asked.processes)
+    peak = asked.peaks.get(precision) if asked.device else peak_of(device, precision)[0]
+    trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
+    said = price.predict(steps, price.finished_runs(setting), peak, trial, asked.host_seconds)
+    if said is None:
+        return None
+    if asked.device is None:  # a run here will say how right it was
+        price.keep_prediction(setting, steps, said)
+    return price.section(asked, setting, steps, said)
 
 
 def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str,
@@ -177,18 +221,17 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
     return remarks
 
 
-def _audio(traced: trace.Trace, device: torch.device) -> cost.TrainingAudio | None:
-    """The training audio of a run that begins, None if no earlier run has prepared it."""
+def _plan(traced: trace.Trace, device: torch.device) -> tuple[Manifest, Plan] | None:
+    """The training set and the plan of a run that begins, None if no earlier run has prepared them."""
     keys = traced.keys
     if not hasattr(keys.corpus, "manifest_path") or not keys.corpus.manifest_path("train").exists():
         return None
     try:
         train = keys.corpus.manifest("train")
         rounding = keys.batching.rounding(device.type, traced.brain.compile)
-        passes = Plan.of(train, keys.batching, keys.augment, keys.epoch_counter.limit, rounding).passes
+        return train, Plan.of(train, keys.batching, keys.augment, keys.epoch_counter.limit, rounding)
     except SbkitError:
         return None
-    return cost.TrainingAudio(train.hours, passes, keys.epoch_counter.limit)
 
 
 def _device(run_opts: RunOptions | None) -> torch.device:
@@ -281,12 +324,13 @@ def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with c
 
 def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:
     """What each part of a mixture is in training; None of one that no earlier run has prepared."""
-    audio = _audio(traced, device) if traced.complete and isinstance(traced.keys.corpus, Mixture) else None
-    if audio is None:
+    planned = _plan(traced, device) if traced.complete and isinstance(traced.keys.corpus, Mixture) else None
+    if planned is None:
         return None
+    passes = planned[1].passes * traced.keys.epoch_counter.limit
     rows = traced.keys.corpus.rows(traced.keys.corpus.manifest("train"))
     for row in rows:
-        row.append(round(row[-1] * audio.passes * audio.epochs, 1))
+        row.append(round(row[-1] * passes, 1))
     columns = [*mixture.COLUMNS, "in the whole run"]
     return Section("mixture", columns, rows, values={row[0]: dict(zip(columns[1:], row[1:], strict=True))
                                                      for row in rows})

@@ -23,6 +23,7 @@ from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
+from sbkit.recipe.price import EFFICIENCY
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
@@ -34,8 +35,6 @@ GIB = 2**30
 SIZES = (16, 24, 40, 80, 141)
 #: Share of a device's memory that a step may use; the rest is for the context, the allocator and kernels.
 USABLE = 0.85
-#: Speed of training as a share of that of a large matrix product.
-EFFICIENCY = 0.35
 #: What cuBLAS holds for matrix products: 32 MiB in the thread of forward, and as much in that of backward.
 WORKSPACE = 64 << 20
 #: A GPU's memory is allocated in blocks of this many bytes.
@@ -91,6 +90,8 @@ class Measured:
     batch_seconds: float
     step_seconds: float
     peak_bytes: int | None = None
+    planned: float | None = None
+    """Seconds for a second of audio in steps as long as those of the run, if they were measured too."""
 
 
 class Alive(Arithmetic):

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.infer.bundles import BundleLoader
-from sbkit.recipe import arguments, cost, flops, load
+from sbkit.recipe import arguments, flops, load, price
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
@@ -177,7 +177,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             "batch": f"{count} x {seconds:g} s", "batch_seconds": count * seconds, "precision": brain.precision,
             "compiled": brain.compiled, "operations": operations,
             "host_ms": 1e3 * host, **asdict(counted), "held_bytes": held, "peak_bytes": peak,
-            "card_ms": operations and peak_flops and 1e3 * operations / (peak_flops * cost.EFFICIENCY),
+            "card_ms": operations and peak_flops and 1e3 * operations / (peak_flops * price.EFFICIENCY),
             "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
         diary.enter("the largest batch of the estimate")

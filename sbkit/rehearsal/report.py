@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sbkit.recipe.cost import EFFICIENCY
+from sbkit.recipe.price import EFFICIENCY
 from sbkit.recipe.report import ERROR, WARNING, Finding, Report, Section
 from sbkit.rehearsal.cards import Card
 from sbkit.rehearsal.run import RANKS, Line

@@ -8,14 +8,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.recipe import price
 from sbkit.recipe.arguments import CommandLine
 from sbkit.runs import reproduction
 from sbkit.runs.keys import RunKeys
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, describe_unread
-from sbkit.score.run_files import RECIPE, TESTED
+from sbkit.score.run_files import METRICS, RECIPE, TESTED
 from sbkit.system.console import atomic_write
 from sbkit.train.monitor.metrics import MetricsLog
 
@@ -73,6 +76,9 @@ def mark_finished(keys: RunKeys, request: CommandLine, results: Results) -> None
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or only part of it was run
     reproduction.record(keys, request, results)
+    log = map(json.loads, (keys.folder / METRICS).read_text(encoding="utf-8").splitlines())
+    dev, test = (3600 * keys.corpus.manifest(split).hours for split in ("dev", "test"))
+    price.record(log, torch.get_num_threads(), keys.batching.max_batch_seconds, dev, test)
     with atomic_write(keys.folder / TESTED) as out:
         json.dump({**results.stats, "said": results.headline(), "files": results.files("test"),
                    "of": _of(keys, request)}, out, indent=1)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,7 +25,7 @@ from sbkit.data.loader import PREFETCH
 from sbkit.data.manifest import Manifest
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
-from sbkit.recipe import arguments, batch_size, load
+from sbkit.recipe import arguments, batch_size, flops, load
 from sbkit.recipe.cost import Measured, longest_utterance
 from sbkit.recipe.parts import frozen_for_good
 from sbkit.recipe.reading import read
@@ -33,11 +34,14 @@ from sbkit.system import helper_process
 from sbkit.train import device as devices
 from sbkit.train.memory import host
 from sbkit.train.memory.oom import is_out_of_memory
+from sbkit.train.monitor.waits import Contention
 
 #: Maximum number of buckets to try.
 MAX_BUCKETS = 6
 #: Steps that ``sbkit check --measure`` times, after one for warm-up, and its time limit in seconds.
 STEPS, PATIENCE = 4, 60.0
+#: As many steps as an optimizer needs for all that it does only sometimes, and how often they are timed for the price.
+CYCLE, CYCLES = 4, 3
 #: Memory of a run on a CPU besides its steps: for tables of the corpus and transcripts, and for each data worker.
 BESIDE, READER = 192 << 20, 128 << 20
 
@@ -53,6 +57,7 @@ class Trial:
         chosen = np.unique(np.linspace(0, len(edges) - 1, MAX_BUCKETS).round().astype(int))
         self.edges = [round(edges[i], 2) for i in chosen]
         self.most_seconds = max(batching.step_seconds, batching.max_batch_seconds)
+        self.typical = flops.typical_seconds(durations)
 
     @property
     def device_name(self) -> str:
@@ -209,15 +214,41 @@ def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int)
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def measurement(request: arguments.CommandLine) -> Callable[[], Measured]:
-    """Return a function that times a few real steps at the planned size, for ``sbkit check --measure``."""
+def measurement(request: arguments.CommandLine, planned: bool = False) -> Callable[[], Measured]:
+    """Return a function that times a few real steps at the planned size, for ``sbkit check --measure``.
+
+    planned : also steps as long as those of the run, which tell how long it takes
+    """
     def measure() -> Measured:
         device = devices.resolve(request.run_opts.device)
         with trial(request, device) as made:
             seconds = made.edges[-1]
             batch = made.batch(max(1, int(made.batching.max_batch_seconds / seconds)), seconds)
-            return time_steps(made.brain.try_batch, batch, device)
+            measured = time_steps(made.brain.try_batch, batch, device)
+            return replace(measured, planned=_time_planned(made)) if planned else measured
     return measure
+
+
+def _time_planned(made: Trial) -> float:
+    """Return the seconds for a second of audio in steps of one micro-batch of the run, without waiting for a core.
+
+    The fastest cycle counts.
+    """
+    batching = made.batching
+    audio = min(batching.update_seconds, batching.max_batch_seconds)
+    utterances = max(batching.min_batch_utterances, round(audio / made.typical))
+    batch = made.batch(utterances, audio / utterances)
+    wait: Callable[[], None] = torch.cuda.synchronize if made.device.type == "cuda" else (lambda: None)
+    times, contention = [], Contention(made.device)
+    for _ in range(CYCLES + 1):  # the first warms up
+        wait()
+        contention.reset()
+        started = time.perf_counter()
+        for _ in range(CYCLE):
+            made.brain.try_batch(batch)
+        wait()
+        times.append((time.perf_counter() - started) * (1 - (contention.share() or 0.0)))
+    return min(times[1:]) / CYCLE / batch.padded_seconds
 
 
 def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> Measured:

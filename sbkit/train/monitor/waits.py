@@ -132,11 +132,11 @@ def _in_backward() -> bool:
 class Contention:
     """Measures how long the slowest thread of this process waited for a core, since each step waits for it.
 
-    Does nothing on other devices, with only one thread, or if the system does not count this.
+    Does nothing on other devices, or if the system does not count this.
     """
 
     def __init__(self, device: torch.device):
-        self._counts = device.type == "cpu" and torch.get_num_threads() > 1 and bool(_waited())
+        self._counts = device.type == "cpu" and bool(_waited())
         self._told = False
         self.reset()
 
@@ -170,8 +170,8 @@ class Contention:
         self._done, share = True, self.share()
         if share is not None and share > _WORTH_REPORTING:
             self._told = True
-            if ranks.is_main():
-                threads = torch.get_num_threads()
+            threads = torch.get_num_threads()
+            if ranks.is_main() and threads > 1:
                 logger.warning(
                     "Training waited for a core %.0f %% of the time, and its %d threads all wait for the slowest. "
                     "Other processes, data workers or ranks use the cores: set OMP_NUM_THREADS=%d, or to the number "

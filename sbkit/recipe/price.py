@@ -1,0 +1,440 @@
+"""What a whole run will take, by what this machine's finished runs took: hours, cost and energy, with intervals.
+
+Each finished run adds a line to a file in sbkit's cache folder: what it computed, how long that took, and what a check
+had predicted. From the runs of one device, the seconds of a micro-batch are ``a * FLOPs + b``, by least squares of the
+relative errors. The interval holds four fifths of the errors that the rule makes on runs that were left out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sbkit.recipe.report import Section
+from sbkit.system.disk import cache_folder
+
+if TYPE_CHECKING:
+    from sbkit.data.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+#: The share of runs that are to be within the interval.
+COVERAGE = 0.8
+#: Kinds of runs of a device from which its speed is fitted; with fewer it is guessed from the device's peak.
+LEAST = 4
+#: Speed of training as a share of that of a large matrix product, and how far off a guess from it may be.
+EFFICIENCY, GUESS = 0.35, 3.0
+#: How far off a measurement of a few steps may be until finished runs say so, and the narrowest interval of all.
+TRIED, NARROWEST = 1.25, 1.05
+#: Seconds of a validation or test for those of training on the same audio, until finished runs say so.
+EVALUATION = 1.0
+#: The share of the time that training may wait for a core. It isn't counted, but with more a run says little.
+WAITED = 0.45
+#: Steps of an epoch from whose sizes those of the whole run are known.
+SAMPLED = 200
+#: How far two runs may be apart in what a step computes and count as the same, for one counted on another torch.
+SAME = 0.02
+
+
+class Setting(NamedTuple):
+    """On what a run computes; runs are compared within one."""
+
+    device: str
+    precision: str
+    threads: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the steps of a run compute on one device, and what is evaluated.
+
+    operations : floating point operations of a step
+    micro_batches : of a step
+    audio : seconds of audio of a step, padding included
+    steps : of the run
+    evaluated : seconds of audio of all validations and the test
+    """
+
+    operations: float
+    micro_batches: int
+    audio: float
+    steps: int
+    evaluated: float
+
+    def like(self, other: Steps) -> bool:
+        """Whether a step of both computes the same."""
+        return self.micro_batches == other.micro_batches and math.isclose(
+            self.operations, other.operations, rel_tol=SAME) and math.isclose(self.audio, other.audio, rel_tol=SAME)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A line of the file: a run that was neither resumed nor shared its cores.
+
+    step_seconds : of a step, without what it waited for a core that others used
+    hours : from the first step to the end of the test, without that
+    predicted : what a check had said, if one had
+    """
+
+    setting: Setting
+    steps: Steps
+    step_seconds: float
+    hours: float
+    predicted: Prediction | None = None
+
+    @property
+    def evaluation(self) -> float:
+        """Seconds of an evaluation for those of training on the same audio."""
+        rest = 3600 * self.hours - self.steps.steps * self.step_seconds
+        return max(0.0, rest) / max(1e-9, self.steps.evaluated * self.step_seconds / self.steps.audio)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will take.
+
+    step_seconds : of a step
+    hours, low, high : of the whole run, with the interval
+    by : fit, trial or peak: finished runs, a few steps, or the device's peak
+    runs : the number of runs from which it follows
+    trial : seconds of a step as a trial measured them
+    """
+
+    step_seconds: float
+    hours: float
+    low: float
+    high: float
+    by: str
+    runs: int = 0
+    trial: float | None = None
+
+
+# ------------------------------------------------------------------------------------------------------- the file
+
+
+def table_file() -> Path:
+    """The file with the finished runs of this user on this machine; it names no recipes, folders or people."""
+    return cache_folder() / "finished_runs.jsonl"
+
+
+def finished_runs(setting: Setting | None = None) -> list[FinishedRun]:
+    """Read the finished runs, those of one setting or all; lines that can't be read are left out."""
+    runs = []
+    for line in _lines("run"):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            said = line["predicted"] and Prediction(**line["predicted"])
+            run = FinishedRun(Setting(**line["setting"]), Steps(**line["steps"]), float(line["step_seconds"]),
+                              float(line["hours"]), said)
+            if min(run.step_seconds, run.hours, run.steps.audio, run.steps.operations) > 0:
+                runs.append(run)
+    return [run for run in runs if setting in (None, run.setting)]
+
+
+def _lines(kind: str) -> Iterator[dict[str, Any]]:  # JSON
+    try:
+        text = table_file().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found = json.loads(line)
+            if found["format"] == FORMAT and found["kind"] == kind:
+                yield found
+
+
+def _append(kind: str, setting: Setting, steps: Steps, **values: object) -> None:
+    line = {"format": FORMAT, "kind": kind, "time": round(time.time()), "setting": setting._asdict(),
+            "steps": dataclasses.asdict(steps), **values}
+    try:
+        table_file().parent.mkdir(parents=True, exist_ok=True)
+        with open(table_file(), "ab", buffering=0) as out:  # one write, so that runs side by side don't mix
+            out.write((json.dumps(line) + "\n").encode())
+    except OSError as error:
+        logger.info("%s can't be written, so later predictions don't know this one: %s", table_file(), error)
+
+
+def keep_prediction(setting: Setting, steps: Steps, prediction: Prediction) -> None:
+    """Write down what a check predicts, for the run to be compared with."""
+    _append("check", setting, steps, predicted=dataclasses.asdict(prediction))
+
+
+def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
+    """The last prediction for such a run."""
+    found = [line["predicted"] for line in _lines("check") if line["setting"] == setting._asdict()
+             and line["steps"]["steps"] == steps.steps and Steps(**line["steps"]).like(steps)]
+    return found[-1] if found else None
+
+
+# ------------------------------------------------------------------------------------------------------- recording
+
+
+def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
+    """The setting of a run, from the line of its log that says how it was started, and its number of threads."""
+    on_cpu = not str(run["device"]).startswith("cuda")
+    cards = str(run["environment"].get("gpu", "")).split(" x ", 1)[-1]
+    return Setting(run["environment"]["cpu"] if on_cpu else cards, run["precision"], threads if on_cpu else 0,
+                   run["devices"])
+
+
+def record(log: Iterable[Mapping[str, Any]], threads: int, max_batch_seconds: float, dev_seconds: float,
+           test_seconds: float) -> bool:
+    """Add a finished run to the file, and return whether it was: not one that was resumed or shared its cores.
+
+    log : the lines of its metrics.jsonl
+    threads : that a process computed with
+    max_batch_seconds : of a micro-batch
+    dev_seconds, test_seconds : audio of a validation and of the test
+    """
+    log = list(log)
+    starts = [line for line in log if line["kind"] == "run"]
+    epochs = [line for line in log if line["kind"] == "epoch" and line.get("train_seconds")]
+    tests = [line for line in log if line["kind"] == "test"]
+    if len(starts) != 1 or len(tests) != 1 or not epochs or not all(line.get("flops_per_s") for line in epochs):
+        return False
+    trained = sum(line["train_seconds"] for line in epochs)
+    waited = sum(line.get("core_wait_share", 0.0) * line["train_seconds"] for line in epochs)
+    count = epochs[-1]["step"]
+    if waited > WAITED * trained:
+        return False
+    setting = setting_of(starts[0], threads)
+    padded = sum(line["audio_s_per_s"] * line["train_seconds"] / (1 - (line["padding_share"] or 0.0))
+                 for line in epochs)
+    operations = epochs[-1]["flops_per_s"] / epochs[-1]["audio_s_per_s"]
+    steps = steps_of(operations, padded / count / setting.processes, max_batch_seconds, count,
+                     (len(epochs) * dev_seconds + test_seconds) / setting.processes)
+    _append("run", setting, steps, step_seconds=(trained - waited) / count,
+            hours=(tests[0]["time"] - starts[0]["time"] - waited) / 3600, predicted=_predicted(setting, steps))
+    return True
+
+
+def steps_of(operations: float, audio: float, max_batch_seconds: float, steps: int, evaluated: float) -> Steps:
+    """What steps compute on one device.
+
+    operations : for a second of audio
+    audio : seconds of a step on one device, padding included
+    """
+    return Steps(operations * audio, max(1, math.ceil(audio / max_batch_seconds)), audio, steps, evaluated)
+
+
+def padded_seconds(plan: Plan, processes: int) -> float:
+    """The mean of a step's audio on one of so many devices, padding included, in seconds."""
+    epoch = plan.epoch(1)
+    chosen = np.unique(np.linspace(0, len(epoch) - 1, min(SAMPLED, len(epoch))).round().astype(int))
+    return float(np.mean([sum(len(part) * float(epoch.durations[part].max()) for part in epoch.share(i, 0, processes)
+                              if len(part)) for i in chosen]))
+
+
+# ------------------------------------------------------------------------------------------------------ predicting
+
+
+class Rule(NamedTuple):
+    """Seconds of a step: ``a * operations + b * micro_batches``; of an evaluation: as a share of training."""
+
+    a: float
+    b: float
+    evaluation: float
+
+    def step_seconds(self, steps: Steps) -> float:
+        return self.a * steps.operations + self.b * steps.micro_batches
+
+    def hours(self, steps: Steps, step_seconds: float | None = None) -> float:
+        """Hours of the whole run."""
+        each = self.step_seconds(steps) if step_seconds is None else step_seconds
+        return each * (steps.steps + self.evaluation * steps.evaluated / steps.audio) / 3600
+
+
+def kinds_of(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
+    """Group runs whose steps compute the same, since one model that is trained often must not be all that counts."""
+    groups: list[list[FinishedRun]] = []
+    for run in runs:
+        group = next((each for each in groups if each[0].steps.like(run.steps)), None)
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    return groups
+
+
+def fit(kinds: Sequence[Sequence[FinishedRun]]) -> Rule:
+    """Fit the rule; each kind of run counts once."""
+    rows, weights = [], []
+    for run, weight in ((run, len(kind) ** -0.5) for kind in kinds for run in kind):
+        rows.append([run.steps.operations / run.step_seconds, run.steps.micro_batches / run.step_seconds])
+        weights.append(weight)
+    scaled, target = np.array(rows) * np.array(weights)[:, None], np.array(weights)
+    best: tuple[float, np.ndarray] = (math.inf, np.zeros(2))
+    for columns in ([0, 1], [0], [1]):  # neither of them saves time
+        found = np.zeros(2)
+        found[columns] = np.linalg.lstsq(scaled[:, columns], target, rcond=None)[0]
+        error = float(((scaled @ found - target) ** 2).sum())
+        if (found >= 0).all() and error < best[0]:
+            best = error, found
+    evaluation = float(np.median([np.median([run.evaluation for run in kind]) for kind in kinds]))
+    return Rule(float(best[1][0]), float(best[1][1]), evaluation)
+
+
+def left_out(kinds: Sequence[Sequence[FinishedRun]]) -> list[float]:
+    """Measured hours for predicted ones, of each kind from all others."""
+    found = []
+    for index, kind in enumerate(kinds):
+        rule = fit([*kinds[:index], *kinds[index + 1:]])
+        found.append(float(np.median([run.hours / rule.hours(run.steps) for run in kind])))
+    return found
+
+
+def width(ratios: Sequence[float]) -> float:
+    """The factor within which ``COVERAGE`` of errors are to be, from at least ``LEAST`` that were made.
+
+    >>> width([1.1, 0.8, 1.0, 1.05])
+    1.25
+    """
+    place = math.ceil(COVERAGE * (len(ratios) + 1))
+    return max(NARROWEST, sorted(max(ratio, 1 / ratio) for ratio in ratios)[place - 1])
+
+
+def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial: float | None = None,
+            host_seconds: float = 0.0) -> Prediction | None:
+    """Predict a run; None if nothing is known of the device.
+
+    runs : finished ones of the same setting
+    peak : operations per second of the device
+    trial : seconds of a step, measured just now
+    host_seconds : of a step, on which a device waits that is faster
+    """
+    kinds = kinds_of(runs)
+    rule = fit(kinds) if len(kinds) >= LEAST else None
+    if trial is not None:
+        tried = [run for run in runs if run.predicted is not None and run.predicted.trial]
+        if len(kinds_of(tried)) < LEAST:
+            return _within(trial, Rule(0.0, 0.0, EVALUATION).hours(steps, trial), TRIED, "trial", 0, trial)
+        scale, evaluation, ratios = after_trials(tried)
+        each = scale * trial
+        return _within(each, Rule(0.0, 0.0, evaluation).hours(steps, each), width(ratios), "trial", len(tried), trial)
+    if rule is not None:
+        return _within(rule.step_seconds(steps), rule.hours(steps), width(left_out(kinds)), "fit", len(runs))
+    if peak is None:
+        return None
+    guess = max(steps.operations / (EFFICIENCY * peak), host_seconds)
+    return _within(guess, Rule(0.0, 0.0, EVALUATION).hours(steps, guess), GUESS, "peak", len(runs))
+
+
+def after_trials(tried: Sequence[FinishedRun]) -> tuple[float, float, list[float]]:
+    """What finished runs took of what trial steps had said.
+
+    Returns the median ratio of their steps, the median of their evaluations, and their hours for those predicted from
+    all other kinds.
+    """
+    def medians(kinds: Iterable[Sequence[FinishedRun]]) -> tuple[float, float]:
+        found = [(run.step_seconds / run.predicted.trial, run.evaluation) for kind in kinds for run in kind[-1:]
+                 if run.predicted is not None and run.predicted.trial]
+        scale, evaluation = np.median(found, axis=0)
+        return float(scale), float(evaluation)
+
+    kinds, ratios = kinds_of(tried), []
+    for index, kind in enumerate(kinds):
+        scale, evaluation = medians([*kinds[:index], *kinds[index + 1:]])
+        ratios += [run.hours / Rule(0.0, 0.0, evaluation).hours(run.steps, scale * run.predicted.trial)
+                   for run in kind[-1:] if run.predicted is not None and run.predicted.trial]
+    return *medians(kinds), ratios
+
+
+def _within(step_seconds: float, hours: float, factor: float, by: str, runs: int,
+            trial: float | None = None) -> Prediction:
+    return Prediction(step_seconds, hours, hours / factor, hours * factor, by, runs, trial)
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``sbkit check --price`` asks for.
+
+    rate : the price of a device for an hour
+    processes : the number of devices
+    device : the name of a card that isn't here; None: this machine's
+    peak : its operations per second by precision
+    watts : the most that a device takes, by its data sheet; None: unknown
+    host_seconds : of a step, as rehearsed
+    """
+
+    rate: float
+    processes: int = 1
+    device: str | None = None
+    peaks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    watts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    host_seconds: float = 0.0
+
+
+def section(asked: Asked, setting: Setting, steps: Steps, said: Prediction) -> Section:
+    """The prediction as a table of the report."""
+    devices = setting.processes
+    each = said.hours / said.low
+    training = steps.steps * said.step_seconds / 3600
+    rows = [[f"hours of training, {steps.steps:,} steps of {said.step_seconds:.3g} s", *_spread(training, each)],
+            ["hours of validations and the test", *_spread(said.hours - training, each)],
+            ["hours of the run", *_spread(said.hours, each)],
+            [f"cost of {_some(devices, 'device')} at {asked.rate:g} an hour each",
+             *_spread(said.hours * devices * asked.rate, each)]]
+    watts = asked.watts.get(setting.device)
+    if watts is not None:
+        rows.append([f"kWh at most, with {watts} W a device all the time",
+                     *_spread(said.hours * devices * watts / 1000, each)])
+    values = dataclasses.asdict(said) | {
+        "training_hours": training, "cost": said.hours * devices * asked.rate, "rate": asked.rate, "devices": devices,
+        "kwh_at_most": watts and said.hours * devices * watts / 1000, "device": setting.device, "steps": steps.steps,
+        "operations_per_step": steps.operations, "micro_batches_per_step": steps.micro_batches}
+    return Section("Price of the run", ["what", "how much", "from", "to"], rows, [_why(setting, said)], values)
+
+
+def _spread(value: float, factor: float) -> tuple[str, str, str]:
+    return _few(value), _few(value / factor), _few(value * factor)
+
+
+def _few(value: float) -> str:
+    return f"{value:,.1f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.3g}"
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def _why(setting: Setting, said: Prediction) -> str:
+    """Say in one sentence what a prediction follows from."""
+    threads = f", {_some(setting.threads, 'thread')}" if setting.threads else ""
+    on = f"{setting.device} in {setting.precision}{threads}"
+    wide = f"the interval is a guess, a factor of {GUESS:g}"
+    if said.by == "fit":
+        return (f"the seconds of a micro-batch are a * FLOPs + b, fitted to {_some(said.runs, 'finished run')} on "
+                f"{on}; the interval holds {COVERAGE:.0%} of the errors on runs that were left out of the fit")
+    if said.by == "trial":
+        how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so predicted have finished"
+        if said.runs and said.trial:
+            how = (f"times {said.step_seconds / said.trial:.3g}, as those of {_some(said.runs, 'finished run')} took; "
+                   f"the interval holds {COVERAGE:.0%} of the errors on runs that were left out of this")
+        return f"measured: a few steps of the planned size on {on}; {how}"
+    return (f"{_some(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): from its peak, of "
+            f"which training is taken to reach {EFFICIENCY:.0%}; {wide}")
+
+
+def summary(runs: Sequence[FinishedRun]) -> str:
+    """How right the predictions of finished runs were."""
+    said = [(run.hours, run.predicted) for run in runs if run.predicted is not None]
+    if not said:
+        return f"{_some(len(runs), 'finished run')}, none of them predicted by sbkit check --price"
+    errors = [abs(hours / each.hours - 1) for hours, each in said]
+    within = sum(each.low <= hours <= each.high for hours, each in said)
+    return (f"{_some(len(runs), 'finished run')}, {len(said)} predicted: median error {np.median(errors):.0%}, "
+            f"{within} of {len(said)} within their interval")

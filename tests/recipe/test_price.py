@@ -1,0 +1,166 @@
+"""What a run will take is predicted from finished runs, said with an interval, and compared with what it took."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sbkit.recipe import price
+from sbkit.recipe.price import Asked, FinishedRun, Prediction, Setting, Steps
+
+CPU = Setting("Some CPU, 2 cores", "bf16", 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "cache"))
+
+
+def finished(gflop, seconds, setting=CPU, predicted=None, audio=12.0):
+    """A run of 100 steps; its evaluations of 120 s take as long as training on them."""
+    steps = Steps(gflop * 1e9, 1, audio, 100, 120.0)
+    return FinishedRun(setting, steps, seconds, (100 + 120 / audio) * seconds / 3600, predicted)
+
+
+def log(**changes):
+    """The log of a run of two epochs of 50 steps."""
+    run = {"kind": "run", "time": 1000.0, "device": "cpu", "precision": "bf16", "devices": 1,
+           "environment": {"cpu": CPU.device}}
+    epoch = {"kind": "epoch", "train_seconds": 10.0, "audio_s_per_s": 50.0, "flops_per_s": 50e9, "padding_share": 0.5}
+    return [run, *({**epoch, "step": step, **changes} for step in (50, 100)), {"kind": "epoch", "valid_loss": 1.0},
+            {"kind": "test", "time": 1028.0}]
+
+
+def recorded(lines):
+    return price.record(lines, 1, max_batch_seconds=120.0, dev_seconds=100.0, test_seconds=200.0)
+
+
+def test_a_finished_run_adds_a_line():
+    assert recorded(log())
+    (run,) = price.finished_runs()
+    assert run.setting == CPU
+    assert run.steps == Steps(operations=20e9, micro_batches=1, audio=20.0, steps=100, evaluated=400.0)
+    assert run.step_seconds == pytest.approx(0.2) and run.hours == pytest.approx(28 / 3600)
+    assert run.evaluation == pytest.approx(8 / (400 * 0.2 / 20))
+    assert "epoch" not in price.table_file().read_text()
+
+
+def test_what_a_run_waited_for_a_core_is_not_counted():
+    assert recorded(log(core_wait_share=0.25))
+    (run,) = price.finished_runs()
+    assert run.step_seconds == pytest.approx(0.15) and run.hours == pytest.approx((28 - 5) / 3600)
+
+
+@pytest.mark.parametrize("lines", [
+    [log()[0], *log()],  # resumed: it started twice
+    log()[:-1],  # not tested
+    [*log(), log()[-1]],
+    log(core_wait_share=0.6),
+    log(flops_per_s=None),
+    [line for line in log() if line["kind"] != "epoch"],
+], ids=["resumed", "killed", "tested twice", "shared", "uncounted", "untrained"])
+def test_other_runs_spoil_nothing(lines):
+    assert not recorded(lines)
+    assert price.finished_runs() == []
+
+
+def test_a_run_is_joined_with_the_last_prediction_for_it():
+    steps = Steps(20e9, 1, 20.0, 100, 400.0)
+    for hours in (1.0, 0.0080):
+        price.keep_prediction(CPU, steps, Prediction(0.2, hours, 0.9 * hours, 1.1 * hours, "peak"))
+    price.keep_prediction(CPU, Steps(20e9, 1, 20.0, 200, 400.0), Prediction(0.2, 3.0, 2.0, 4.0, "peak"))
+    price.keep_prediction(CPU._replace(precision="fp32"), steps, Prediction(0.2, 3.0, 2.0, 4.0, "peak"))
+    assert recorded(log())
+    assert price.finished_runs()[0].predicted.hours == 0.0080
+    assert price.summary(price.finished_runs()) == \
+        "1 finished run, 1 predicted: median error 3%, 1 of 1 within their interval"
+
+
+def test_lines_that_cannot_be_read_are_left_out():
+    assert recorded(log())
+    good = price.table_file().read_text()
+    other = json.loads(good)
+    price.table_file().write_text("\n".join([
+        "{", "[]", json.dumps(other | {"format": 0}), json.dumps(other | {"steps": {}}),
+        json.dumps(other | {"step_seconds": 0}), good]))
+    assert len(price.finished_runs()) == 1
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "file"))
+    assert recorded(log())
+    assert price.finished_runs() == []
+
+
+@given(st.floats(1e-3, 1.0), st.floats(0.0, 1.0), st.lists(st.floats(1, 1000), min_size=4, max_size=12, unique=True))
+def test_the_rule_finds_what_runs_follow(a, b, sizes):
+    runs = [finished(gflop, a * gflop + b) for gflop in sizes]
+    rule = price.fit([[run] for run in runs])
+    for run in runs:
+        assert math.isclose(rule.step_seconds(run.steps), run.step_seconds, rel_tol=1e-4)
+        assert math.isclose(rule.hours(run.steps), run.hours, rel_tol=1e-4)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1000), st.floats(1e-3, 10)), min_size=4, max_size=8))
+def test_no_part_of_a_step_saves_time(runs):
+    rule = price.fit([[finished(gflop, seconds)] for gflop, seconds in runs])
+    assert rule.a >= 0 and rule.b >= 0 and rule.a + rule.b > 0
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=4, max_size=60))
+def test_the_interval_holds_the_share_that_it_says(ratios):
+    factor = price.width(ratios)
+    inside = sum(1 / factor * (1 - 1e-9) <= ratio <= factor * (1 + 1e-9) for ratio in ratios)
+    assert inside / len(ratios) >= price.COVERAGE
+
+
+def test_a_model_that_is_trained_often_counts_once():
+    others = [finished(gflop, 0.01 * gflop) for gflop in (5, 10, 20)]
+    often = [finished(40, 0.8)] * 50
+    assert [len(kind) for kind in price.kinds_of([*others, *often])] == [1, 1, 1, 50]
+    once, many = price.fit(price.kinds_of([*others, often[0]])), price.fit(price.kinds_of([*others, *often]))
+    assert many.a == pytest.approx(once.a) and many.b == pytest.approx(once.b)
+
+
+def test_too_few_runs_are_a_guess_from_the_peak():
+    steps = Steps(35e9, 1, 12.0, 100, 120.0)
+    said = price.predict(steps, [finished(10, 0.1)] * 9, peak=100e9)  # nine runs of one kind
+    assert said.by == "peak" and said.step_seconds == pytest.approx(1.0)
+    assert said.high / said.hours == said.hours / said.low == pytest.approx(price.GUESS)
+    assert price.predict(steps, [], peak=1e15, host_seconds=0.5).step_seconds == 0.5
+    assert price.predict(steps, [], peak=None) is None
+
+
+def test_enough_runs_are_fitted_and_their_errors_make_the_interval():
+    runs = [finished(gflop, 0.01 * gflop) for gflop in (5, 10, 20, 40)]
+    said = price.predict(finished(30, 1.0).steps, runs, peak=1e12)
+    assert said.by == "fit" and said.step_seconds == pytest.approx(0.3)
+    assert said.high / said.hours == pytest.approx(price.NARROWEST)
+    apart = [finished(gflop, seconds) for gflop, seconds in ((5, 0.05), (10, 0.2), (20, 0.1), (40, 0.4))]
+    assert price.predict(finished(30, 1.0).steps, apart, peak=1e12).high / said.hours > 1.5
+
+
+def test_trial_steps_are_scaled_by_what_runs_took_of_theirs():
+    steps = finished(30, 1.0).steps
+    assert price.predict(steps, [], None, trial=0.2).high == pytest.approx(110 * 0.2 * price.TRIED / 3600)
+    runs = [finished(gflop, 0.012 * gflop, predicted=Prediction(0.0, 1.0, 1.0, 1.0, "trial", 0, 0.01 * gflop))
+            for gflop in (5, 10, 20, 40)]
+    said = price.predict(steps, runs, None, trial=0.2)
+    assert said.step_seconds == pytest.approx(0.24) and said.hours == pytest.approx(110 * 0.24 / 3600)
+    assert said.runs == 4 and said.high / said.hours == pytest.approx(price.NARROWEST)
+
+
+def test_cost_and_energy_are_of_all_devices():
+    card = Setting("Card", "bf16", 0, 8)
+    said = Prediction(3.6, 10.0, 5.0, 20.0, "peak")
+    table = price.section(Asked(2.5, 8, "Card", watts={"Card": 700}), card, Steps(1e12, 1, 12.0, 9000, 1.0), said)
+    assert table.rows[2:] == [["hours of the run", "10", "5", "20"],
+                              ["cost of 8 devices at 2.5 an hour each", "200.0", "100.0", "400.0"],
+                              ["kWh at most, with 700 W a device all the time", "56", "28", "112.0"]]
+    assert table.values["cost"] == 200.0 and table.values["kwh_at_most"] == 56.0
+    assert "too few to fit" in table.remarks[0]
+    here = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
+    assert not any("kWh" in row[0] for row in here.rows) and here.values["kwh_at_most"] is None
