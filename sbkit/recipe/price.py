@@ -394,8 +394,9 @@ def section(asked: Asked, setting: Setting, steps: Steps, said: Prediction) -> S
                      *_spread(said.hours * devices * watts / 1000, each)])
     values = dataclasses.asdict(said) | {
         "training_hours": training, "cost": said.hours * devices * asked.rate, "rate": asked.rate, "devices": devices,
-        "kwh_at_most": watts and said.hours * devices * watts / 1000, "device": setting.device, "steps": steps.steps,
-        "operations_per_step": steps.operations, "micro_batches_per_step": steps.micro_batches}
+        "kwh_at_most": watts and said.hours * devices * watts / 1000, "device": setting.device,
+        "threads": setting.threads, "steps": steps.steps, "operations_per_step": steps.operations,
+        "micro_batches_per_step": steps.micro_batches}
     return Section("Price of the run", ["what", "how much", "from", "to"], rows, [_why(setting, said)], values)
 
 

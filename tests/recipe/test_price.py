@@ -2,14 +2,21 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import run_folders
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sbkit import cli
 from sbkit.recipe import price
+from sbkit.recipe.check import check
 from sbkit.recipe.price import Asked, FinishedRun, Prediction, Setting, Steps
 
+ROOT = Path(__file__).parents[2]
 CPU = Setting("Some CPU, 2 cores", "bf16", 1, 1)
 
 
@@ -164,3 +171,36 @@ def test_cost_and_energy_are_of_all_devices():
     assert "too few to fit" in table.remarks[0]
     here = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
     assert not any("kWh" in row[0] for row in here.rows) and here.values["kwh_at_most"] is None
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--price", "cheap"], "--price: invalid"), (["--price", "-1"], "--price: invalid"),
+    (["--price", "nan"], "--price: invalid"), (["--price", "1", "--no-run"], "builds nothing")])
+def test_what_cannot_be_priced_is_refused_at_once(words, said, capsys):
+    assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_corpus_that_is_not_prepared_has_no_price():
+    report = check(Path(__file__).parent / "small.yaml", asked=Asked(2.5))
+    assert "price" not in report.sections
+    assert any(note.startswith("the price: the corpus is not prepared") for note in report.notes)
+
+
+@pytest.mark.slow
+def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys):
+    run_folders.corpus(tmp_path / "data", train=8, dev=2, test=2)
+    out = tmp_path / "out"
+    words = [str(ROOT / "hparams" / "ctc.yaml"), "--d_model", "16", "--nhead", "2", "--num_encoder_layers", "1",
+             "--d_ffn", "16", "--least_steps", "0", "--number_of_epochs", "2", "--num_workers", "0",
+             "--data_folder", str(tmp_path / "data"), "--output_folder", str(out), "--device", "cpu"]
+    assert cli.main(["prepare", *words]) == 0
+    capsys.readouterr()
+    assert cli.main(["check", *words, "--price", "2.5", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["sections"]["price"]["values"]
+    assert said["by"] == "peak" and said["cost"] == 2.5 * said["hours"] and said["kwh_at_most"] is None
+    subprocess.run([sys.executable, "-m", "sbkit", "train", *words, "--no-check"], check=True, capture_output=True)
+    lines = [json.loads(line) | {"core_wait_share": 0.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert price.record(lines, said["threads"], 120.0, 3.5, 3.5)  # again: the core may have been shared
+    run = price.finished_runs()[-1]
+    assert run.steps.steps == said["steps"] and run.predicted.hours == said["hours"]

@@ -272,7 +272,7 @@ def _waiting(run: RunData) -> Iterator[RunFinding]:
     if core:
         yield RunFinding(
             core, f"Training waited for a core during {percent(core)} of the time",
-            "Other programs or its data workers use the cores: set OMP_NUM_THREADS to the number of free ones.", "curves")
+            "Other programs or data workers use the cores: set OMP_NUM_THREADS to the number of free ones.", "curves")
 
 
 def _waited(epochs: Sequence[tuple[float, float]]) -> float:
