@@ -36,7 +36,7 @@ LEAST = 4
 #: Speed of training as a share of that of a large matrix product, and how far off a guess from it may be.
 EFFICIENCY, GUESS = 0.35, 3.0
 #: How far off a measurement of a few steps may be until finished runs say so, and the narrowest interval of all.
-TRIED, NARROWEST = 1.25, 1.05
+TRIED, NARROWEST = 1.5, 1.05
 #: Seconds of a validation or test for those of training on the same audio, until finished runs say so.
 EVALUATION = 1.0
 #: The share of the time that training may wait for a core. It isn't counted, but with more a run says little.
@@ -426,8 +426,8 @@ def _why(setting: Setting, said: Prediction) -> str:
             how = (f"times {said.step_seconds / said.trial:.3g}, as those of {_some(said.runs, 'finished run')} took; "
                    f"the interval holds {COVERAGE:.0%} of the errors on runs that were left out of this")
         return f"measured: a few steps of the planned size on {on}; {how}"
-    return (f"{_some(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): from its peak, of "
-            f"which training is taken to reach {EFFICIENCY:.0%}; {wide}")
+    return (f"{_some(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): a step takes "
+            f"its FLOPs at {EFFICIENCY:.0%} of the peak, or the host's time in the rehearsal if that is longer; {wide}")
 
 
 def summary(runs: Sequence[FinishedRun]) -> str:
