@@ -92,7 +92,7 @@ class FinishedRun:
     steps: Steps
     step_seconds: float
     hours: float
-    predicted: Prediction | None = None
+    predicted: RunEstimate | None = None
 
     @property
     def evaluation(self) -> float:
@@ -102,7 +102,7 @@ class FinishedRun:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RunEstimate:
     """What a run will take.
 
     step_seconds : of a step
@@ -134,7 +134,7 @@ def finished_runs(setting: Setting | None = None) -> list[FinishedRun]:
     runs = []
     for line in _lines("run"):
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            said = line["predicted"] and Prediction(**line["predicted"])
+            said = line["predicted"] and RunEstimate(**line["predicted"])
             run = FinishedRun(Setting(**line["setting"]), Steps(**line["steps"]), float(line["step_seconds"]),
                               float(line["hours"]), said)
             if min(run.step_seconds, run.hours, run.steps.audio, run.steps.operations) > 0:
@@ -165,7 +165,7 @@ def _append(kind: str, setting: Setting, steps: Steps, **values: object) -> None
         logger.info("%s can't be written, so later predictions don't know this one: %s", table_file(), error)
 
 
-def keep_prediction(setting: Setting, steps: Steps, prediction: Prediction) -> None:
+def keep_prediction(setting: Setting, steps: Steps, prediction: RunEstimate) -> None:
     """Write down what a check predicts, for the run to be compared with."""
     _append("check", setting, steps, predicted=dataclasses.asdict(prediction))
 
@@ -305,7 +305,7 @@ def width(ratios: Sequence[float]) -> float:
 
 
 def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial: float | None = None,
-            host_seconds: float = 0.0) -> Prediction | None:
+            host_seconds: float = 0.0) -> RunEstimate | None:
     """Predict a run; None if nothing is known of the device.
 
     runs : finished ones of the same setting
@@ -351,8 +351,8 @@ def after_trials(tried: Sequence[FinishedRun]) -> tuple[float, float, list[float
 
 
 def _within(step_seconds: float, hours: float, factor: float, by: str, runs: int,
-            trial: float | None = None) -> Prediction:
-    return Prediction(step_seconds, hours, hours / factor, hours * factor, by, runs, trial)
+            trial: float | None = None) -> RunEstimate:
+    return RunEstimate(step_seconds, hours, hours / factor, hours * factor, by, runs, trial)
 
 
 # ------------------------------------------------------------------------------------------------------- the table
@@ -378,7 +378,7 @@ class Asked:
     host_seconds: float = 0.0
 
 
-def section(asked: Asked, setting: Setting, steps: Steps, said: Prediction) -> Section:
+def section(asked: Asked, setting: Setting, steps: Steps, said: RunEstimate) -> Section:
     """The prediction as a table of the report."""
     devices = setting.processes
     each = said.hours / said.low
@@ -412,7 +412,7 @@ def _some(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
 
 
-def _why(setting: Setting, said: Prediction) -> str:
+def _why(setting: Setting, said: RunEstimate) -> str:
     """Say in one sentence what a prediction follows from."""
     threads = f", {_some(setting.threads, 'thread')}" if setting.threads else ""
     on = f"{setting.device} in {setting.precision}{threads}"

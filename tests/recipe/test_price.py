@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sbkit import cli
 from sbkit.recipe import price
 from sbkit.recipe.check import check
-from sbkit.recipe.price import Asked, FinishedRun, Prediction, Setting, Steps
+from sbkit.recipe.price import Asked, FinishedRun, RunEstimate, Setting, Steps
 
 ROOT = Path(__file__).parents[2]
 CPU = Setting("Some CPU, 2 cores", "bf16", 1, 1)
@@ -76,9 +76,9 @@ def test_other_runs_spoil_nothing(lines):
 def test_a_run_is_joined_with_the_last_prediction_for_it():
     steps = Steps(20e9, 1, 20.0, 100, 400.0)
     for hours in (1.0, 0.0080):
-        price.keep_prediction(CPU, steps, Prediction(0.2, hours, 0.9 * hours, 1.1 * hours, "peak"))
-    price.keep_prediction(CPU, Steps(20e9, 1, 20.0, 200, 400.0), Prediction(0.2, 3.0, 2.0, 4.0, "peak"))
-    price.keep_prediction(CPU._replace(precision="fp32"), steps, Prediction(0.2, 3.0, 2.0, 4.0, "peak"))
+        price.keep_prediction(CPU, steps, RunEstimate(0.2, hours, 0.9 * hours, 1.1 * hours, "peak"))
+    price.keep_prediction(CPU, Steps(20e9, 1, 20.0, 200, 400.0), RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
+    price.keep_prediction(CPU._replace(precision="fp32"), steps, RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
     assert recorded(log())
     assert price.finished_runs()[0].predicted.hours == 0.0080
     assert price.summary(price.finished_runs()) == \
@@ -153,7 +153,7 @@ def test_enough_runs_are_fitted_and_their_errors_make_the_interval():
 def test_trial_steps_are_scaled_by_what_runs_took_of_theirs():
     steps = finished(30, 1.0).steps
     assert price.predict(steps, [], None, trial=0.2).high == pytest.approx(110 * 0.2 * price.TRIED / 3600)
-    runs = [finished(gflop, 0.012 * gflop, predicted=Prediction(0.0, 1.0, 1.0, 1.0, "trial", 0, 0.01 * gflop))
+    runs = [finished(gflop, 0.012 * gflop, predicted=RunEstimate(0.0, 1.0, 1.0, 1.0, "trial", 0, 0.01 * gflop))
             for gflop in (5, 10, 20, 40)]
     said = price.predict(steps, runs, None, trial=0.2)
     assert said.step_seconds == pytest.approx(0.24) and said.hours == pytest.approx(110 * 0.24 / 3600)
@@ -162,7 +162,7 @@ def test_trial_steps_are_scaled_by_what_runs_took_of_theirs():
 
 def test_cost_and_energy_are_of_all_devices():
     card = Setting("Card", "bf16", 0, 8)
-    said = Prediction(3.6, 10.0, 5.0, 20.0, "peak")
+    said = RunEstimate(3.6, 10.0, 5.0, 20.0, "peak")
     table = price.section(Asked(2.5, 8, "Card", watts={"Card": 700}), card, Steps(1e12, 1, 12.0, 9000, 1.0), said)
     assert table.rows[2:] == [["hours of the run", "10", "5", "20"],
                               ["cost of 8 devices at 2.5 an hour each", "200.0", "100.0", "400.0"],
