@@ -1,6 +1,7 @@
 """What all tests need: Ctrl-C as in a terminal, quiet imports, as many cards as they ask for, kernels of their own."""
 
 import gc
+import logging
 import signal
 import sys
 from collections import Counter
@@ -88,3 +89,13 @@ def _kernels_of_its_own():
     yield
     if "sbkit.nn.native.library" in sys.modules:
         sys.modules["sbkit.nn.native.library"].unload()
+
+
+@pytest.fixture(autouse=True)
+def _log_of_its_own():
+    """A run that is trained in this process logs to its terminal and its log.txt; the next test has neither."""
+    yield
+    for handler in logging.root.handlers[:]:
+        if type(handler).__module__ == "sbkit.system.console":
+            logging.root.removeHandler(handler)
+            handler.close()
