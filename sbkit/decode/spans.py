@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,17 @@ class Word:
     start: float
     end: float
     confidence: float
+
+
+def at_pauses(words: Iterable[Word], seconds: float = PAUSE_SECONDS) -> list[list[Word]]:
+    """Split words at pauses of at least so many seconds."""
+    runs: list[list[Word]] = []
+    for word in words:
+        if runs and word.start - runs[-1][-1].end < seconds:
+            runs[-1].append(word)
+        else:
+            runs.append([word])
+    return runs
 
 
 def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[TokenSpans]:

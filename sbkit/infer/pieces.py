@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sbkit.decode.spans import Word
+from sbkit.decode.spans import Word, at_pauses
 
 #: A cut needs a pause of at least so many seconds, of which a piece keeps some at its ends.
 PAUSE_SECONDS, MARGIN_SECONDS = 0.4, 0.5
@@ -33,7 +33,7 @@ def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> lis
     if duration <= longest or not words:
         return [Piece(0.0, duration, list(words))]
     joined: list[list[Word]] = []
-    for run in _runs(words):
+    for run in at_pauses(words, PAUSE_SECONDS):
         if joined and run[-1].end - joined[-1][0].start <= longest / 2 and (
                 run[0].start - joined[-1][-1].end <= 2 * MARGIN_SECONDS):
             joined[-1] += run
@@ -45,14 +45,3 @@ def cut_at_pauses(words: Sequence[Word], duration: float, longest: float) -> lis
         if ends[i - 1] > starts[i]:  # a short pause, of which each takes half
             ends[i - 1] = starts[i] = (joined[i - 1][-1].end + joined[i][0].start) / 2
     return [Piece(*each) for each in zip(starts, ends, joined, strict=True)]
-
-
-def _runs(words: Sequence[Word]) -> list[list[Word]]:
-    """Group words without a pause between them."""
-    runs: list[list[Word]] = []
-    for word in words:
-        if runs and word.start - runs[-1][-1].end < PAUSE_SECONDS:
-            runs[-1].append(word)
-        else:
-            runs.append([word])
-    return runs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sbkit.decode.spans import PAUSE_SECONDS, Word
+from sbkit.decode.spans import Word, at_pauses
 from sbkit.decode.streaming import StreamResult
 from sbkit.infer.assembly import words
 from sbkit.infer.lines import Lines, TranscriptLine
@@ -204,7 +204,7 @@ class TailRecogniser(LiveRecogniser):
         self._over = ended and not self._tail.unseen_seconds
         found = self._tail.finalise(await self._words(signal, skip), len(signal), skip, self._over)
         self._moved.set()
-        return News(stretches(found.final), [], found.partial, found.heard, found.start)
+        return News(at_pauses(found.final), [], found.partial, found.heard, found.start)
 
     async def _words(self, signal: np.ndarray, skip: int) -> list[Word]:
         """Decode samples [S], without the first ``skip`` frames."""
@@ -220,17 +220,6 @@ class TailRecogniser(LiveRecogniser):
 
     def close(self) -> None:
         self._job.cancel()
-
-
-def stretches(settled: Sequence[Word]) -> list[list[Word]]:
-    """Split words at pauses into lines, however many were settled at once."""
-    lines: list[list[Word]] = []
-    for word in settled:
-        if lines and word.start - lines[-1][-1].end < PAUSE_SECONDS:
-            lines[-1].append(word)
-        else:
-            lines.append([word])
-    return lines
 
 
 def live_recogniser(served: ServedModel, chunk_ms: int | None, seconds: float, client: str | None) -> LiveRecogniser:

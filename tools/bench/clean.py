@@ -31,7 +31,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import Exclusions
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, as_words, call, check_keys
+from tools.bench.harness import RECIPE, as_words, call, parse_checked
 from tools.bench.transfer import read
 
 OWN = ("data_folder", "seed", "output_folder", "corpus")  # keys of its own runs
@@ -106,14 +106,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default=RUNS, type=lambda text: text.split(","), help="which of the runs to make")
     parser.add_argument("--smaller", default="--number_of_epochs 1 --least_steps 600", help="keys of the clean's runs")
     parser.add_argument("--seed", type=int, default=1)
-    args, rest = parser.parse_known_args()
-    args.keys = rest
+    args, keys = parse_checked(parser, RECIPE, OWN)
+    args.keys = keys
     if unknown := [run for run in args.only if run not in RUNS]:
         parser.error(f"there is no run {unknown[0]!r}: choose of {', '.join(RUNS)}")
-    try:
-        check_keys(RECIPE, rest, OWN)
-    except SbkitError as error:
-        parser.error(str(error))
     return args
 
 

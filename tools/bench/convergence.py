@@ -30,7 +30,7 @@ from typing import Any
 from sbkit.errors import SbkitError
 from sbkit.recipe.includes import read_plain
 from sbkit.system.console import table
-from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, check_keys, read_lines
+from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, parse_checked, read_lines
 
 LEARNT = 75.0
 RECORDINGS = "recordings"
@@ -182,15 +182,11 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     peak = float(str(read_plain(RECIPE)["lr"]))
     parser.add_argument("--peak", type=float, default=peak, help=f"the rate to vary (the recipe's: {peak:g})")
     parser.add_argument("--plan", action="store_true", help="print which runs are missing, and how long they take")
-    args, more = parser.parse_known_args()
+    args, more = parse_checked(parser, RECIPE, OWN)
     if args.workers < 1:
         parser.error("--workers is 1 or more")
     if args.recordings and not (args.recordings / "train.csv").is_file():
         parser.error(f"--recordings: there is no {args.recordings / 'train.csv'}")
-    try:
-        check_keys(RECIPE, more, OWN)
-    except SbkitError as error:
-        parser.error(str(error))
     return args, more
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -31,6 +32,17 @@ def check_keys(recipe: Path, words: list[str], own: Collection[str] = ()) -> Non
     if wrong := check(request.path, request.overrides, run=False).errors:
         raise SbkitError("; ".join(f"{each.key}: {each.message}" for each in wrong),
                          hint=wrong[0].suggestion if wrong[0].suggestion.startswith("did you") else options)
+
+
+def parse_checked(parser: argparse.ArgumentParser, recipe: Path,
+                  own: Collection[str] = ()) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a benchmark's own options; the rest are ``--key value`` of its recipe, which are checked."""
+    args, words = parser.parse_known_args()
+    try:
+        check_keys(recipe, words, own)
+    except SbkitError as error:
+        parser.error(str(error))
+    return args, words
 
 
 def as_words(keys: Mapping[str, Any]) -> list[str]:

@@ -40,7 +40,7 @@ from sbkit.system.console import atomic_write, table
 from sbkit.system.cores import usable_cores
 from tools.bench import corpora, harness, systems
 from tools.bench.figure import figure
-from tools.bench.harness import RECIPE, check_keys
+from tools.bench.harness import RECIPE
 from tools.bench.systems import NAMES, SYSTEMS, Cell
 
 OWN = ("number_of_epochs", "seed", "data_folder", "language", "output_folder")  # keys of its own runs
@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=usable_cores(), help="threads of each system (all cores)")
     parser.add_argument("--nemo", type=Path, default=Path("results/nemo"), help="NeMo's environment (results/nemo)")
     parser.add_argument("--make-nemo", action="store_true", help="make that environment, and nothing else")
-    args, keys = parser.parse_known_args()
+    args, keys = harness.parse_checked(parser, RECIPE, OWN)
     args.keys = keys
     args.nemo = args.nemo.absolute()
     if not args.make_nemo and args.out is None:
@@ -91,10 +91,6 @@ def parse() -> argparse.Namespace:
     unknown = [system for system in words(args.systems) if system not in SYSTEMS]
     if unknown:
         parser.error(f"there is no system {unknown[0]}: choose of {', '.join(SYSTEMS)}")
-    try:
-        check_keys(RECIPE, keys, OWN)
-    except SbkitError as error:
-        parser.error(str(error))
     return args
 
 

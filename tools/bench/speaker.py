@@ -18,9 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sbkit.errors import SbkitError
 from sbkit.system.console import table
-from tools.bench.harness import ROOT, Results, as_words, call, check_keys, read_lines
+from tools.bench.harness import ROOT, Results, as_words, call, parse_checked, read_lines
 
 RECIPE = ROOT / "hparams" / "speaker.yaml"
 THREADS = 1
@@ -63,12 +62,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and results")
     parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--channels", default="160,1024", help="of SpeechBrain's model, each a run")
-    args, keys = parser.parse_known_args()
-    try:
-        check_keys(RECIPE, keys, OWN)
-    except SbkitError as error:
-        parser.error(str(error))
-    return args, keys
+    return parse_checked(parser, RECIPE, OWN)
 
 
 def main() -> None:

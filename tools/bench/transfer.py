@@ -26,7 +26,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, call, check_keys, read_lines
+from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, read_lines
 
 SCRATCH, TRANSFER = "scratch", "init_from"
 OWN = ("data_folder", "language", "seed", "number_of_epochs", "init_from", "output_folder")  # keys of its own runs
@@ -54,12 +54,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=3.0, help="minutes of training")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--at-most", type=float, default=0.5, help="the largest ratio of the WERs that passes")
-    args, rest = parser.parse_known_args()
-    args.keys = rest
-    try:
-        check_keys(RECIPE, rest, OWN)
-    except SbkitError as error:
-        parser.error(str(error))
+    args, keys = parse_checked(parser, RECIPE, OWN)
+    args.keys = keys
     return args
 
 
