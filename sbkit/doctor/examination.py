@@ -14,7 +14,7 @@ from dataclasses import asdict
 
 from sbkit.doctor import cards, folders, packages, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, Scope, run_check
-from sbkit.recipe import price
+from sbkit.recipe import finished_runs, price
 from sbkit.system.cores import usable_cores
 from sbkit.train.memory import host
 
@@ -87,7 +87,7 @@ def language(scope: Scope) -> Iterator[MachineFinding]:
 
 def predictions(scope: Scope) -> Iterator[MachineFinding]:
     """Report how right ``sbkit check --price`` has been about this machine's finished runs."""
-    yield MachineFinding("predictions", price.summary(price.finished_runs()))
+    yield MachineFinding("predictions", price.summary(finished_runs.read()))
 
 
 #: The checks in the order of the table, with their names in case they fail.

@@ -24,7 +24,19 @@ from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import restore
-from sbkit.recipe import batch_size, cost, devices, flops, learning, ownership, parts, price, real_batches, trace
+from sbkit.recipe import (
+    batch_size,
+    cost,
+    devices,
+    finished_runs,
+    flops,
+    learning,
+    ownership,
+    parts,
+    price,
+    real_batches,
+    trace,
+)
 from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.keys import TaskClass
@@ -192,19 +204,19 @@ def _price(traced: trace.Trace, owned: ownership.Owned, device: torch.device, pr
     finally:
         restore(torch.nn.ModuleDict(owned.roots))
     epochs, (dev, test) = keys.epoch_counter.limit, (keys.corpus.manifest(split).hours for split in ("dev", "test"))
-    steps = price.steps_of(
+    steps = finished_runs.steps_of(
         operations, price.padded_seconds(plan, asked.processes), keys.batching.max_batch_seconds,
         epochs * len(plan), 3600 * (epochs * dev + test) / asked.processes)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else describe()["cpu"])
-    setting = price.Setting(name, precision, threads, asked.processes)
+    setting = finished_runs.Setting(name, precision, threads, asked.processes)
     peak = asked.peaks.get(precision) if asked.device else peak_of(device, precision)[0]
     trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
-    said = price.predict(steps, price.finished_runs(setting), peak, trial, asked.host_seconds)
+    said = price.predict(steps, finished_runs.read(setting), peak, trial, asked.host_seconds)
     if said is None:
         return None
     if asked.device is None:  # a run here will say how right it was
-        price.keep_prediction(setting, steps, said)
+        finished_runs.keep_prediction(setting, steps, said)
     return price.section(asked, setting, steps, said)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.recipe import price
+from sbkit.recipe import finished_runs
 from sbkit.recipe.arguments import CommandLine
 from sbkit.runs import reproduction
 from sbkit.runs.keys import RunKeys
@@ -78,7 +78,7 @@ def mark_finished(keys: RunKeys, request: CommandLine, results: Results) -> None
     reproduction.record(keys, request, results)
     log = map(json.loads, (keys.folder / METRICS).read_text(encoding="utf-8").splitlines())
     dev, test = (3600 * keys.corpus.manifest(split).hours for split in ("dev", "test"))
-    price.record(log, torch.get_num_threads(), keys.batching.max_batch_seconds, dev, test)
+    finished_runs.record(log, torch.get_num_threads(), keys.batching.max_batch_seconds, dev, test)
     with atomic_write(keys.folder / TESTED) as out:
         json.dump({**results.stats, "said": results.headline(), "files": results.files("test"),
                    "of": _of(keys, request)}, out, indent=1)

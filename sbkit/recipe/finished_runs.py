@@ -1,0 +1,205 @@
+"""The file of what this machine's finished runs computed and took, and of what a check had predicted for them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sbkit.system.disk import cache_folder
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+#: The share of the time that training may wait for a core. It isn't counted, but with more a run says little.
+WAITED = 0.45
+#: How far two runs may be apart in what a step computes and count as the same, for one counted on another torch.
+SAME = 0.02
+
+
+class Setting(NamedTuple):
+    """On what a run computes; runs are compared within one."""
+
+    device: str
+    precision: str
+    threads: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the steps of a run compute on one device, and what is evaluated.
+
+    operations : floating point operations of a step
+    micro_batches : of a step
+    audio : seconds of audio of a step, padding included
+    steps : of the run
+    evaluated : seconds of audio of all validations and the test
+    """
+
+    operations: float
+    micro_batches: int
+    audio: float
+    steps: int
+    evaluated: float
+
+    def like(self, other: Steps) -> bool:
+        """Whether a step of both computes the same."""
+        return self.micro_batches == other.micro_batches and math.isclose(
+            self.operations, other.operations, rel_tol=SAME) and math.isclose(self.audio, other.audio, rel_tol=SAME)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A line of the file: a run that was neither resumed nor shared its cores.
+
+    step_seconds : of a step, without what it waited for a core that others used
+    hours : from the first step to the end of the test, without that
+    predicted : what a check had said, if one had
+    """
+
+    setting: Setting
+    steps: Steps
+    step_seconds: float
+    hours: float
+    predicted: RunEstimate | None = None
+
+    @property
+    def evaluation(self) -> float:
+        """Seconds of an evaluation for those of training on the same audio."""
+        rest = 3600 * self.hours - self.steps.steps * self.step_seconds
+        return max(0.0, rest) / max(1e-9, self.steps.evaluated * self.step_seconds / self.steps.audio)
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """What a run will take.
+
+    step_seconds : of a step
+    hours, low, high : of the whole run, with the interval
+    by : fit, trial or peak: finished runs, a few steps, or the device's peak
+    runs : the number of runs from which it follows
+    trial : seconds of a step as a trial measured them
+    """
+
+    step_seconds: float
+    hours: float
+    low: float
+    high: float
+    by: str
+    runs: int = 0
+    trial: float | None = None
+
+
+# ---------------------------------------------------------------- the file
+
+
+def table_file() -> Path:
+    """The file with the finished runs of this user on this machine; it names no recipes, folders or people."""
+    return cache_folder() / "finished_runs.jsonl"
+
+
+def read(setting: Setting | None = None) -> list[FinishedRun]:
+    """Read the finished runs, those of one setting or all; lines that can't be read are left out."""
+    runs = []
+    for line in _lines("run"):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            said = line["predicted"] and RunEstimate(**line["predicted"])
+            run = FinishedRun(Setting(**line["setting"]), Steps(**line["steps"]), float(line["step_seconds"]),
+                              float(line["hours"]), said)
+            if min(run.step_seconds, run.hours, run.steps.audio, run.steps.operations) > 0:
+                runs.append(run)
+    return [run for run in runs if setting in (None, run.setting)]
+
+
+def _lines(kind: str) -> Iterator[dict[str, Any]]:  # JSON
+    try:
+        text = table_file().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found = json.loads(line)
+            if found["format"] == FORMAT and found["kind"] == kind:
+                yield found
+
+
+def _append(kind: str, setting: Setting, steps: Steps, **values: object) -> None:
+    line = {"format": FORMAT, "kind": kind, "time": round(time.time()), "setting": setting._asdict(),
+            "steps": dataclasses.asdict(steps), **values}
+    try:
+        table_file().parent.mkdir(parents=True, exist_ok=True)
+        with open(table_file(), "ab", buffering=0) as out:  # one write, so that runs side by side don't mix
+            out.write((json.dumps(line) + "\n").encode())
+    except OSError as error:
+        logger.info("%s can't be written, so later predictions don't know this one: %s", table_file(), error)
+
+
+def keep_prediction(setting: Setting, steps: Steps, prediction: RunEstimate) -> None:
+    """Write down what a check predicts, for the run to be compared with."""
+    _append("check", setting, steps, predicted=dataclasses.asdict(prediction))
+
+
+def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
+    """The last prediction for such a run."""
+    found = [line["predicted"] for line in _lines("check") if line["setting"] == setting._asdict()
+             and line["steps"]["steps"] == steps.steps and Steps(**line["steps"]).like(steps)]
+    return found[-1] if found else None
+
+
+# ---------------------------------------------------------------- recording
+
+
+def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
+    """The setting of a run, from the line of its log that says how it was started, and its number of threads."""
+    on_cpu = not str(run["device"]).startswith("cuda")
+    cards = str(run["environment"].get("gpu", "")).split(" x ", 1)[-1]
+    return Setting(run["environment"]["cpu"] if on_cpu else cards, run["precision"], threads if on_cpu else 0,
+                   run["devices"])
+
+
+def record(log: Iterable[Mapping[str, Any]], threads: int, max_batch_seconds: float, dev_seconds: float,
+           test_seconds: float) -> bool:
+    """Add a finished run to the file, and return whether it was: not one that was resumed or shared its cores.
+
+    log : the lines of its metrics.jsonl
+    threads : that a process computed with
+    max_batch_seconds : of a micro-batch
+    dev_seconds, test_seconds : audio of a validation and of the test
+    """
+    log = list(log)
+    starts = [line for line in log if line["kind"] == "run"]
+    epochs = [line for line in log if line["kind"] == "epoch" and line.get("train_seconds")]
+    tests = [line for line in log if line["kind"] == "test"]
+    if len(starts) != 1 or len(tests) != 1 or not epochs or not all(line.get("flops_per_s") for line in epochs):
+        return False
+    trained = sum(line["train_seconds"] for line in epochs)
+    waited = sum(line.get("core_wait_share", 0.0) * line["train_seconds"] for line in epochs)
+    count = epochs[-1]["step"]
+    if waited > WAITED * trained:
+        return False
+    setting = setting_of(starts[0], threads)
+    padded = sum(line["audio_s_per_s"] * line["train_seconds"] / (1 - (line["padding_share"] or 0.0))
+                 for line in epochs)
+    operations = epochs[-1]["flops_per_s"] / epochs[-1]["audio_s_per_s"]
+    steps = steps_of(operations, padded / count / setting.processes, max_batch_seconds, count,
+                     (len(epochs) * dev_seconds + test_seconds) / setting.processes)
+    _append("run", setting, steps, step_seconds=(trained - waited) / count,
+            hours=(tests[0]["time"] - starts[0]["time"] - waited) / 3600, predicted=_predicted(setting, steps))
+    return True
+
+
+def steps_of(operations: float, audio: float, max_batch_seconds: float, steps: int, evaluated: float) -> Steps:
+    """What steps compute on one device.
+
+    operations : for a second of audio
+    audio : seconds of a step on one device, padding included
+    """
+    return Steps(operations * audio, max(1, math.ceil(audio / max_batch_seconds)), audio, steps, evaluated)

@@ -1,0 +1,86 @@
+"""A finished run adds what it computed and took to a file, beside what a check had predicted; no other run does."""
+
+import json
+
+import pytest
+
+from sbkit.recipe import finished_runs, price
+from sbkit.recipe.finished_runs import RunEstimate, Setting, Steps
+
+CPU = Setting("Some CPU, 2 cores", "bf16", 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "cache"))
+
+
+def log(**changes):
+    """The log of a run of two epochs of 50 steps."""
+    run = {"kind": "run", "time": 1000.0, "device": "cpu", "precision": "bf16", "devices": 1,
+           "environment": {"cpu": CPU.device}}
+    epoch = {"kind": "epoch", "train_seconds": 10.0, "audio_s_per_s": 50.0, "flops_per_s": 50e9, "padding_share": 0.5}
+    return [run, *({**epoch, "step": step, **changes} for step in (50, 100)), {"kind": "epoch", "valid_loss": 1.0},
+            {"kind": "test", "time": 1028.0}]
+
+
+def recorded(lines):
+    return finished_runs.record(lines, 1, max_batch_seconds=120.0, dev_seconds=100.0, test_seconds=200.0)
+
+
+def test_a_finished_run_adds_a_line():
+    assert recorded(log())
+    (run,) = finished_runs.read()
+    assert run.setting == CPU
+    assert run.steps == Steps(operations=20e9, micro_batches=1, audio=20.0, steps=100, evaluated=400.0)
+    assert run.step_seconds == pytest.approx(0.2) and run.hours == pytest.approx(28 / 3600)
+    assert run.evaluation == pytest.approx(8 / (400 * 0.2 / 20))
+    assert "epoch" not in finished_runs.table_file().read_text()
+
+
+def test_what_a_run_waited_for_a_core_is_not_counted():
+    assert recorded(log(core_wait_share=0.25))
+    (run,) = finished_runs.read()
+    assert run.step_seconds == pytest.approx(0.15) and run.hours == pytest.approx((28 - 5) / 3600)
+
+
+@pytest.mark.parametrize("lines", [
+    [log()[0], *log()],  # resumed: it started twice
+    log()[:-1],  # not tested
+    [*log(), log()[-1]],
+    log(core_wait_share=0.6),
+    log(flops_per_s=None),
+    [line for line in log() if line["kind"] != "epoch"],
+], ids=["resumed", "killed", "tested twice", "shared", "uncounted", "untrained"])
+def test_other_runs_spoil_nothing(lines):
+    assert not recorded(lines)
+    assert finished_runs.read() == []
+
+
+def test_a_run_is_joined_with_the_last_prediction_for_it():
+    steps = Steps(20e9, 1, 20.0, 100, 400.0)
+    for hours in (1.0, 0.0080):
+        finished_runs.keep_prediction(CPU, steps, RunEstimate(0.2, hours, 0.9 * hours, 1.1 * hours, "peak"))
+    finished_runs.keep_prediction(CPU, Steps(20e9, 1, 20.0, 200, 400.0), RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
+    finished_runs.keep_prediction(CPU._replace(precision="fp32"), steps, RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
+    assert recorded(log())
+    assert finished_runs.read()[0].predicted.hours == 0.0080
+    assert price.summary(finished_runs.read()) == \
+        "1 finished run, 1 predicted: median error 3%, 1 of 1 within their interval"
+
+
+def test_lines_that_cannot_be_read_are_left_out():
+    assert recorded(log())
+    good = finished_runs.table_file().read_text()
+    other = json.loads(good)
+    finished_runs.table_file().write_text("\n".join([
+        "{", "[]", json.dumps(other | {"format": 0}), json.dumps(other | {"steps": {}}),
+        json.dumps(other | {"step_seconds": 0}), good]))
+    assert len(finished_runs.read()) == 1
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "file"))
+    assert recorded(log())
+    assert finished_runs.read() == []
