@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 from sbkit.commands.options import RUNS_CODE, count
 from sbkit.errors import SbkitError
@@ -33,8 +27,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, compare, train, compare and return the exit code."""
-    import torch
-
     from sbkit.commands import prepare
     from sbkit.recipe import arguments, load
     from sbkit.runs import reproduction, restore
@@ -63,16 +55,12 @@ def run(args: argparse.Namespace) -> int:
     print(f"the corpus is the same: texts and audio of {rows:,} rows"
           + "".join(f"; not compared: {each}" for each in unread), flush=True)
 
-    device = recorded["device"] if recorded["device"] == "cpu" or torch.cuda.is_available() else "cpu"
-    cards = torch.cuda.device_count() if device == "cuda" else recorded["processes"]
-    processes = min(recorded["processes"], cards)
-    other = reproduction.not_to_the_bit(recorded, describe(), device, recorded["threads"], processes)
+    launch = reproduction.Launch.here(recorded)
+    other = reproduction.not_to_the_bit(recorded, describe(), launch)
     print(f"not compared to the bit: {'; '.join(other)}" if other else "same device and versions: compared to the bit",
           flush=True)
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
-    options = recorded["options"] | {"precision": recorded["precision"], "device": device}
-    command = [sys.executable, *launcher, "-m", "sbkit", "train", str(recipe), "--no-check", *_words(options), *words]
-    found = _train(command, recorded["threads"], folder, wanted, not other, args.full)
+    command = launch.command(recorded, [str(recipe), *words])
+    found = reproduction.train(command, launch.threads, folder, wanted, exact=not other, to_the_end=args.full)
     print(table(["step", "recorded", "found"], [[step, f"{loss:.6f}", f"{found[step]:.6f}"]
                                                 for step, loss in list(wanted.items())[-10:]]))
     if args.full:
@@ -84,41 +72,3 @@ def run(args: argparse.Namespace) -> int:
     print(f"reproduced {'within rounding' if other else 'to the bit'}: {len(wanted)} losses up to step {max(wanted)}"
           + (", and the test" if args.full else ""))
     return 0
-
-
-def _words(options: dict[str, Any]) -> list[str]:
-    """Run options as words of a command line; a flag has no value."""
-    return [word for name, value in options.items() if value not in (None, False)
-            for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
-
-
-def _train(command: list[str], threads: int, folder: Path, wanted: dict[int, float], exact: bool,
-           full: bool) -> dict[int, float]:
-    """Train in a process of its own, up to the last wanted step or to the end; compare losses as they come."""
-    from sbkit.runs import reproduction
-    from sbkit.system.console import progress
-
-    log = folder.parent / "train.log"
-    found: dict[int, float] = {}
-    with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-        try:
-            while True:
-                ended = process.poll() is not None
-                found = reproduction.losses_of(folder)
-                for step in sorted(set(wanted) & set(found)):
-                    reproduction.require_same(f"the loss of step {step}", wanted[step], found[step], exact)
-                    bar.update(step - bar.n)
-                if ended or (not full and set(wanted) <= set(found)):
-                    break
-                time.sleep(0.5)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # a run saves a checkpoint: --full goes on from there
-            code = process.wait()
-    missing = [step for step in wanted if step not in found]
-    if missing or (full and code):
-        where = f" before step {missing[0]}" if missing else ""
-        last = "".join(f"\n  {line}" for line in log.read_text(errors="replace").splitlines()[-5:])
-        raise SbkitError(f"training ended with code {code}{where}; the end of {log}:{last}", exit_code=1)
-    return found

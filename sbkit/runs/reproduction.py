@@ -11,11 +11,16 @@ import base64
 import hashlib
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +43,7 @@ FORMAT = 1
 #: never.
 _HASH = 6
 _MAX_BYTES = 4 << 30
+_MOST = 4096  # processes, and threads of each
 _NAMED = 5
 _QUICK = 10_000  # recordings, read in seconds
 WHOLE = 200_000  # recordings, read in minutes
@@ -55,12 +61,11 @@ class Differs(SbkitError):
     exit_code = 1
 
 
-def record(keys: RunKeys, request: CommandLine, results: Results) -> None:
-    """Write ``reproduce.json`` of a run that has just been tested."""
+def record(keys: RunKeys, request: CommandLine, results: Results, log: Sequence[Mapping[str, Any]]) -> None:
+    """Write ``reproduce.json`` of a run that has just been tested; ``log``: the lines of its metrics.jsonl."""
     folder = keys.folder
     lines = _recipe((folder / RECIPE).read_text(encoding="utf-8"))
-    metrics = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
-    run = [line for line in metrics if line["kind"] == "run"][-1]
+    run = [line for line in log if line["kind"] == "run"][-1]
     options = request.run_opts
     found = {
         "format": FORMAT, "recipe": lines, "recipe_lines": _checksums(lines),
@@ -68,7 +73,7 @@ def record(keys: RunKeys, request: CommandLine, results: Results) -> None:
         "device": torch.device(run["device"]).type, "processes": run["devices"], "threads": torch.get_num_threads(),
         "precision": run["precision"], "environment": run["environment"],
         "corpus": {split: hashes(manifest, split) for split, manifest in keys.corpus.load().items()},
-        "losses": {str(line["step"]): line["loss"] for line in metrics
+        "losses": {str(line["step"]): line["loss"] for line in log
                    if line["kind"] == "loss" and line["loss"] is not None},
         "figures": results.stats,
     }
@@ -171,8 +176,11 @@ def read(path: Path) -> dict[str, Any]:
         lines, sums = [str(line) for line in found["recipe"]], str(found["recipe_lines"]).split()
         losses = {int(step): float(loss) for step, loss in found["losses"].items() if loss is not None}
         found |= {"recipe": lines, "losses": losses}
-        missing = {"options", "device", "processes", "threads", "precision", "environment", "corpus",
+        missing = {"options", "device", "precision", "environment", "corpus",
                    "figures"} - set(found)
+        for name in ("processes", "threads"):
+            if not isinstance(found.get(name), int) or not 1 <= found[name] <= _MOST:
+                missing.add(f"a number of {name} from 1 to {_MOST}")
         if missing or not losses:
             raise ValueError(f"it lacks {', '.join(sorted(missing)) or 'losses'}")
         for split, rows in found["corpus"].items():
@@ -195,14 +203,35 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], device: str, threads: int,
-                   processes: int) -> list[str]:
+class Launch(NamedTuple):
+    """How a run is started: on which kind of device, in how many processes of how many threads."""
+
+    device: str
+    processes: int
+    threads: int
+
+    @classmethod
+    def here(cls, recorded: Mapping[str, Any]) -> Launch:
+        """As it was recorded, as far as this machine has the devices."""
+        if recorded["device"] == "cpu" or not torch.cuda.is_available():
+            return cls("cpu", recorded["processes"], recorded["threads"])
+        return cls(recorded["device"], min(recorded["processes"], torch.cuda.device_count()), recorded["threads"])
+
+    def command(self, recorded: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+        """The command that trains on these words, with the options that were recorded."""
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={self.processes}"] if self.processes > 1 else []
+        options = recorded["options"] | {"precision": recorded["precision"], "device": self.device}
+        flags = [word for name, value in options.items() if value not in (None, False)
+                 for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+        return [sys.executable, *launcher, "-m", "sbkit", "train", *words[:1], "--no-check", *flags, *words[1:]]
+
+
+def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], launch: Launch) -> list[str]:
     """What differs from the machine of the recorded run, so that bits need not be equal."""
     was = recorded["environment"]
-    names = [*_BITS, "cpu" if device == "cpu" else "gpu"]
+    names = [*_BITS, "cpu" if launch.device == "cpu" else "gpu"]
     pairs = [(name, str(was.get(name)), str(environment.get(name))) for name in names]
-    pairs += [("device", recorded["device"], device), ("threads", str(recorded["threads"]), str(threads)),
-              ("processes", str(recorded["processes"]), str(processes))]
+    pairs += [(name, str(recorded[name]), str(now)) for name, now in launch._asdict().items()]
     return [f"{name} {now}, recorded with {before}" for name, before, now in pairs if before != now]
 
 
@@ -221,14 +250,48 @@ def figures_of(folder: Path) -> dict[str, float]:
     try:
         return dict(json.loads((folder / TESTED).read_text(encoding="utf-8")))
     except OSError:
-        raise SbkitError(f"{folder} was not tested", hint="its messages are above", exit_code=1) from None
+        raise SbkitError(f"{folder} was not tested", hint="its log.txt says why", exit_code=1) from None
 
 
 def require_same(what: str, recorded: float, found: float, exact: bool) -> None:
     """Raise ``Differs`` unless two figures are the same, to the bit or within rounding."""
-    if recorded != found if exact else not math.isclose(recorded, found, rel_tol=ROUNDING, abs_tol=1e-3):
+    same = recorded == found if exact else math.isclose(recorded, found, rel_tol=ROUNDING, abs_tol=1e-3)
+    if not same and not (math.isnan(recorded) and math.isnan(found)):
         within = "to the bit" if exact else f"within {100 * ROUNDING:.0f} %"
         raise Differs(f"{what} is {found!r}, recorded as {recorded!r}: not the same {within}",
                       hint="corpus, recipe and versions are those recorded; is sbkit's own code?" if exact else
                            "of another device or version, rounding grows with the steps: compare the final figures "
                            "(--full)")
+
+
+def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[int, float], *, exact: bool,
+          to_the_end: bool) -> dict[int, float]:
+    """Train in processes of their own, up to the last wanted step or to the end; compare losses as they come.
+
+    folder : of the run; what it prints goes to ``train.log`` beside it
+    wanted : losses by their steps
+    """
+    log = folder.parent / "train.log"
+    found: dict[int, float] = {}
+    with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+        try:
+            while True:
+                ended = process.poll() is not None
+                found = losses_of(folder)
+                for step in sorted(set(wanted) & set(found)):
+                    require_same(f"the loss of step {step}", wanted[step], found[step], exact)
+                    bar.update(step - bar.n)
+                if ended or (not to_the_end and set(wanted) <= set(found)):
+                    break
+                time.sleep(0.5)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)  # a run saves a checkpoint: --full goes on from there
+            code = process.wait()
+    missing = [step for step in wanted if step not in found]
+    if missing or (to_the_end and code):
+        where = f" before step {missing[0]}" if missing else ""
+        last = "".join(f"\n  {line}" for line in log.read_text(errors="replace").splitlines()[-5:])
+        raise SbkitError(f"training ended with code {code}{where}; the end of {log}:{last}", exit_code=1)
+    return found

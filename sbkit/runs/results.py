@@ -75,8 +75,8 @@ def mark_finished(keys: RunKeys, request: CommandLine, results: Results) -> None
     """Record that the run is complete: its results, and what they were computed from."""
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or only part of it was run
-    reproduction.record(keys, request, results)
-    log = map(json.loads, (keys.folder / METRICS).read_text(encoding="utf-8").splitlines())
+    log = [json.loads(line) for line in (keys.folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    reproduction.record(keys, request, results, log)
     dev, test = (3600 * keys.corpus.manifest(split).hours for split in ("dev", "test"))
     finished_runs.record(log, torch.get_num_threads(), keys.batching.max_batch_seconds, dev, test)
     with atomic_write(keys.folder / TESTED) as out:

@@ -98,7 +98,8 @@ def test_any_changed_text_is_named(texts, data):
     (lambda found: found["corpus"]["train"].update(texts="AAAA"), "is not what a run records"),
     (lambda found: found["recipe"].__setitem__(1, "lr: 0.5"), "line 2 of its recipe was changed since the run: 'lr"),
     (lambda found: found["recipe"].pop(), "its recipe has 1 lines, and had 2"),
-    (lambda found: found.pop("threads"), "it lacks threads"),
+    (lambda found: found.pop("threads"), "it lacks a number of threads from 1 to 4096"),
+    (lambda found: found.update(processes=10**9), "it lacks a number of processes from 1 to 4096"),
 ])
 def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, change, problem):
     found = {"format": 1, "recipe": ["seed: 1", "lr: 0.1"], "recipe_lines": "10e55796 a281b6ba", "losses": {"1": 2.0},
@@ -115,10 +116,11 @@ def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, chan
 
 def test_another_machine_is_compared_within_rounding(manifest):
     was = {"environment": {"torch": "2.11", "cpu": "A"}, "device": "cpu", "threads": 2, "processes": 1}
-    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "A"}, "cpu", 2, 1) == []
-    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "B"}, "cpu", 1, 1) == [
+    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "A"}, reproduction.Launch("cpu", 1, 2)) == []
+    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "B"}, reproduction.Launch("cpu", 1, 1)) == [
         "cpu B, recorded with A", "threads 1, recorded with 2"]
     reproduction.require_same("the loss", 2.0, 2.01, exact=False)
+    reproduction.require_same("a rate of nothing", float("nan"), float("nan"), exact=True)
     for found, exact in ((2.0 + 1e-12, True), (2.5, False), (float("nan"), False)):
         with pytest.raises(SbkitError, match=r"the loss is .*, recorded as 2.0: not the same"):
             reproduction.require_same("the loss", 2.0, found, exact)
