@@ -29,6 +29,7 @@ from sbkit.score.significance import RATES, RunComparison, compare
 from sbkit.system.console import atomic_write
 
 _PAGE = Path(__file__).with_name("page.html")
+_COMMON = Path(__file__).with_name("common.css")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _TITLES = {"first": "Next", "against": "Compared", "curves": "Training", "results": "Results",
            "listen": "Listen", "live": "Live", "where": "Where", "words": "Words", "worst": "Worst", "labels": "Labels",
@@ -123,7 +124,8 @@ def filled(title: str, body: Markup, template_file: Path = _PAGE) -> str:
     digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
     policy = ("default-src 'none'; style-src 'unsafe-inline'; media-src data:; img-src data:; "
               f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'")
-    values: dict[str, Any] = {"title": text(title), "policy": text(policy), "body": body}
+    values: dict[str, Any] = {"title": text(title), "policy": text(policy), "body": body,
+                              "common": _COMMON.read_text(encoding="utf-8")}
     return re.sub(r"<!--\{(\w+)\}-->|\{\{(\w+)\}\}", lambda found: values[found[1] or found[2]], template)
 
 
