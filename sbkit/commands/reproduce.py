@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"the corpus is the same: texts and audio of {rows:,} rows"
           + "".join(f"; not compared: {each}" for each in unread), flush=True)
 
-    launch = reproduction.Launch.here(recorded)
+    launch = reproduction.TrainingLaunch.here(recorded)
     other = reproduction.not_to_the_bit(recorded, describe(), launch)
     print(f"not compared to the bit: {'; '.join(other)}" if other else "same device and versions: compared to the bit",
           flush=True)

@@ -203,7 +203,7 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-class Launch(NamedTuple):
+class TrainingLaunch(NamedTuple):
     """How a run is started: on which kind of device, in how many processes of how many threads."""
 
     device: str
@@ -211,7 +211,7 @@ class Launch(NamedTuple):
     threads: int
 
     @classmethod
-    def here(cls, recorded: Mapping[str, Any]) -> Launch:
+    def here(cls, recorded: Mapping[str, Any]) -> TrainingLaunch:
         """As it was recorded, as far as this machine has the devices."""
         if recorded["device"] == "cpu" or not torch.cuda.is_available():
             return cls("cpu", recorded["processes"], recorded["threads"])
@@ -226,7 +226,7 @@ class Launch(NamedTuple):
         return [sys.executable, *launcher, "-m", "sbkit", "train", *words[:1], "--no-check", *flags, *words[1:]]
 
 
-def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], launch: Launch) -> list[str]:
+def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], launch: TrainingLaunch) -> list[str]:
     """What differs from the machine of the recorded run, so that bits need not be equal."""
     was = recorded["environment"]
     names = [*_BITS, "cpu" if launch.device == "cpu" else "gpu"]
