@@ -16,6 +16,7 @@ import numpy as np
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
+from sbkit.system.environment import training_command
 
 _LISTS = "lists"
 
@@ -72,8 +73,7 @@ def train(fold: Fold, words: Sequence[str], schemes: Sequence[str], processes: i
             # What these say has been done to the rows already.
             "corpus.splits": "null", "corpus.columns": "null", "corpus.data_root": "null", "corpus.exclude": "null",
             "corpus.skip_short_texts": "[]", "corpus.schemes": f"[{', '.join(schemes)}]"}
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launcher, "-m", "sbkit", "train", *words]
+    command = training_command(words, processes)
     command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     print(f"fold {fold.number} of {fold.of}: {fold.run}", file=sys.stderr, flush=True)
     before = signal.signal(signal.SIGTERM, _leave)

@@ -14,7 +14,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +36,7 @@ from sbkit.score.run_files import METRICS, RECIPE, REPRODUCE, TESTED
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write, progress
 from sbkit.system.cores import usable_cores
+from sbkit.system.environment import training_command
 
 FORMAT = 1
 #: Bytes of a row's hash. Two rows of a million have the same one with a probability of 0.2 %, a changed row its old one
@@ -219,11 +219,10 @@ class TrainingLaunch(NamedTuple):
 
     def command(self, recorded: Mapping[str, Any], words: Sequence[str]) -> list[str]:
         """The command that trains on these words, with the options that were recorded."""
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={self.processes}"] if self.processes > 1 else []
         options = recorded["options"] | {"precision": recorded["precision"], "device": self.device}
         flags = [word for name, value in options.items() if value not in (None, False)
                  for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
-        return [sys.executable, *launcher, "-m", "sbkit", "train", *words[:1], "--no-check", *flags, *words[1:]]
+        return training_command([*words[:1], "--no-check", *flags, *words[1:]], self.processes)
 
 
 def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], launch: TrainingLaunch) -> list[str]:

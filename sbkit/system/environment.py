@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 
 from sbkit.errors import SbkitError
@@ -112,6 +113,12 @@ def command() -> str:
         if words[:1] == ["sbkit"]:
             launcher += ["-m"]
     return shlex.join([*launcher, *words])
+
+
+def training_command(words: Sequence[str], processes: int = 1) -> list[str]:
+    """The command that runs ``sbkit train`` on these words, in so many processes of this machine."""
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
+    return [sys.executable, *launcher, "-m", "sbkit", "train", *words]
 
 
 def _cpu_name() -> str:
