@@ -92,10 +92,12 @@ def _rehearsal_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]
 
 def _rate(text: str) -> float:
     """Read the price of a device for an hour."""
-    rate = float(text)
-    if not 0 <= rate < float("inf"):
-        raise ValueError
-    return rate
+    try:
+        if 0 <= (rate := float(text)) < float("inf"):
+            return rate
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no price of a device for an hour")
 
 
 def _rehearse(words: list[str], given: argparse.Namespace, as_json: bool) -> int:

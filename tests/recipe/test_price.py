@@ -104,8 +104,8 @@ def test_cost_and_energy_are_of_all_devices():
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--price", "cheap"], "--price: invalid"), (["--price", "-1"], "--price: invalid"),
-    (["--price", "nan"], "--price: invalid"), (["--price", "1", "--no-run"], "builds nothing")])
+    (["--price", "cheap"], "'cheap' is no price"), (["--price", "-1"], "'-1' is no price"),
+    (["--price", "nan"], "'nan' is no price"), (["--price", "1", "--no-run"], "builds nothing")])
 def test_what_cannot_be_priced_is_refused_at_once(words, said, capsys):
     assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
     assert said in capsys.readouterr().err

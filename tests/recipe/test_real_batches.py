@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from sbkit.recipe import real_batches
 from sbkit.recipe.check import check
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.task import Metric
@@ -131,6 +132,13 @@ def test_results_that_depend_on_padding_are_a_warning(tmp_path):
     _, ((code, message),) = checked(tmp_path, "Unmasked")
     assert code == "padding" and "an utterance's results depend on its padding" in message
     assert checked(tmp_path, "Drawing")[1] == []
+
+
+def test_padding_is_tried_on_the_layers_that_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_batches, "APART", 1e-4)
+    assert checked(tmp_path)[1] == [], "SpeechBrain's own would be some per cent off"
+    _, ((code, _),) = checked(tmp_path, "Unmasked")
+    assert code == "padding"
 
 
 def test_a_metric_that_validations_do_not_give_is_an_error(tmp_path):
