@@ -36,8 +36,8 @@ from sbkit.infer.inputs import STDIN, collect
 from sbkit.infer.pieces import cut_at_pauses
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
-from sbkit.infer.transcription import LEFT_OUT, claim
-from sbkit.score.calibration import Calibration, Reliability, reliability, word_accuracy
+from sbkit.infer.transcription import LEFT_OUT, claim, print_first
+from sbkit.score.calibration import Calibration, reliability, word_accuracy
 from sbkit.system import disk, untrusted
 from sbkit.system.console import atomic_write, progress, table
 
@@ -45,7 +45,6 @@ FOLDER = "labelling"
 CALIBRATION = "calibration.json"
 #: What becomes of a row: it is kept, or left out for a reason.
 KEPT, UNREADABLE, NO_WORDS, NO_PAUSE, UNSURE = "kept", "unreadable", "no words", "no pause", "low confidence"
-_SHOWN = 20  # recordings named on the screen
 _KEEPS = (0.95, 0.9, 0.8, 0.7, 0.5)  # for which the hours are shown
 _MAX_BYTES = 1 << 24  # of calibration.json
 _HINT = "name a list with transcripts, such as manifests/dev.csv of the run that was exported"
@@ -156,7 +155,7 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     recordings = [each for each in collect([request.calibrate], None, request.schemes) if each.reference]
     rules = TextRules.for_language(pipeline.engine.config.language)
     references, hypotheses, confidences = [], [], []
-    for done in _run(pipeline, recordings, "calibrating"):
+    for done in sorted(_run(pipeline, recordings, "calibrating"), key=lambda each: each.index):
         said, heard = recordings[done.index].reference, done.transcript
         if said and heard is not None and heard.confidence is not None:
             both = (rules(text) for text in (said, heard.text))
@@ -168,11 +167,10 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
         raise SbkitError(f"{request.calibrate}: nothing was heard in any recording that has a transcript", hint=_HINT)
     accuracy, words = word_accuracy(references, hypotheses)
     try:
-        fitted = Calibration.fit(np.array(confidences), accuracy, words)
-        found: Reliability = reliability(np.array(confidences), accuracy, words)
+        found = reliability(np.array(confidences), accuracy, words)
     except SbkitError as error:
         raise SbkitError(f"{request.calibrate}: {error.message}", hint=error.hint) from None
-    return asdict(fitted) | {"bins": found.bins, "error": found.error}
+    return asdict(Calibration.fit(np.array(confidences), accuracy, words)) | found._asdict()
 
 
 def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iterator[Done]:
@@ -271,10 +269,7 @@ def _rows(heard: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float | None]
 
 def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, float],
             sure: Sequence[tuple[float, float]], errors: Mapping[str, str]) -> None:
-    for key, problem in list(errors.items())[:_SHOWN]:
-        print(f"left out: {json.loads(key)[0]}: {problem}", file=sys.stderr)
-    if len(errors) > _SHOWN:
-        print(f"left out: {len(errors) - _SHOWN} more", file=sys.stderr)
+    print_first("left out", [f"{json.loads(key)[0]}: {problem}" for key, problem in errors.items()])
     print(table(["", "rows", "hours"], [(each, rows[each], f"{hours[each]:.2f}") for each in (
         KEPT, UNSURE, NO_WORDS, NO_PAUSE, UNREADABLE) if each == KEPT or rows[each] or hours[each] > 0.005]))
     kept = [each for each in sure if each[0] >= request.keep]

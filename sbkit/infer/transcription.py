@@ -105,7 +105,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
             passed += lengths[index]
             bar.update(round(passed) - bar.n)
     seconds = time.perf_counter() - start
-    warnings = [f"warning: {each.name}: {made.warning}" for each, made in heard if made.warning is not None]
+    warnings = [f"{each.name}: {made.warning}" for each, made in heard if made.warning is not None]
     _summary(len(recordings), sum(lengths), seconds, errors, warnings, request)
     if any(recording.reference for recording, _ in heard):
         _score(heard)
@@ -122,16 +122,21 @@ def _seconds(recording: Recording, rate: int) -> float:
 
 def _summary(count: int, audio: float, seconds: float, errors: list[Done], warnings: list[str],
              request: TranscribeRequest) -> None:
-    for lines, more in ((warnings, "warning"), ([f"left out: {done.error}" for done in errors], "left out")):
-        for line in lines[:_SHOWN]:
-            print(line, file=sys.stderr)
-        if len(lines) > _SHOWN:
-            print(f"{more}: {len(lines) - _SHOWN} more", file=sys.stderr)
+    print_first("warning", warnings)
+    print_first("left out", [str(done.error) for done in errors])
     if count:
         factor = f" (real-time factor {seconds / audio:.4f})" if audio else ""
         where = f" -> {request.output}" if request.output is not None else ""
         print(f"{count - len(errors)} of {count} recordings, {audio:.1f} s of audio in {seconds:.1f} s{factor}{where}",
               file=sys.stderr)
+
+
+def print_first(what: str, lines: Sequence[str]) -> None:
+    """Print the first of some lines to the screen, and how many more there are."""
+    for line in lines[:_SHOWN]:
+        print(f"{what}: {line}", file=sys.stderr)
+    if len(lines) > _SHOWN:
+        print(f"{what}: {len(lines) - _SHOWN} more", file=sys.stderr)
 
 
 def _score(heard: list[tuple[Recording, Transcript]]) -> None:
@@ -207,13 +212,14 @@ def claim(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | N
     facts = {"bundle": hashlib.sha256((bundle / CONFIG).read_bytes()).hexdigest(), **options}
     path = output / MADE_BY
     try:
-        there = json.loads(path.read_text(encoding="utf-8"))
+        there = dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         there = None
-    except (OSError, ValueError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise SbkitError(f"{path} cannot be read: {error}", hint="choose another folder") from error
     if there not in (None, facts) and not redo:
-        raise SbkitError(f"{output} contains transcripts made by another model or with other options",
+        others = ", ".join(name for name, value in facts.items() if there.get(name) != value)
+        raise SbkitError(f"{output} contains transcripts made by another model or with other options: {others}",
                          hint="choose another folder" + ("" if redo is None else ", or redo them with --overwrite"))
     try:
         with atomic_write(path) as file:

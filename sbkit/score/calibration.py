@@ -11,8 +11,8 @@ import numpy as np
 from sbkit.errors import SbkitError
 from sbkit.score.edits import Tokens, count
 
-#: Fewer utterances don't show how accuracy grows with confidence.
-MIN_UTTERANCES = 20
+#: Fewer utterances, in two halves, don't show how accuracy grows with confidence.
+MIN_UTTERANCES = 40
 _BINS = 5
 
 
@@ -37,9 +37,6 @@ class Calibration:
     @classmethod
     def fit(cls, confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray) -> Calibration:
         """Fit the monotone curve with the least squared error over N utterances; one of many words counts more."""
-        if len(confidence) < MIN_UTTERANCES:
-            raise SbkitError(f"{len(confidence)} utterances with words can't calibrate confidences",
-                             hint=f"give at least {MIN_UTTERANCES}")
         blocks: list[tuple[float, float, float]] = []  # neighbours out of order are merged: words, confidence, accuracy
         for i in np.argsort(confidence, kind="stable"):
             block = float(words[i]), float(confidence[i]), float(accuracy[i])
@@ -77,10 +74,10 @@ class Reliability(NamedTuple):
 
 def reliability(confidence: np.ndarray, accuracy: np.ndarray, words: np.ndarray) -> Reliability:
     """Fit on each random half of N utterances, apply it to the other, and compare in bins of equal size."""
-    halves = np.array_split(np.random.default_rng(0).permutation(len(confidence)), 2)
-    if len(halves[1]) < MIN_UTTERANCES:
+    if len(confidence) < MIN_UTTERANCES:
         raise SbkitError(f"{len(confidence)} utterances with words can't show how reliable confidences are",
-                         hint=f"give at least {2 * MIN_UTTERANCES}")
+                         hint=f"give at least {MIN_UTTERANCES}")
+    halves = np.array_split(np.random.default_rng(0).permutation(len(confidence)), 2)
     expected = np.zeros(len(confidence))
     for fitted, other in (halves, halves[::-1]):
         expected[other] = Calibration.fit(confidence[fitted], accuracy[fitted], words[fitted])(confidence[other])

@@ -16,6 +16,7 @@ import soundfile
 
 from sbkit.cli import main
 from sbkit.data.corpus import Corpus
+from sbkit.errors import SbkitError
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta".split()
 
@@ -140,11 +141,12 @@ def test_a_recording_that_is_named_twice_is_one_row(home, tmp_path):
 
 
 def test_shards_together_have_what_one_has(home, tmp_path, monkeypatch, capsys):
-    label(home, tmp_path / "whole")
+    label(home, tmp_path / "whole", "--batch-seconds", 60, "--readers", 5)
     for number in (1, 2):
         label(home, tmp_path / "labels", "--shard", f"{number}/3")
     with_two = Corpus(str(tmp_path / "labels"), "en", tmp_path / "m", only=["train"])
-    assert "lacks train-3-of-3: 1 of 3 shards" in _error(lambda: with_two.prepare(show_progress=False))
+    with pytest.raises(SbkitError, match="lacks train-3-of-3: 1 of 3 shards"):
+        with_two.prepare(show_progress=False)
     for name, value in (("ID", "14"), ("MIN", "10"), ("COUNT", "3"), ("STEP", "2")):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     label(home, tmp_path / "labels", "--shard", "slurm")
@@ -152,16 +154,10 @@ def test_shards_together_have_what_one_has(home, tmp_path, monkeypatch, capsys):
     assert sorted(texts) == sorted(each["text"] for each in rows(tmp_path / "whole/train.jsonl"))
     files = sorted((tmp_path / "labels").glob("train-*.jsonl"))
     assert all(0 < len(rows(each)) < len(texts) for each in files) and len(files) == 3
+    curves = {(tmp_path / to / "labelling/calibration.json").read_text() for to in ("whole", "labels")}
+    assert len(curves) == 1, "in whatever order results come"
     assert label(home, tmp_path / "labels", "--shard", "1/2") == 2, "of another number, some would be labelled twice"
-    assert "made by another model or with other options" in capsys.readouterr().err
-
-
-def _error(call):
-    from sbkit.errors import SbkitError
-
-    with pytest.raises(SbkitError) as caught:
-        call()
-    return str(caught.value)
+    assert "made by another model or with other options: shards; choose another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, message", [
