@@ -3,7 +3,8 @@
     python -m tools.bench.real --out FOLDER --encoder FOLDER --corpora cs=DATA_FOLDER[,es=DATA_FOLDER]
         [--source RUN] [--ways nothing,whisper,lora,speechbrain] [--epochs 4] [--minutes 15] [--seeds 1,2] [--key value]
 
-A corpus is LANGUAGE=FOLDER, in any layout that a recipe reads. The ways to train on it, which take turns:
+A corpus is LANGUAGE=FOLDER, in any layout that a recipe reads. Minutes are those of a processor, which hardly depend on
+what else the machine does. The ways to train, which take turns:
 
 - ``nothing`` is hparams/ctc.yaml, ``demo`` the same with ``--init_from`` a run of it that --source names: as many
   epochs as come closest to --minutes of training, by the speed of one epoch, with a schedule of that length;
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ from tools.bench.systems import score
 RECIPES = {"nothing": RECIPE, "demo": RECIPE, "whisper": ROOT / "hparams" / "ssl.yaml",
            "lora": ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"}
 WAYS = (*RECIPES, "speechbrain")
-HEAD = ("corpus", "from", "seed", "epochs", "minutes of training", "test WER", "test CER", "dev CER after minutes")
+HEAD = ("corpus", "from", "seed", "epochs", "processor minutes", "test WER", "test CER", "dev CER after minutes")
 SHOWN = 5  # points of a curve
 
 
@@ -110,9 +113,13 @@ class Bench:
         start = {"demo": {"init_from": self.args.source}, "nothing": {}}.get(
             way, {"encoder_source": self.args.encoder.resolve()})
         words = as_words({**given, **start, "number_of_epochs": epochs, "least_steps": 0, "output_folder": folder})
+        began, used = time.perf_counter(), processor_seconds()
         call(name, [sys.executable, "-m", "sbkit", "train", RECIPES[way], "--noprogressbar", *words, *self.keys],
              self.out / "logs" / f"{name}.log")
-        found = {**transfer.read(folder), "epochs": epochs, "curve": curve(read_lines(folder / "metrics.jsonl"))}
+        share = (processor_seconds() - used) / (time.perf_counter() - began)
+        rates = transfer.read(folder)
+        found = {**rates, "epochs": epochs, "train_seconds": share * rates["train_seconds"],
+                 "curve": curve(read_lines(folder / "metrics.jsonl"), share)}
         shutil.rmtree(folder)
         return found
 
@@ -129,13 +136,22 @@ class Bench:
         return {**found, "wer": rates["test_wer"], "cer": rates["test_cer"], "curve": []}
 
 
-def curve(lines: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Return the minutes of training and the dev CER after each epoch, from the lines of metrics.jsonl."""
+def processor_seconds() -> float:
+    """Return the processor time of all programs that this one has run and that have ended, with theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def curve(lines: list[dict[str, Any]], share: float = 1.0) -> list[tuple[float, float]]:
+    """Return the minutes of training and the dev CER after each epoch, from the lines of metrics.jsonl.
+
+    share : seconds of a processor in a second by the clock
+    """
     seconds, points = 0.0, []
     for line in lines:
         seconds += line.get("train_seconds", 0.0) if line["kind"] == "epoch" else 0.0
         if "valid_CER" in line:
-            points.append((round(seconds / 60, 1), round(line["valid_CER"], 1)))
+            points.append((round(share * seconds / 60, 1), round(line["valid_CER"], 1)))
     return points
 
 

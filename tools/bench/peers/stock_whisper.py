@@ -1,4 +1,4 @@
-"""Trains a CTC head on Whisper's encoder with stock SpeechBrain for some minutes, and writes its transcripts.
+"""Trains a CTC head on Whisper's encoder with stock SpeechBrain for some processor minutes, and writes its transcripts.
 
     python -m tools.bench.peers.stock_whisper ANSWER.json ENCODER MINUTES --data_folder FOLDER [--key value ...]
 
@@ -53,15 +53,15 @@ def main(answer: Path, source: str, minutes: float, keys: list[str]) -> None:
     brain.freeze_optimizers = lambda optimizers: {
         name: each for name, each in optimizers.items() if name == "head" or brain.optimizer_step >= HEAD_ALONE}
     brain.modules.train()
-    began, clips = time.perf_counter(), 0
+    began, clips = time.process_time(), 0
     for batch in itertools.chain.from_iterable(itertools.repeat(side.train)):
-        if time.perf_counter() - began > 60 * minutes:
+        if time.process_time() - began > 60 * minutes:
             break
         encoder.requires_grad_(brain.optimizer_step >= HEAD_ALONE)
         brain.step += 1
         clips += len(batch.id)
         brain.fit_batch(batch)
-    seconds = round(time.perf_counter() - began, 1)
+    seconds = round(time.process_time() - began, 1)
     side.evaluation()
     answer.write_text(json.dumps({
         "train_seconds": seconds, "steps": brain.optimizer_step, "epochs": round(clips / side.clips, 2),
