@@ -7,7 +7,6 @@ import gc
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from sbkit.errors import SbkitError
 from sbkit.system import disk
@@ -38,13 +37,14 @@ def _check(words: list[str]) -> int:
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
-    given, words = _rehearsal_options(words)
+    given, words = arguments.own_options(words, "such as --as 8xH100 --html rehearsal.html --price 2.5",
+                                         as_=str, html=Path, price=_rate)
     chosen = {flag for flag in FLAGS if flag in words}
     if given.price is not None and "--no-run" in chosen:
         raise SbkitError("--price counts what a step computes, and --no-run builds nothing", hint="drop one of them")
     if {"--measure", "--no-run"} <= chosen:
         raise SbkitError("--measure runs steps of the recipe, and --no-run runs nothing", hint="drop one of them")
-    if given.cards is not None:
+    if given.as_ is not None:
         if others := sorted(chosen - {"--json"}):
             raise SbkitError(f"--as rehearses the whole run, so it can't be used with {' and '.join(others)}",
                              hint="drop one of them")
@@ -76,20 +76,6 @@ def _check(words: list[str]) -> int:
     return 1 if report.errors else 0
 
 
-def _rehearsal_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split ``--as CARDS``, ``--html FILE`` and ``--price RATE`` from the other arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--as", dest="cards", metavar="CARDS")
-    parser.add_argument("--html", type=Path)
-    parser.add_argument("--price", type=_rate)
-
-    def error(message: str) -> NoReturn:
-        raise SbkitError(message, hint="such as --as 8xH100 --html rehearsal.html --price 2.5")
-
-    parser.error = error  # type: ignore[method-assign]
-    return parser.parse_known_args(words)
-
-
 def _rate(text: str) -> float:
     """Read the price of a device for an hour."""
     try:
@@ -107,7 +93,7 @@ def _rehearse(words: list[str], given: argparse.Namespace, as_json: bool) -> int
     from sbkit.rehearsal.report import assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
 
-    count, card = parse_cards(given.cards)
+    count, card = parse_cards(given.as_)
     html: Path | None = given.html
     if html is not None:
         disk.check_writable(html, "--html")

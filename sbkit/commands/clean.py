@@ -20,7 +20,6 @@ def run(words: list[str]) -> int:
     """Train, score and write the list; returns the exit code."""
     check_torch_pair()
     host.reserve_little()
-    count, words = _folds(words)
     import torch
 
     from sbkit.data.mixture import Mixture
@@ -33,6 +32,7 @@ def run(words: list[str]) -> int:
     from sbkit.tasks.ctc import CTC, label_scores
     from sbkit.train import device as devices
 
+    given, words = arguments.own_options(words, "such as --folds 3", folds=int)
     request = arguments.parse(words)
     load.check_overrides(request.path, request.overrides)
     recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
@@ -41,7 +41,7 @@ def run(words: list[str]) -> int:
         raise SbkitError(f"{request.path} trains {recipe.task.__name__}, which doesn't say how likely a label is",
                          hint="clean the corpus with hparams/ctc.yaml: its list is good for every recipe")
     if isinstance(corpus, Mixture):
-        raise SbkitError(f"{request.path} trains on a mixture, whose parts have records of their own",
+        raise SbkitError(f"{request.path} trains on a mixture, and labels are judged corpus by corpus",
                          hint="clean each part by itself, and name its list under that part's exclude")
     device = devices.resolve(request.run_opts.device)
     with RunLock(folder, runs=False):
@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
         train = manifests["train"]
         print(corpus.summary(), file=sys.stderr)
         scores = []
-        for fold in folds.write(train, manifests["dev"], count, folder):
+        for fold in folds.write(train, manifests["dev"], 2 if given.folds is None else given.folds, folder):
             folds.train(fold, words, corpus.remote.schemes, torch.cuda.device_count() if str(device) == "cuda" else 1)
             scores += label_scores.score(fold.run, fold.held_out, device)
         suspects = label_errors.suspects(scores, train, corpus.report["source"]["where"])
@@ -59,14 +59,3 @@ def run(words: list[str]) -> int:
     print(label_errors.summary(suspects, scores, len(train)))
     print(f"the list, which corpus: exclude: takes: {files[0]}\nto listen and decide: {files[1]}")
     return 0
-
-
-def _folds(words: list[str]) -> tuple[int, list[str]]:
-    """Split ``--folds N`` from the other arguments."""
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--folds=") else [word])]
-    if "--folds" not in words:
-        return 2, words
-    place = words.index("--folds")
-    if not "".join(words[place + 1:place + 2]).isdecimal():
-        raise SbkitError("--folds takes a whole number", hint="such as --folds 3")
-    return int(words[place + 1]), words[:place] + words[place + 2:]

@@ -22,11 +22,11 @@ def run(words: list[str]) -> int:
     from sbkit.train.memory import batch_size_search as sizes
     from sbkit.train.memory.trials import trial
 
-    asked, words = _memory(words)
+    given, words = arguments.own_options(words, "such as --memory 16", memory=float)
     fresh, words = "--fresh" in words, [word for word in words if word != "--fresh"]
     request = arguments.parse(words)
     device = devices.resolve(request.run_opts.device)
-    gib = sizes.memory_budget(asked, device)
+    gib = sizes.memory_budget(given.memory, device)
     with trial(request, device) as made:
         found = None if fresh else sizes.cached_result(made, gib)
         if found is None:
@@ -39,18 +39,3 @@ def run(words: list[str]) -> int:
             print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
     print(sizes.summary(made, found))
     return 0
-
-
-def _memory(argv: list[str]) -> tuple[float | None, list[str]]:
-    """Split ``--memory GIB`` from the other arguments."""
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--memory=") else [word])]
-    if "--memory" not in words:
-        return None, words
-    place = words.index("--memory")
-    try:
-        gib = float(words[place + 1])
-        if not 0 < gib < float("inf"):
-            raise ValueError
-    except (IndexError, ValueError):
-        raise SbkitError("--memory takes a number of GiB above 0", hint="such as --memory 16") from None
-    return gib, words[:place] + words[place + 2:]

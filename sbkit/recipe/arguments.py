@@ -7,9 +7,10 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from speechbrain.utils.run_opts import RunOptions
 
@@ -51,6 +52,23 @@ def parse(argv: list[str], beside: bool = True) -> CommandLine:
     check = not given.pop("no_check", False)
     run_opts = RunOptions(**given, param_file=str(path), overridden_args=set(given) | {"param_file"})
     return CommandLine(path, run_opts, parse_overrides(rest), check)
+
+
+def own_options(words: list[str], hint: str,
+                **options: Callable[[str], object]) -> tuple[argparse.Namespace, list[str]]:
+    """Split a command's own ``--name value`` from its other arguments.
+
+    hint : follows the message about one that can't be read
+    options : what reads the value of each, ``as_`` for ``--as``; one that isn't given is None
+    """
+    def refuse(message: str) -> NoReturn:
+        raise SbkitError(message, hint=hint)
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse  # type: ignore[method-assign]
+    for name, read in options.items():
+        parser.add_argument(f"--{name.rstrip('_')}", dest=name, type=read)
+    return parser.parse_known_args(words)
 
 
 def import_beside(recipe: Path) -> None:

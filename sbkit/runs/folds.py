@@ -39,7 +39,7 @@ def split(texts: Sequence[str], count: int) -> np.ndarray:
     sentences = sorted(set(texts), key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
     if not 2 <= count <= len(sentences):
         raise SbkitError(f"--folds {count}: the training rows have {len(sentences)} different sentences",
-                         hint="choose a number from 2 to that; 2 or 3 is usual")
+                         hint="choose 2 or 3; each fold has sentences that the others lack")
     numbers = {text: number % count for number, text in enumerate(sentences)}
     return np.array([numbers[text] for text in texts])
 
@@ -89,7 +89,7 @@ def train(fold: Fold, words: Sequence[str], schemes: Sequence[str], processes: i
         signal.signal(signal.SIGTERM, before)
     if code:
         raise SbkitError(f"the run of fold {fold.number} ended with code {code}: {fold.run}",
-                         hint="its messages say why; the same command goes on from there", exit_code=1)
+                         hint="its messages say why; once that is put right, the same command goes on", exit_code=1)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -15,8 +15,8 @@ from sbkit.score.edits import DELETION, EQUAL, INSERTION, align
 from sbkit.score.rates import aligned
 from sbkit.system.console import table
 
-SILENCE, CUT, NOTHING_FITS, SPELLING, OTHER_WORDS = REASONS = (
-    "silence", "cut off", "nothing fits", "other letters", "other words")
+SILENCE, MORE_SPEECH, CUT, NOTHING_FITS, SPELLING, OTHER_WORDS = REASONS = (
+    "silence", "more speech", "cut off", "nothing fits", "other letters", "other words")
 #: Log-likelihood of a label that has more tokens than its recording has frames.
 IMPOSSIBLE = -1e4
 #: Rows are named while at most this share of them is expected to be right.
@@ -123,12 +123,10 @@ def _unheard_at_ends(pair: Sequence[_Step]) -> list[str]:
 def _reason(score: LabelScore, pair: Sequence[_Step], unsure: float) -> str:
     if not score.hypothesis.strip():
         return SILENCE
-    way = "".join(step for step, *_ in pair)
-    different = len(way) - way.count(EQUAL)
-    rests = [side for step in (INSERTION, DELETION) for side in (way.lstrip(step), way.rstrip(step))]
-    at_end = len(way) - min(map(len, rests))
-    if EQUAL in way and 2 * at_end > different:
-        return CUT
+    steps = Counter(step for step, *_ in pair)
+    for step, reason in ((INSERTION, MORE_SPEECH), (DELETION, CUT)):
+        if steps[EQUAL] and 2 * steps[step] > len(pair) - steps[EQUAL]:
+            return reason
     if score.confidence < unsure:
         return NOTHING_FITS
     letters = Levenshtein.distance(score.label, score.hypothesis)
@@ -136,14 +134,22 @@ def _reason(score: LabelScore, pair: Sequence[_Step], unsure: float) -> str:
         else OTHER_WORDS
 
 
+def _heard(scores: Sequence[LabelScore]) -> float:
+    """The share of the labels' words that were heard."""
+    steps = Counter(step for pair in _aligned(scores) for step, *_ in pair)
+    return steps[EQUAL] / max(1, steps.total() - steps[INSERTION])
+
+
 def suspects(scores: Sequence[LabelScore], train: Manifest, corpus: str) -> list[Suspect]:
     """List the rows that are probably wrong, the worst first, with the decision ``drop``; as far as half of them may be
-    right, further ones follow with ``keep``.
+    right, further ones follow with ``keep``. If models hear too little to judge labels, none is listed.
 
     corpus : where the rows were read from
     """
     place = {name: at for at, name in enumerate(train.ids)}
-    judged = sorted(zip(judge(scores), scores, strict=True), key=lambda each: -each[0].score) if scores else []
+    if _heard(scores) < _HEARD:
+        return []
+    judged = sorted(zip(judge(scores), scores, strict=True), key=lambda each: -each[0].score)
     return [Suspect(score.id, DROP if verdict.expected_right <= EXPECTED_RIGHT else KEEP, verdict.reason, verdict.score,
                     verdict.expected_right, score.label, score.hypothesis, "", train.wavs[place[score.id]], corpus)
             for verdict, score in judged if verdict.expected_right <= _LISTED]
@@ -153,10 +159,7 @@ def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -
     """Say how many labels are probably wrong, by reason, and what is expected of the list."""
     named, scored = [row for row in found if row.decision != KEEP], len(scores)
     unread = f"; {rows - scored:,} rows could not be read" if scored < rows else ""
-    pairs = _aligned(scores)
-    heard = sum(step == EQUAL for pair in pairs for step, *_ in pair) / max(1, sum(
-        bool(said) for pair in pairs for _, said, _ in pair))
-    if heard < _HEARD:
+    if (heard := _heard(scores)) < _HEARD:
         return (f"only {heard:.0%} of what labels say was heard, too little to judge them by: train longer "
                 f"(--number_of_epochs), or see sbkit check{unread}")
     if not named:
@@ -164,8 +167,6 @@ def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -
     counts = Counter(row.reason for row in named)
     right = named[-1].expected_right
     low = (1 - right) * len(named) / scored
-    return "\n".join([
-        table(["reason", "labels"], [[name, counts[name]] for name in REASONS if counts[name]]),
-        f"{len(named):,} of {scored:,} labels are probably wrong; at most {right:.0%} of these are expected to be "
-        f"right, so {low:.1%} of all labels or more are wrong{unread}",
-        "two speakers in a recording are not looked for"])
+    reasons = table(["reason", "labels"], [[name, counts[name]] for name in REASONS if counts[name]])
+    return (f"{reasons}\n{len(named):,} of {scored:,} labels are probably wrong; at most {right:.0%} of these are "
+            f"expected to be right, so {low:.1%} of all labels or more are wrong{unread}")

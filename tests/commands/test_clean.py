@@ -32,7 +32,7 @@ def words(tmp_path):
 
 @pytest.mark.parametrize("given, message", [
     (["--folds", "11"], "--folds 11: the training rows have 10 different sentences"),
-    (["--folds", "many"], "--folds takes a whole number"), (["--folds"], "--folds takes a whole number"),
+    (["--folds", "many"], "--folds: invalid int value: 'many'"), (["--folds"], "--folds: expected one argument"),
     (["--fold", "2"], "has no key for --fold"),
 ])
 def test_what_cannot_be_done_is_refused(words, given, message, capsys):

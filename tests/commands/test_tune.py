@@ -52,8 +52,9 @@ def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("words, told", [
-    (["--memory"], "takes a number of GiB"), (["--memory", "much"], "takes a number of GiB"),
-    (["--memory=-1"], "takes a number of GiB"), (["--memory", "1e6"], "--memory 1e+06: there are")])
+    (["--memory"], "--memory: expected one argument"), (["--memory", "much"], "--memory: invalid float value: 'much'"),
+    (["--memory=-1"], "--memory -1: there are"), (["--memory", "nan"], "--memory nan: there are"),
+    (["--memory", "1e6"], "--memory 1e+06: there are")])
 @on_linux
 def test_memory_that_can_not_be_had_is_told(words, told, capsys):
     assert cli.main(["tune", str(SMALL), "--device", "cpu", *words]) == 2

@@ -1,6 +1,7 @@
 """Which labels are probably wrong: by the records of words and by the sound, with a reason and an expected share."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ def corpus(**wrong):
 
 @pytest.mark.parametrize("label, heard, reason", [
     ("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner", "other words"),
-    ("seven quiet horses", "seven quiet horses sleep near green river", "cut off"),
-    ("near green river", "seven quiet horses sleep near green river", "cut off"),
+    ("near green river", "seven quiet horses sleep near green river", "more speech"),
+    ("seven old horses", "seven teacher finds after dinner while horses", "more speech"),
     ("seven quiet horses sleep near green river", "seven quiet", "cut off"),
     ("seven quiet horses sleep", "", "silence"),
     ("sevem quiet horsef slaep near grern river", "seven quiet horses sleep near green river", "other letters"),
@@ -94,11 +95,15 @@ def test_the_list_begins_with_the_worst_and_says_what_is_expected_of_it():
     assert [each.ID for each in found[:2]] == ["row1", "row0"] and found[0].decision == DROP
     assert (found[0].wav, found[0].corpus) == ("/row1.wav", "/data/mine")
     text = summary(found, rows, len(rows) + 3)
-    assert "are probably wrong; at most" in text and "3 rows could not be read" in text and "two speakers" in text
+    assert "are probably wrong; at most" in text and "3 rows could not be read" in text
+    assert re.search(r"more speech +1\n", text)
 
 
 def test_models_that_have_learnt_nothing_are_told_apart_from_labels_that_are_right():
-    rows = scores([(" ".join(words), "zzz") for words in said()])
+    rows = corpus(wrong=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
+    assert len(suspects(rows, manifest(rows), "x")) == 1
+    rows += [row._replace(id=f"unheard{i}", hypothesis="") for i, row in enumerate(2 * rows)]
+    assert judge(rows)[0].expected_right < 0.1 and suspects(rows, manifest(rows), "x") == []
     assert "too little to judge them by" in summary([], rows, len(rows))
     rows = scores([(" ".join(words), " ".join(words)) for words in said()])
     assert summary(suspects(rows, manifest(rows), "x"), rows, len(rows)) == "none of 400 labels is probably wrong"

@@ -52,9 +52,9 @@ def memory_budget(requested: float | None, device: torch.device) -> float:
                          hint="sbkit check estimates what a batch needs")
     else:
         available = host.total()
-    if requested is not None and requested > available / GIB:
-        raise SbkitError(f"--memory {requested:g}: there are only {available / GIB:.1f} GiB",
-                         hint="leave it out, or give less")
+    if requested is not None and not 0 < requested <= available / GIB:
+        raise SbkitError(f"--memory {requested:g}: there are {available / GIB:.1f} GiB",
+                         hint="leave it out, or give a number above 0 and at most that")
     if requested is not None or device.type == "cuda":
         return round(available / GIB if requested is None else requested, 2)
     free = FREE_SHARE * host.available() / GIB
