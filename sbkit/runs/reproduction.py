@@ -270,6 +270,9 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
     folder : of the run; what it prints goes to ``train.log`` beside it
     wanted : losses by their steps
     """
+    if set(wanted) <= set(losses_of(folder)) and (not to_the_end or (folder / TESTED).is_file()):
+        raise SbkitError(f"{folder} holds an earlier call's run, and nothing would be trained",
+                         hint="remove it or choose another --to; after the first steps --full goes on from there")
     log = folder.parent / "train.log"
     found: dict[int, float] = {}
     with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar:

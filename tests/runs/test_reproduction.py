@@ -139,6 +139,8 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert main([*again, "--steps", "0"]) == 2  # nothing was prepared yet
     assert main([*again, "--steps", "10"]) == 0
     assert "reproduced to the bit: 1 losses up to step 10" in capsys.readouterr().out
+    assert main([*again, "--steps", "10"]) == 2  # of an earlier call's losses nothing follows
+    assert "holds an earlier call's run" in capsys.readouterr().err
     assert main([*again, "--full"]) == 0  # goes on from there
     assert "and the test" in capsys.readouterr().out
     recording = next(path for path in (tmp_path / "data").rglob("*.wav"))

@@ -14,7 +14,7 @@ from sbkit.data.demo import make_demo_corpus
 from sbkit.errors import SbkitError
 from sbkit.recipe.includes import read_plain
 from tools.bench import convergence as bench
-from tools.bench.harness import Results
+from tools.bench.harness import Results, discard
 
 values = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(tuple)
 PEAK = float(read_plain(bench.RECIPE)["lr"])
@@ -140,3 +140,11 @@ def clips(tmp_path):
         csv.writer(file).writerows(rows)
     assert len(rows) == 31
     return tmp_path
+
+
+def test_of_a_run_what_sbkit_reproduce_needs_stays(tmp_path):
+    folder = tmp_path / "es.seed-1"
+    (folder / "run" / "save").mkdir(parents=True)
+    (folder / "run" / "reproduce.json").write_text("{}")
+    discard(folder)
+    assert [each.name for each in tmp_path.iterdir()] == ["es.seed-1.reproduce.json"]

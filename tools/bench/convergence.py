@@ -30,7 +30,7 @@ from typing import Any
 from sbkit.errors import SbkitError
 from sbkit.recipe.includes import read_plain
 from sbkit.system.console import table
-from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, parse_checked, read_lines
+from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, discard, parse_checked, read_lines
 
 LEARNT = 75.0
 RECORDINGS = "recordings"
@@ -107,7 +107,7 @@ def train(run: dict[str, Any], out: Path, recordings: Path | None, peak: float,
                 "--ckpt_interval_minutes", "0", "--num_workers", "1", *words_of(run, recordings, peak), *more], log, 1)
     lines = read_lines(folder / "metrics.jsonl")
     rates = [line["valid_CER"] for line in lines if "valid_CER" in line]
-    shutil.rmtree(folder)
+    discard(folder)
     return results.put(name, {
         **run, "steps": max(line.get("step", 0) for line in lines), "first": rates[0], "cer": rates[-1],
         "wer": [line["valid_WER"] for line in lines if "valid_WER" in line][-1],

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.score.run_files import REPRODUCE
 from sbkit.system.console import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +67,13 @@ def call(name: str, command: Sequence[Any], log: Path, threads: int | None = Non
     if code:
         last = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-1]
         raise SbkitError(f"{name} ended with code {code}: {last}", hint=f"its log is {log}")
+
+
+def discard(folder: Path) -> None:
+    """Delete a run, except the file with which sbkit reproduce has it again, which moves beside its folder."""
+    for kept in folder.rglob(REPRODUCE):
+        kept.replace(folder.with_name(f"{folder.name}.{REPRODUCE}"))
+    shutil.rmtree(folder)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

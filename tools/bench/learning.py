@@ -40,7 +40,7 @@ from sbkit.system.console import atomic_write, table
 from sbkit.system.cores import usable_cores
 from tools.bench import corpora, harness, systems
 from tools.bench.figure import figure
-from tools.bench.harness import RECIPE
+from tools.bench.harness import RECIPE, discard
 from tools.bench.systems import NAMES, SYSTEMS, Cell
 
 OWN = ("number_of_epochs", "seed", "data_folder", "language", "output_folder")  # keys of its own runs
@@ -284,7 +284,7 @@ class Bench:
         print(f"{cell.name} ...", end=" ", file=sys.stderr, flush=True)
         run = systems.Run(cell, corpus, self.setting, folder, self.out / "logs" / f"{cell.name}.log")
         facts = systems.measure(run)
-        shutil.rmtree(folder)
+        discard(folder)
         self.results.put(cell.name, {**asdict(cell), **facts})
         self.write()
         print(f"dev WER {facts['dev_wer']:.2f} %, test {facts['test_wer']:.2f} %, {facts['train_seconds']:.0f} s of "

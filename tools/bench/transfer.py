@@ -26,7 +26,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, read_lines
+from tools.bench.harness import RECIPE, Results, as_words, call, discard, parse_checked, read_lines
 
 SCRATCH, TRANSFER = "scratch", "init_from"
 OWN = ("data_folder", "language", "seed", "number_of_epochs", "init_from", "output_folder")  # keys of its own runs
@@ -115,7 +115,7 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)  # one that was stopped would be resumed
         self._train(name, folder, {"least_steps": 0, **keys}, self.args.keys)
         result = read(folder)
-        shutil.rmtree(folder)
+        discard(folder)
         print(f"{name}: test WER {result['wer']:.2f} %, {result['train_seconds']:.0f} s of training", file=sys.stderr)
         return self.results.put(name, result)
 
