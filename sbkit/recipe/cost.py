@@ -24,7 +24,7 @@ from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
 from sbkit.recipe.price import EFFICIENCY
-from sbkit.recipe.report import Section
+from sbkit.recipe.report import Section, few
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
 from sbkit.recipe.trace import Trace, build_brain, gpu_stand_ins
@@ -276,7 +276,7 @@ def section(estimate: CostEstimate, audio: TrainingAudio | None, planned: float,
     rows += [[f"the same, tried by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
     if estimate.hours_per_100 is not None:
         amounts = {"hours per 100 hours of audio": 100.0} if audio is None else _amounts(audio)
-        rows += [[f"{what}, one {device}", _few(estimate.hours_per_100 * amount / 100)] for what,
+        rows += [[f"{what}, one {device}", few(estimate.hours_per_100 * amount / 100)] for what,
                  amount in amounts.items()]
     values = {
         "parameters": estimate.parameters, "frozen": estimate.frozen, "weights_bytes": estimate.weights,
@@ -295,15 +295,10 @@ def section(estimate: CostEstimate, audio: TrainingAudio | None, planned: float,
 
 def _amounts(audio: TrainingAudio) -> dict[str, float]:
     """Hours of audio by what takes them."""
-    times = f", {audio.passes} times {_few(audio.hours)} h" if audio.passes > 1 else ""
+    times = f", {audio.passes} times {few(audio.hours)} h" if audio.passes > 1 else ""
     epoch, run = audio.epoch_hours, audio.epoch_hours * audio.epochs
-    return {f"hours per epoch, {_few(epoch)} h of audio{times}": epoch,
+    return {f"hours per epoch, {few(epoch)} h of audio{times}": epoch,
             f"hours of the run, {audio.epochs} epochs": run}
-
-
-def _few(hours: float) -> str:
-    """Hours with at least two digits: 0.0042, 1,234.5."""
-    return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2g}"
 
 
 def _remarks(estimate: CostEstimate) -> list[str]:

@@ -72,6 +72,11 @@ class FinishedRun:
     predicted: RunEstimate | None = None
 
     @property
+    def trial(self) -> float:
+        """Seconds of a step as a check had measured them; 0: none had."""
+        return 0.0 if self.predicted is None else self.predicted.trial or 0.0
+
+    @property
     def evaluation(self) -> float:
         """Seconds of an evaluation for those of training on the same audio."""
         rest = 3600 * self.hours - self.steps.steps * self.step_seconds

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
-from sbkit.recipe.report import Section
+from sbkit.recipe.report import Section, few
 
 if TYPE_CHECKING:
     from sbkit.data.plan import Plan
@@ -45,6 +45,11 @@ def padded_seconds(plan: Plan, processes: int) -> float:
 # ---------------------------------------------------------------- predicting
 
 
+def run_hours(steps: Steps, step_seconds: float, evaluation: float = EVALUATION) -> float:
+    """Hours of the whole run; ``evaluation``: seconds of one for those of training on the same audio."""
+    return step_seconds * (steps.steps + evaluation * steps.evaluated / steps.audio) / 3600
+
+
 class Rule(NamedTuple):
     """Seconds of a step: ``a * operations + b * micro_batches``; of an evaluation: as a share of training."""
 
@@ -55,10 +60,8 @@ class Rule(NamedTuple):
     def step_seconds(self, steps: Steps) -> float:
         return self.a * steps.operations + self.b * steps.micro_batches
 
-    def hours(self, steps: Steps, step_seconds: float | None = None) -> float:
-        """Hours of the whole run."""
-        each = self.step_seconds(steps) if step_seconds is None else step_seconds
-        return each * (steps.steps + self.evaluation * steps.evaluated / steps.audio) / 3600
+    def hours(self, steps: Steps) -> float:
+        return run_hours(steps, self.step_seconds(steps), self.evaluation)
 
 
 def kinds_of(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
@@ -119,41 +122,35 @@ def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial
     trial : seconds of a step, measured just now
     host_seconds : of a step, on which a device waits that is faster
     """
-    kinds = kinds_of(runs)
-    rule = fit(kinds) if len(kinds) >= LEAST else None
     if trial is not None:
-        tried = [run for run in runs if run.predicted is not None and run.predicted.trial]
+        tried = [run for run in runs if run.trial]
         if len(kinds_of(tried)) < LEAST:
-            return _within(trial, Rule(0.0, 0.0, EVALUATION).hours(steps, trial), TRIED, "trial", 0, trial)
+            return _within(trial, run_hours(steps, trial), TRIED, "trial", 0, trial)
         scale, evaluation, ratios = after_trials(tried)
-        each = scale * trial
-        return _within(each, Rule(0.0, 0.0, evaluation).hours(steps, each), width(ratios), "trial", len(tried), trial)
-    if rule is not None:
+        return _within(scale * trial, run_hours(steps, scale * trial, evaluation), width(ratios), "trial", len(tried),
+                       trial)
+    if len(kinds := kinds_of(runs)) >= LEAST:
+        rule = fit(kinds)
         return _within(rule.step_seconds(steps), rule.hours(steps), width(left_out(kinds)), "fit", len(runs))
     if peak is None:
         return None
     guess = max(steps.operations / (EFFICIENCY * peak), host_seconds)
-    return _within(guess, Rule(0.0, 0.0, EVALUATION).hours(steps, guess), GUESS, "peak", len(runs))
+    return _within(guess, run_hours(steps, guess), GUESS, "peak", len(runs))
 
 
 def after_trials(tried: Sequence[FinishedRun]) -> tuple[float, float, list[float]]:
-    """What finished runs took of what trial steps had said.
+    """What finished runs took of what trial steps had said; of each kind the last one counts.
 
     Returns the median ratio of their steps, the median of their evaluations, and their hours for those predicted from
     all other kinds.
     """
-    def medians(kinds: Iterable[Sequence[FinishedRun]]) -> tuple[float, float]:
-        found = [(run.step_seconds / run.predicted.trial, run.evaluation) for kind in kinds for run in kind[-1:]
-                 if run.predicted is not None and run.predicted.trial]
-        scale, evaluation = np.median(found, axis=0)
-        return float(scale), float(evaluation)
-
-    kinds, ratios = kinds_of(tried), []
-    for index, kind in enumerate(kinds):
-        scale, evaluation = medians([*kinds[:index], *kinds[index + 1:]])
-        ratios += [run.hours / Rule(0.0, 0.0, evaluation).hours(run.steps, scale * run.predicted.trial)
-                   for run in kind[-1:] if run.predicted is not None and run.predicted.trial]
-    return *medians(kinds), ratios
+    runs = [kind[-1] for kind in kinds_of(tried)]
+    found = np.array([(run.step_seconds / run.trial, run.evaluation) for run in runs])
+    others = [np.median(np.delete(found, index, axis=0), axis=0) for index in range(len(runs))]
+    ratios = [run.hours / run_hours(run.steps, scale * run.trial, evaluation)
+              for run, (scale, evaluation) in zip(runs, others, strict=True)]
+    scale, evaluation = np.median(found, axis=0)
+    return float(scale), float(evaluation), ratios
 
 
 def _within(step_seconds: float, hours: float, factor: float, by: str, runs: int,
@@ -207,11 +204,7 @@ def section(asked: Asked, setting: Setting, steps: Steps, said: RunEstimate) -> 
 
 
 def _spread(value: float, factor: float) -> tuple[str, str, str]:
-    return _few(value), _few(value / factor), _few(value * factor)
-
-
-def _few(value: float) -> str:
-    return f"{value:,.1f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.3g}"
+    return few(value), few(value / factor), few(value * factor)
 
 
 def _some(count: int, what: str) -> str:

@@ -43,6 +43,11 @@ class Finding:
         return f"{self.where}: {self.severity}: {key}{self.message}{hint}"
 
 
+def few(value: float) -> str:
+    """Hours or an amount, with at least two digits: 0.0042, 1,234.5."""
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
+
+
 @dataclass
 class Section:
     """A table of the report with a title and remarks."""

@@ -94,9 +94,9 @@ def test_cost_and_energy_are_of_all_devices():
     card = Setting("Card", "bf16", 0, 8)
     said = RunEstimate(3.6, 10.0, 5.0, 20.0, "peak")
     table = price.section(Asked(2.5, 8, "Card", watts={"Card": 700}), card, Steps(1e12, 1, 12.0, 9000, 1.0), said)
-    assert table.rows[2:] == [["hours of the run", "10", "5", "20"],
+    assert table.rows[2:] == [["hours of the run", "10.0", "5.0", "20.0"],
                               ["cost of 8 devices at 2.5 an hour each", "200.0", "100.0", "400.0"],
-                              ["kWh at most, with 700 W a device all the time", "56", "28", "112.0"]]
+                              ["kWh at most, with 700 W a device all the time", "56.0", "28.0", "112.0"]]
     assert table.values["cost"] == 200.0 and table.values["kwh_at_most"] == 56.0
     assert "too few to fit" in table.remarks[0]
     here = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
