@@ -30,7 +30,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
 from tools.bench import transfer
-from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, read_lines
+from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, discard, read_lines
 from tools.bench.systems import score
 
 RECIPES = {"nothing": RECIPE, "demo": RECIPE, "whisper": ROOT / "hparams" / "ssl.yaml",
@@ -120,7 +120,7 @@ class Bench:
         rates = transfer.read(folder)
         found = {**rates, "epochs": epochs, "train_seconds": share * rates["train_seconds"],
                  "curve": curve(read_lines(folder / "metrics.jsonl"), share)}
-        shutil.rmtree(folder)
+        discard(folder)
         return found
 
     def peer(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
