@@ -10,9 +10,9 @@ from sbkit.commands.options import above, count
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("source", metavar="SOURCE", help="a folder as transformers saves it, owner/name or "
-                        "owner/name@revision on the Hugging Face Hub, or a folder for SpeechBrain's EncoderASR, whose "
-                        "hyperparams.yaml is code")
+    parser.add_argument("source", metavar="SOURCE", help="a folder, or owner/name or owner/name@revision on "
+                        "the Hugging Face Hub: of transformers, or for SpeechBrain's EncoderASR, whose "
+                        "hyperparams.yaml is code that runs")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
     parser.add_argument("--corpus", help="compare on recordings of its test split, instead of noise: whatever a "
                         "recipe's data_folder may be")

@@ -1,4 +1,4 @@
-"""Waveform augmentation in the data workers, reproducible after a resume: speed, crops, noise, rooms, gain, codecs.
+"""Waveform augmentation in the data workers, reproducible after a resume: speed, noise, telephones and so on.
 
 Every utterance has its own random generator, seeded by (seed, visit, utterance), so that its augmentation depends
 neither on the number of workers nor on where a run was stopped.
@@ -297,6 +297,38 @@ class ApplyCodec:
         file.seek(0)
         coded = soxr.resample(soundfile.read(file, dtype="float32")[0], rate, own, "MQ")[: len(signal)]
         return np.pad(coded, (0, len(signal) - len(coded))) * np.float32(loudest)
+
+
+class BandPass:
+    """Keep a random band of frequencies, as telephones, small microphones and loudspeakers do.
+
+    Arguments
+    ---------
+    low_hz: range of the lower limit, where half of the power is left; below it falls by 48 dB an octave.
+    high_hz: the same of the upper limit; 8000 cuts nothing of recordings at 16 kHz.
+    prob: probability that an utterance is changed.
+    sample_rate: of the waveforms; set by the loader.
+    """
+
+    def __init__(self, low_hz: Sequence[float] = (0, 400), high_hz: Sequence[float] = (2500, 8000), prob: float = 0.5,
+                 sample_rate: int | None = None):
+        for name, limits, least in (("low_hz", low_hz, 0), ("high_hz", high_hz, 1)):
+            if not (isinstance(limits, (list, tuple)) and len(limits) == 2 and all(
+                    isinstance(limit, Real) for limit in limits) and least <= limits[0] <= limits[1]):
+                raise SbkitError(f"BandPass: {name} is {limits!r}", hint="expected two frequencies, such as [100, 400]")
+        self.low_hz, self.high_hz = low_hz, high_hz
+        self.prob, self.sample_rate = share(prob, "BandPass"), sample_rate
+
+    def __call__(self, signal: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """``[S]`` to ``[S]``."""
+        if rng.random() >= self.prob:
+            return signal
+        low, high = (rng.uniform(least, most) for least, most in (self.low_hz, self.high_hz))
+        size = 1 << max(len(signal) - 1, 1).bit_length()
+        pitch = np.fft.rfftfreq(size, 1 / (self.sample_rate or SAMPLE_RATE))
+        pitch[0] = pitch[1] / 2
+        kept = ((1 + (low / pitch) ** 16) * (1 + (pitch / high) ** 16)) ** -0.5  # Butterworth's of the eighth order
+        return np.fft.irfft(np.fft.rfft(signal, size) * kept, size)[: len(signal)].astype(np.float32)
 
 
 class Overdrive:

@@ -74,7 +74,8 @@ def export(request: ExportRequest, bundles: Bundles | None = None, opened: Calla
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():
         print(f"{layout.INT8} has weights of 8 bits, so it recognises other words now and then: its WER may be "
-              f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above the checkpoint's, whichever is more")
+              f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above that of {comparison.compared_with}, "
+              "whichever is more")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
     return 0
 

@@ -51,7 +51,7 @@ class Exported:
     forward: Callable[[Tensor, int], Any] | None = field(default=None, init=False)
     """The checkpoint's ``compute_forward`` of one padded waveform [S] and its length, which the export sets."""
     original: tuple[str, Runner] | None = field(default=None, init=False)
-    """Of a recogniser that others trained: what runs their own code, after its name. It is compared like a format."""
+    """Of a recogniser that others trained: what runs their own code, after its name. Formats are compared with it."""
 
     #: Values that ``--target`` takes for this task.
     targets: ClassVar[tuple[str, ...]] = ()

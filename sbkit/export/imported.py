@@ -22,14 +22,14 @@ from sbkit.export.speechbrain_model import SpeechBrainModel
 from sbkit.nn.pretrained.source import is_folder
 from sbkit.recipe import load, starter
 from sbkit.runs import initial, restore
-from sbkit.runs.initial.published import PublishedSource
+from sbkit.runs.initial.published import PublishedSource, recipe_folder
 
 
 @dataclass(frozen=True)
 class ImportRequest:
     """The options of ``sbkit import``.
 
-    source : a folder of transformers, a repository of the Hugging Face Hub, or a folder for SpeechBrain's EncoderASR
+    source : a folder or a repository of the Hugging Face Hub, of transformers or for SpeechBrain's EncoderASR
     to, formats, force, tolerance, clips : as ``ExportRequest`` has them
     corpus : whatever a recipe's ``data_folder`` may be; its test split is what is compared on. None: noise is
     language : of the corpus, and named in the bundle
@@ -55,8 +55,12 @@ def import_model(request: ImportRequest) -> int:
 
 def _opened(request: ImportRequest, run: Path) -> Trained:
     """Open the model as if a run in the folder ``run`` had kept its tokenizer and trained it."""
-    folder = Path(request.source).expanduser()
-    if (folder / layout.RECIPE).is_file():
+    if Path(request.source).expanduser().is_file():
+        raise SbkitError(f"{request.source} is a file: a bundle also needs the model's layers and its tokenizer",
+                         hint="name the folder that has it beside a hyperparams.yaml for EncoderASR, or a config.json, "
+                              f"and the tokenizer; of a run of your own: sbkit export RUN --to {request.to}")
+    folder = recipe_folder(request.source)
+    if folder is not None:
         return _of_speechbrain(request, run, SpeechBrainModel(folder))
     published = PublishedSource.of(request.source)
     brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source, head_kernel=0)
@@ -75,7 +79,7 @@ def _of_speechbrain(request: ImportRequest, run: Path, model: SpeechBrainModel) 
     brain.recognizer = type(brain.recognizer)(model.features, model.layers, nn.Identity(), normalize=model.normalize,
                                               hop_samples=model.hop_samples)
     brain.modules = nn.ModuleDict({"model": model.layers})
-    return _trained(request, run, brain, ("speechbrain's", _own_code(model.own_code(), model.order, tokenizer, 1)))
+    return _trained(request, run, brain, ("SpeechBrain", _own_code(model.own_code(), model.order, tokenizer, 1)))
 
 
 def _brain(request: ImportRequest, run: Path, task: str, model: bytes,

@@ -82,6 +82,11 @@ class Comparison:
     words_may_change = 0
     """How many clips may have other words than the checkpoint's, ties apart."""
 
+    def by_others(self, name: str) -> Comparison:
+        """Call the reference by the name of those whose code it is, instead of a checkpoint."""
+        self.results[0].format, self.compared_with = name, f"{name}'s own code"
+        return self
+
     def apart(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
         """Measure how far outputs are from the checkpoint's: the largest difference; infinity where shapes differ or
         values are not finite."""

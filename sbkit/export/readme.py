@@ -93,7 +93,7 @@ def compared(comparison: Comparison) -> str:
     """Make the section on the comparison, which READMEs of all kinds of bundles end with."""
     return f"""## What was compared
 
-On {comparison.clips.origin}, and one clip longer than any in training. The first row is the checkpoint.
+On {comparison.clips.origin}, and one clip longer than any in training. The first row is {comparison.compared_with}.
 
 ```
 {comparison.table()}

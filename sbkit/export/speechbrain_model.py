@@ -119,7 +119,10 @@ class SpeechBrainModel:
     """A model for ``EncoderASR``. Its hyperparams.yaml is code, which opening it runs; its weights are only read."""
 
     def __init__(self, folder: Path):
-        source.find(folder, "best", 1, Metric("WER")).tensors(shapes=True)  # refuses what holds more than tensors
+        held = source.find(folder, "best", 1, Metric("WER"))
+        if held.checkpointer is not None:
+            raise SbkitError(f"{folder} is a run of sbkit's", hint=f"sbkit export {folder} --to BUNDLE")
+        held.tensors(shapes=True)  # refuses what holds more than tensors
         from speechbrain.inference.ASR import EncoderASR
 
         try:

@@ -17,6 +17,7 @@ from sbkit.data.augment import (
     AddReverb,
     ApplyCodec,
     Augment,
+    BandPass,
     Crop,
     Gain,
     Overdrive,
@@ -148,6 +149,26 @@ def test_peaks_are_cut_and_the_loudness_stays():
     assert np.array_equal(Overdrive(prob=1)(silence, rng()), silence)
 
 
+def test_a_band_keeps_what_is_in_it():
+    time = np.arange(16_000) / 16_000
+    for pitch, kept in ((100, -76), (300, -3), (1000, 0), (3400, -3), (6800, -48)):
+        tone = np.sin(2 * np.pi * pitch * time).astype(np.float32)
+        passed = BandPass((300, 300), (3400, 3400), prob=1)(tone, rng())[2000:-2000]
+        assert passed.dtype == np.float32 and db(passed) - db(tone) == pytest.approx(kept, abs=1)
+    whole = BandPass((0, 0), (1e9, 1e9), prob=1)(SIGNAL, rng())
+    assert np.abs(whole - SIGNAL).max() < 1e-6
+    assert len({BandPass(prob=1)(SIGNAL, rng(name=str(i))).tobytes() for i in range(9)}) == 9
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 3000), st.floats(0, 4e3), st.floats(1, 1e5), st.sampled_from([8000, 16000, 48000]))
+def test_a_band_takes_any_length_limits_and_rate(size, low, high, rate):
+    noise = np.random.default_rng(size).uniform(-1, 1, size).astype(np.float32)
+    passed = BandPass((low, low), (high, high), prob=1, sample_rate=rate)(noise, rng())
+    assert passed.shape == noise.shape and passed.dtype == np.float32 and np.isfinite(passed).all()
+    assert np.square(passed).sum() <= 1.001 * np.square(noise).sum()
+
+
 def test_stages_run_in_order_and_repeat_themselves(noises):
     chain = Augment([SpeedPerturb(), Gain(), AddNoise(str(noises), prob=0.7)])
     again = Augment([SpeedPerturb(), Gain(), AddNoise(str(noises), prob=0.7)])
@@ -213,6 +234,9 @@ def test_mistakes_are_told_before_the_first_batch(tmp_path):
     for wrong in (["ulaw", "g729"], "ulaw", []):
         with pytest.raises(SbkitError, match=r"ApplyCodec: codecs are .*; a list of any of ulaw, alaw, gsm"):
             ApplyCodec(wrong)
+    for wrong in ([300, 100], [0, 8000], 3400, ["low", "high"]):
+        with pytest.raises(SbkitError, match=r"BandPass: high_hz is .*; expected two frequencies"):
+            BandPass(high_hz=wrong)
     with pytest.raises(SbkitError, match=r"snr_low \(20\) is above snr_high \(10\)"):
         AddNoise("x", 20, 10)
 

@@ -1,15 +1,14 @@
-"""What augmentation gives on telephones and from afar: error rates of one test, as it is and as lines and rooms make it.
+"""What augmentation gives on telephones and from afar: error rates of one test as it is, and through lines and rooms.
 
-    python -m tools.bench.telephone --out FOLDER [--ways none,codecs,all] [--key value]
+    sbkit train hparams/ctc.yaml --number_of_epochs 3 --output_folder RUN
+    python -m tools.bench.telephone --out FOLDER --init_from RUN --number_of_epochs 2 --least_steps 0 --lr 0.001
 
-Each way is hparams/ctc.yaml with some stages of sbkit.data.augment, on the demo corpus unless --data_folder says
-otherwise: ``none``; ``codecs`` is ApplyCodec as it is; ``all`` has AddReverb and Overdrive before it. The rooms are
-synthesised: noise that decays by 60 dB in 0.2 to 0.8 s behind the direct sound. Those of the test are others than
-those of training, and its lines are also such as no stage of training makes: a band of 300 to 3,400 Hz, and a mobile
-that calls a telephone. Other keys go to the recipe of every run.
+Each way is hparams/ctc.yaml with stages of sbkit.data.augment as they are, on the demo corpus unless --data_folder
+says otherwise, at 16 kHz; other keys go to the recipe of every run. The rooms are synthesised: noise that decays by
+60 dB in 0.2 to 0.8 s behind the direct sound. Those of the test are others than those of training.
 
 Each result is a file in FOLDER/results, so the same command continues where it was stopped. FOLDER/telephone.md is the
-table.
+table: the WER with its interval on each test.
 """
 
 from __future__ import annotations
@@ -28,99 +27,90 @@ import soundfile
 
 from sbkit.commands.evaluate import evaluate
 from sbkit.data.audio import read_audio
-from sbkit.data.augment import AddReverb, ApplyCodec, Augment, Overdrive
+from sbkit.data.augment import AddReverb, ApplyCodec, Augment, BandPass, Overdrive
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.run_files import EVALUATIONS, RESULT
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, call
+from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked
 
-RATE, ROOMS = 16_000, {"train": 40, "test": 20}
-CLIPPING = "        - !new:sbkit.data.augment.Overdrive\n"
-CODECS = "        - !new:sbkit.data.augment.ApplyCodec\n"
-REVERB = "        - !new:sbkit.data.augment.AddReverb\n            folder: {rooms}\n"
-WAYS = {"none": "", "codecs": CODECS, "all": REVERB + CLIPPING + CODECS}
+RATE, ROOMS, OWN = 16_000, {"train": 40, "test": 20}, ("augment", "output_folder", "sample_rate")
+#: The stages of each way, in their order.
+WAYS = {"none": [], "codecs": ["ApplyCodec"], "band": ["BandPass"], "clipping": ["Overdrive"], "rooms": ["AddReverb"],
+        "all": ["AddReverb", "Overdrive", "BandPass", "ApplyCodec"]}
 
 Stage = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
 def main() -> int:
+    """Measure the ways that have no result yet, and print the table of all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of runs, tests, results and the table")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    args, keys = parser.parse_known_args()
-    ways = args.ways.split(",")
+    parser.add_argument("--ways", default=",".join(WAYS), help="those to measure (%(default)s)")
+    args, keys = parse_checked(parser, RECIPE, OWN)
+    ways, out = args.ways.split(","), args.out.absolute()
     if unknown := [way for way in ways if way not in WAYS]:
         parser.error(f"there is no way {unknown[0]}: choose of {', '.join(WAYS)}")
-    out = args.out.absolute()
     results = Results(out / "results", {"keys": keys})
     try:
         for way in ways:
             if results.get(way) is None:
                 results.put(way, measure(out, way, keys))
-        found = {way: rates for way in WAYS if (rates := results.get(way)) is not None}
+        found = {way: result["rates"] for way in WAYS if (result := results.get(way)) is not None}
     except SbkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with atomic_write(out / "telephone.md") as file:
-        file.write(table(found))
-    print(table(found))
+        file.write(as_markdown(found))
+    print(as_markdown(found))
     return 0
 
 
 def measure(out: Path, way: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Train in one way; returns the (WER, CER) on each test."""
+    """Train in one way, and return the WER on each test with the ends of its interval."""
     run, recipe = out / "runs" / way, out / f"{way}.yaml"
     rooms = {split: make_rooms(out / "rooms" / split, count) for split, count in ROOMS.items()}
     recipe.write_text(recipe_of(WAYS[way], rooms["train"]), encoding="utf-8")
     call(way, [sys.executable, "-m", "sbkit", "train", recipe, "--noprogressbar", *as_words({"output_folder": run}),
                *keys], out / "logs" / f"{way}.log")
-    test, found = Manifest.read(run / "manifests" / "test.csv"), {}
-    for name, stages in tests(rooms["test"]).items():
+    test, rates = Manifest.read(run / "manifests" / "test.csv"), {}
+    for name, stages in conditions(rooms["test"]).items():
         corpus = make_test(out / "tests" / name.replace(" ", "-"), test, stages)
         evaluate(EvaluateRequest(run, on=str(corpus), device="cpu", name=corpus.name))
         result = run / EVALUATIONS / f"{corpus.name}-best" / RESULT
         said = json.loads(result.read_text(encoding="utf-8"))
-        found[name] = said["WER"], said["CER"]
+        rates[name] = [said["WER"], *said["WER_interval"]]
     shutil.rmtree(run)
-    return {"rates": found}
+    return {"rates": rates}
 
 
-def recipe_of(stages: str, rooms: Path) -> str:
+def recipe_of(stages: Sequence[str], rooms: Path) -> str:
     """Write the flagship's recipe with stages of augmentation."""
-    lines = f"recipe: !include:{RECIPE}\n"
-    return lines + (f"    augment: !new:sbkit.data.augment.Augment\n        stages:\n{_indented(stages)}" if stages
-                    else "").format(rooms=rooms)
+    lines = [f"recipe: !include:{RECIPE}"]
+    if stages:
+        lines += ["    augment: !new:sbkit.data.augment.Augment", "        stages:"]
+    for stage in stages:
+        lines.append(f"            - !new:sbkit.data.augment.{stage}")
+        lines += [f"                folder: {rooms}"] if stage == "AddReverb" else []
+    return "\n".join(lines) + "\n"
 
 
-def _indented(stages: str) -> str:
-    return "".join(f"    {line}\n" for line in stages.splitlines())
-
-
-def tests(rooms: Path) -> dict[str, list[Stage]]:
+def conditions(rooms: Path) -> dict[str, list[Stage]]:
     """Return what makes each test of the clean one."""
     def codec(name: str) -> Stage:
         return ApplyCodec([name], prob=1)
 
     far = AddReverb(str(rooms), prob=1)
     return {"as it is": [], "telephone": [codec("ulaw")], "mobile": [codec("gsm")],
-            "mobile to telephone": [codec("gsm"), codec("ulaw")], "300 to 3400 Hz": [band],
-            "Opus at 8 kHz": [codec("opus_narrow")], "MP3 at 14 kbit": [codec("mp3")],
-            "clipped by 15 dB": [Overdrive(15, 15, prob=1)], "from afar": [far],
+            "mobile to telephone": [codec("gsm"), codec("ulaw")],
+            "300 to 3400 Hz": [BandPass((300, 300), (3400, 3400), prob=1)], "Opus at 8 kHz": [codec("opus_narrow")],
+            "MP3 at 14 kbit": [codec("mp3")], "clipped by 15 dB": [Overdrive(15, 15, prob=1)], "from afar": [far],
             "from afar to mobile": [far, codec("gsm")]}
 
 
-def band(signal: np.ndarray, _: np.random.Generator, low: float = 300.0, high: float = 3400.0) -> np.ndarray:
-    """Keep a band of frequencies of a waveform [S]."""
-    spectrum = np.fft.rfft(signal)
-    pitch = np.fft.rfftfreq(len(signal), 1 / RATE)
-    spectrum[(pitch < low) | (pitch > high)] = 0
-    return np.fft.irfft(spectrum, len(signal)).astype(np.float32)
-
-
 def make_rooms(folder: Path, count: int) -> Path:
-    """Write impulse responses of rooms, which the folder's name is the seed of."""
+    """Write impulse responses of rooms, whose seed is the folder's name."""
     drawn = Augment.rng(0, 0, folder.name)
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):
@@ -135,15 +125,15 @@ def make_rooms(folder: Path, count: int) -> Path:
 
 
 def make_test(folder: Path, test: Manifest, stages: Sequence[Stage]) -> Path:
-    """Write a test's recordings as the stages change them, each as its name seeds it; returns the corpus."""
+    """Write a test's recordings as the stages change them, each seeded by its name; returns the corpus."""
     table = folder / "test.csv"
     if table.is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for row in test:
-        signal, drawn = read_audio(row.wav, start=row.start, duration=row.duration, sample_rate=RATE), \
-            Augment.rng(1, 0, row.id)
+        signal = read_audio(row.wav, start=row.start, duration=row.duration, sample_rate=RATE)
+        drawn = Augment.rng(1, 0, row.id)
         for stage in stages:
             signal = stage(signal, drawn)
         path = folder / f"{row.id}.wav"
@@ -154,11 +144,11 @@ def make_test(folder: Path, test: Manifest, stages: Sequence[Stage]) -> Path:
     return folder
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format the table in Markdown: a row for each test, WER and CER of each way."""
-    names = next(iter(found.values()))["rates"]
+def as_markdown(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Format the table: a row for each test, WER and interval of each way."""
     lines = [("test", *found), ("---",) * (1 + len(found))]
-    lines += [(name, *("{:.1f} % ({:.1f})".format(*each["rates"][name]) for each in found.values())) for name in names]
+    lines += [(name, *("{:.1f} % ({:.1f} to {:.1f})".format(*rates[name]) for rates in found.values()))
+              for name in next(iter(found.values()), {})]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -22,7 +22,6 @@ from sbkit.nn.pretrained.tensors import TensorFiles
 #: Files of tokenizers, of which a repository has some.
 _TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "tokenizer.json", "special_tokens_map.json",
                     "added_tokens.json", "spiece.model")
-_HEADS = ("lm_head", "ctc_head")
 _SPACE = "▁"  # how SentencePiece writes it
 #: The names that SentencePiece, and a search with a language model, have for tokens that are no text.
 _NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
@@ -62,8 +61,8 @@ class CTCModel:
 
     def head(self) -> dict[str, str]:
         """Return the names of the head's weight [V, D] and bias [V]; raises if it has none."""
-        for name in _HEADS:
-            found = {part: f"{name}.{part}" for part in ("weight", "bias") if f"{name}.{part}" in self.files.shapes}
+        for name in source.HEADS:
+            found = {part: name + part for part in ("weight", "bias") if name + part in self.files.shapes}
             if len(found) == 2:
                 if self.settings.config.get("add_adapter"):
                     raise SbkitError(f"{self.source} has layers between encoder and head (add_adapter), which sbkit "

@@ -135,6 +135,8 @@ class Encoder(nn.Module):
         files = tensors.TensorFiles(paths, self.network.prefixes)
         lines = tensors.check(self.network, files, self.source)
         lines += self.notes()
+        if any(name.startswith(source.HEADS) for name in files.shapes):
+            lines.append(f"--init_from {self.source} takes its CTC head and its tokens too")
         missing = self.network.state_dict().keys() - files.shapes.keys()
         self.reinitialised = frozenset(f"network.{name}" for name in missing)
         return files, lines

@@ -19,6 +19,7 @@ CARD = "README.md"
 #: Files of weights in the order in which they are looked for, and whether each is an index of several files.
 WEIGHTS = {"model.safetensors": False, "model.safetensors.index.json": True,
            "pytorch_model.bin": False, "pytorch_model.bin.index.json": True}
+HEADS = ("lm_head.", "ctc_head.")  # what names of CTC heads' tensors start with
 _MAX_JSON_BYTES = 1 << 26  # an index of weights names each of them
 _KEPT = "encoder.json"  # the copy in a run's folder, and what it holds
 _FIELDS = {"source": str, "config": dict, "preprocessor": dict, "adapter_language": str | None}
@@ -104,10 +105,16 @@ def names_model(source: str) -> bool:
     folder = Path(source).expanduser()
     if folder.exists():
         with contextlib.suppress(SbkitError):
-            return (folder / CONFIG).is_file() and "model_type" in _object(folder / CONFIG)
+            return describes_model(source)
         return False
     mistyped = folder.parent.is_dir()
     return "/" in source and not mistyped and _REPOSITORY.fullmatch(source) is not None and not source.startswith(".")
+
+
+def describes_model(source: str) -> bool:
+    """Whether the source has the config of a model of transformers."""
+    path = present(source, CONFIG)
+    return path is not None and "model_type" in _object(path)
 
 
 def local(source: str) -> Path | None:

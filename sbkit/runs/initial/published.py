@@ -9,6 +9,7 @@ import torch
 
 from sbkit.data.piece_model import piece_model
 from sbkit.errors import SbkitError
+from sbkit.nn.pretrained import source as pretrained
 from sbkit.nn.pretrained.ctc import CTCModel
 from sbkit.nn.pretrained.source import names_model
 from sbkit.runs.initial import source
@@ -63,9 +64,28 @@ class PublishedSource(WeightSource):
         return TokenRows(tokens.pieces, {role: tokens.roles[role] for role in _ROLES if role in tokens.roles})
 
 
+def recipe_folder(name: str) -> Path | None:
+    """Return the folder of a path or a repository that has a recipe of SpeechBrain's; None if it has none.
+
+    Of a repository all that the recipe's pretrainer loads is downloaded.
+    """
+    if pretrained.is_folder(name):
+        folder = Path(name).expanduser()
+        return folder if (folder / RECIPE).is_file() else None
+    if not names_model(name) or pretrained.describes_model(name):
+        return None
+    recipe = pretrained.present(name, RECIPE)
+    if recipe is None:
+        return None
+    for file in (*source.pretrained_files(recipe.parent), pretrained.CARD):
+        pretrained.present(name, file)
+    return recipe.parent
+
+
 def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
     """What a path holds, or a repository of the Hugging Face Hub; the arguments are those of ``source.find``."""
-    if names_model(str(path)) and not (Path(path).expanduser() / RECIPE).is_file():
+    folder = recipe_folder(str(path))
+    if folder is None and names_model(str(path)):
         source.refuse_choice(Path(path), checkpoint, mean_of)
         return PublishedSource.of(str(path))
-    return source.find(path, checkpoint, mean_of, metric)
+    return source.find(folder or path, checkpoint, mean_of, metric)

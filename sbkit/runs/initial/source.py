@@ -377,18 +377,12 @@ def _tokenizer_of_run(tree: Mapping[str, Any]) -> Path | None:
 
 def _of_speechbrain(folder: Path) -> WeightSource:
     """The files that the recipe's pretrainer would load, by the modules that it would load them into."""
-    path = folder / RECIPE
-    tree = load.flatten(YAML().load(load.merged(path, {})))
-    pretrainer = tree.get("pretrainer")
-    loadables = pretrainer.get("loadables") if isinstance(pretrainer, Mapping) else None
-    if not isinstance(pretrainer, Mapping) or not isinstance(loadables, Mapping):
-        raise SbkitError(f"init_from: {path} is no run's, and has no pretrainer that says where weights are",
-                         hint=f"name {KINDS}")
+    tree, loadables, loaded = _pretrainer(folder)
     bundle = _config(folder).get("format") == _BUNDLE
     names = SavedNames(tree, loadables, {"layers": "encoder"} if bundle else {})
-    paths = pretrainer.get("paths") or {}
     wanted = [name for name in loadables if names.is_made(name) and "tokenizer" not in name]
-    files = {name: found for name in wanted if (found := _beside(folder, name, paths.get(name))) is not None}
+    found = {name: next((path for file in loaded[name] if (path := folder / file).is_file()), None) for name in wanted}
+    files = {name: path for name, path in found.items() if path is not None}
     missing = [name for name in wanted if name not in files]
     if missing:
         raise SbkitError(f"init_from: {folder} lacks {', '.join(f'{name}{PARAMFILE_EXT}' for name in missing)}, which "
@@ -400,6 +394,19 @@ def _of_speechbrain(folder: Path) -> WeightSource:
                         no_tensors=dict.fromkeys(others, _OTHER))
 
 
-def _beside(folder: Path, name: str, said: object) -> Path | None:
-    tried = [folder / f"{name}{PARAMFILE_EXT}", *([folder / Path(str(said)).name] if said else [])]
-    return next((path for path in tried if path.is_file()), None)
+def pretrained_files(folder: Path) -> list[str]:
+    """Return the names that the files may have which a recipe's pretrainer loads, in its folder."""
+    return [file for files in _pretrainer(folder)[2].values() for file in files]
+
+
+def _pretrainer(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any], dict[str, list[str]]]:
+    """A recipe, what its pretrainer loads, and for each of these the names that its file may have."""
+    path = folder / RECIPE
+    tree = load.flatten(YAML().load(load.merged(path, {})))
+    pretrainer = tree.get("pretrainer")
+    loadables = pretrainer.get("loadables") if isinstance(pretrainer, Mapping) else None
+    if not isinstance(pretrainer, Mapping) or not isinstance(loadables, Mapping):
+        raise SbkitError(f"init_from: {path} is no run's, and has no pretrainer that says where weights are",
+                         hint=f"name {KINDS}")
+    said = {name: Path(str(path)).name for name, path in (pretrainer.get("paths") or {}).items()}
+    return tree, loadables, {name: [f"{name}{PARAMFILE_EXT}", *said.get(name, "").split()] for name in loadables}

@@ -99,8 +99,7 @@ class ExportedRecognizer(Exported):
                 "vocab_size": str(config.vocabulary), "blank_id": str(config.blank_id), "comment": "made by sbkit"}
 
     def comparison(self, clips: ComparisonClips, config: Config, folder: Path) -> Comparison:
-        found = self.compared(clips, config, folder, self.reference(config))
-        if self.original is not None:
-            found.compared_with = "the imported model"
-            found.add(*self.original, None, batches=False)
-        return found
+        if self.original is None:
+            return self.compared(clips, config, folder, self.reference(config))
+        name, run = self.original
+        return self.compared(clips, config, folder, lambda signal: run([signal])[0]).by_others(name)
