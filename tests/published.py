@@ -17,9 +17,12 @@ KINDS = {
     "wav2vec2": ("wav2vec2-group", "Wav2Vec2ForCTC", {}),
     "wav2vec2-layer": ("wav2vec2-layer", "Wav2Vec2ForCTC", {}),
     "mms": ("mms-adapters", "Wav2Vec2ForCTC", {}),
+    "wav2vec2-adapter": ("wav2vec2-layer", "Wav2Vec2ForCTC", {"add_adapter": True, "output_hidden_size": 24}),
     "hubert": ("hubert-layer", "HubertForCTC", {}),
     "wavlm": ("wavlm-layer", "WavLMForCTC", {}),
     "w2v-bert": ("w2v-bert", "Wav2Vec2BertForCTC", {}),
+    "w2v-bert-adapter": ("w2v-bert", "Wav2Vec2BertForCTC", {
+        "add_adapter": True, "use_intermediate_ffn_before_adapter": True, "num_adapter_layers": 2}),
     "parakeet": ("parakeet", "ParakeetForCTC", {}),
     "lasr": ("lasr", "LasrForCTC", {}),
 }
@@ -86,8 +89,11 @@ def theirs(folder, signal, frames=None):
     extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
     own = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCTC.from_pretrained(folder).eval()
+    given = extractor(signal, sampling_rate=16_000, return_tensors="pt")
+    if getattr(model.config, "add_adapter", False) and "input_features" in given:  # without the padding of half a frame
+        given = {name: value[:, :int(given["attention_mask"].sum())] for name, value in given.items()}
     with torch.no_grad():
-        scores = model(**extractor(signal, sampling_rate=16_000, return_tensors="pt")).logits[0].log_softmax(-1)
+        scores = model(**given).logits[0].log_softmax(-1)
     return scores.numpy(), own.decode(scores[:frames].argmax(-1).tolist())
 
 

@@ -63,7 +63,8 @@ def _opened(request: ImportRequest, run: Path) -> Trained:
     if folder is not None:
         return _of_speechbrain(request, run, SpeechBrainModel(folder))
     published = PublishedSource.of(request.source)
-    brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source, head_kernel=0)
+    brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source, head_kernel=0,
+                              encoder={"add_adapter": bool(published.model.settings.config.get("add_adapter"))})
     initial.load(brain)
     encoder = brain.recognizer.encoder
     for note in encoder.notes():

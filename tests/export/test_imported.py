@@ -1,12 +1,15 @@
 """Other people's CTC models become bundles that say what their own code says."""
 
+import io
 import json
 import pickle
 
+import httpx
 import numpy as np
 import onnxruntime
 import published
 import pytest
+import serving
 import soundfile
 import torch
 
@@ -61,11 +64,25 @@ def test_a_bundle_says_of_each_clip_what_transformers_says(bundles, kind, capsys
         assert recogniser.transcribe(signal).text.split() == said(text)
         heard |= set(expected[:frames].argmax(-1).tolist())
     assert len(heard) > 3, "it says something"
-    assert config.blank_id == 0 and config.trained["imported"] == folder.name
+    assert config.blank_id == 0 and config.batching and config.trained["imported"] == folder.name
     readme = (bundle / layout.README).read_text()
     assert f"imported from {folder.name}." in readme and str(folder) not in readme
+    assert "The first row is transformers's own code." in readme
     facts = json.loads((bundle / layout.PARITY).read_text())["formats"]
-    assert facts["transformers"]["difference"] <= 1e-3 and facts["transformers"]["words_changed"] == 0
+    assert list(facts) == ["transformers", "onnx"]
+    assert facts["onnx"]["difference"] <= 1e-3 and facts["onnx"]["words_changed"] == 0
+
+
+@pytest.mark.slow
+def test_a_server_says_what_transformers_says(bundles):
+    folder, bundle = bundles("wav2vec2")
+    with serving.serving(bundle, names=("theirs",)) as server:
+        for seed, samples in enumerate(LENGTHS):
+            signal, file = published.spoken(samples, seed), io.BytesIO()
+            soundfile.write(file, signal, 16_000, format="WAV", subtype="FLOAT")
+            answer = httpx.post(f"{server.base}/audio/transcriptions", data={"model": "theirs"},
+                                files={"file": ("a.wav", file.getvalue())})
+            assert answer.json()["text"].split() == said(published.theirs(folder, signal)[1])
 
 
 def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path):
@@ -103,7 +120,7 @@ def test_recordings_may_be_what_is_compared_on(tmp_path, capsys):
                                formats=["torch"]))
     assert "compared on 4 utterances of the test split" in capsys.readouterr().out
     facts = json.loads((tmp_path / "bundle" / layout.PARITY).read_text())
-    assert facts["formats"]["checkpoint"]["wer"] < 30, "what is left is what the corpus's text rules change"
+    assert facts["formats"]["transformers"]["wer"] < 30, "what is left is what the corpus's text rules change"
     assert layout.Config.read(tmp_path / "bundle").language == "en"
 
 
@@ -188,8 +205,8 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_layers_between_encoder_and_head_are_none_of_ours(tmp_path):
-    folder = published.make(tmp_path / "model")
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "add_adapter": True}))
-    assert "has layers between encoder and head (add_adapter)" in refusal(tmp_path, folder).message
+def test_one_file_of_weights(tmp_path):
+    (tmp_path / "model.ckpt").touch()
+    error = refusal(tmp_path, tmp_path / "model.ckpt")
+    assert error.message.endswith("model.ckpt is a file: a bundle also needs the model's layers and its tokenizer")
+    assert "hyperparams.yaml for EncoderASR" in error.hint

@@ -3,6 +3,7 @@
 import json
 
 import encoders
+import hub
 import numpy as np
 import onnxruntime
 import published
@@ -15,6 +16,8 @@ from sbkit.data.piece_model import piece_model
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.imported import ImportRequest, import_model
+from sbkit.runs.initial import published as published_sources
+from sbkit.score.metric import Metric
 
 LENGTHS = (16_000, 4_000, 23_457, 9_999)
 
@@ -41,7 +44,43 @@ def test_a_bundle_says_of_each_clip_what_speechbrain_says(tmp_path, kind):
         heard |= set(expected.argmax(-1).tolist())
     assert len(heard) > 3, "it says something"
     facts = json.loads((bundle / layout.PARITY).read_text())["formats"]
-    assert facts["speechbrain's"]["difference"] <= 1e-3 and config.trained["imported"] == "model"
+    assert list(facts) == ["SpeechBrain", "onnx"] and facts["onnx"]["difference"] <= 1e-3
+    assert config.trained["imported"] == "model"
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A model on a hub of this machine, and its folder."""
+    from huggingface_hub import constants
+
+    folder = speechbrain_models.make(tmp_path / "model")
+    with hub.Hub() as served:
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        files |= {"other.ckpt": b"large", "config.json": b"{}"}
+        served.repositories["someone/model"] = hub.Repository(files)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+                            served.url + "/{repo_id}/resolve/{revision}/{filename}")
+        yield served, folder
+
+
+def test_a_model_on_the_hub_is_that_of_its_folder(repository, tmp_path):
+    """Of it only what its pretrainer loads is fetched."""
+    served, folder = repository
+    bundle = tmp_path / "bundle"
+    assert import_model(ImportRequest("someone/model", bundle, formats=["torch"], clips=2)) == 0
+    asked = {line.split()[1].rpartition("/")[2] for line in served.seen if line.startswith("GET")}
+    assert {"hyperparams.yaml", "model.ckpt", "tokenizer.ckpt"} <= asked and "other.ckpt" not in asked
+    assert layout.Config.read(bundle).trained["imported"] == "someone/model"
+    ours, theirs = (published_sources.find(name, "best", 1, Metric("WER")) for name in ("someone/model", folder))
+    assert ours.piece_model() == theirs.piece_model() and ours.tensors().keys() == theirs.tensors().keys()
+    assert all(torch.equal(value, theirs.tensors()[name]) for name, value in ours.tensors().items())
+
+
+def test_a_repository_that_lacks_a_file_of_its_pretrainer(repository, tmp_path):
+    del repository[0].repositories["someone/model"].files["model.ckpt"]
+    assert "lacks model.ckpt, which its pretrainer loads" in refusal(tmp_path, "someone/model").message
 
 
 def refusal(tmp_path, source):

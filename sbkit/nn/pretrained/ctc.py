@@ -64,9 +64,6 @@ class CTCModel:
         for name in source.HEADS:
             found = {part: name + part for part in ("weight", "bias") if name + part in self.files.shapes}
             if len(found) == 2:
-                if self.settings.config.get("add_adapter"):
-                    raise SbkitError(f"{self.source} has layers between encoder and head (add_adapter), which sbkit "
-                                     "does not have", hint="take a model without them")
                 return found
         kind = self.settings.config["model_type"]
         raise SbkitError(f"{self.source} is a model of transformers ({kind}) without a CTC head",
@@ -134,11 +131,14 @@ class CTCModel:
         except Exception as error:  # whatever its files make of transformers
             raise SbkitError(f"transformers itself can't open {self.source}: {first_line(error)}",
                              hint="is the folder complete?") from error
+        adapted = self.settings.config.get("add_adapter")
         own, silent = self.tokenizer, [self.tokenizer.convert_ids_to_tokens(place) for place in self.tokens.silent]
 
         @torch.no_grad()
         def run(signal: np.ndarray) -> tuple[np.ndarray, str]:
             given = extractor(signal, sampling_rate=self.settings.sample_rate, return_tensors="pt")
+            if adapted and "input_features" in given:  # without padding, which an adapter would hear
+                given = {name: value[:, :int(given["attention_mask"].sum())] for name, value in given.items()}
             scores = model(**given).logits[0, :frames(len(signal))].log_softmax(-1)
             text = own.decode(scores.argmax(-1).tolist(), clean_up_tokenization_spaces=False)
             for token in silent:

@@ -45,6 +45,8 @@ class Encoder(nn.Module):
     whole_window : pad Whisper's input to 30 seconds with silence, as in its pretraining
     adapter_language : the language whose adapters to load, of MMS, by its code there, such as ``fra``; None: those that
         the model's own file holds
+    add_adapter : keep the layers that some models have between transformer and head, which take frames together; a run
+        that starts from such a model with its head has to
     """
 
     sample_rate = 16_000
@@ -54,7 +56,7 @@ class Encoder(nn.Module):
                  freeze_front: bool = True, layers: int | None = None, dropout: float | None = None,
                  mask_time_prob: float | None = None, mask_time_length: int | None = None,
                  mask_feature_prob: float | None = None, mask_feature_length: int | None = None,
-                 whole_window: bool = False, adapter_language: str | None = None):
+                 whole_window: bool = False, adapter_language: str | None = None, add_adapter: bool = False):
         super().__init__()
         if adapter_language is not None:
             check_language(adapter_language)
@@ -67,7 +69,11 @@ class Encoder(nn.Module):
         if adapter_language is not None:
             self.settings = replace(self.settings, adapter_language=adapter_language)
         self.options = EncoderOptions(freeze_front, layers, dropout, mask_time_prob, mask_time_length,
-                                      mask_feature_prob, mask_feature_length, whole_window)
+                                      mask_feature_prob, mask_feature_length, whole_window, add_adapter)
+        there, headed = bool(self.settings.config.get("add_adapter")), init_from and names_model(str(init_from))
+        if there != add_adapter and (add_adapter or headed):
+            raise SbkitError(f"{self.source} has {'' if there else 'no '}layers between encoder and head (add_adapter)",
+                             hint=f"--encoder.add_adapter {str(there).lower()}")
         self.network = build_network(self.settings, self.options)
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():

@@ -20,6 +20,7 @@ from torch.nn import functional
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import N, lengths_to_mask
+from sbkit.nn.pretrained.frame_adapter import FrameAdapter
 from sbkit.nn.pretrained.source import Settings
 
 
@@ -113,6 +114,7 @@ class EncoderOptions:
     mask_feature_prob: float | None = None
     mask_feature_length: int | None = None
     whole_window: bool = False
+    add_adapter: bool = False
 
 
 class Network(nn.Module, ABC):
@@ -133,6 +135,8 @@ class Network(nn.Module, ABC):
         self.time = MaskSpans.of(said, "time", options.mask_time_prob, options.mask_time_length)
         self.feature = MaskSpans.of(said, "feature", options.mask_feature_prob, options.mask_feature_length)
         self.freezes_front = options.freeze_front
+        self.adapter: FrameAdapter | None = None
+        """The layers above the transformer."""
 
     @property
     def front(self) -> list[nn.Parameter]:
@@ -148,6 +152,11 @@ class Network(nn.Module, ABC):
         """Add the value of masked frames, if there are any."""
         if self.time.share:
             self.masked_spec_embed = nn.Parameter(torch.empty(self.width).uniform_())
+
+    def _add_adapter(self, model: Any, config: Any) -> None:  # each family has classes for both
+        """Take over the layers above the transformer, if the config has them."""
+        if getattr(model, "adapter", None) is not None:
+            self.adapter, self.width = FrameAdapter(model.adapter), config.output_hidden_size
 
     def masked(self, states: Tensor, counts: Tensor) -> Tensor:
         if not self.training:
@@ -187,6 +196,7 @@ class Wav2Vec2(Network):
         self.normalizes = _normalizes(settings, config.feat_extract_norm)
         self.norm_first: bool = config.do_stable_layer_norm
         self._add_mask()
+        self._add_adapter(model, config)
         if options.freeze_front:
             self.feature_extractor.requires_grad_(False)
 
@@ -195,7 +205,8 @@ class Wav2Vec2(Network):
         return list(self.feature_extractor.parameters())
 
     def frames(self, samples: N) -> N:
-        return self._counts(samples)[-1]
+        count = self._counts(samples)[-1]
+        return count if self.adapter is None else self.adapter.frames(count)
 
     def _counts(self, samples: N) -> list[N]:
         """Return the number of frames after each convolution."""
@@ -224,7 +235,8 @@ class Wav2Vec2(Network):
             states = layer(states, attention_mask=inside[:, None, None], **more)
             if isinstance(states, tuple):
                 states, more = states[0], {"position_bias": states[1]}
-        return encoder.layer_norm(states) if self.norm_first else states
+        states = encoder.layer_norm(states) if self.norm_first else states
+        return states if self.adapter is None else self.adapter(states, counts[-1])
 
 
 class W2vBert(Network):
@@ -251,9 +263,12 @@ class W2vBert(Network):
         self.min_samples = self.features.size + (_STACKED - 1) * self.features.hop
         """The smallest number of samples that makes a state."""
         self._add_mask()
+        self._add_adapter(model, config)
+        self.intermediate_ffn = model.intermediate_ffn
 
     def frames(self, samples: N) -> N:
-        return self.features.frames(at_least(samples, self.min_samples)) // _STACKED
+        count = self.features.frames(at_least(samples, self.min_samples)) // _STACKED
+        return count if self.adapter is None else self.adapter.frames(count)
 
     def forward(self, signals: Tensor, samples: Tensor) -> Tensor:
         """[B, S], [B] -> [B, T, D]."""
@@ -263,7 +278,9 @@ class W2vBert(Network):
         states = self.encoder.dropout(states.masked_fill(~inside[..., None], 0.0))
         for layer in self.stack:
             states = layer(states, attention_mask=inside[:, None, None], conv_attention_mask=inside)
-        return states
+        if self.intermediate_ffn is not None:
+            states = states + 0.5 * self.intermediate_ffn(states)
+        return states if self.adapter is None else self.adapter(states, counts)
 
     def normalized_features(self, signals: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Waveforms [B, S] and sample counts [B] to normalised features [B, T, 160] and frame counts [B]."""
@@ -327,7 +344,7 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
                          hint="pip install 'sbkit[ssl]'") from error
     values = {name: value for name, value in settings.config.items() if name not in _LEFT_OUT}
     values |= {"layerdrop": 0.0, "encoder_layerdrop": 0.0, "mask_time_prob": 0.0, "mask_feature_prob": 0.0,
-               "add_adapter": False, "use_intermediate_ffn_before_adapter": False}
+               **({} if options.add_adapter else {"add_adapter": False, "use_intermediate_ffn_before_adapter": False})}
     if options.dropout is not None:
         values |= dict.fromkeys(_DROPOUTS, options.dropout)
     try:

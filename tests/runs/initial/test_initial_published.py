@@ -12,6 +12,7 @@ from run_folders import corpus
 from starts import spanish, target
 
 from sbkit.errors import SbkitError
+from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.check import check
 from sbkit.runs import initial
 from sbkit.runs.initial import published as sources
@@ -85,6 +86,23 @@ def test_the_check_shows_what_will_be_taken_and_what_can_not(data, tmp_path):
     published.tokenizer(model, "wav2vec2", SMALL[:-1])
     with pytest.raises(SbkitError, match="doesn't fit its head"):
         started(tmp_path, data, model, None, init_tokenizer="keep")
+
+
+def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(data, tmp_path, caplog):
+    model = published.make(tmp_path / "model", "w2v-bert-adapter", SMALL)
+    with pytest.raises(SbkitError, match=r"has layers between encoder and head \(add_adapter\)") as raised:
+        started(tmp_path, data, model, caplog)
+    assert raised.value.hint == "--encoder.add_adapter true"
+    brain, own, _ = started(tmp_path, data, model, caplog, encoder={"add_adapter": True})
+    for name, value in own.wav2vec2_bert.adapter.state_dict().items():
+        torch.testing.assert_close(brain.keys.encoder.network.adapter.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_an_encoder_whose_head_is_left_out_says_how_to_take_it(tmp_path):
+    model = published.make(tmp_path / "model")
+    assert f"--init_from {model} takes its CTC head and its tokens too" in Encoder(str(model)).check_source()[1]
+    with pytest.raises(SbkitError, match=r"has no layers between encoder and head \(add_adapter\)"):
+        Encoder(str(model), add_adapter=True)
 
 
 def test_a_name_beside_folders_that_are_here_is_no_name_on_the_hub(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on this machine: as much of its protocol as datasets are loaded by."""
+"""A stand-in for the Hugging Face hub on this machine: as much of its protocol as datasets and models are loaded by."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_file(data, path, {"ETag": f'"{parts[1]}"'})
         if parts[:2] == ["api", "datasets"]:
             return self.api(parts[2:], parse_qs(address.query), body)
-        if parts[0] == "datasets" and "resolve" in parts:
+        if "resolve" in parts:
             at = parts.index("resolve")
-            return self.file("/".join(parts[1:at]), parts[at + 1], "/".join(parts[at + 2 :]))
+            return self.file("/".join(parts[parts[0] == "datasets":at]), parts[at + 1], "/".join(parts[at + 2 :]))
         return self.refuse(404, "", "Not found")
 
     def api(self, parts: list[str], query: dict[str, list[str]], body: bytes) -> None:
