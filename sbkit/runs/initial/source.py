@@ -408,5 +408,5 @@ def _pretrainer(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any], dict[s
     if not isinstance(pretrainer, Mapping) or not isinstance(loadables, Mapping):
         raise SbkitError(f"init_from: {path} is no run's, and has no pretrainer that says where weights are",
                          hint=f"name {KINDS}")
-    said = {name: Path(str(path)).name for name, path in (pretrainer.get("paths") or {}).items()}
-    return tree, loadables, {name: [f"{name}{PARAMFILE_EXT}", *said.get(name, "").split()] for name in loadables}
+    said = {name: [Path(str(path)).name] for name, path in (pretrainer.get("paths") or {}).items() if path}
+    return tree, loadables, {name: [f"{name}{PARAMFILE_EXT}", *said.get(name, [])] for name in loadables}
