@@ -94,6 +94,8 @@ def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(da
         started(tmp_path, data, model, caplog)
     assert raised.value.hint == "--encoder.add_adapter true"
     brain, own, _ = started(tmp_path, data, model, caplog, encoder={"add_adapter": True})
+    keys = {**TINY, "output_folder": str(tmp_path / "other"), "data_folder": str(data), "init_from": str(model)}
+    assert not check(RECIPE, {**keys, "encoder": {"add_adapter": True}}, starting=True).errors, "a frame takes 80 ms"
     for name, value in own.wav2vec2_bert.adapter.state_dict().items():
         torch.testing.assert_close(brain.keys.encoder.network.adapter.state_dict()[name], value, rtol=0, atol=0)
 
