@@ -97,7 +97,7 @@ def _training(brain: Task, utterances: int, findings: Findings, place: Place) ->
     try:
         with torch.no_grad():
             batch = brain.stand_in(utterances, SECONDS, noise=True)
-            batch.token_lengths = (batch.token_lengths // 4).clamp(min=1)  # so few that all have frames of 80 ms and more
+            batch.token_lengths = (batch.token_lengths // 4).clamp(min=1)  # so few that frames of 80 ms do
             loss = brain.compute_objectives(brain.compute_forward(batch, Stage.TRAIN), batch, Stage.TRAIN)
     except Exception as error:  # each layer has its own
         return error

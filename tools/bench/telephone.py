@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.run_files import EVALUATIONS, RESULT
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked
+from tools.bench.harness import RECIPE, Results, as_words, call, discard, parse_checked
 
 RATE, ROOMS, OWN = 16_000, {"train": 40, "test": 20}, ("augment", "output_folder", "sample_rate")
 #: The stages of each way, in their order.
@@ -81,7 +80,7 @@ def measure(out: Path, way: str, keys: Sequence[str]) -> dict[str, Any]:
         result = run / EVALUATIONS / f"{corpus.name}-best" / RESULT
         said = json.loads(result.read_text(encoding="utf-8"))
         rates[name] = [said["WER"], *said["WER_interval"]]
-    shutil.rmtree(run)
+    discard(run)
     return {"rates": rates}
 
 
