@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import os
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -17,6 +19,12 @@ settings.load_profile("sbkit")
 
 # What is imported and collected at first stays, and looking through it for garbage is a tenth of the tests' time.
 gc.disable()
+
+# Checkpoints wait for the disk at each of their files, and nothing here outlives a machine that fails while it writes:
+# tests write to memory where there is plenty.
+MEMORY = "/dev/shm"
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 8 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 # A shell that starts us in the background has us, and what we start, ignore Ctrl-C, and nohup the end of a terminal.
 # Tests of them need them.
