@@ -85,6 +85,7 @@ def test_a_server_says_what_transformers_says(bundles):
             assert answer.json()["text"].split() == said(published.theirs(folder, signal)[1])
 
 
+@pytest.mark.slow
 def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path):
     """And whose blank is its last token."""
     letters = [*published.LETTERS[1:], "<pad>"]
