@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import RUNS_CODE, above, count
+from sbkit.commands.options import RUNS_CODE, above, count, share
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", default="best", help="best, last, or the name of a checkpoint (default: best)")
     parser.add_argument("--average", type=int, default=1, metavar="N",
                         help="export the mean of the N best (or last) checkpoints")
+    parser.add_argument("--mean", type=share, metavar="SHARE",
+                        help="export the mean of these weights, which count SHARE, and those that the run began with")
+    parser.add_argument("--accept-worse", action="store_true",
+                        help="export a model that is worse on what it was to keep (replay) than before")
     parser.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
                         help="any of onnx,int8,torch,speechbrain (default: all)")
     parser.add_argument("--target", choices=["sherpa"], help="also write models for sherpa-onnx")

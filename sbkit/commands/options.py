@@ -63,6 +63,14 @@ def above(text: str) -> float:
     return _above_zero(text, float, "number")
 
 
+def share(text: str) -> float:
+    """Parse a number from 0 to 1."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+
+
 def _above_zero(text: str, kind: Callable[[str], _Number], what: str) -> _Number:
     with contextlib.suppress(ValueError):
         if (value := kind(text)) > 0:

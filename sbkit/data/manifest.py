@@ -122,14 +122,16 @@ class Manifest:
     mapped : whether the columns are those of a file that preparation wrote
     has_urls : whether any of ``wavs`` is one, if that is known
     shares : of a mixture's training set, the share of the audio that each value of its column ``corpus`` is to have
+    once : of a mixture's training set, the part that a pass goes through once; None: it has as much audio as all
     """
 
     def __init__(self, *, ids: Sequence[str], durations: Sequence[float] | np.ndarray, wavs: Sequence[str],
                  texts: Sequence[str], speakers: Sequence[str] | None = None,
                  starts: Sequence[float] | np.ndarray | None = None,
                  meta: Mapping[str, Sequence[str]] | None = None, remote: Remote = NOWHERE, mapped: bool = False,
-                 has_urls: bool | None = None, shares: Mapping[str, float] | None = None):
-        self.remote, self.mapped, self._has_urls, self.shares = remote, mapped, has_urls, dict(shares or {})
+                 has_urls: bool | None = None, shares: Mapping[str, float] | None = None, once: str | None = None):
+        self.remote, self.mapped, self._has_urls = remote, mapped, has_urls
+        self.shares, self.once = dict(shares or {}), once
         self.ids = Column(ids)
         n = len(self.ids)
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
@@ -206,13 +208,14 @@ class Manifest:
             ids=self.ids.take(indices), durations=self.durations[indices], wavs=self.wavs.take(indices),
             texts=self.texts.take(indices), speakers=self.speakers.take(indices), starts=self.starts[indices],
             meta={name: column.take(indices) for name, column in self.meta.items()}, remote=self.remote,
-            shares=self.shares,
+            shares=self.shares, once=self.once,
         )
 
     def replace(self, **columns: Any) -> Manifest:
         """A manifest with some columns replaced, such as ``replace(wavs=...)`` after the audio was copied."""
         own = {name: getattr(self, name)
-               for name in ("ids", "durations", "wavs", "texts", "speakers", "starts", "meta", "remote", "shares")}
+               for name in ("ids", "durations", "wavs", "texts", "speakers", "starts", "meta", "remote", "shares",
+                            "once")}
         return Manifest(**{**own, **columns})
 
     # ------------------------------------------------------------------ files

@@ -66,10 +66,12 @@ class Mixture(Corpus):
     temperature : a part's share is proportional to its hours to the power of 1 / temperature: with 1 as it is, and the
         larger, the more alike; in place of weights
     best_by : the part whose validation the best checkpoint goes by; ``mean``: the mean over all parts
+    once : the part that a pass goes through once; by default a pass has as much audio as all parts together
     """
 
     def __init__(self, parts: Mapping[str, Corpus], folder: str | Path = "manifests", *,
-                 weights: Mapping[str, float] | None = None, temperature: float | None = None, best_by: str = MEAN):
+                 weights: Mapping[str, float] | None = None, temperature: float | None = None, best_by: str = MEAN,
+                 once: str | None = None):
         if not isinstance(parts, Mapping) or not parts or not all(isinstance(each, Corpus) for each in parts.values()):
             raise SbkitError("mixture: parts names no corpora", hint="write a Corpus for each: {read: !new:sbkit.data."
                                                                       "corpus.Corpus {source: ...}, ...}")
@@ -78,6 +80,9 @@ class Mixture(Corpus):
                              hint="use letters, digits, - and _")
         if best_by not in (MEAN, *parts):
             raise SbkitError(f"mixture: best_by is {best_by!r}", hint=f"it is {MEAN} or one of {', '.join(parts)}")
+        if once is not None and (once not in parts or not (weights or {once: 1}).get(once)):
+            raise SbkitError(f"mixture: once is {once!r}, " + ("whose weight is 0" if once in parts else "which is no "
+                                                               "part"), hint=f"parts are {', '.join(parts)}")
         languages = {part.language for part in parts.values()}
         rules = [part.text for part in parts.values()]
         alike = all(each.options() == rules[0].options() for each in rules)
@@ -87,7 +92,7 @@ class Mixture(Corpus):
         self.max_duration = None if None in limits else max(limit for limit in limits if limit is not None)
         self.parts = {str(name): self._placed(str(name), part) for name, part in parts.items()}
         self.weights = None if weights is None else _weights(weights, self.parts)
-        self.temperature, self.best_by = temperature, best_by
+        self.temperature, self.best_by, self.once = temperature, best_by, once
         check_number("mixture: temperature", temperature, above=0, optional=True)
         if weights is not None and temperature is not None:
             raise SbkitError("mixture: weights and temperature both say how much each part is heard",
@@ -237,7 +242,8 @@ class Mixture(Corpus):
     def manifest(self, split: str) -> Manifest:
         """Read the joint manifest of a split; that of training has the parts' shares."""
         found = super().manifest(split)
-        found.shares = self.shares(hours_of(found)) if split == "train" else {}
+        if split == "train":
+            found.shares, found.once = self.shares(hours_of(found)), self.once
         return found
 
     def summary(self) -> str:
@@ -248,7 +254,8 @@ class Mixture(Corpus):
     def rows(self, train: Manifest) -> list[list[Any]]:
         """What each part is in training, as ``COLUMNS`` say."""
         hours, counts = hours_of(train), Counter(train.column("corpus"))
-        heard = sum(some for name, some in hours.items() if train.shares[name])
+        heard = hours[train.once] / train.shares[train.once] if train.once else \
+            sum(some for name, some in hours.items() if train.shares[name])
         return [[name, self.parts[name].language or "", counts[name], round(some, 2),
                  round(100 * train.shares[name], 1), round(train.shares[name] * heard / some, 2)]
                 for name, some in hours.items()]

@@ -15,10 +15,12 @@ from sbkit.errors import SbkitError
 
 
 class Parts(NamedTuple):
-    """The part of each row by number, ``[N]``, and the share of a pass's audio that each part has, by name."""
+    """The part of each row by number, ``[N]``, the share of a pass's audio that each part has, by name, and the part
+    that a pass goes through once."""
 
     numbers: np.ndarray
     shares: Mapping[str, float]
+    once: str | None = None
 
     @classmethod
     def of(cls, train: Manifest) -> Parts | None:
@@ -26,7 +28,7 @@ class Parts(NamedTuple):
         if not train.shares:
             return None
         places = pc.index_in(train.column("corpus").arrow, pa.array(train.shares, pa.large_string()))
-        return cls(places.to_numpy(zero_copy_only=False), train.shares)
+        return cls(places.to_numpy(zero_copy_only=False), train.shares, train.once)
 
 
 class PartDraws:
@@ -58,6 +60,8 @@ class PartDraws:
         if not (drawn & (audio > 0)).any() or (drawn & (audio == 0)).any():
             raise SbkitError("a part of the mixture that has a share has no training audio", hint="weight it by 0")
         self.times = np.divide(shares / shares.sum() * audio[drawn].sum(), audio, where=drawn, out=np.zeros(many))
+        if parts.once is not None:
+            self.times /= self.times[list(parts.shares).index(parts.once)]
         """How often a pass hears each row of a part, on average ``[P]``."""
         # Small integers sort in linear time.
         strata = (buckets.astype(np.int64) * many + parts.numbers).astype(np.min_scalar_type(count * many))

@@ -39,6 +39,7 @@ class ExportRequest:
     run : the output folder of a training
     to, force : the bundle's folder, and whether it replaces an existing one
     checkpoint, average : as ``sbkit.runs.restore.take_weights`` takes them
+    mean, accept_worse : as ``sbkit.runs.old_set.guard`` takes them
     formats : which of the task's formats to write, by default all; int8 is made from onnx
     tolerance : largest allowed difference from the checkpoint's outputs, where the task has no bound of its own
     clips : number of test utterances to compare on
@@ -50,6 +51,8 @@ class ExportRequest:
     to: Path
     checkpoint: str = BEST
     average: int = 1
+    mean: float | None = None
+    accept_worse: bool = False
     formats: Sequence[str] | None = None
     force: bool = False
     tolerance: float = parity.TOLERANCE
@@ -67,7 +70,8 @@ def export(request: ExportRequest, bundles: Bundles | None = None, opened: Calla
     to = request.to.resolve()  # a link to a bundle stays a link
     publish.tidy(to)
     _check(request)
-    trained = opened() if opened else source.open_run(request.run, request.checkpoint, request.average, bundles)
+    trained = opened() if opened else source.open_run(request.run, request.checkpoint, request.average, bundles,
+                                                      guard=(request.mean, request.accept_worse))
     with publish.room_beside(to) as aside:
         comparison, config = _fill(aside, trained, request)
         publish.publish(aside, to, request.force)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sbkit.errors import SbkitError, summary
 from sbkit.export.exported import Exported
 from sbkit.nn import adapters
-from sbkit.runs import restore
+from sbkit.runs import old_set, restore
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.keys import RunKeys
 from sbkit.train.averaging import EMA
@@ -40,7 +40,7 @@ class Trained:
 
 
 def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, bundles: Bundles | None = None,
-             ) -> Trained:
+             guard: tuple[float | None, bool] = (None, True)) -> Trained:
     """Load the model of a run for export.
 
     Arguments
@@ -48,10 +48,12 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     checkpoint : ``best`` (by the task's metric), ``last`` or the name of a checkpoint
     mean_of : average the weights of this many checkpoints
     bundles : opens the recogniser of a task that makes sound
+    guard : ``mean`` and ``accept_worse``, see ``old_set.guard``
     """
     recipe = restore.read_run(Path(run))
     brain = restore.build(recipe, "cpu")
     used = restore.take_weights(brain, checkpoint, mean_of)
+    old_set.guard(recipe, brain, (checkpoint, mean_of), *guard)
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
     return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged), bundles)
 

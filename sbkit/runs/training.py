@@ -25,7 +25,7 @@ from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import Utilisation, peak_of
-from sbkit.runs import initial
+from sbkit.runs import initial, old_set
 from sbkit.runs.bundles import Bundles
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
@@ -82,9 +82,11 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         resumed = not initial.fresh(keys)
         if not resumed:
             initial.load(brain)
+            old_set.score_before(recipe, brain)
         brain.fit(_from_here_on(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
     with test_set:
         brain.evaluate(test_set, **brain.metric.order)
+    old_set.compare(brain, device)
     return brain
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE
-from sbkit.recipe.keys import key
+from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE, Range
+from sbkit.recipe.keys import Problem, key
+from sbkit.runs import replay
 from sbkit.system.schema import Enumerated
 from sbkit.train.keys import TrainKeys
 
@@ -88,6 +90,22 @@ class RecogniserKeys(TaskKeys):
     output_neurons: int = key("the size of the vocabulary; with characters it follows from the text", allowed=SIZE)
     init_tokenizer: str = key("new: one is made from this corpus, and rows of pieces that both have are taken; keep: "
                               "that of init_from", "new", Enumerated(("new", "keep")))
+    replay: float | None = key("the share of every step that is of what init_from was trained on, whose test is scored "
+                               "before and after; null: none", None, Range(0, 0.9, above=True))
+    replay_from: str | None = key("a run that was trained on it, or the corpus itself, if init_from is no run", None)
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
         "what masks features [B, T, F] in training, given the frames of each utterance [B] too, such as "
         "sbkit.nn.spec_augment.SpecAugment", None)
+
+    @classmethod
+    def read(cls, hparams: Mapping[str, Any]) -> RecogniserKeys:
+        """Read the keys, with a mixture for the corpus where there is something to replay."""
+        keys = super().read(hparams)
+        if keys.replay is not None and keys.init_from is not None and "corpus" in vars(keys):
+            with contextlib.suppress(SbkitError):  # clashes reports it
+                keys.corpus = replay.replayed(keys)
+        return keys
+
+    def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
+        yield from replay.problems(self)

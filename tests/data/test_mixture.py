@@ -96,6 +96,15 @@ def test_parts_have_the_shares_that_weights_temperature_or_hours_give(two, tmp_p
     assert Mixture(two, weights={"read": 1, "calls": 4}).shares({"read": 5.0}) == {"read": 1.0}
 
 
+def test_a_pass_can_go_through_one_part_once(two, tmp_path):
+    mixture = Mixture(two, tmp_path / "m", weights={"read": 1, "calls": 3}, once="calls")
+    train = mixture.prepare(show_progress=False)["train"]
+    assert [row[-1] for row in mixture.rows(train)] == [0.11, 1.0]
+    assert len(Plan.of(train.select(np.arange(len(train))), Batching(3), None, 1).epoch(1).members) == 3
+    with pytest.raises(SbkitError, match="once is 'calls', whose weight is 0"):
+        Mixture(two, weights={"read": 1, "calls": 0}, once="calls")
+
+
 @given(st.dictionaries(st.sampled_from("abcd"), st.floats(0.001, 1e4), min_size=1), st.floats(0.5, 100))
 def test_a_higher_temperature_makes_shares_more_alike(hours, temperature):
     parts = {name: Corpus(".") for name in hours}

@@ -158,3 +158,15 @@ print(time.process_time() - start)
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(out.stdout) < 8
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=4), st.floats(0.05, 0.9), st.integers(1, 5))
+def test_a_pass_goes_through_one_part_once_however_long_the_others_are(counts, share, passes):
+    numbers = np.repeat(np.arange(len(counts)), counts)
+    shares = {"0": 1 - share, **{str(i): share / (len(counts) - 1) for i in range(1, len(counts))}}
+    draws = PartDraws(Parts(numbers, shares, "0"), np.ones(len(numbers)), np.zeros(len(numbers), int))
+    assert draws.times[0] == 1 and draws.sizes.sum() == pytest.approx(counts[0] / (1 - share), abs=1)
+    drawn = np.concatenate([draws.draw(number)[0] for number in range(1, passes + 1)])
+    heard = np.bincount(drawn[drawn < counts[0]], minlength=counts[0])
+    rounded = passes / 2 + (len(counts) + 1) / 2 + 1  # draws: half a one in each pass, and as above
+    assert abs(heard - passes).max() <= np.ceil(rounded / counts[0])

@@ -5,6 +5,6 @@ read, and recipes as text: nothing of them is built or run. Once a run has a che
 no more.
 """
 
-from sbkit.runs.initial.loading import check, check_start, filled, fresh, load, open_source, source_of
+from sbkit.runs.initial.loading import MeanWithSource, check, check_start, filled, fresh, load, open_source, source_of
 
-__all__ = ["check", "check_start", "filled", "fresh", "load", "open_source", "source_of"]
+__all__ = ["MeanWithSource", "check", "check_start", "filled", "fresh", "load", "open_source", "source_of"]

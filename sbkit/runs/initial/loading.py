@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,10 +99,37 @@ def load(brain: Begins) -> None:
         return
     counted = ranks.run_on_main(_fill, brain)
     load_statistics(brain.modules, counted)
+    _broadcast(brain)
+
+
+def _broadcast(brain: Begins) -> None:
     if ranks.world_size() > 1:
         with torch.no_grad():
             for tensor in brain.modules.state_dict(keep_vars=True).values():
                 dist.broadcast(tensor.detach(), src=0)
+
+
+class MeanWithSource:
+    """Gives a trained Brain the mean of its weights and of those that it began with.
+
+    What its source lacks, such as the rows of new tokens, stays as it was trained.
+    """
+
+    def __init__(self, brain: Begins):
+        self._state = {name: value for name, value in brain.modules.state_dict(keep_vars=True).items()
+                       if isinstance(value, torch.Tensor) and value.is_floating_point()}
+        trained = copy.deepcopy(brain.modules.state_dict())
+        ranks.run_on_main(_fill, brain)
+        _broadcast(brain)
+        self._old = {name: value.detach().clone() for name, value in self._state.items()}
+        brain.modules.load_state_dict(trained)
+        self._new = {name: trained[name] for name in self._state}
+
+    @torch.no_grad()
+    def take(self, share: float) -> None:
+        """Fill the Brain with the mean, in which the trained weights count ``share``."""
+        for name, value in self._state.items():
+            value.copy_(torch.lerp(self._old[name], self._new[name], share))
 
 
 def _fill(brain: Begins) -> dict[str, dict[str, torch.Tensor]]:

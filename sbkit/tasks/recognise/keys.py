@@ -56,6 +56,7 @@ class EncoderKeys(RecogniserKeys):
         return 1 if self.compute_features is None else round(self.sample_rate * self.hop_length / 1000)
 
     def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
         first, second = (getattr(self, name) for name in ENCODERS)
         if first is None and second is None:
             yield Problem(ENCODERS[0], "the recipe has no encoder", f"write it under {' or '.join(ENCODERS)}")

@@ -461,3 +461,20 @@ def test_a_folder_that_lacks_a_file_of_its_recipe(bundle, english, tmp_path):
 def test_values_that_say_nothing_are_refused(english, tmp_path, key, value):
     with pytest.raises(SbkitError, match=f"{key} is .*, and must be "):
         target(tmp_path / "new", english, **{key: value})
+
+
+def test_a_mean_with_the_source_leaves_the_rows_of_tokens_that_it_lacks(run, tmp_path):
+    brain = target(tmp_path / "new", spanish(tmp_path / "es", train=4, dev=2, test=2), init_from=str(run))
+    trained = state(brain)
+    mean = initial.MeanWithSource(brain)
+    assert all(torch.equal(value, trained[name]) for name, value in state(brain).items()), "until one is taken"
+    mean.take(0.25)
+    found = state(brain)
+    mean.take(1)
+    assert all(torch.allclose(value, trained[name]) for name, value in state(brain).items())
+    initial.load(brain)
+    for name, old in state(brain).items():
+        assert torch.allclose(found[name], 0.75 * old + 0.25 * trained[name], atol=1e-6), name
+    head = next(name for name in trained if name.startswith("model.3.") and name.endswith("weight"))
+    same = (found[head] == trained[head]).all(1)
+    assert 0 < same.sum() < len(same)

@@ -1,0 +1,180 @@
+"""The test of what a run replays: scored before the run and after it, and a bundle is refused if that became worse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sbkit.errors import SbkitError
+from sbkit.recipe.load import Recipe
+from sbkit.runs import evaluation_corpus, initial, restore
+from sbkit.runs.evaluation import EvaluateRequest
+from sbkit.runs.replay import NEW, OLD, Replay
+from sbkit.score.results import Results
+from sbkit.score.run_files import OLD_SET, TESTED
+from sbkit.system.console import atomic_write
+from sbkit.train.distributed import ranks
+
+logger = logging.getLogger(__name__)
+Brain = Any  # of a task, whose class only the rooms of tasks have
+
+SHARES = (0.75, 0.5, 0.25)
+"""Of the new weights, in the means that are tried."""
+
+
+@dataclass
+class OldSet:
+    """What the source's weights made of the old test, in a file of the run's folder.
+
+    Arguments
+    ---------
+    metric, lower_is_better : of the task
+    before, interval : the metric of these weights, and its bounds; without an interval the metric twice
+    share, old, new : of the mean of weights that saves the old set: what the new ones count, and the metric on both
+        tests; None if there is no such mean
+    """
+
+    metric: str
+    lower_is_better: bool
+    before: float
+    interval: tuple[float, float]
+    share: float | None = None
+    old: float | None = None
+    new: float | None = None
+
+    @classmethod
+    def of(cls, brain: Brain, results: Results) -> OldSet:
+        name = brain.metric.name
+        value = results.stats[name]
+        return cls(name, brain.metric.lower_is_better, value,
+                   results.facts().get(f"{name}_interval") or (value, value))
+
+    @classmethod
+    def read(cls, folder: Path) -> OldSet | None:
+        """Read it; None if the run has none."""
+        try:
+            return cls(**json.loads((folder / OLD_SET).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        with atomic_write(folder / OLD_SET) as file:
+            json.dump(dataclasses.asdict(self), file, indent=1)
+
+    def is_worse(self, value: float) -> bool:
+        """Whether a value is worse than before, beyond the interval."""
+        return not (value <= self.interval[1] if self.lower_is_better else value >= self.interval[0])  # also NaN
+
+    def describe(self, value: float) -> str:
+        low, high = self.interval
+        return (f"{self.metric} {value:.2f} on the old test, {'beyond' if self.is_worse(value) else 'within'} the "
+                f"interval of what it was before: {self.before:.2f} ({low:.2f} to {high:.2f})")
+
+    def offer(self, run: Path) -> str:
+        """How to export the mean that saves the old set; empty if there is none."""
+        return "" if self.share is None else (
+            f"sbkit export {run} --mean {self.share:g} exports the mean of the new weights and those of before, with "
+            f"{self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
+
+
+def score_before(recipe: Recipe, brain: Brain) -> None:
+    """Score the old test with the weights that a run begins with, if it replays."""
+    if isinstance(recipe.keys.corpus, Replay):
+        found = OldSet.of(brain, _score(recipe, brain, OLD, "test"))
+        brain.step = 0
+        if ranks.is_main():
+            found.write(recipe.keys.folder)
+            logger.info("The old test before training: %s %.2f (%.2f to %.2f)", found.metric, found.before,
+                        *found.interval)
+
+
+def compare(brain: Brain, device: torch.device) -> None:
+    """Log what became of the old test; if it is worse, look for a mean of old and new weights that saves it.
+
+    brain : of the run, which was tested
+    """
+    folder, tested = brain.keys.folder, brain.tested.parts.get(OLD)
+    known = OldSet.read(folder) if isinstance(brain.keys.corpus, Replay) else None
+    if known is None or tested is None:
+        return
+    value = tested.stats[known.metric]
+    known = dataclasses.replace(known, share=None, old=None, new=None)
+    if not known.is_worse(value):
+        logger.info("After training: %s", known.describe(value))
+    else:
+        why = "no mean of old and new weights saves it; a larger replay may"
+        try:
+            known = _with_mean(known, folder, device, brain)
+        except SbkitError as error:  # the source may be gone by now
+            why = f"no mean of old and new weights could be tried: {error.message}"
+        logger.warning("After training: %s; %s", known.describe(value), known.offer(folder) or why)
+    if ranks.is_main():
+        known.write(folder)
+
+
+def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None, accept_worse: bool) -> None:
+    """Refuse weights that are worse on the old test than before the run, beyond its interval.
+
+    Arguments
+    ---------
+    brain : has the weights
+    weights : the checkpoint, and the mean of how many, that they are
+    mean : take the mean of them, which count so much, and those of before; None: take them alone
+    accept_worse : refuse nothing
+    """
+    keys, folder = recipe.keys, recipe.keys.folder
+    if mean is not None:
+        if keys.init_from is None:
+            raise SbkitError(f"--mean {mean:g}: {folder} began from nothing (init_from: null)", hint="leave it out")
+        initial.MeanWithSource(brain).take(mean)
+    if accept_worse or not isinstance(keys.corpus, Replay):
+        return
+    known = OldSet.read(folder)
+    if known is None:
+        raise SbkitError(f"{folder} replays its source's corpus, and lacks {OLD_SET}: what its old test was before is "
+                         "unknown", hint="--accept-worse exports it nevertheless")
+    as_tested = mean is None and weights == (restore.BEST, keys.average_checkpoints)
+    value = _tested(folder, known.metric) if as_tested else None
+    if value is None:
+        value = _score(recipe, brain, OLD, "test").stats[known.metric]
+    if known.is_worse(value):
+        raise SbkitError(f"the model forgot: {known.describe(value)}",
+                         hint=f"{known.offer(folder)}; ".removeprefix("; ") + "--accept-worse exports it nevertheless")
+    logger.info("%s", known.describe(value))
+
+
+def _tested(folder: Path, metric: str) -> float | None:
+    """What the run's own test gave, if it is still of these weights."""
+    try:
+        return float(json.loads((folder / TESTED).read_text(encoding="utf-8"))[f"{metric} {OLD}"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _score(recipe: Recipe, brain: Brain, part: str, split: str) -> Results:
+    manifest = recipe.keys.corpus.parts[part].manifest(split)
+    request = EvaluateRequest(recipe.keys.folder)
+    return evaluation_corpus.score(request, recipe, brain, manifest, f"{part} {split}").results
+
+
+def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain) -> OldSet:
+    """Find the mean that is best on both dev sets, and score it on the tests; one that forgot too isn't kept."""
+    recipe = restore.read_run(folder)
+    brain: Brain = restore.build(recipe, device, eval_precision=tested.eval_precision)
+    restore.take_weights(brain, mean_of=tested.keys.average_checkpoints)
+    mean, rates = initial.MeanWithSource(brain), {}
+    for share in SHARES:
+        mean.take(share)
+        each = [_score(recipe, brain, part, "dev").stats[known.metric] for part in (OLD, NEW)]
+        rates[share] = sum(each) if known.lower_is_better else -sum(each)
+    best = min(rates, key=lambda share: rates[share])
+    mean.take(best)
+    old, new = (_score(recipe, brain, part, "test").stats[known.metric] for part in (OLD, NEW))
+    return dataclasses.replace(known, **(dict.fromkeys(("share", "old", "new")) if known.is_worse(old) else
+                                         {"share": best, "old": old, "new": new}))

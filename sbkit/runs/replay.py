@@ -1,0 +1,123 @@
+"""What a model has learnt from before, heard again while it learns from another corpus: the recipe's key ``replay``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from sbkit.data.corpus import Corpus
+from sbkit.data.mixture import Mixture
+from sbkit.data.text import AsWritten, TextRules
+from sbkit.errors import SbkitError
+from sbkit.recipe import load
+from sbkit.recipe.keys import Problem
+from sbkit.score.run_files import MANIFESTS, PREPARED, RECIPE
+
+OLD, NEW = "old", "new"
+_REPORT = Path(PREPARED).name
+
+
+class ReplayKeys(Protocol):
+    """Keys of a recipe that replays."""
+
+    corpus: Corpus
+    sample_rate: int
+    init_from: str | None
+    replay: float | None
+    replay_from: str | None
+
+
+class Replay(Mixture):
+    """The part ``new``, which a pass goes through once, and ``old``, in turns, with a share of every step.
+
+    Arguments
+    ---------
+    corpus : the new one, whose rules other texts are normalised by, too
+    share : of the audio of every step, the old one's
+    source : of the old one; where it is the folder of a run's manifests, with the language and rules of that run
+    """
+
+    def __init__(self, corpus: Corpus, share: float, source: str | Path):
+        rules = prepared_with(Path(source))
+        text = rules.get("text", corpus.text)
+        if not isinstance(text, TextRules) and text.pop("as_written", False):
+            text = AsWritten()
+        old = Corpus(source, rules.get("language"), corpus.folder / OLD, text=text,
+                     min_duration=corpus.min_duration, max_duration=corpus.max_duration, schemes=corpus.schemes,
+                     workers=corpus.workers)
+        super().__init__({NEW: corpus.in_folder(corpus.folder / NEW), OLD: old}, corpus.folder,
+                         weights={NEW: 1 - share, OLD: share}, best_by=NEW, once=NEW)
+        self.language, self.text = corpus.language, corpus.text
+
+
+def prepared_with(folder: Path) -> dict[str, Any]:
+    """The options that manifests in a folder were prepared with; none if there are none."""
+    try:
+        options: dict[str, Any] = json.loads((folder / _REPORT).read_text(encoding="utf-8"))["options"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return options
+
+
+def replayed(keys: ReplayKeys) -> Replay:
+    """The corpus of a recipe with what its source was trained on."""
+    assert keys.replay is not None
+    if isinstance(keys.corpus, Mixture):
+        raise SbkitError("replay: the corpus is a mixture already", hint="make the old corpus a part of it, and leave "
+                                                                        "out replay")
+    source = _source(keys)
+    own = keys.corpus.folder / OLD
+    try:
+        joint = Replay(keys.corpus, keys.replay, source)
+        joint.parts[OLD].check_there()
+    except SbkitError:
+        if not (own / _REPORT).is_file():
+            raise
+        return Replay(keys.corpus, keys.replay, own)
+    return joint
+
+
+def _source(keys: ReplayKeys) -> str | Path:
+    """Where the old corpus is: named, or the manifests of the run that the weights are of or that holds them."""
+    if keys.replay_from is not None:
+        run = Path(keys.replay_from).expanduser()
+        return run / MANIFESTS if (run / PREPARED).is_file() else keys.replay_from
+    found = _run_of(keys)
+    if found is not None:
+        return found / MANIFESTS
+    if (keys.corpus.folder / OLD / _REPORT).is_file():  # the run has begun, and its source is gone
+        return keys.corpus.folder / OLD
+    raise SbkitError(f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
+                     hint="name that corpus: replay_from: a run, or what data_folder could be")
+
+
+def _run_of(keys: ReplayKeys) -> Path | None:
+    assert keys.init_from is not None
+    path = Path(keys.init_from).expanduser().absolute()
+    return next((folder for folder in (path, *path.parents[:2]) if (folder / PREPARED).is_file()), None)
+
+
+def problems(keys: ReplayKeys) -> Iterator[Problem]:
+    """What is wrong with the keys about replay."""
+    if keys.replay is None:
+        if keys.replay_from is not None:
+            yield Problem("replay_from", f"it is {keys.replay_from}, and replay doesn't say how much of that is heard",
+                          "write replay: 0.2, or leave replay_from out")
+        return
+    if keys.init_from is None:
+        yield Problem("replay", f"it is {keys.replay:g}, and there is no model that has learnt something before",
+                      "write init_from: RUN")
+        return
+    if not isinstance(keys.corpus, Replay):
+        try:
+            replayed(keys)
+        except SbkitError as error:
+            own = error.message.startswith("replay: ") or keys.replay_from is None
+            yield Problem("replay" if own else "replay_from", error.message.removeprefix("replay: "), error.hint or "")
+    recipe = (_run_of(keys) or Path(keys.init_from)) / RECIPE
+    rate = load.flatten(load.read_plain(recipe)).get("sample_rate") if recipe.is_file() else None
+    if isinstance(rate, int) and rate != keys.sample_rate:
+        yield Problem("sample_rate", f"it is {keys.sample_rate}, and that of {keys.init_from} is {rate}: what it knew "
+                      "can't be kept at another rate", f"write sample_rate: {rate}, or leave replay out")

@@ -1,0 +1,103 @@
+"""A run that replays what its source learnt: the old test is scored before and after, and guards the export."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from processes import program, programs
+from run_folders import TINY
+from trained_runs import ROOT, tones
+
+from sbkit.runs.old_set import OldSet
+from sbkit.runs.replay import NEW, OLD
+
+OPTIONS = {**TINY, "precision": "fp32", "log_interval": 0, "max_batch_seconds": 20, "step_seconds": 4, "lr": 0.01,
+           "intermediate_ctc": 0, "spec_augment": "null", "schedule.max_rise_per_step": "null",
+           "schedule.max_lr_at_chance": "null", "number_of_epochs": 2}
+
+
+def command(name, *words):
+    from sbkit.cli import main
+
+    importlib.import_module(f"sbkit.commands.{name}")
+    sys.exit(main([name, *map(str, words)]))
+
+
+def words(folder: Path, data: Path, **keys: object) -> list[str]:
+    given = {**OPTIONS, "output_folder": folder, "data_folder": data, **keys}
+    return [str(ROOT / "hparams" / "ctc.yaml"), "--noprogressbar", "--no-check",
+            *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
+
+
+def exported(run: Path, *options: object) -> tuple[int, str]:
+    done = program(command, "export", run, "--to", run / "bundle", "--formats", "torch", "--clips", 2, *options,
+                   timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run on three words, and the same recordings with other words for them."""
+    folder = tmp_path_factory.mktemp("replay")
+    for name in ("old", "new"):
+        tones(folder / name, 60, 12)
+    for path in (folder / "new").glob("*.csv"):
+        text = path.read_text()
+        for word, other in (("low", "tief"), ("high", "hoch"), ("both", "ñu")):
+            text = re.sub(f",{word}$", f",{other}", text, flags=re.M)
+        path.write_text(text)
+    done = program(command, "train", *words(folder / "source", folder / "old", least_steps=500), timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+def replaying(folder: Path, name: str, **keys: object) -> list[str]:
+    return words(folder / name, folder / "new", language="de", init_from=folder / "source", **keys)
+
+
+@pytest.mark.slow
+def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
+    run, given = folder / "forgot", replaying(folder, "forgot", replay=0.05, least_steps=250)
+    done = program(command, "train", *given, timeout=300)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "The old test before training: WER" in said, said[-2000:]
+    known = OldSet.read(run)
+    tested = json.loads((run / "tested.json").read_text())
+    assert known.before < 50 and tested[f"WER {OLD}"] > known.interval[1], "one recording can't have both words"
+    assert "After training: WER" in said and "beyond the interval" in said and known.share is None
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    heard = next(line for line in metrics if f"hours {NEW}" in line)
+    assert heard[f"hours {OLD}"] / heard[f"hours {NEW}"] == pytest.approx(0.05 / 0.95, rel=0.1)
+    for options in ((), ("--checkpoint", "last"), ("--mean", 1)):
+        code, said = exported(run, *options)
+        assert code == 2 and "the model forgot: WER" in said and "--accept-worse" in said, said
+        assert ("old test:" in said) == bool(options), "what the test scored is not scored again"
+    assert exported(run, "--mean", 1.5)[0] == 2 and not (run / "bundle").exists()
+    code, said = exported(run, "--mean", 0)
+    assert code == 0, said
+    assert exported(run, "--accept-worse", "--force")[0] == 0
+    OldSet("WER", True, 99.0, (0.0, 99.9)).write(run)  # of an easier judge, who takes any mean that hears a word
+    done = program(command, "train", *given, "--test_only", timeout=300)
+    known = OldSet.read(run)
+    assert known.share and known.old <= 99.9 and f"--mean {known.share:g}" in done.stderr, done.stderr[-2000:]
+    code, said = exported(run, "--mean", known.share, "--force")
+    assert code == 0 and f"WER {known.old:.2f} on the old test, within" in said
+    (run / "old_set.json").unlink()
+    code, said = exported(run, "--force")
+    assert code == 2 and "lacks old_set.json" in said
+
+
+@pytest.mark.slow
+def test_two_ranks_score_the_old_test_as_one_does(folder):
+    known = []
+    for ranks in (1, 2):
+        given = replaying(folder, f"{ranks} ranks", replay=0.5, least_steps=20)
+        for done in programs(ranks, command, "train", *given, timeout=300):
+            assert done.returncode == 0, done.stderr[-2000:]
+        known.append(OldSet.read(folder / f"{ranks} ranks"))
+    assert known[0] == known[1] and known[0].before < 50
