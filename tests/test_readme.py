@@ -108,16 +108,14 @@ def test_the_worked_example_builds(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/data.md", "docs/train.md"])
-def test_the_mixture_on_a_page_builds(page, tmp_path):
-    blocks = re.findall(r"(?:^ {4}.*\n)+", prose(page), re.M)
+def test_the_mixture_on_the_page_about_data_builds(tmp_path):
+    blocks = re.findall(r"(?:^ {4}.*\n)+", prose("docs/data.md"), re.M)
     [block] = [block for block in blocks if "mixture.Mixture" in block]
     recipe = tmp_path / "mixture.yaml"
     recipe.write_text(re.sub("^ {4}", "", block, flags=re.M).replace("hparams/", f"{ROOT}/hparams/"))
     report = check(recipe, {"output_folder": str(tmp_path / "run")})
-    starts = ["start"] if "init_from" in block else []
-    assert [each.code for each in report.errors] == starts, "what it starts from is on another machine"
-    assert [each.code for each in report.warnings] == ["no-corpus"] * 2, "and so are both parts"
+    assert [each.code for each in report.errors] == []
+    assert [each.code for each in report.warnings] == ["no-corpus"] * 2, "both parts are on another machine"
 
 
 @pytest.mark.slow
