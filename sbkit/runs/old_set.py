@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ class OldSet:
     def offer(self, run: Path) -> str:
         """How to export the mean that saves the old set; empty if there is none."""
         return "" if self.share is None else (
-            f"sbkit export {run} --mean {self.share:g} exports the mean of the new weights and those of before, with "
-            f"{self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
+            f"sbkit export {run} --to BUNDLE --mean {self.share:g} exports the mean of the new weights and those "
+            f"of before, with {self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
 
 
 def score_before(recipe: Recipe, brain: Brain) -> None:
@@ -146,7 +147,7 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
     if known.is_worse(value):
         raise SbkitError(f"the model forgot: {known.describe(value)}",
                          hint=f"{known.offer(folder)}; ".removeprefix("; ") + "--accept-worse exports it nevertheless")
-    logger.info("%s", known.describe(value))
+    print(known.describe(value), file=sys.stderr)
 
 
 def _tested(folder: Path, metric: str) -> float | None:

@@ -59,7 +59,7 @@ def test_a_run_that_has_begun_needs_its_source_no_more(run, named):
     again = replayed(there)
     assert again.prepare(show_progress=False)["train"].digest() == before and not list(problems(there))
     shutil.rmtree(there.corpus.folder)
-    with pytest.raises(SbkitError, match="prepare_report.json|doesn't exist|does not exist|no such"):
+    with pytest.raises(SbkitError, match=r"has no manifests/prepare_report\.json|no such file or folder"):
         replayed(there)
 
 
