@@ -38,8 +38,7 @@ class ExportRequest:
 
     run : the output folder of a training
     to, force : the bundle's folder, and whether it replaces an existing one
-    checkpoint, average : as ``sbkit.runs.restore.take_weights`` takes them
-    mean, accept_worse : as ``sbkit.runs.old_set.guard`` takes them
+    checkpoint, average, mean, accept_worse : which weights, as ``source.open_run`` takes them
     formats : which of the task's formats to write, by default all; int8 is made from onnx
     tolerance : largest allowed difference from the checkpoint's outputs, where the task has no bound of its own
     clips : number of test utterances to compare on
@@ -131,9 +130,8 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
     exported = trained.exported
     formats = _formats(request, exported)
     targets = [] if request.target is None else exported.target(request.target, request.chunk)
-    companions = [(each, {name: each.files[name] for name in formats if name in each.files})
-                  for each in exported.companions]
-    companions = [(each, files) for each, files in companions if files]
+    companions = [(each, files) for each in exported.companions
+                  if (files := {name: each.files[name] for name in formats if name in each.files})]
     steps = 3 + 2 * (len(formats) + len(targets)) + sum(2 + 2 * len(files) for _, files in companions)
     with progress(what="exporting", total=steps, unit="step") as bar:
         def step(what: str) -> None:
@@ -244,9 +242,8 @@ class _Traced:
 
 
 def _size(folder: Path, name: str) -> int:
-    if name == layout.SPEECHBRAIN:
-        return layout.size(folder, layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER)
-    return layout.size(folder, layout.MODELS[name])
+    whole = name == layout.SPEECHBRAIN
+    return layout.size(folder, *((layout.RECIPE, layout.WEIGHTS, layout.TOKENIZER) if whole else [layout.MODELS[name]]))
 
 
 def _describe(folder: Path, config: layout.Bundle, comparison: parity.Comparison, tolerance: float,

@@ -67,15 +67,14 @@ def replayed(keys: ReplayKeys) -> Replay:
     if isinstance(keys.corpus, Mixture):
         raise SbkitError("replay: the corpus is a mixture already", hint="make the old corpus a part of it, and leave "
                                                                         "out replay")
-    source = _source(keys)
-    own = keys.corpus.folder / OLD
     try:
-        joint = Replay(keys.corpus, keys.replay, source)
+        joint = Replay(keys.corpus, keys.replay, _source(keys))
         joint.parts[OLD].check_there()
     except SbkitError:
-        if not (own / _REPORT).is_file():
+        prepared = keys.corpus.folder / OLD
+        if not (prepared / _REPORT).is_file():
             raise
-        return Replay(keys.corpus, keys.replay, own)
+        joint = Replay(keys.corpus, keys.replay, prepared)  # the run has begun, and its source is gone
     return joint
 
 
@@ -87,8 +86,6 @@ def _source(keys: ReplayKeys) -> str | Path:
     found = _run_of(keys)
     if found is not None:
         return found / MANIFESTS
-    if (keys.corpus.folder / OLD / _REPORT).is_file():  # the run has begun, and its source is gone
-        return keys.corpus.folder / OLD
     raise SbkitError(f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
                      hint="name that corpus: replay_from: a run, or what data_folder could be")
 

@@ -11,7 +11,7 @@ from run_folders import corpus
 
 from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
-from sbkit.runs.replay import NEW, OLD, Replay, problems, replayed
+from sbkit.runs.replay import NEW, OLD, problems, replayed
 
 
 @pytest.fixture
@@ -75,8 +75,3 @@ def test_other_rules_of_writing_are_refused(run):
     there.corpus.text = Corpus(None, "es", text={"case": "upper"}).text
     (problem,) = problems(there)
     assert problem.key == "replay" and "text.case is 'upper' and 'lower'" in problem.message
-
-
-def test_nothing_is_replayed_unless_it_is_asked_for(run):
-    assert list(problems(keys(run.parent, init_from=None, replay=None))) == []
-    assert not isinstance(keys(run.parent).corpus, Replay)
