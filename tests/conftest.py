@@ -35,11 +35,14 @@ for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 
 @pytest.hookimpl(tryfirst=True, hookwrapper=True)
 def pytest_collection_modifyitems(items):
-    """Files with slow tests first, so that at the end no process waits for another.
+    """Files with slow tests first, and before them those of long ones, so that at the end no process waits for another.
 
     hypothesis asks each module for its file; SpeechBrain's redirections then import k2 and others.
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    for item in items:
+        if (limit := item.get_closest_marker("timeout")) and limit.args[0] > 600:
+            slow[item.path] += 60
     items.sort(key=lambda item: -slow[item.path])
     lazy = [name for name, module in sys.modules.items() if "LazyModule" in map(_name, type(module).__mro__)]
     for name in lazy:

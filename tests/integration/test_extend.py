@@ -157,7 +157,7 @@ def test_it_is_exported_and_runs_without_its_file(home, trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def speakers(home):
-    python("-m", "sbkit", "train", "speakers.yaml", "--noprogressbar", cwd=home)
+    sbkit(home, "train", "speakers.yaml", "--noprogressbar")
     return home / "results" / "speakers"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from processes import command, programs
 
 from sbkit.system.processes import group_lives
 
@@ -160,8 +161,7 @@ def home(tmp_path_factory):
 
 def rehearse(home, *words, code=None, cards="2xH100"):
     """The report of a rehearsal in this folder, as programs get it."""
-    done = subprocess.run([sys.executable, "-m", "sbkit", "check", *words, "--as", cards, "--json"], cwd=home,
-                          capture_output=True, text=True, timeout=500)
+    (done,) = programs(1, command, str(home), "check", *words, "--as", cards, "--json", timeout=500)
     assert done.returncode in ((0, 1) if code is None else (code,)), done.stdout[-4000:] + done.stderr[-4000:]
     assert "sbkit-rehearsal-" not in done.stdout  # its folder is gone
     return json.loads(done.stdout)
