@@ -19,11 +19,13 @@ from sbkit.decode import lm
 from sbkit.decode.beam import BeamSearch
 from sbkit.nn.ctc import ctc_loss
 from sbkit.runs import restore
-from sbkit.score.label_errors import IMPOSSIBLE, LabelScore, units
+from sbkit.score.label_errors import LabelScore, units
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write, progress
 from sbkit.tasks.ctc.task import CTC
 from sbkit.train import loaders
+
+_IMPOSSIBLE = -1e4  # log-likelihood of a label that has more tokens than its recording has frames
 
 
 def score(run: Path, manifest: Manifest, device: str | torch.device) -> list[LabelScore]:
@@ -84,5 +86,5 @@ def _likelihoods(brain: CTC, log_probs: Tensor, frames: Tensor, tokens: Tensor, 
     """The log-likelihood [B] of tokens [B, U], summed over all alignments."""
     tokens, lengths = tokens.to(log_probs.device), lengths.to(log_probs.device)
     found = ctc_loss(log_probs, tokens, frames, lengths, blank=brain.keys.blank_index, from_logits=False)
-    likelihoods: list[float] = (-found.losses).masked_fill(~found.feasible, IMPOSSIBLE).tolist()
+    likelihoods: list[float] = (-found.losses).masked_fill(~found.feasible, _IMPOSSIBLE).tolist()
     return likelihoods
