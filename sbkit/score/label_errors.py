@@ -18,7 +18,7 @@ from sbkit.system.console import table
 SILENCE, MORE_SPEECH, CUT, NOTHING_FITS, SPELLING, OTHER_WORDS = REASONS = (
     "silence", "more speech", "cut off", "nothing fits", "other letters", "other words")
 #: Rows are named while at most this share of them is expected to be right.
-_EXPECTED_RIGHT = 0.1
+_NAMED = 0.1
 _LISTED = 0.5
 _HEARD = 0.4  # least share of the labels' words that models which can judge them hear
 _RARELY = 0.01  # share of the rows that nothing speaks against whose confidence is lower than what "nothing fits" means
@@ -148,7 +148,7 @@ def suspects(scores: Sequence[LabelScore], train: Manifest, corpus: str) -> list
     if _heard(scores) < _HEARD:
         return []
     judged = sorted(zip(judge(scores), scores, strict=True), key=lambda each: -each[0].score)
-    return [Suspect(score.id, DROP if verdict.expected_right <= _EXPECTED_RIGHT else KEEP, verdict.reason, verdict.score,
+    return [Suspect(score.id, DROP if verdict.expected_right <= _NAMED else KEEP, verdict.reason, verdict.score,
                     verdict.expected_right, score.label, score.hypothesis, "", train.wavs[place[score.id]], corpus)
             for verdict, score in judged if verdict.expected_right <= _LISTED]
 

@@ -127,7 +127,8 @@ def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[Ru
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
         yield RunFinding(
             1 + errors, f"{count} transcript{'s' if count > 1 else ''} may be wrong",
-            f"The model is confident of something else there: {percent(errors)} of all errors. Listen first.", "labels",
+            f"The model is confident of something else there: {percent(errors)} of all errors. Listen first. Those of "
+            "the training data are found by sbkit clean.", "labels",
             100 * errors * results.totals[0] / results.totals[1])
 
 
