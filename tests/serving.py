@@ -12,7 +12,7 @@ import numpy as np
 import soundfile
 import uvicorn
 
-from sbkit.serve import connection, connection_limit, registry
+from sbkit.serve import connection, registry
 from sbkit.serve.access import ApiKeys
 from sbkit.serve.app import State, make
 from sbkit.serve.decoders import Decoders
@@ -64,7 +64,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
             device="cpu", **options):
     """A server around the bundle that lies in ``folder``, or around those of a dictionary by name."""
     state = State(limits or Limits(decoders=1))
-    state.connection_limit = connection_limit.ConnectionLimit(state.limits.max_connections, state.limits.client_share,
+    state.connection_limit = connection.ConnectionLimit(state.limits.max_connections, state.limits.client_share,
                                                    state.metrics)
     if loaded:
         state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.inc, disk=state.disk)

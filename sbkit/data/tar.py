@@ -4,9 +4,40 @@ from __future__ import annotations
 
 import tarfile
 from pathlib import PurePosixPath
-from typing import IO
+from typing import IO, NamedTuple
 
-from sbkit.data.sound_kinds import kind_of
+from sbkit.data import mp3
+
+
+class SoundKind(NamedTuple):
+    """A kind of file by its name and suffix, and the bytes by which it is known, each with its place."""
+
+    name: str
+    suffix: str
+    marks: tuple[tuple[int, bytes], ...]
+
+
+_MP3 = SoundKind("MP3", "mp3", ((0, b"ID3"),))
+KINDS = (
+    SoundKind("WAV", "wav", ((0, b"RIFF"), (0, b"RF64"))), SoundKind("FLAC", "flac", ((0, b"fLaC"),)),
+    SoundKind("Ogg (Vorbis, Opus)", "ogg", ((0, b"OggS"),)), _MP3, SoundKind("AIFF", "aiff", ((0, b"FORM"),)),
+    SoundKind("WebM", "webm", ((0, b"\x1a\x45\xdf\xa3"),)), SoundKind("MP4", "m4a", ((4, b"ftyp"),)),
+    SoundKind("CAF", "caf", ((0, b"caff"),)), SoundKind("AU", "au", ((0, b".snd"),)),
+    SoundKind("AMR", "amr", ((0, b"#!AMR"),)),
+)
+
+
+def kind_of(begin: bytes) -> SoundKind | None:
+    """The kind of file that begins like this; None for samples. An MP3 without a tag is known by two frames."""
+    kinds = (kind for kind in KINDS if any(begin[at:].startswith(mark) for at, mark in kind.marks))
+    return next(kinds, _MP3 if _two_frames(begin) else None)
+
+
+def _two_frames(begin: bytes) -> bool:
+    """Whether this is a frame of an MP3 and the beginning of another: one alone may well be a sample."""
+    frame = mp3.frame_at(begin, 0)
+    return frame is not None and len(begin) > frame.size + 1 and begin[frame.size : frame.size + 2] == begin[:2]
+
 
 BLOCK = 512
 #: What a tar ends with.

@@ -11,7 +11,7 @@ import numpy as np
 
 from sbkit.decode.prefix_search import NOTHING, Beams, Search
 from sbkit.decode.spans import TokenSpans, Word
-from sbkit.decode.streaming import Spelling, StreamResult, settled
+from sbkit.decode.streaming import Spelling, StreamResult, StreamSearch, settled
 
 
 class Heard(Protocol):
@@ -155,7 +155,7 @@ class LineSearch(Search, Generic[H]):
 _DOUBT = math.log(100)
 
 
-class BeamStream(Generic[H]):
+class BeamStream(StreamSearch, Generic[H]):
     """Searches a stream line by line: a line's words are those that the whole search finds in it.
 
     A word is settled once all hypotheses share it and the beginning of the next; what they share is cut off. A line

@@ -7,12 +7,12 @@ from itertools import pairwise
 import numpy as np
 
 from sbkit.decode.spans import TokenSpans, best_path, sums
-from sbkit.decode.streaming import Spelling, StreamResult, settled
+from sbkit.decode.streaming import Spelling, StreamResult, StreamSearch, settled
 
 _NOTHING = TokenSpans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
-class SettlingStream:
+class SettlingStream(StreamSearch):
     """Writes the tokens of a stream as words, as they come: their words, times and confidences are those of writing all
     of them at once, with pauses that end words (``sbkit.decode.spans.words``). Only a word longer than
     ``LONGEST_SECONDS`` is ended earlier.
@@ -83,10 +83,10 @@ class GreedyStream(SettlingStream):
         super().reset()
         self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may go on
 
-    def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
-        """Hear log-probabilities [T, V]; see ``sbkit.decode.streaming.StreamSearch``."""
-        self.spelling.check(log_probs)
-        labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), self.blank_id)
+    def feed(self, scores: np.ndarray) -> list[StreamResult]:
+        """Hear log-probabilities [T, V]; see ``StreamSearch``."""
+        self.spelling.check(scores)
+        labels, confidence = best_path(scores[None], np.array([len(scores)]), self.blank_id)
         return self.decode(labels[0], confidence[0])
 
     def decode(self, labels: np.ndarray, confidence: np.ndarray) -> list[StreamResult]:

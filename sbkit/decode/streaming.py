@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -39,19 +39,22 @@ def within(heard: StreamResult, seconds: float) -> StreamResult:
     return replace(heard, settled=settled, partial=partial, seconds=seconds)
 
 
-class StreamSearch(Protocol):
+class StreamSearch(ABC):
     """Decodes one stream. What it has heard after a number of frames doesn't depend on how they were cut in pieces."""
 
     quick: bool
     """Whether a piece takes less time than handing it to another thread would."""
 
-    def feed(self, log_probs: np.ndarray) -> list[StreamResult]:
-        """Decode log-probabilities [T, V]: one ``StreamResult`` for each line that ends there, and one for the line in
-        progress. Refused ones leave the stream unchanged."""
+    @abstractmethod
+    def feed(self, scores: np.ndarray) -> list[StreamResult]:
+        """Decode what a model gave for frames, such as log-probabilities [T, V]: one ``StreamResult`` for each line
+        that ends there, and one for the line in progress. Refused ones leave the stream unchanged."""
 
+    @abstractmethod
     def finish(self) -> StreamResult:
         """Settle what is left; afterwards, only :meth:`reset` is of use."""
 
+    @abstractmethod
     def reset(self) -> None:
         """Begin a fresh stream."""
 

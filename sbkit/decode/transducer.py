@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -16,21 +16,23 @@ from sbkit.errors import SbkitError
 MOST_IN_A_FRAME = 5
 
 
-class Joint(Protocol):
+class Joint(ABC):
     """A transducer's prediction and joint network."""
 
     context: int
     """The number of last tokens that the prediction depends on."""
     blank: int
 
-    def predict(self, tokens: np.ndarray, /) -> np.ndarray:
+    @abstractmethod
+    def predict(self, tokens: np.ndarray) -> np.ndarray:
         """Map the last tokens [N, context] to states [N, J]."""
 
+    @abstractmethod
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         """Map states [N, J] of both to log-probabilities [N, V] of the next token, or of the blank."""
 
 
-class GraphJoint:
+class GraphJoint(Joint):
     """A joint network of two graphs.
 
     Arguments
@@ -41,8 +43,12 @@ class GraphJoint:
 
     def __init__(self, decoder: Callable[[np.ndarray], np.ndarray],
                  joiner: Callable[[np.ndarray, np.ndarray], np.ndarray], vocabulary: int, context: int, blank: int):
-        self.predict, self._joiner, self._vocabulary, self.context, self.blank = \
-            decoder, joiner, vocabulary, context, blank
+        self._decoder, self._joiner, self._vocabulary = decoder, joiner, vocabulary
+        self.context, self.blank = context, blank
+
+    def predict(self, tokens: np.ndarray) -> np.ndarray:
+        """Map the last tokens [N, context] to states [N, J]."""
+        return self._decoder(tokens)
 
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         """Map states [N, J] of both to log-probabilities [N, V]."""
@@ -110,10 +116,10 @@ class TransducerStream(SettlingStream):
         super().reset()
         self._greedy = TransducerSearch(self.joint)
 
-    def feed(self, states: np.ndarray) -> list[StreamResult]:
-        """Hear states [T, J]; see ``sbkit.decode.streaming.StreamSearch``."""
-        [spans] = self._greedy.feed([states])
-        self._frames += len(states)
+    def feed(self, scores: np.ndarray) -> list[StreamResult]:
+        """Hear states [T, J]; see ``StreamSearch``."""
+        [spans] = self._greedy.feed([scores])
+        self._frames += len(scores)
         silent = np.isin(spans.ids, list(self.spelling.silent))
         return self.hear(joined(self._open, spans.take(~silent)))
 

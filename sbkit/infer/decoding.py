@@ -4,10 +4,11 @@ a transducer's search with the two further graphs of its bundle. They need no to
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,31 +39,37 @@ class DecodedTokens(NamedTuple):
     spans: TokenSpans
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """Keeps compact data of each stretch of a recording, and decodes once the recording is complete."""
 
     at_once: int
     """How many recordings are best decoded together."""
-    joins: bool
-    """Whether a word may continue past the end of a stretch."""
+    joins = False
+    """Whether a word may continue past the end of a stretch; otherwise :meth:`keep` adds its number of frames."""
 
+    @abstractmethod
     def keep(self, log_probs: np.ndarray) -> Kept:
         """Reduce a stretch [T, V] that ends in a pause to what decoding needs."""
 
+    @abstractmethod
     def tokens(self, recordings: Sequence[Sequence[Kept]]) -> list[list[DecodedTokens]]:
         """Decode recordings, each given as its stretches in order."""
 
     def frames(self, kept: Kept) -> int:
         """The number of frames of a stretch."""
+        return int(kept[1])
 
     def after(self, stretches: Sequence[Kept], frame: int) -> list[Kept]:
         """The part of stretches from ``frame`` on: their end, or a token's start if stretches are joined."""
+        ends = accumulate(map(self.frames, stretches))
+        return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
 
+    @abstractmethod
     def stream(self) -> StreamSearch:
         """Make the search of one stream, fed with log-probabilities as they come."""
 
 
-class Greedy:
+class Greedy(Decoder):
     """Greedy decoding: the best label of every frame."""
 
     at_once = 1
@@ -95,20 +102,7 @@ class Greedy:
         return GreedyStream(self._vocabulary.spelling, self._blank)
 
 
-class StretchByStretch:
-    """A decoder that keeps of each stretch what it has found in it and how many frames it has; no word goes on."""
-
-    joins = False
-
-    def frames(self, kept: tuple[Any, int]) -> int:
-        return kept[1]
-
-    def after(self, stretches: Sequence[tuple[Any, int]], frame: int) -> list[Any]:
-        ends = accumulate(map(self.frames, stretches))
-        return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
-
-
-class Beam(StretchByStretch):
+class Beam(Decoder):
     """Beam search with a language model, a lexicon and hot words, in any number of threads.
 
     Arguments
@@ -147,7 +141,7 @@ Stretch = tuple[TokenSpans, int]
 """The tokens of a stretch, and the number of its frames."""
 
 
-class GreedyTransducer(StretchByStretch):
+class GreedyTransducer(Decoder):
     """Greedy decoding of a transducer; each stretch begins like an utterance."""
 
     at_once = 1
@@ -155,8 +149,8 @@ class GreedyTransducer(StretchByStretch):
     def __init__(self, vocabulary: Vocabulary, joint: Joint):
         self._spelling, self._joint = vocabulary.spelling, joint
 
-    def keep(self, states: np.ndarray) -> Stretch:
-        return TransducerSearch(self._joint).feed([states])[0], len(states)
+    def keep(self, log_probs: np.ndarray) -> Stretch:
+        return TransducerSearch(self._joint).feed([log_probs])[0], len(log_probs)
 
     def tokens(self, recordings: Sequence[Sequence[Stretch]]) -> list[list[DecodedTokens]]:
         return [_one_after_another(stretches) for stretches in recordings]
@@ -174,7 +168,7 @@ class Searched:
         self.states: np.ndarray | None = states
 
 
-class BeamTransducer(StretchByStretch):
+class BeamTransducer(Decoder):
     """Beam search of a transducer, in any number of threads.
 
     Arguments
@@ -193,16 +187,16 @@ class BeamTransducer(StretchByStretch):
         self._lock = threading.Lock()
         self._waiting: list[Searched] = []
 
-    def keep(self, states: np.ndarray) -> tuple[Searched, int]:
+    def keep(self, log_probs: np.ndarray) -> tuple[Searched, int]:
         """Keep a stretch's states, until there are many: they take much more memory than tokens."""
-        if not np.isfinite(states).all():
+        if not np.isfinite(log_probs).all():
             raise not_a_number()  # here, since a later search is of others' too
-        stretch = Searched(states)
+        stretch = Searched(log_probs)
         with self._lock:
             self._waiting.append(stretch)
             several = self._waiting[:] if len(self._waiting) >= self.at_once else []
         self._find(several)
-        return stretch, len(states)
+        return stretch, len(log_probs)
 
     def tokens(self, recordings: Sequence[Sequence[tuple[Searched, int]]]) -> list[list[DecodedTokens]]:
         self._find([each for stretches in recordings for each, _ in stretches])

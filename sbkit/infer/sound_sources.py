@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sbkit.data.sound_kinds import kind_of
+from sbkit.data.tar import kind_of
 from sbkit.errors import SbkitError, first_line
 
 _AT_ONCE = 1 << 16  # bytes read at most; as many as there are

@@ -30,7 +30,6 @@ from sbkit.recipe import (
     devices,
     finished_runs,
     flops,
-    learning,
     ownership,
     parts,
     price,
@@ -136,7 +135,7 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
     steps = {path: parts.frozen_until(value) for path,
              value in known.values_by_path(traced.keys.freeze or {}, "freeze").items()}
     frozen = {path for path, parameter in known.parameters.items() if not parameter.requires_grad}
-    until = {path: step for path, step in steps.items() if step} | dict.fromkeys(frozen, learning.FOR_GOOD)
+    until = {path: step for path, step in steps.items() if step} | dict.fromkeys(frozen, parts.FOR_GOOD)
     try:
         factors = traced.brain.rate_factors()
     except SbkitError as error:
@@ -145,7 +144,7 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
         findings.error("setting", place, key, error.message.removeprefix(f"{key}: "), error.hint or "")
         return None
     schedule = traced.keys.schedule
-    return learning.section(known, until, factors, None if schedule is None else schedule.peak)
+    return parts.what_learns(known, until, factors, None if schedule is None else schedule.peak)
 
 
 def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,

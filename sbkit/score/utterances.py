@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
@@ -14,15 +14,6 @@ from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
 _LONGEST_LINE = 1 << 24
-
-
-class EvaluatedUtterance(Protocol):
-    """The fields that a task reports for an utterance."""
-
-    id: str
-    reference: str
-    hypothesis: str
-    confidence: float | None
 
 
 @dataclass(frozen=True)
@@ -40,8 +31,8 @@ class ScoredUtterance:
     meta: dict[str, str] = field(default_factory=dict)
 
 
-def join(rows: Iterable[EvaluatedUtterance], manifest: Manifest) -> Iterator[ScoredUtterance]:
-    """Join each row with the manifest's facts; every id must be in the manifest."""
+def join(rows: Iterable[Any], manifest: Manifest) -> Iterator[ScoredUtterance]:  # rows of a task's own class
+    """Join each row (id, reference, hypothesis, confidence) with the manifest's facts; every id must be in it."""
     place = {name: i for i, name in enumerate(manifest.ids)}
     for row in rows:
         said = manifest.row(place[row.id])

@@ -27,7 +27,7 @@ from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, replies, speech_form
 from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, App, Hosts
 from sbkit.serve.backlog import Work
-from sbkit.serve.connection_limit import ConnectionLimit
+from sbkit.serve.connection import ConnectionLimit
 from sbkit.serve.decoders import Decoders, Wave
 from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping

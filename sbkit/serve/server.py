@@ -122,18 +122,18 @@ class _Server:
     def __init__(self, request: ServeRequest, bundles: dict[str, Path], keys: list[str], listening: socket.socket):
         import uvicorn
 
-        from sbkit.serve import connection_limit
+        from sbkit.serve import connection
         from sbkit.serve.access import ApiKeys
         from sbkit.serve.app import State, make
         from sbkit.serve.connection import protocol_options
 
         self._request, self._bundles, self._listening = request, bundles, listening
         self.state = State(request.limits)
-        most, backlog = connection_limit.connection_budget(request.limits)
+        most, backlog = connection.connection_budget(request.limits)
         if most < request.limits.max_connections:
             print(f"{most} connections may be open at once, limited by this process's open files (ulimit -n)",
                   file=sys.stderr)
-        self.state.connection_limit = connection_limit.ConnectionLimit(
+        self.state.connection_limit = connection.ConnectionLimit(
             most, request.limits.client_share, self.state.metrics)
         hosts = Hosts(listening.getsockname()[0], request.allow_hosts, request.host)
         app = make(self.state, ApiKeys(keys), tuple(request.allow_origins), hosts)

@@ -39,8 +39,7 @@ from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.freezing import Freezing
 from sbkit.train.memory.oom import MemoryLimits, joined, parts_of
-from sbkit.train.monitor.display import StageDisplay
-from sbkit.train.monitor.progress import Progress
+from sbkit.train.monitor.display import Progress, StageDisplay
 from sbkit.train.monitor.timing import StepBudget
 from sbkit.train.precision import losses_in_fp32
 from sbkit.train.rates import Rate, base_lr

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sounds import encoded, real_data
 
 from sbkit.data.audio import read_audio, resample
+from sbkit.data.copies import RATE, STRIDE, Index, fingerprint
 from sbkit.data.demo_voice import speak
-from sbkit.data.fingerprint import RATE, STRIDE, Index, fingerprint
 
 pytest.importorskip("espeakng_loader")
 

@@ -8,7 +8,7 @@ import soundfile
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sbkit.data.sound_kinds import kind_of
+from sbkit.data.tar import kind_of
 
 SOUND = 0.1 * np.random.default_rng(0).normal(size=48_000)
 

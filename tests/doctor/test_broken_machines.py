@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sbkit.doctor import cards, examination, finding, folders, packages, probe
+from sbkit.doctor import cards, examination, finding, folders, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, MachineFinding, Scope, run_check
 
 SMI = """\
@@ -49,10 +49,10 @@ def installed(monkeypatch):
     """Let these packages be installed, and no others."""
     def there(**versions):
         found = {name.replace("_", "-"): version for name, version in versions.items()}
-        for module in (packages, sys.modules["sbkit.system.environment"]):
+        for module in (examination, sys.modules["sbkit.system.environment"]):
             monkeypatch.setattr(module, "version_of", found.get)
         builds = {name: version for name, version in found.items() if name.startswith("onnxruntime")}
-        monkeypatch.setattr(packages, "onnxruntimes", lambda: builds)
+        monkeypatch.setattr(examination, "onnxruntimes", lambda: builds)
     return there
 
 
@@ -67,7 +67,7 @@ def only(check, asked=None):
 def test_a_mixed_pair_is_in_the_way_with_what_to_install(says, installed):
     installed(torch="2.13.0", torchaudio="2.11.0")
     says(torch=TORCH | {"version": "2.13.0"}, torchaudio={"error": "OSError: undefined symbol: _ZN3c10"})
-    pair, torch, audio = run_check("torch", packages.torch_pair, Scope())
+    pair, torch, audio = run_check("torch", examination.torch_pair, Scope())
     assert (pair.what, pair.verdict) == ("torch pair", IN_THE_WAY) and "torchaudio==2.13.*" in pair.fix
     assert torch.verdict == OK
     assert (audio.verdict, audio.found) == (IN_THE_WAY, "2.11.0 doesn't work: OSError: undefined symbol: _ZN3c10")
@@ -79,7 +79,7 @@ def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, installed, signum,
     probe.inspect_library.cache_clear()
     monkeypatch.setattr(probe.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(
         command, -signum, "", ""))
-    assert only(packages.torch_pair).found == (
+    assert only(examination.torch_pair).found == (
         f"2.11.0 can't be imported: the process that imported it was ended by {name}")
     probe.inspect_library.cache_clear()
 
@@ -87,14 +87,14 @@ def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, installed, signum,
 def test_both_builds_of_onnxruntime_are_in_the_way(says, installed):
     installed(onnxruntime="1.23.0", onnxruntime_gpu="1.23.0")
     says()
-    found = only(packages.onnxruntime)
+    found = only(examination.onnxruntime)
     assert found.verdict == IN_THE_WAY and found.fix.startswith("pip uninstall -y onnxruntime onnxruntime-gpu")
 
 
 def test_an_onnxruntime_without_cuda_beside_a_card_is_noted(says, installed):
     installed(onnxruntime="1.23.0")
     says(onnxruntime={"version": "1.23.0", "providers": ["CPUExecutionProvider"]}, cards={"cards": [H100]})
-    found = only(packages.onnxruntime)
+    found = only(examination.onnxruntime)
     assert (found.verdict, found.found) == (NOTE, "onnxruntime 1.23.0, built for CPU")
     assert "onnxruntime-gpu" in found.fix
 
@@ -102,8 +102,8 @@ def test_an_onnxruntime_without_cuda_beside_a_card_is_noted(says, installed):
 def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed, monkeypatch):
     installed(numpy="1.20", tqdm="4.70")
     wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.17; extra == "export"']
-    monkeypatch.setattr(packages.metadata, "requires", lambda _: wanted)
-    numpy, soxr, rest = run_check("packages", packages.needed, Scope())
+    monkeypatch.setattr(examination.metadata, "requires", lambda _: wanted)
+    numpy, soxr, rest = run_check("packages", examination.needed, Scope())
     assert numpy == MachineFinding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
     assert soxr == MachineFinding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
     assert rest.found.endswith("1 of the 3 that it needs fit: tqdm 4.70")
@@ -111,8 +111,8 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed,
 
 def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(says, monkeypatch):
     says(kernels={"why_not": "there is no C compiler"})
-    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
-    compiler, kernels, triton = run_check("compilers", packages.compilers, Scope())
+    monkeypatch.setattr(examination.shutil, "which", lambda name: None)
+    compiler, kernels, triton = run_check("compilers", examination.compilers, Scope())
     assert [each.verdict for each in (compiler, kernels, triton)] == [NOTE] * 3
     assert compiler.fix == "apt install gcc" and "a C compiler" in triton.found
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from sbkit.nn.fast import dropout
-from sbkit.nn.fast.attend import attend, turned_heads
-from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA
+from sbkit.nn.fast.attention import RelPosMHAXL, RoPEMHA, attend, turned_heads
 
 P, SCALE = 0.3, 0.25
 

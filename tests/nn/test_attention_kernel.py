@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbkit.nn import attention_kernel
 from sbkit.nn.attention_kernel import kernel
-from sbkit.nn.fast.attend import padded
+from sbkit.nn.fast.attention import padded
 from sbkit.recipe.check import _attention
 from sbkit.recipe.source import Findings
 

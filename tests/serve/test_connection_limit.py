@@ -15,7 +15,7 @@ import websockets
 from websockets.sync.client import connect
 
 from sbkit.errors import SbkitError
-from sbkit.serve import connection_limit
+from sbkit.serve import connection
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
@@ -106,31 +106,31 @@ def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bund
 ])
 def test_as_many_as_open_files_allow(monkeypatch, soft, hard, most, backlog):
     set_ = []
-    monkeypatch.setattr(connection_limit.resource, "getrlimit", lambda what: (soft, hard))
-    monkeypatch.setattr(connection_limit.resource, "setrlimit", lambda what, to: set_.append(to))
-    assert connection_limit.connection_budget(Limits()) == (most, backlog)
+    monkeypatch.setattr(connection.resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(connection.resource, "setrlimit", lambda what, to: set_.append(to))
+    assert connection.connection_budget(Limits()) == (most, backlog)
     assert all(new > soft and old == hard for new, old in set_ if soft != hard)
 
 
 def test_many_requests_need_no_more_files_than_there_are_connections(monkeypatch):
-    monkeypatch.setattr(connection_limit.resource, "getrlimit", lambda what: (1024, 1024))
-    monkeypatch.setattr(connection_limit.resource, "setrlimit",
+    monkeypatch.setattr(connection.resource, "getrlimit", lambda what: (1024, 1024))
+    monkeypatch.setattr(connection.resource, "setrlimit",
                         lambda *_: None)  # else for later tests, too
-    assert connection_limit.connection_budget(Limits(max_requests=4096))[0] == 410
+    assert connection.connection_budget(Limits(max_requests=4096))[0] == 410
 
 
 def test_too_few_files_are_told_at_the_start(monkeypatch):
-    monkeypatch.setattr(connection_limit.resource, "getrlimit", lambda what: (99, 99))
-    monkeypatch.setattr(connection_limit.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(connection.resource, "getrlimit", lambda what: (99, 99))
+    monkeypatch.setattr(connection.resource, "setrlimit", lambda *_: None)
     with pytest.raises(SbkitError, match=r"may open 99 files, but needs 100.*ulimit -n"):
-        connection_limit.connection_budget(Limits())
+        connection.connection_budget(Limits())
 
 
 def test_that_no_file_is_left_to_accept_with_is_said_once(caplog):
     """asyncio tells of it for each place in the queue, again and again."""
     told = []
     loop = type("Loop", (), {"default_exception_handler": lambda self, context: told.append(context)})()
-    house = connection_limit.ConnectionLimit(4, 0.5, Metrics())
+    house = connection.ConnectionLimit(4, 0.5, Metrics())
     for _ in range(1000):
         house.failed(loop, {"message": "socket.accept() out of system resource",
                             "exception": OSError(errno.EMFILE, "Too many open files")})

@@ -43,7 +43,7 @@ from sbkit.decode.fusion import FusionWeights
 from sbkit.score.edits import count
 from sbkit.system.console import table
 from sbkit.system.cores import usable_cores
-from sbkit.tasks.recognise.lm_weights import LM_WEIGHTS, WORD_SCORES
+from sbkit.tasks.recognise.search import LM_WEIGHTS, WORD_SCORES
 
 FRAME = 0.04  # seconds
 Pair = tuple[float, float]  # the language model's weight, and the score of each word

@@ -202,7 +202,7 @@ def not_finite(device: str, lengths: list[int], cudnn: bool) -> list[int]:
     """Find lengths with non-finite gradients: padded rows, and queries with all keys masked."""
     import torch
 
-    from sbkit.nn.fast.attend import attend
+    from sbkit.nn.fast.attention import attend
 
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     torch.manual_seed(0)
@@ -270,7 +270,7 @@ def kernel_of(device: str, head: int) -> str:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from sbkit.nn.fast.attend import attend
+    from sbkit.nn.fast.attention import attend
 
     names: list[str] = []
 

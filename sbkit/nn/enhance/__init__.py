@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sbkit.nn.enhance.enhancer import Enhancer
-from sbkit.nn.enhance.network import CausalConvolutions
+from sbkit.nn.enhance.enhancer import CausalConvolutions, Enhancer
 from sbkit.nn.enhance.transform import FourierFrames, LearnedFrames
 
 __all__ = ["CausalConvolutions", "Enhancer", "FourierFrames", "LearnedFrames"]

@@ -5,33 +5,23 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import soundfile
 
 from sbkit.data.audio import AudioError, read_audio
+from sbkit.data.manifest import Utterance
 from sbkit.data.remote import NOWHERE, Remote
 from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Tokens
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import aligned
 from sbkit.score.report.data import ScoredRun, percent
+from sbkit.score.results import ScoredRecording, SoundSample
+from sbkit.score.utterances import ScoredUtterance
 
 _RATE = 16_000
 _COMPRESSION = 0.8  # variable bit rate, some 37 kbit/s for speech at 16 kHz
 _LONGEST = 120.0  # seconds of one recording
-
-
-class HasAudio(Protocol):
-    """Where a recording is, and a name for it that no other has."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def wav(self) -> str: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def duration(self) -> float: ...
+Recording = ScoredRecording | ScoredUtterance | SoundSample | Utterance
 
 
 class AudioEmbedder:
@@ -49,7 +39,7 @@ class AudioEmbedder:
         self.megabytes = megabytes
         self._embedded: set[str] = set()
 
-    def player(self, one: HasAudio) -> Markup:
+    def player(self, one: Recording) -> Markup:
         """Make a player, or say why there is none; a recording is embedded once, however often it is shown."""
         if one.id in self._embedded:  # the page's script copies it from the player that has it
             return tag("audio", controls=True, preload="none", data_same=one.id)
@@ -59,7 +49,7 @@ class AudioEmbedder:
         self._embedded.add(one.id)
         return tag("audio", controls=True, preload="metadata", src=uri, data_clip=one.id)
 
-    def get(self, one: HasAudio) -> tuple[str | None, str | None]:
+    def get(self, one: Recording) -> tuple[str | None, str | None]:
         """Return (a data URI, None), or (None, the reason why there is none)."""
         if self.left <= 0:
             return None, f"not embedded: the page's {self.megabytes:g} MB for recordings are used up"

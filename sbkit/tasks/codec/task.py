@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,8 +16,9 @@ from sbkit.nn.codec.coder import Coder, Resynthesis
 from sbkit.nn.codec.spectral_loss import DECIBELS, MelDistance
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.recipe.build import Built
+from sbkit.recipe.choices import COUNT, Range
+from sbkit.recipe.keys import Problem, key
 from sbkit.recipe.source import Findings
-from sbkit.tasks.codec.keys import CodecKeys
 from sbkit.tasks.codec.results import CodecFacts, CodecRow, Listener, Resyntheses, measures
 from sbkit.tasks.fit import Fit, all_fit
 from sbkit.tasks.keys import TaskKeys
@@ -25,7 +27,39 @@ from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
+    from sbkit.nn.codec import CodecDecoder, CodecEncoder, Discriminators, LogMel, Quantiser, SpectralLoss, WaveHead
     from sbkit.tasks.codec.exported import ExportedCodec
+
+
+@dataclass(kw_only=True)
+class CodecKeys(TaskKeys):
+    """Keys of the codec's parts and of its loss."""
+
+    compute_features: LogMel = key("waveforms [B, S] and sample counts [B] to features and code frames, a "
+                                   "sbkit.nn.codec.LogMel")
+    encoder: CodecEncoder = key("features to a vector for each code frame, a sbkit.nn.codec.CodecEncoder")
+    quantiser: Quantiser = key("those vectors to codes and back, a sbkit.nn.codec.FiniteScalars or ResidualVectors")
+    decoder: CodecDecoder = key("quantised vectors to states, a sbkit.nn.codec.CodecDecoder")
+    head: WaveHead = key("states to waveforms, a sbkit.nn.codec.WaveHead")
+    spectral_loss: SpectralLoss = key("the distance of two waveforms, a sbkit.nn.codec.SpectralLoss")
+    discriminators: Discriminators | None = key("networks that the codec is trained against, a "
+                                                "sbkit.nn.codec.Discriminators", None)
+    adversarial_from: int = key("the step from which it is trained against them; 0: never", 0, COUNT)
+    adversarial_weight: float = key("weight of passing for a recording, beside the spectral loss", 1.0, Range(0))
+    feature_weight: float = key("weight of how far the discriminators' states are from a recording's", 2.0, Range(0))
+    quantiser_weight: float = key("weight of the penalty of ResidualVectors; FiniteScalars has none", 1.0, Range(0))
+    recogniser: str | None = key("a bundle of a recogniser: tests give its words for what the codec makes", None)
+
+    def clashes(self) -> Iterator[Problem]:
+        there = self.discriminators is not None and len(self.discriminators) > 0
+        if self.adversarial_from and not there:
+            yield Problem("adversarial_from", f"it is {self.adversarial_from}, but there are no discriminators",
+                          "write `discriminators: !new:sbkit.nn.codec.Discriminators` with `adversarial_from: !ref "
+                          "<adversarial_from>` below it, and have it in the model, or adversarial_from: 0")
+        if there and not self.adversarial_from:
+            yield Problem("adversarial_from", "it is 0, so nothing would train the discriminators",
+                          "write `adversarial_from: !ref <adversarial_from>` under discriminators: then it has none")
+
 
 #: The frames of the mel spectra whose distance is the metric, the same for every recipe, in seconds, and their bands.
 FRAME, HOP, BANDS = 0.04, 0.01, 80

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from sbkit.decode.spans import TokenSpans
-from sbkit.decode.transducer import TransducerSearch
+from sbkit.decode.transducer import Joint, TransducerSearch
 from sbkit.nn.transducer import TransducerHead
 from sbkit.tasks.transducer.keys import TransducerKeys
 
 
-class TorchJoint:
+class TorchJoint(Joint):
     """Prediction and joint network of a model, for a search.
 
     Arguments

@@ -18,7 +18,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.symbols import Symbols
 from sbkit.errors import SbkitError
 from sbkit.nn.lengths import lengths_to_mask
-from sbkit.nn.voice import durations
+from sbkit.nn.voice import voice
 from sbkit.nn.voice.voice import Taught, VoiceModel
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
@@ -167,7 +167,7 @@ class TTS(Task):
         known = targets.known[:, None] * lengths_to_mask(targets.frames.sum(1), cross.shape[1])
         codes, count = (cross * known).sum(), known.sum()
         lengths = (batch.token_lengths + 2) * targets.known
-        spread, symbols = durations.loss(predicted, targets.frames, lengths).sum(), lengths.sum()
+        spread, symbols = voice.loss(predicted, targets.frames, lengths).sum(), lengths.sum()
         total = codes + self.keys.duration_weight * spread
         if stage != Stage.TRAIN and batch.weight:
             self.rows += self._rows(said, batch, (right * known).sum(1), lengths, stage)
@@ -215,7 +215,7 @@ class TTS(Task):
     def _rows(self, said: Said, batch: Batch, right: Tensor, lengths: Tensor, stage: Stage) -> list[SpokenRow]:
         """Return what became of each utterance of a batch."""
         rate, targets = self.keys.sample_rate, said.targets
-        apart = (said.taught.durations.clamp(0, durations.MOST).exp() - 1 - targets.frames).abs()
+        apart = (said.taught.durations.clamp(0, voice.MOST).exp() - 1 - targets.frames).abs()
         apart = (apart * lengths_to_mask(lengths, apart.shape[1])).sum(1) / lengths.clamp(min=1)
         frames = targets.frames.sum(1) * targets.known
         rows = [SpokenRow(*each) for each in zip(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from speechbrain.nnet.losses import cal_si_snr
 
-from sbkit.nn.enhance.ratios import si_snr, snr
+from sbkit.nn.enhance.enhancer import si_snr, snr
 
 FULL = torch.tensor([4000, 4000])
 

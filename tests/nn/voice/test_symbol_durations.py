@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.nn.voice import durations
-from sbkit.nn.voice.durations import MOST, rounded, spread
+from sbkit.nn.voice import voice
+from sbkit.nn.voice.voice import MOST, rounded, spread
 
 PREDICTED = st.lists(st.lists(st.floats(-2, 4, width=32), min_size=7, max_size=7), min_size=1, max_size=4)
 
@@ -58,7 +58,7 @@ def test_spread_takes_no_state_of_another_row():
 
 def test_the_loss_is_a_sum_over_an_utterances_own_symbols():
     predicted, frames = torch.tensor([[1.0, 2.0, 9.0], [0.0, 1.0, 0.5]]), torch.tensor([[3, 0, 7], [1, 2, 0]])
-    found = durations.loss(predicted, frames, torch.tensor([2, 3]))
+    found = voice.loss(predicted, frames, torch.tensor([2, 3]))
     wanted = [(1 - math.log(4)) ** 2 + 2.0 ** 2, math.log(2) ** 2 + (1 - math.log(3)) ** 2 + 0.5 ** 2]
     torch.testing.assert_close(found, torch.tensor(wanted))
-    assert durations.loss(predicted, frames, torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+    assert voice.loss(predicted, frames, torch.tensor([0, 0])).tolist() == [0.0, 0.0]

@@ -74,7 +74,7 @@ def test_teaching_and_speaking_see_the_same_frames():
     made = voice()
     text, lengths, speaker = torch.tensor([TEXTS[2]]), torch.tensor([8]), torch.tensor([0])
     states = made.encoder(text, lengths, speaker)
-    from sbkit.nn.voice.durations import rounded
+    from sbkit.nn.voice.voice import rounded
 
     frames = rounded(made.durations(states, lengths + 2), lengths + 2, torch.ones(1))
     taught = made.teach(text, lengths, speaker, frames, int(frames.sum()))

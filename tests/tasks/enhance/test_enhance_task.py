@@ -6,10 +6,10 @@ import soundfile
 import torch
 
 from sbkit.data.manifest import Manifest
-from sbkit.nn.enhance.ratios import si_snr
+from sbkit.nn.enhance.enhancer import si_snr
 from sbkit.score.estimate import estimate
 from sbkit.tasks.enhance import Enhancement
-from sbkit.tasks.enhance.results import Enhanced, EnhancedRow, measures
+from sbkit.tasks.enhance.task import Enhanced, EnhancedRow, measures
 from sbkit.tasks.listening import stoi
 
 RATE = 16_000

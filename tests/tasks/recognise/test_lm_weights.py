@@ -12,7 +12,7 @@ from sbkit.decode.fusion import FusionWeights
 from sbkit.decode.greedy import greedy
 from sbkit.errors import SbkitError
 from sbkit.tasks.asr import TranscribedUtterance
-from sbkit.tasks.recognise import lm_weights
+from sbkit.tasks.recognise import search as evaluation
 
 PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "b"]
 
@@ -43,7 +43,7 @@ class Search:
 
 def tune(lm, word):
     rows = [TranscribedUtterance("u", " ".join("a" * 20), "b a")]
-    return lm_weights.tune(SimpleNamespace(search=Search(lm, word), batches=[]), rows)
+    return evaluation.best_weights(SimpleNamespace(search=Search(lm, word), batches=[]), rows)
 
 
 @pytest.mark.parametrize("lm, word", [(0.6, 2.0), (0.3, 4.25), (0.0, -1.0), (1.65, 5.0), (0.9, 0.5)])
@@ -62,7 +62,7 @@ def test_an_utterance_without_a_reference_does_not_count():
 
     rows = [TranscribedUtterance("t", "", "b b b"), TranscribedUtterance("u", " ".join("a" * 20), "b a"),
             TranscribedUtterance("v", " ", "b")]
-    found = lm_weights.tune(SimpleNamespace(search=Heard(0.6, 2.0), batches=[]), rows)
+    found = evaluation.best_weights(SimpleNamespace(search=Heard(0.6, 2.0), batches=[]), rows)
     assert found == tune(0.6, 2.0) and found.rate == 0.0
 
 
@@ -70,7 +70,7 @@ def test_an_utterance_without_a_reference_does_not_count():
                          ids=len)
 def test_without_a_reference_nothing_can_be_tuned(rows):
     with pytest.raises(SbkitError, match="no utterance of the dev split has a reference"):
-        lm_weights.tune(SimpleNamespace(search=Search(0.6, 2.0), batches=[]), rows)
+        evaluation.best_weights(SimpleNamespace(search=Search(0.6, 2.0), batches=[]), rows)
 
 
 def tune_on_a_rank():
@@ -81,7 +81,7 @@ def tune_on_a_rank():
     recorder = SimpleNamespace(search=Search(0.6, 2.0), batches=[])
     if ranks.rank() == 1:  # no utterance, but it has to answer like the others
         recorder.search.search = lambda batch, weights: []
-    return lm_weights.tune(recorder, rows)
+    return evaluation.best_weights(recorder, rows)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_the_recorder_keeps_what_a_search_needs_and_hears_greedily():
     torch.manual_seed(0)
     log_probs, lengths = torch.randn(3, 12, len(PIECES)).mul(3).log_softmax(-1), torch.tensor([12, 9, 5])
     search = BeamSearch(Tokens(PIECES), beam=8)
-    recorder = lm_weights.Recorder(search, greedy)
+    recorder = evaluation.Recorder(search, greedy)
     heard = recorder.decode(log_probs, lengths)
     assert [[one.text for one in several] for several in heard] == [
         [search.tokenizer.decode(spans.ids.tolist())] for spans in greedy(log_probs, lengths)]
@@ -105,9 +105,9 @@ def test_the_recorder_keeps_what_a_search_needs_and_hears_greedily():
 
 
 def test_a_large_dev_set_is_taken_evenly():
-    count = 3 * lm_weights.ENOUGH
+    count = 3 * evaluation.ENOUGH
     manifest = Manifest(ids=[str(i) for i in range(count)], durations=[1.0] * count, wavs=[""] * count,
                         texts=[""] * count)
-    some = lm_weights.some_of(manifest)
-    assert len(some) == lm_weights.ENOUGH and some.ids[0] == "0" and some.ids[-1] == str(count - 1)
-    assert lm_weights.some_of(some) is some
+    some = evaluation.some_of(manifest)
+    assert len(some) == evaluation.ENOUGH and some.ids[0] == "0" and some.ids[-1] == str(count - 1)
+    assert evaluation.some_of(some) is some

@@ -20,7 +20,7 @@ from sbkit.recipe import load
 from sbkit.recipe.check import check
 from sbkit.score.verification import made, rates
 from sbkit.tasks.speaker import Verification
-from sbkit.tasks.speaker.results import SpeakerRow, Verified, scored
+from sbkit.tasks.speaker.task import SpeakerRow, Verified, scored
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "speaker.yaml"
 SMALL = {"channels": 16, "embedding_size": 8, "speakers": ["s0", "s1", "s2"], "n_speakers": 3}
