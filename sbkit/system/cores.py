@@ -1,4 +1,4 @@
-"""The number of cores that this process may use: a container may allow fewer than it shows."""
+"""The number of cores that this process may use: a container may allow fewer than it shows, by its control groups."""
 
 from __future__ import annotations
 
@@ -35,26 +35,32 @@ def keep_to_usable_cores() -> None:
 
 
 def quotas() -> Iterator[float]:
-    """Yield the quotas in cores of this process's control group and all its parents, for cgroups version 1 and 2."""
+    """Yield the quotas in cores of this process's control group and all its parents."""
+    for folder, second in control_groups("cpu"):
+        quota = (_read(folder / "cpu.max") if second else
+                 _read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us")).split()
+        if len(quota) == 2 and all(map(str.isdecimal, quota)) and int(quota[1]):  # not "max", not -1
+            yield int(quota[0]) / int(quota[1])
+
+
+def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folder of this process's control group for ``cpu`` or ``memory``, and those of all its parents, each
+    with whether it is of version 2."""
     second = MOUNT / "unified" if (MOUNT / "unified").is_dir() else MOUNT  # next to version 1, or alone
     for line in _read(GROUP).split("\n"):
         if line.count(":") < 2:
             continue
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = MOUNT / "cpu" if controllers else second
+        mount = MOUNT / controller if controllers else second
         folder = mount / path.strip("/")
         if ".." in folder.parts or not folder.is_dir():  # a container's root has the host's name for it
             folder = mount
-        while True:
-            quota = (_read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us") if controllers
-                     else _read(folder / "cpu.max")).split()
-            if len(quota) == 2 and all(map(str.isdecimal, quota)) and int(quota[1]):  # not "max", not -1
-                yield int(quota[0]) / int(quota[1])
-            if folder == mount:
+        for each in (folder, *folder.parents):
+            yield each, not controllers
+            if each == mount:
                 break
-            folder = folder.parent
 
 
 def _read(path: Path) -> str:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.system import cores
+from sbkit.train.memory import host
 
 
 @pytest.fixture
@@ -49,6 +50,19 @@ def test_a_group_that_the_container_does_not_see_is_its_root(machine):
     for group in ("0::/kubepods/pod1/abc\n", "0::/../../other\n"):
         machine(group, cpu_dot_max="200000 100000")
         assert cores.usable_cores() == 2
+
+
+@pytest.mark.parametrize("group, files", [
+    ("0::/kubepods/pod1/abc\n", {"memory_dot_max": "1000000", "memory_dot_current": "300000",
+                                 "memory_dot_stat": "anon 5\ninactive_file 100000"}),
+    ("3:memory:/docker/abc\n", {"memory__memory_dot_limit_in_bytes": "1000000", "memory__memory_dot_stat":
+                                "total_inactive_file 100000", "memory__memory_dot_usage_in_bytes": "300000"})])
+def test_the_memory_of_a_container_is_bounded_by_its_root(machine, group, files):
+    machine(group, **files)
+    assert (host.total(), host.available()) == (1_000_000, 800_000)
+    machine("0::/\n", memory_dot_max="max")
+    if "memory_dot_max" in files:
+        assert host.total() > 1_000_000
 
 
 def test_lines_that_no_kernel_writes_end_nothing(machine, tmp_path):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import platform
 from pathlib import Path
+
+from sbkit.system.cores import control_groups
 
 try:
     import resource
@@ -22,7 +23,9 @@ _GIVE_BACK = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 
 _SHAPES, _SHAPES_IF_BOUNDED = "384", "128"
 #: What to do about a process that runs out of memory because of its limit.
 LIMIT_HINT = "raise the limit of this process (ulimit -d, ulimit -v)"
-_CGROUPS = Path("/sys/fs/cgroup")
+#: Files of a control group that say its limit and what it uses, and the entry of memory.stat for what is not needed.
+_OF_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_OF_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def keep_freed_memory() -> bool:
@@ -124,33 +127,12 @@ def _machine(name: str) -> int:
 def _containers() -> list[tuple[int, int]]:
     """Return (limit, used) of each control group of this process that has a limit; cached files don't count."""
     found = []
-    for folder, limit, used, cache in _groups():
+    for folder, second in control_groups("memory"):
+        limit, used, cache = _OF_VERSION_2 if second else _OF_VERSION_1
         try:
             most = int((folder / limit).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             found.append((most, int((folder / used).read_text()) - int(stat.get(cache, 0))))
         except (OSError, ValueError):  # no such file here, or the limit is "max"
             continue
-    return found
-
-
-@functools.cache
-def _groups() -> list[tuple[Path, str, str, str]]:
-    """Return the folders of this process's control groups, and the names of their files in version 2 or 1."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, names = _CGROUPS / "memory", (
-                "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        inner = base / os.path.normpath(path).lstrip("/")
-        found += [(folder, *names) for folder in (inner, *inner.parents) if folder.is_relative_to(base)]
     return found
