@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.streaming import layers, requirements
 from sbkit.nn.streaming.layers import Kept
-from sbkit.nn.streaming.requirements import StreamingParts
+from sbkit.nn.streaming.requirements import Recognizer
 
 
 class EncoderState(NamedTuple):
@@ -39,7 +39,7 @@ class StreamingEncoder(nn.Module):
     left : left context in encoder frames; None: the most that it was trained for
     """
 
-    def __init__(self, recognizer: StreamingParts, left: int | None = None):
+    def __init__(self, recognizer: Recognizer, left: int | None = None):
         super().__init__()
         requirements.refuse(requirements.of_step(recognizer))
         chunks = recognizer.chunks

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
 from speechbrain.nnet.attention import RoPEMHA
 
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import HOULSBY
-from sbkit.nn.chunks import Chunks
 from sbkit.nn.fast.fused import Layer
 from sbkit.nn.kaldi import FilterBank
 
-
-class StreamingParts(Protocol):
-    """The parts of a recogniser that run on a stream."""
-
-    compute_features: Layer | None
-    normalize: Layer | None
-    frontend: Layer
-    encoder: Layer
-    head: Layer
-    scores_tokens: bool
-    chunks: Chunks | None
+Recognizer = Any  # that of sbkit.tasks.recognise, a room above this one
 
 
 class Lack(NamedTuple):
@@ -40,7 +29,7 @@ class Lack(NamedTuple):
     """The part's argument that makes the difference."""
 
 
-def of_step(recognizer: StreamingParts) -> Iterator[Lack]:
+def of_step(recognizer: Recognizer) -> Iterator[Lack]:
     """Yield what a recogniser lacks for a step on features, ``StreamingEncoder``."""
     layers = getattr(recognizer.encoder, "encoder", None)
     if recognizer.chunks is None:
@@ -66,7 +55,7 @@ def _adapted(layers: Layer) -> bool:
     return any(hasattr(part, HOULSBY) for part in (layers, *parts))
 
 
-def of_stream(recognizer: StreamingParts) -> Iterator[Lack]:
+def of_stream(recognizer: Recognizer) -> Iterator[Lack]:
     """Yield what a recogniser lacks to hear the samples of a stream."""
     yield from of_step(recognizer)
     features = recognizer.compute_features
