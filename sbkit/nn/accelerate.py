@@ -14,27 +14,26 @@ from torch import nn
 
 from sbkit.nn.fast import attention as fast_attention
 from sbkit.nn.fast import conformer as fast_conformer
-from sbkit.nn.fast import convolution as fast_convolution
 from sbkit.nn.fast import dropout as fast_dropout
-from sbkit.nn.fast import features as fast_features
+from sbkit.nn.fast import front_end
 from sbkit.nn.native import library
 
 logger = logging.getLogger(__name__)
 
 FASTER: dict[type, type] = {
     nn.Dropout: fast_dropout.Dropout,
-    CNN.Conv2d: fast_convolution.Conv2d,
-    convolution.ConvBlock: fast_convolution.ConvBlock,
+    CNN.Conv2d: front_end.Conv2d,
+    convolution.ConvBlock: front_end.ConvBlock,
     Conformer.ConformerEncoderLayer: fast_conformer.ConformerEncoderLayer,
     Conformer.ConvolutionModule: fast_conformer.ConvolutionModule,
     attention.PositionalwiseFeedForward: fast_conformer.PositionalwiseFeedForward,
     attention.RelPosMHAXL: fast_attention.RelPosMHAXL,
     attention.RoPEMHA: fast_attention.RoPEMHA,
     attention.MultiheadAttention: fast_attention.MultiheadAttention,
-    lobes.Fbank: fast_features.Fbank,
-    features.STFT: fast_features.STFT,
-    features.Filterbank: fast_features.Filterbank,
-    features.InputNormalization: fast_features.InputNormalization,
+    lobes.Fbank: front_end.Fbank,
+    features.STFT: front_end.STFT,
+    features.Filterbank: front_end.Filterbank,
+    features.InputNormalization: front_end.InputNormalization,
 }
 
 
@@ -54,7 +53,7 @@ def restore(module: nn.Module) -> Counter[str]:
 
 def compile_kernels(module: nn.Module) -> None:
     """Compile and load the kernels for training on a CPU if ``module`` has layers that use them."""
-    served = fast_conformer.ConformerEncoderLayer, fast_convolution.ConvBlock
+    served = fast_conformer.ConformerEncoderLayer, front_end.ConvBlock
     if any(isinstance(layer, served) for layer in module.modules()):
         why_not = library.load()
         if why_not is None:

@@ -24,7 +24,7 @@ import sbkit
 from sbkit.errors import SbkitError
 from sbkit.infer.graph_model import MAX_SECONDS
 from sbkit.infer.transcript import Transcript
-from sbkit.serve import clients, form, metrics, replies, speech_form
+from sbkit.serve import clients, form, metrics, replies
 from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, App, Hosts
 from sbkit.serve.backlog import Work
 from sbkit.serve.connection import ConnectionLimit
@@ -38,7 +38,7 @@ from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedVoice, recognise
 from sbkit.serve.replies import Streamed
 from sbkit.serve.served import Served
-from sbkit.serve.speech import resumed, sound
+from sbkit.serve.speech import limit_size, read_request, resumed, sound
 from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 
 _log = logging.getLogger(__name__)
@@ -168,11 +168,11 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
     async def speech(request: Request) -> Response:
         with contextlib.ExitStack() as stay:
             stay.enter_context(rooms.place(clients.address(request.scope)))
-            upload = Upload(request, state.limits, speech_form.limit_size)
+            upload = Upload(request, state.limits, limit_size)
             visit = rooms.context(upload.request)
             stay.callback(visit.close)
             try:
-                ask = await visit.read(speech_form.read(upload.request, state.loaded, visit.step))
+                ask = await visit.read(read_request(upload.request, state.loaded, visit.step))
                 spoken = sound(visit, ask, state.metrics)
                 first = await anext(spoken)  # from here on nothing is wrong with the request
             except (ClientDisconnected, ClientDisconnect):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sbkit.nn.codec.coder import Coder
-from sbkit.nn.codec.convnext import CodecDecoder, CodecEncoder, ConvNeXt
+from sbkit.nn.codec.coder import CodecDecoder, CodecEncoder, Coder, ConvNeXt
 from sbkit.nn.codec.discriminators import Discriminators
 from sbkit.nn.codec.fourier import LogMel, WaveHead
 from sbkit.nn.codec.quantiser import FiniteScalars, Quantised, Quantiser, ResidualVectors

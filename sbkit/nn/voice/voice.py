@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sbkit.nn.codec.convnext import CodecDecoder, ConvNeXt
+from sbkit.nn.codec.coder import CodecDecoder, ConvNeXt
 from sbkit.nn.codec.fourier import WaveHead
 from sbkit.nn.codec.quantiser import Quantiser
 from sbkit.nn.lengths import lengths_to_mask

@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.train.distributed import ending
-from sbkit.train.distributed.heartbeats import SILENT_SECONDS, Heartbeats
+from sbkit.train.distributed.ending import SILENT_SECONDS, Heartbeats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -15,14 +15,14 @@ from processes import results
 
 from sbkit.errors import SbkitError
 from sbkit.system.processes import free_port
-from sbkit.train.distributed import heartbeats, ranks
+from sbkit.train.distributed import ending, ranks
 
 
 def stopped_for_a_while(stopped, seconds):
     """What the log of each rank says while one is stopped by the other, and then continued."""
-    heartbeats.SILENT_SECONDS = 2.0
+    ending.SILENT_SECONDS = 2.0
     said = []
-    heartbeats.logger.warning = lambda text, *values: said.append(text % values)
+    ending.logger.warning = lambda text, *values: said.append(text % values)
     ranks.init(torch.device("cpu"))
     pids = ranks.gather_objects(os.getpid())
     time.sleep(1.5)  # for the first heartbeats
@@ -53,9 +53,9 @@ def test_a_rank_that_has_left_is_not_waited_for():
 
 
 def leaves_early():
-    heartbeats.SILENT_SECONDS = 1.0
+    ending.SILENT_SECONDS = 1.0
     said = []
-    heartbeats.logger.warning = lambda text, *values: said.append(text % values)
+    ending.logger.warning = lambda text, *values: said.append(text % values)
     ranks.init(torch.device("cpu"))
     time.sleep(1.0)
     ranks.barrier()
