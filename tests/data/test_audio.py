@@ -158,23 +158,22 @@ def test_a_segment_is_what_the_whole_has_there(kind):
 
 
 @pytest.mark.parametrize("mode", ["CONSTANT", "VARIABLE", "AVERAGE"])
-@pytest.mark.parametrize("tagged", [True, False])
-def test_mp3_lengths_and_places_are_exact_with_and_without_a_tag(mode, tagged):
+def test_mp3_lengths_and_places_are_exact_with_and_without_a_tag(mode):
     rate = 48000
     time = np.arange(40 * rate) / rate
     sound = (np.sin(2 * np.pi * 200 * time) * (np.sin(2 * np.pi * 0.2 * time) > 0) * 0.3).astype(np.float32)
     sound += np.random.default_rng(0).normal(size=len(time)).astype(np.float32) * 0.05 * (time % 9 > 4)
-    data = encoded(sound, rate, "mp3", bitrate_mode=mode, compression_level=0.5)
-    if not tagged:
-        data = data[data.index(b"\xff\xfb", 100) :]  # the first frame holds nothing but the tag
-        assert not mp3.inspect(lambda n, at: data[at : at + n]).tagged
-    whole = read_audio(data, sample_rate=None)
-    assert abs(len(whole) / rate - 40) < 0.05
-    assert abs(audio_info(data)[0] - len(whole) / rate) < 1e-6
-    for start in (3.0, 21.0000208, 30.5, 38.9):
-        part = read_audio(data, start=start, duration=0.5, sample_rate=None)
-        first = round(start * rate)
-        assert np.abs(part - whole[first : first + len(part)]).max() < 1e-4
+    tagged = encoded(sound, rate, "mp3", bitrate_mode=mode, compression_level=0.5)
+    untagged = tagged[tagged.index(b"\xff\xfb", 100) :]  # the first frame holds nothing but the tag
+    assert not mp3.inspect(lambda n, at: untagged[at : at + n]).tagged
+    for data in (tagged, untagged):
+        whole = read_audio(data, sample_rate=None)
+        assert abs(len(whole) / rate - 40) < 0.05
+        assert abs(audio_info(data)[0] - len(whole) / rate) < 1e-6
+        for start in (3.0, 21.0000208, 30.5, 38.9):
+            part = read_audio(data, start=start, duration=0.5, sample_rate=None)
+            first = round(start * rate)
+            assert np.abs(part - whole[first : first + len(part)]).max() < 1e-4
 
 
 def test_an_mp3_behind_an_id3_tag_is_found():

@@ -152,6 +152,21 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     assert "cannot write 2 characters" in caplog.text and "'ñ' x 1" in caplog.text
 
 
+@pytest.fixture(scope="module")
+def wrong(home):
+    """The folder with corpora and language models that won't do."""
+    for name, columns in (("silent", "ID,duration,wav,spk_id,wrd"), ("textless", "ID,duration,wav,spk_id")):
+        blank = "," if name == "silent" else ""
+        rows = [f"a{i},0.8,{run_folders.sound(home / name / f'{i}.wav')},s{blank}" for i in range(3)]
+        (home / name / "test.csv").write_text("\n".join([columns, *rows]) + "\n")
+    lm.build(["ÄÖÜ ß"], home / "other.arpa", order=2)
+    (home / "cut.arpa").write_bytes((home / "other.arpa").read_bytes()[:-60])
+    (home / "two").mkdir()
+    for name in "ab":
+        shutil.copy(home / "data" / "test.csv", home / "two" / f"{name}.csv")
+    return home
+
+
 @pytest.mark.parametrize("words, message", [
     (["--on", "{home}/nowhere"], "no such file or folder"),
     (["--on", "{home}/data/wavs"], "has recordings, and no list of them that says what is said"),
@@ -178,22 +193,10 @@ def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):
     (["--ctc-weight", "0.3"], "add --joint"),
     (["--chunk", "320,whole"], "the recipe has no chunks"),
 ])
-def test_every_wrong_command_is_one_line(run, home, capsys, words, message):
-    for name, columns in (("silent", "ID,duration,wav,spk_id,wrd"), ("textless", "ID,duration,wav,spk_id")):
-        (home / name).mkdir(exist_ok=True)
-        wav = run_folders.sound(home / name / "a.wav")
-        blank = "," if name == "silent" else ""
-        rows = [f"a{i},0.8,{wav if i == 0 else run_folders.sound(home / name / f'{i}.wav')},s{blank}" for i in range(3)]
-        (home / name / "test.csv").write_text("\n".join([columns, *rows]) + "\n")
-    lm.build(["ÄÖÜ ß"], home / "other.arpa", order=2)
-    (home / "cut.arpa").write_bytes((home / "other.arpa").read_bytes()[:-60])
-    two = home / "two"
-    two.mkdir(exist_ok=True)
-    for name in "ab":
-        shutil.copy(home / "data" / "test.csv", two / f"{name}.csv")
-    assert evaluate(run, *(word.format(home=home) for word in words)) == 2
+def test_every_wrong_command_is_one_line(run, wrong, capsys, words, message):
+    assert evaluate(run, *(word.format(home=wrong) for word in words)) == 2
     told = capsys.readouterr()
-    assert message.format(home=home) in told.err and "Traceback" not in told.err and not told.out
+    assert message.format(home=wrong) in told.err and "Traceback" not in told.err and not told.out
 
 
 def test_a_folder_that_is_no_run_is_told_so(home, capsys):

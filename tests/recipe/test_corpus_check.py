@@ -60,12 +60,13 @@ def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path):
     path.write_text(f"recipe: !include:{SMALL}\n    data_folder: {tmp_path}\n    output_folder: {tmp_path / 'run'}\n")
     assert "leaks" not in check(path).sections
     open_recipe(load(path, {}), path).keys.corpus.prepare(show_progress=False)
-    section = check(path).sections["leaks"]
+    report = check(path)
+    section = report.sections["leaks"]
     assert [row[:4] for row in section.rows] == [
         ["test", "dev", "speakers", 1], ["test", "train", "speakers", 1], ["test", "train", "sentences", 1],
         ["dev", "train", "speakers", 1]]
     assert "another one" in section.text() and "speakers: rates are partly those of voices" in section.text()
-    assert not check(path).problems(), "shared sentences are no mistake"
+    assert not report.problems(), "shared sentences are no mistake"
 
 
 COLUMNS = '''
