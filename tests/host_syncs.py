@@ -19,6 +19,16 @@ _WAITING = {
 _COPYING = ("cpu", "tolist", "__bool__", "__int__", "__float__", "__index__", "item")
 
 
+class CountsHostSyncs(TorchDispatchMode):
+    """Within it, reads of a tensor's value are counted."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
 class HostSyncs(TorchDispatchMode):
     """Within it, each wait is noted in ``found`` with the lines that led to it.
 

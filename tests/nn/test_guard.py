@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
+from host_syncs import CountsHostSyncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
@@ -129,14 +129,6 @@ def test_empty_and_one_dimensional():
 def test_floats_are_refused():
     with pytest.raises(SbkitError, match="must be integers"):
         guard_indices(torch.zeros(1, 2), 4, name="x")
-
-
-class CountsHostSyncs(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **kwargs or {})
 
 
 def test_nothing_is_read_until_somebody_polls():

@@ -50,6 +50,7 @@ def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch,
     assert "knows no language 'klingon'" in told.message
 
 
+@pytest.mark.slow
 def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path):
     sentences = {"train": ("One sentence here.", "Another one."), "dev": ("Dev one.",), "test": ("Another one!",)}
     for split, texts in sentences.items():

@@ -9,6 +9,7 @@ import encoders
 import pytest
 import torch
 import transformers
+from published import Evil
 from safetensors.torch import load_file, save_file
 
 from sbkit.errors import SbkitError
@@ -70,16 +71,6 @@ def test_a_file_of_torch_is_read_as_tensors_alone(folder, old):
     (folder / "model.safetensors").unlink()
     torch.save(found, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
     assert same(states(folder), expected)
-
-
-class Evil:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def test_a_pickle_is_refused_and_not_run(folder, tmp_path):

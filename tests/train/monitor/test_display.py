@@ -11,7 +11,7 @@ import termios
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from host_syncs import CountsHostSyncs
 
 from sbkit.train.monitor import display as display_module
 from sbkit.train.monitor.display import StageDisplay
@@ -151,14 +151,6 @@ def test_hidden_shows_nothing(capsys, clock):
         train(shown, clock, 100, loss=lambda: pytest.fail("nobody looks, so nothing may be computed"))
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
-
-
-class CountsHostSyncs(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **kwargs or {})
 
 
 def test_tensors_are_looked_at_when_the_bar_is_drawn_and_never_waited_for(clock):
