@@ -24,10 +24,11 @@ from sbkit.data.demo import make_demo_corpus
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates
-from tools.bench.harness import RECIPE, as_words, call, check_keys, read_lines
+from tools.bench.harness import RECIPE, as_words, call, parse_checked, read_lines
 from tools.bench.transfer import read
 
 OWN = ("data_folder", "language", "output_folder")
+SBKIT = [sys.executable, "-m", "sbkit"]
 _SHARE = 10
 
 
@@ -39,9 +40,8 @@ def main() -> int:
     parser.add_argument("--keep", type=float, default=0.8, help="expected word accuracy of labels that are kept")
     parser.add_argument("--lm", action="store_true", help="label with a language model of the tenth's texts")
     parser.add_argument("--at-most", type=float, default=0.7, help="the largest ratio of the WERs that passes")
-    args, keys = parser.parse_known_args()
+    args, keys = parse_checked(parser, RECIPE, OWN)
     try:
-        check_keys(RECIPE, keys, OWN)
         ratio = Bench(args.out.absolute(), args.hours, args.keep, args.lm, keys).run(args.rounds)
     except SbkitError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -53,7 +53,8 @@ class Bench:
     """The corpus, a tenth of it with texts, and the runs."""
 
     def __init__(self, out: Path, hours: float, keep: float, lm: bool, keys: list[str]):
-        self.out, self.keep, self.lm, self.keys = out, keep, lm, keys
+        self.out, self.keep, self.keys = out, keep, keys
+        self.lm = out / "tenth.arpa" if lm else None
         demo = make_demo_corpus(out / "demo", hours=hours)
         corpus = Corpus(str(demo), "en", out / "manifests", max_duration=20.0, min_duration=0.4)
         self.said = corpus.prepare()["train"]
@@ -77,28 +78,37 @@ class Bench:
             split: str(self.out / "manifests" / f"{split}.csv") for split in ("dev", "test")}
         source["train"] = [*map(str, lists)]
         words = as_words({"data_folder": json.dumps(source), "output_folder": folder})
-        call(name, [sys.executable, "-m", "sbkit", "train", RECIPE, "--noprogressbar", *words, *self.keys],
+        call(name, [*SBKIT, "train", RECIPE, "--noprogressbar", *words, *self.keys],
              self.out / "logs" / f"{name}.log")
         wer, steps = read(folder)["wer"], max(line.get("step", 0) for line in read_lines(folder / "metrics.jsonl"))
-        print(f"{name}: test WER {wer:.2f} % after {steps:,} steps", flush=True)
+        print(f"{name}: test WER {wer:.2f} % after {steps:,} steps{self._searched(name)}", flush=True)
         return wer
 
+    def _searched(self, name: str) -> str:
+        """Return the WER of a run with the language model, as text."""
+        if self.lm is None:
+            return ""
+        log, out = self.out / "logs" / f"{name}.log", self.out / "evaluations"
+        if not self.lm.exists():
+            call("the language model", [*SBKIT, "lm", self.out / "round-0", "--out", self.lm], log)
+        call("the search", [*SBKIT, "evaluate", self.out / name, "--lm", self.lm, "--name", name, "--out", out], log)
+        [folder] = out.glob(f"{name}-*")
+        return f"; with the language model {json.loads((folder / 'result.json').read_text())['WER']:.2f} %"
+
     def _label(self, run: Path, labels: Path) -> Path:
-        log, sbkit = self.out / "logs" / f"{labels.name}.log", [sys.executable, "-m", "sbkit"]
+        log = self.out / "logs" / f"{labels.name}.log"
         if not (run / "bundle").exists():
-            call("the export", [*sbkit, "export", run, "--to", run / "bundle", "--formats", "onnx"], log)
-        words, search = self.out / "tenth.arpa", list[str | Path]()
-        if self.lm:
-            call("the language model", [*sbkit, "lm", self.out / "round-0", "--out", words], log)
-            search = ["--lm", words]
-        call("the labels", [*sbkit, "label", run / "bundle", self.rest, "--to", labels, "--keep", self.keep,
-                            "--calibrate", self.out / "manifests" / "dev.csv", *search], log)
+            call("the export", [*SBKIT, "export", run, "--to", run / "bundle", "--formats", "onnx"], log)
+        call("the labels", [*SBKIT, "label", run / "bundle", self.rest, "--to", labels, "--keep", self.keep,
+                            "--calibrate", self.out / "manifests" / "dev.csv",
+                            *(["--lm", self.lm] if self.lm else [])], log)
         rows, rates = read_lines(labels / "train.jsonl"), ErrorRates("word")
         texts = dict(zip(self.said.ids, self.said.texts, strict=True))
         rates.add([row["id"] for row in rows], [texts[row["id"]] for row in rows], [row["text"] for row in rows])
         hours, expected = (sum(row["duration"] * factor for row, factor in zip(rows, factors, strict=True)) / 3600
                            for factors in ([1.0] * len(rows), [row["confidence"] for row in rows]))
-        print(f"{labels.name}: {hours:.2f} of {self.said.durations.sum() / 3600:.2f} hours, WER {rates.rate:.1f} %, "
+        there = sum(row["duration"] for row in read_lines(self.rest)) / 3600
+        print(f"{labels.name}: {hours:.2f} of {there:.2f} hours kept, of their words {rates.rate:.1f} % wrong, "
               f"expected word accuracy {100 * expected / hours:.1f} %", flush=True)
         return labels / "train.jsonl"
 
