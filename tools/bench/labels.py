@@ -3,11 +3,12 @@
     python -m tools.bench.labels --out FOLDER [--hours 3] [--rounds 1] [--keep 0.8] [--lm] [--key value ...]
 
 A run of hparams/ctc.yaml on a random tenth of the training rows is exported, and `sbkit label` transcribes the others
-with it, and with a language model of the tenth's texts if --lm is given. Another run, from nothing, learns from the
-tenth and these labels; with --rounds 2 its bundle labels again. Other keys go to all runs; a fair --least_steps gives
-the tenth as many steps as the last run, whose corpus is larger. Printed are the test WERs with their ratio to that of
-the tenth, the hours that were kept, and the WER of the labels themselves, by the texts that nobody was shown. The same
-command goes on where it was stopped. The exit code is 1 if the last ratio is more than --at-most (0.7).
+with it, and with a language model of the tenth's texts, and no others, if --lm is given. Another run, from nothing,
+learns from the tenth and these labels; with --rounds 2 its bundle labels again. Other keys go to all runs; a fair
+--least_steps gives the tenth as many steps as the last run, whose corpus is larger. Printed are the test WERs, with the
+language model too, and their ratios to those of the tenth, the hours that were kept, and the WER of the labels, by the
+texts that nobody was shown. Results are in FOLDER/results, so the same command goes on where it was stopped. The exit
+code is 1 if the last ratio, without the language model, is more than --at-most (0.7).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +26,11 @@ from sbkit.data.demo import make_demo_corpus
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates
-from tools.bench.harness import RECIPE, as_words, call, parse_checked, read_lines
+from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, read_lines
 from tools.bench.transfer import read
 
 OWN = ("data_folder", "language", "output_folder")
+GREEDY = "greedy"
 SBKIT = [sys.executable, "-m", "sbkit"]
 _SHARE = 10
 
@@ -54,6 +57,7 @@ class Bench:
 
     def __init__(self, out: Path, hours: float, keep: float, lm: bool, keys: list[str]):
         self.out, self.keep, self.keys = out, keep, keys
+        self.results = Results(out / "results", {"hours": hours, "keep": keep, "lm": lm, "keys": keys})
         self.lm = out / "tenth.arpa" if lm else None
         demo = make_demo_corpus(out / "demo", hours=hours)
         corpus = Corpus(str(demo), "en", out / "manifests", max_duration=20.0, min_duration=0.4)
@@ -65,37 +69,44 @@ class Bench:
 
     def run(self, rounds: int) -> float:
         """Train, label and train again; returns the last WER as a share of the first."""
-        first = wer = self._train("round-0", [self.tenth])
+        first = last = self._trained("round-0", [self.tenth])
         for number in range(1, rounds + 1):
-            labels = self._label(self.out / f"round-{number - 1}", self.out / f"labels-{number}")
-            wer = self._train(f"round-{number}", [self.tenth, labels])
-            print(f"ratio to round 0: {wer / first:.2f}", flush=True)
-        return wer / first
+            labels = self._labelled(self.out / f"round-{number - 1}", self.out / f"labels-{number}")
+            last = self._trained(f"round-{number}", [self.tenth, labels])
+            print("ratio to round 0:", shown({way: last[way] / rate for way, rate in first.items()}), flush=True)
+        return last[GREEDY] / first[GREEDY]
 
-    def _train(self, name: str, lists: list[Path]) -> float:
-        folder = self.out / name
+    def _trained(self, name: str, lists: list[Path]) -> dict[str, float]:
+        """Train a run unless it is there; returns its test WERs by way of searching."""
+        facts = self.results.get(name) or self.results.put(name, self._train(name, lists))
+        wer: dict[str, float] = facts["wer"]
+        print(f"{name}: test WER % after {facts['steps']:,} steps: {shown(wer)}", flush=True)
+        return wer
+
+    def _train(self, name: str, lists: list[Path]) -> dict[str, Any]:
+        folder, log = self.out / name, self.out / "logs" / f"{name}.log"
         source: dict[str, str | list[str]] = {
             split: str(self.out / "manifests" / f"{split}.csv") for split in ("dev", "test")}
         source["train"] = [*map(str, lists)]
         words = as_words({"data_folder": json.dumps(source), "output_folder": folder})
-        call(name, [*SBKIT, "train", RECIPE, "--noprogressbar", *words, *self.keys],
-             self.out / "logs" / f"{name}.log")
-        wer, steps = read(folder)["wer"], max(line.get("step", 0) for line in read_lines(folder / "metrics.jsonl"))
-        print(f"{name}: test WER {wer:.2f} % after {steps:,} steps{self._searched(name)}", flush=True)
-        return wer
+        call(name, [*SBKIT, "train", RECIPE, "--noprogressbar", *words, *self.keys], log)
+        wer, steps = {GREEDY: read(folder)["wer"]}, read_lines(folder / "metrics.jsonl")[-1]["step"]
+        if self.lm:
+            if not self.lm.exists():
+                call("the language model", [*SBKIT, "lm", self.out / "round-0", "--out", self.lm], log)
+            scores = self.out / "evaluations" / name
+            call("the search", [*SBKIT, "evaluate", folder, "--lm", self.lm, "--out", scores], log)
+            [result] = scores.glob("*/result.json")
+            wer["with the language model"] = json.loads(result.read_text())["WER"]
+        return {"steps": steps, "wer": wer}
 
-    def _searched(self, name: str) -> str:
-        """Return the WER of a run with the language model, as text."""
-        if self.lm is None:
-            return ""
-        log, out = self.out / "logs" / f"{name}.log", self.out / "evaluations"
-        if not self.lm.exists():
-            call("the language model", [*SBKIT, "lm", self.out / "round-0", "--out", self.lm], log)
-        call("the search", [*SBKIT, "evaluate", self.out / name, "--lm", self.lm, "--name", name, "--out", out], log)
-        [folder] = out.glob(f"{name}-*")
-        return f"; with the language model {json.loads((folder / 'result.json').read_text())['WER']:.2f} %"
+    def _labelled(self, run: Path, labels: Path) -> Path:
+        """Label the rest unless that is done; returns the list of what is kept."""
+        facts = self.results.get(labels.name) or self.results.put(labels.name, {"found": self._label(run, labels)})
+        print(f"{labels.name}: {shown(facts['found'])}", flush=True)
+        return labels / "train.jsonl"
 
-    def _label(self, run: Path, labels: Path) -> Path:
+    def _label(self, run: Path, labels: Path) -> dict[str, float]:
         log = self.out / "logs" / f"{labels.name}.log"
         if not (run / "bundle").exists():
             call("the export", [*SBKIT, "export", run, "--to", run / "bundle", "--formats", "onnx"], log)
@@ -105,12 +116,15 @@ class Bench:
         rows, rates = read_lines(labels / "train.jsonl"), ErrorRates("word")
         texts = dict(zip(self.said.ids, self.said.texts, strict=True))
         rates.add([row["id"] for row in rows], [texts[row["id"]] for row in rows], [row["text"] for row in rows])
-        hours, expected = (sum(row["duration"] * factor for row, factor in zip(rows, factors, strict=True)) / 3600
-                           for factors in ([1.0] * len(rows), [row["confidence"] for row in rows]))
-        there = sum(row["duration"] for row in read_lines(self.rest)) / 3600
-        print(f"{labels.name}: {hours:.2f} of {there:.2f} hours kept, of their words {rates.rate:.1f} % wrong, "
-              f"expected word accuracy {100 * expected / hours:.1f} %", flush=True)
-        return labels / "train.jsonl"
+        hours, right, there = (sum(row["duration"] * row.get(factor, 1) for row in lines) / 3600 for lines, factor in (
+            (rows, ""), (rows, "confidence"), (read_lines(self.rest), "")))
+        return {"hours": there, "hours kept": hours, "their WER %": rates.rate,
+                "their expected word accuracy %": 100 * right / hours}
+
+
+def shown(values: dict[str, float]) -> str:
+    """Format named numbers for a line."""
+    return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
 
 
 def _write(path: Path, manifest: Manifest, rows: np.ndarray, texts: bool) -> None:
