@@ -74,7 +74,9 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
         "--corpus", f"!new:sbkit.data.corpus.Corpus {{{given}}}", "--batching.step_seconds", f"{step:g}",
         "--batching.least_steps", "0", "--num_workers", "1",
         # So few rows need not have enough of any label.
-        *(["--batching.clips_per", "null"] if batching.clips_per else [])]}
+        *(["--batching.clips_per", "null"] if batching.clips_per else []),
+        # And what it has learnt before is as large as it is.
+        *(["--replay", "null", "--replay_from", "null"] if getattr(keys, "replay", None) else [])]}
 
 
 def _is_there(corpus: Corpus) -> bool:

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import run_folders
 
-from sbkit.recipe import flops, load
+from sbkit.data.mixture import Mixture
+from sbkit.recipe import arguments, flops, load
 from sbkit.rehearsal import corpus, rank, run, watch
 from sbkit.rehearsal.cards import CARDS
 from sbkit.rehearsal.report import assemble
@@ -204,6 +206,16 @@ def test_an_epoch_of_noise_has_its_steps_though_crops_are_all_that_is_trained_on
     made = corpus.write(recipe, tmp_path / "data", 2)
     rows = len((tmp_path / "data" / "train.csv").read_text().splitlines()) - 1
     assert rows * recipe.hparams["crop_seconds"] >= corpus.STEPS * made["step_seconds"]
+
+
+def test_what_a_model_knew_is_not_rehearsed(tmp_path):
+    known = str(run_folders.corpus(tmp_path / "known", train=4, dev=2, test=2))
+    given = {"output_folder": str(tmp_path), "init_from": "model", "replay": 0.2, "replay_from": known}
+    words = corpus.write(load.open_recipe(load.load(CTC, given), CTC), tmp_path / "data", 1)["words"]
+    again = arguments.parse([str(CTC), *words]).overrides
+    assert again["replay"] is None and again["replay_from"] is None
+    recipe = load.open_recipe(load.load(CTC, {**given, **again}), CTC)
+    assert not isinstance(recipe.keys.corpus, Mixture)
 
 
 def test_an_estimate_that_is_too_high_is_told_beside_what_needs_a_card():
