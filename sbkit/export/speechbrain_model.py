@@ -39,13 +39,13 @@ class Waves(nn.Module):
 
     def __init__(self, own: Any):  # of SpeechBrain's integrations, which need transformers
         super().__init__()
-        config = {name: value for name, value in own.model.config.to_dict().items() if name != "add_adapter"}
-        if own.output_all_hiddens or own.model.config.add_adapter or config["model_type"] not in _WRAPPED:
+        config = own.model.config.to_dict()
+        if own.output_all_hiddens or config["model_type"] not in _WRAPPED:
             raise SbkitError(f"the {config['model_type']} in this model can't be imported: it is of another kind, or "
-                             "gives other states than its last layer's (output_all_hiddens, add_adapter)",
-                             hint=f"{', '.join(_WRAPPED)} can")
-        self.network = build_network(Settings("the model", config, {"do_normalize": False}),
-                                     EncoderOptions(mask_time_prob=0.0, mask_feature_prob=0.0))
+                             "gives the states of all layers (output_all_hiddens)", hint=f"{', '.join(_WRAPPED)} can")
+        options = EncoderOptions(mask_time_prob=0.0, mask_feature_prob=0.0,
+                                 add_adapter=config.get("add_adapter", False))
+        self.network = build_network(Settings("the model", config, {"do_normalize": False}), options)
         state = own.model.state_dict()
         self.network.load_state_dict({name: state[name] for name in self.network.state_dict()})
         self.normalizes, self.output_norm = bool(own.normalize_wav), bool(own.output_norm)
