@@ -1,7 +1,8 @@
 """What a whole run will take, by what this machine's finished runs took: hours, cost and energy, with intervals.
 
-From the runs of one device (``finished_runs``), the seconds of a micro-batch are ``a * FLOPs + b``, by least squares of
-the relative errors. The interval holds four fifths of the errors that the rule makes on runs that were left out of it.
+From the runs of one device (``finished_runs``), the seconds of a micro-batch are ``c * FLOPs ** a * audio ** b``, by
+least squares of the logarithms: larger matrices are computed at a higher speed, so ``a`` is below 1. The interval holds
+four fifths of the errors that the rule makes on runs that were left out of it, and grows away from the runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 #: The share of runs that are to be within the interval.
 COVERAGE = 0.8
+#: How much it takes to believe in other slopes than "as the FLOPs": the sum of squared logarithms of runs' sizes.
+PRIOR = 0.1
 #: Kinds of runs of a device from which its speed is fitted; with fewer it is guessed from the device's peak.
 LEAST = 4
 #: Speed of training as a share of that of a large matrix product, and how far off a guess from it may be.
@@ -50,18 +53,16 @@ def run_hours(steps: Steps, step_seconds: float, evaluation: float = EVALUATION)
     return step_seconds * (steps.steps + evaluation * steps.evaluated / steps.audio) / 3600
 
 
-class Rule(NamedTuple):
-    """Seconds of a step: ``a * operations + b * micro_batches``; of an evaluation: as a share of training."""
+class Fitted(NamedTuple):
+    """What runs say of steps.
 
-    a: float
-    b: float
+    evaluation : seconds of one for those of training on the same audio
+    distance : how much larger an error is to be expected than of steps like those of the runs
+    """
+
+    step_seconds: float
     evaluation: float
-
-    def step_seconds(self, steps: Steps) -> float:
-        return self.a * steps.operations + self.b * steps.micro_batches
-
-    def hours(self, steps: Steps) -> float:
-        return run_hours(steps, self.step_seconds(steps), self.evaluation)
+    distance: float
 
 
 def kinds_of(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
@@ -76,30 +77,31 @@ def kinds_of(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
     return groups
 
 
-def fit(kinds: Sequence[Sequence[FinishedRun]]) -> Rule:
-    """Fit the rule; each kind of run counts once."""
-    rows, weights = [], []
-    for run, weight in ((run, len(kind) ** -0.5) for kind in kinds for run in kind):
-        rows.append([run.steps.operations / run.step_seconds, run.steps.micro_batches / run.step_seconds])
-        weights.append(weight)
-    scaled, target = np.array(rows) * np.array(weights)[:, None], np.array(weights)
-    best: tuple[float, np.ndarray] = (math.inf, np.zeros(2))
-    for columns in ([0, 1], [0], [1]):  # neither of them saves time
-        found = np.zeros(2)
-        found[columns] = np.linalg.lstsq(scaled[:, columns], target, rcond=None)[0]
-        error = float(((scaled @ found - target) ** 2).sum())
-        if (found >= 0).all() and error < best[0]:
-            best = error, found
+def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> Fitted:
+    """Fit the rule for such steps: each kind of run counts once, and the less the more its steps differ in size."""
+    def sizes(of: Steps) -> np.ndarray:
+        return np.log(np.array([of.operations, of.audio]) / of.micro_batches)
+
+    runs = [run for kind in kinds for run in kind]
+    offsets = np.array([sizes(run.steps) for run in runs]) - sizes(steps)
+    weights = 1 / (1 + (offsets**2).sum(axis=1)) / [len(kind) for kind in kinds for _ in kind]
+    seconds = np.log([run.step_seconds / run.steps.micro_batches for run in runs])
+    mean, offset = np.average(seconds, weights=weights), np.average(offsets, axis=0, weights=weights)
+    covariance = np.linalg.inv((offsets - offset).T * weights @ (offsets - offset) + PRIOR * np.eye(2))
+    slopes = covariance @ ((offsets - offset).T * weights @ (seconds - mean) + PRIOR * np.array([1.0, 0.0]))
+    slopes = np.clip(slopes, 0.0, 1.0)  # nothing that is larger saves time
     evaluation = float(np.median([np.median([run.evaluation for run in kind]) for kind in kinds]))
-    return Rule(float(best[1][0]), float(best[1][1]), evaluation)
+    return Fitted(steps.micro_batches * math.exp(mean - offset @ slopes), evaluation,
+                  math.sqrt(1 + offset @ covariance @ offset))
 
 
 def left_out(kinds: Sequence[Sequence[FinishedRun]]) -> list[float]:
-    """Measured hours for predicted ones, of each kind from all others."""
+    """Measured hours for predicted ones, of each kind from all others, as they would be at no distance from those."""
     found = []
     for index, kind in enumerate(kinds):
-        rule = fit([*kinds[:index], *kinds[index + 1:]])
-        found.append(float(np.median([run.hours / rule.hours(run.steps) for run in kind])))
+        rule = fit([*kinds[:index], *kinds[index + 1:]], kind[0].steps)
+        hours = [run.hours / run_hours(run.steps, rule.step_seconds, rule.evaluation) for run in kind]
+        found.append(float(np.median(hours)) ** (1 / rule.distance))
     return found
 
 
@@ -130,8 +132,10 @@ def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial
         return _within(scale * trial, run_hours(steps, scale * trial, evaluation), width(ratios), "trial", len(tried),
                        trial)
     if len(kinds := kinds_of(runs)) >= LEAST:
-        rule = fit(kinds)
-        return _within(rule.step_seconds(steps), rule.hours(steps), width(left_out(kinds)), "fit", len(runs))
+        rule = fit(kinds, steps)
+        each = max(rule.step_seconds, steps.operations / peak if peak else 0.0)
+        return _within(each, run_hours(steps, each, rule.evaluation), width(left_out(kinds)) ** rule.distance, "fit",
+                       len(runs))
     if peak is None:
         return None
     guess = max(steps.operations / (EFFICIENCY * peak), host_seconds)
@@ -217,8 +221,8 @@ def _why(setting: Setting, said: RunEstimate) -> str:
     on = f"{setting.device} in {setting.precision}{threads}"
     wide = f"the interval is a guess, a factor of {GUESS:g}"
     if said.by == "fit":
-        return (f"the seconds of a micro-batch are a * FLOPs + b, fitted to {_some(said.runs, 'finished run')} on "
-                f"{on}; the interval holds {COVERAGE:.0%} of the errors on runs that were left out of the fit")
+        return (f"the seconds of a micro-batch are c * FLOPs^a * audio^b, fitted to {_some(said.runs, 'finished run')} "
+                f"on {on}; the interval holds {COVERAGE:.0%} of the errors on runs that were left out of the fit")
     if said.by == "trial":
         how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so predicted have finished"
         if said.runs and said.trial:
