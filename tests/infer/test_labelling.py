@@ -211,6 +211,9 @@ def test_a_folder_of_others_is_left_alone(tmp_path, refused):
     (tmp_path / "mine" / "train.jsonl").write_text("mine")
     assert "exists and holds no labels of sbkit label" in refused("mine")
     assert [each.read_text() for each in (tmp_path / "mine").iterdir()] == ["mine"]
+    mine = tmp_path / "mine"
+    assert f"train.jsonl is part of {mine}, where labels go; name the recordings" in refused(
+        "mine", audio=[mine / "train.jsonl"])
 
 
 def test_labels_of_another_bundle_or_list_are_not_mixed_in(home, tmp_path, capsys):
