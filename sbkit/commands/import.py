@@ -11,8 +11,7 @@ from sbkit.commands.options import above, count
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("source", metavar="SOURCE", help="a folder, or owner/name or owner/name@revision on "
-                        "the Hugging Face Hub: of transformers, or for SpeechBrain's EncoderASR, whose "
-                        "hyperparams.yaml is code that runs")
+                        "the Hugging Face Hub: of transformers, or for SpeechBrain's EncoderASR")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
     parser.add_argument("--corpus", help="compare on recordings of its test split, instead of noise: whatever a "
                         "recipe's data_folder may be")
@@ -22,6 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clips", type=count, default=40, help="number of recordings to compare on")
     parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,
                         help="largest allowed difference of a log-probability from the model's own code (0.001)")
+    parser.add_argument("--trust-code", action="store_true", help="run the hyperparams.yaml of a SpeechBrain model "
+                        "from the Hub, which is code; that of a folder here always runs")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
 
 

@@ -33,12 +33,14 @@ class ImportRequest:
     to, formats, force, tolerance, clips : as ``ExportRequest`` has them
     corpus : whatever a recipe's ``data_folder`` may be; its test split is what is compared on. None: noise is
     language : of the corpus, and named in the bundle
+    trust_code : whether the code in a SpeechBrain model from the Hub may run
     """
 
     source: str
     to: Path
     corpus: str | None = None
     language: str | None = None
+    trust_code: bool = False
     formats: Sequence[str] | None = None
     force: bool = False
     tolerance: float = ExportRequest.tolerance
@@ -61,6 +63,9 @@ def _opened(request: ImportRequest, run: Path) -> Trained:
                               f"and the tokenizer; of a run of your own: sbkit export RUN --to {request.to}")
     folder = recipe_folder(request.source)
     if folder is not None:
+        if not (is_folder(request.source) or request.trust_code):
+            raise SbkitError(f"{request.source} is a model of SpeechBrain's, whose hyperparams.yaml is code that would "
+                             "run here", hint=f"read {folder / layout.RECIPE}; if you trust it, add --trust-code")
         return _of_speechbrain(request, run, SpeechBrainModel(folder))
     published = PublishedSource.of(request.source)
     brain, tokenizer = _brain(request, run, "ssl", published.piece_model(), init_from=request.source, head_kernel=0,

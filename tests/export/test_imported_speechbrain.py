@@ -71,7 +71,7 @@ def test_a_model_on_the_hub_is_that_of_its_folder(repository, tmp_path):
     """Of it only what its pretrainer loads is fetched."""
     served, folder = repository
     bundle = tmp_path / "bundle"
-    assert import_model(ImportRequest("someone/model", bundle, formats=["torch"], clips=2)) == 0
+    assert import_model(ImportRequest("someone/model", bundle, trust_code=True, formats=["torch"], clips=2)) == 0
     asked = {line.split()[1].rpartition("/")[2] for line in served.seen if line.startswith("GET")}
     assert {"hyperparams.yaml", "model.ckpt", "tokenizer.ckpt"} <= asked and "other.ckpt" not in asked
     assert layout.Config.read(bundle).trained["imported"] == "someone/model"
@@ -80,14 +80,24 @@ def test_a_model_on_the_hub_is_that_of_its_folder(repository, tmp_path):
     assert all(torch.equal(value, theirs.tensors()[name]) for name, value in ours.tensors().items())
 
 
+def test_code_from_the_hub_runs_only_if_it_is_trusted(repository, tmp_path):
+    recipe = repository[0].repositories["someone/model"].files
+    recipe["hyperparams.yaml"] += f"\nran: !apply:os.mkdir [{tmp_path / 'ran'}]\n".encode()
+    error = refusal(tmp_path, "someone/model")
+    assert "someone/model is a model of SpeechBrain's, whose hyperparams.yaml is code" in error.message
+    assert error.hint.endswith("hyperparams.yaml; if you trust it, add --trust-code")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_repository_that_lacks_a_file_of_its_pretrainer(repository, tmp_path):
     del repository[0].repositories["someone/model"].files["model.ckpt"]
-    assert "lacks model.ckpt, which its pretrainer loads" in refusal(tmp_path, "someone/model").message
+    assert "lacks model.ckpt, which its pretrainer loads" in refusal(
+        tmp_path, "someone/model", trust_code=True).message
 
 
-def refusal(tmp_path, source):
+def refusal(tmp_path, source, **more):
     with pytest.raises(SbkitError) as caught:
-        import_model(ImportRequest(str(source), tmp_path / "bundle"))
+        import_model(ImportRequest(str(source), tmp_path / "bundle", **more))
     assert not (tmp_path / "bundle").exists()
     return caught.value
 
