@@ -50,7 +50,7 @@ def run(words: list[str]) -> int:
         print(corpus.summary(), file=sys.stderr)
         scores = []
         for fold in folds.write(train, manifests["dev"], 2 if given.folds is None else given.folds, folder):
-            folds.train(fold, words, corpus.remote.schemes, torch.cuda.device_count() if str(device) == "cuda" else 1)
+            folds.train(fold, words, corpus, torch.cuda.device_count() if str(device) == "cuda" else 1)
             scores += label_scores.score(fold.run, fold.held_out, device)
         suspects = label_errors.suspects(scores, train, corpus.report["source"]["where"])
         files = folder / "suspects.csv", folder / "suspects.html"

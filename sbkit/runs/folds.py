@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
+from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
+from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError
 from sbkit.system.environment import training_command
 
@@ -61,18 +64,21 @@ def write(train: Manifest, dev: Manifest, count: int, folder: Path) -> list[Fold
     return folds
 
 
-def train(fold: Fold, words: Sequence[str], schemes: Sequence[str], processes: int) -> None:
+def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> None:
     """Train a fold's run by ``sbkit train``, or go on with it; returns at once if it is complete.
 
     Arguments
     ---------
     words : the recipe and its overrides, as on a command line
-    schemes : kinds of URL that rows may name
+    corpus : whose rows they are
     """
+    rules = "AsWritten {}" if isinstance(corpus.text, AsWritten) else \
+        f"NormalizedBefore {json.dumps(corpus.text.options(), ensure_ascii=False)}"
     keys = {"output_folder": fold.run, "corpus.source": (fold.run / _LISTS).resolve(),
             # What these say has been done to the rows already.
             "corpus.splits": "null", "corpus.columns": "null", "corpus.data_root": "null", "corpus.exclude": "null",
-            "corpus.skip_short_texts": "[]", "corpus.schemes": f"[{', '.join(schemes)}]"}
+            "corpus.skip_short_texts": "[]", "corpus.text": f"!new:sbkit.data.text.{rules}",
+            "corpus.schemes": f"[{', '.join(corpus.remote.schemes)}]"}
     command = training_command(words, processes)
     command += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     print(f"fold {fold.number} of {fold.of}: {fold.run}", file=sys.stderr, flush=True)

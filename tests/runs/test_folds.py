@@ -1,13 +1,20 @@
 """Folds of training rows: no sentence is in two, and another corpus gets other runs."""
 
 import random
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import run_folders
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Manifest
+from sbkit.data.text import AsWritten, TextRules
 from sbkit.errors import SbkitError
+from sbkit.recipe import arguments, load
 from sbkit.runs import folds
 
 
@@ -54,3 +61,21 @@ def test_other_labels_get_other_runs_and_the_same_ones_their_own_again(tmp_path)
     first, again, other = (folds.write(rows(texts), rows(["dev"]), 2, tmp_path)[0].run
                            for texts in (["a", "b"], ["a", "b"], ["a", "c"]))
     assert first == again != other
+
+
+@pytest.mark.parametrize("text, said", [
+    (TextRules(replace={"e": "ee", "ß": '"ß'}), ["--corpus.text", "{replace: {e: ee}}"]),
+    (TextRules(replace={"e": "ee"}), ["--corpus.text.replace", "{e: ee}"]),
+    (AsWritten(), ["--corpus.text", "!new:sbkit.data.text.AsWritten"])])
+def test_a_fold_learns_the_very_labels_that_are_judged(tmp_path, monkeypatch, text, said):
+    """A replacement that fits once more isn't made twice."""
+    corpus = Corpus(str(run_folders.corpus(tmp_path / "data", train=6, dev=2, test=2)), "en", tmp_path / "m", text=text)
+    found = corpus.prepare(show_progress=False)
+    fold, commands = folds.write(found["train"], found["dev"], 2, tmp_path / "folds")[0], []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command) or SimpleNamespace(
+        wait=lambda: 0, poll=lambda: 0))
+    folds.train(fold, [str(Path(__file__).parents[2] / "hparams" / "ctc.yaml"), *said], corpus, 1)
+    request = arguments.parse(commands[0][commands[0].index("train") + 1:])
+    learnt = load.load(request.path, request.overrides)["corpus"].prepare(show_progress=False)
+    assert list(learnt["test"].texts) == list(fold.held_out.texts)
+    assert all(name in learnt["train"].texts for name in set(found["train"].texts) - set(fold.held_out.texts))
