@@ -119,7 +119,7 @@ def read(setting: Setting | None = None) -> list[FinishedRun]:
             said = line["predicted"] and RunEstimate(**line["predicted"])
             run = FinishedRun(Setting(**line["setting"]), Steps(**line["steps"]), float(line["step_seconds"]),
                               float(line["hours"]), said)
-            if min(run.step_seconds, run.hours, run.steps.audio, run.steps.operations) > 0:
+            if all(0 < value < math.inf for value in (run.step_seconds, run.hours, *dataclasses.astuple(run.steps))):
                 runs.append(run)
     return [run for run in runs if setting in (None, run.setting)]
 
@@ -154,9 +154,13 @@ def keep_prediction(setting: Setting, steps: Steps, prediction: RunEstimate) -> 
 
 def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
     """The last prediction for such a run."""
-    found = [line["predicted"] for line in _lines("check") if line["setting"] == setting._asdict()
-             and line["steps"]["steps"] == steps.steps and Steps(**line["steps"]).like(steps)]
-    return found[-1] if found else None
+    found = None
+    for line in _lines("check"):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if line["setting"] == setting._asdict() and line["steps"]["steps"] == steps.steps and \
+                    Steps(**line["steps"]).like(steps):
+                found = line["predicted"]
+    return found
 
 
 # ---------------------------------------------------------------- recording
