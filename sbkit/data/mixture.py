@@ -80,9 +80,6 @@ class Mixture(Corpus):
                              hint="use letters, digits, - and _")
         if best_by not in (MEAN, *parts):
             raise SbkitError(f"mixture: best_by is {best_by!r}", hint=f"it is {MEAN} or one of {', '.join(parts)}")
-        if once is not None and (once not in parts or not (weights or {once: 1}).get(once)):
-            raise SbkitError(f"mixture: once is {once!r}, " + ("whose weight is 0" if once in parts else "which is no "
-                                                               "part"), hint=f"parts are {', '.join(parts)}")
         languages = {part.language for part in parts.values()}
         rules = [part.text for part in parts.values()]
         alike = all(each.options() == rules[0].options() for each in rules)
@@ -93,6 +90,10 @@ class Mixture(Corpus):
         self.parts = {str(name): self._placed(str(name), part) for name, part in parts.items()}
         self.weights = None if weights is None else _weights(weights, self.parts)
         self.temperature, self.best_by, self.once = temperature, best_by, once
+        if once is not None and once not in list(self.parts):
+            raise SbkitError(f"mixture: once is {once!r}, which is no part", hint=f"parts are {', '.join(parts)}")
+        if once is not None and self.weights is not None and not self.weights[once]:
+            raise SbkitError(f"mixture: once is {once!r}, whose weight is 0", hint="give it more, or name another")
         check_number("mixture: temperature", temperature, above=0, optional=True)
         if weights is not None and temperature is not None:
             raise SbkitError("mixture: weights and temperature both say how much each part is heard",
@@ -164,6 +165,8 @@ class Mixture(Corpus):
         if silent:
             raise SbkitError(f"part {silent[0]} of the mixture has a weight and no training rows",
                              hint="give it a train split, or weight it by 0")
+        if self.once is not None and "train" not in found[self.once]:
+            raise SbkitError(f"once: part {self.once} of the mixture has no training rows", hint="name another")
         if self.best_by in found and "dev" not in found[self.best_by] and "dev" in needed:
             raise SbkitError(f"best_by: part {self.best_by} of the mixture has no dev split", hint="name another, or "
                                                                                                    f"{MEAN}")

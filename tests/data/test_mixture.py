@@ -103,6 +103,13 @@ def test_a_pass_can_go_through_one_part_once(two, tmp_path):
     assert len(Plan.of(train.select(np.arange(len(train))), Batching(3), None, 1).epoch(1).members) == 3
     with pytest.raises(SbkitError, match="once is 'calls', whose weight is 0"):
         Mixture(two, weights={"read": 1, "calls": 0}, once="calls")
+    with pytest.raises(SbkitError, match=r"weights is \[1, 2\]"):
+        Mixture(two, weights=[1, 2], once="calls")
+    with pytest.raises(SbkitError, match=r"once is \['calls'\], which is no part"):
+        Mixture(two, once=["calls"])
+    silent = two | {"silent": Corpus(two["read"].source, "en", only=["test"])}
+    with pytest.raises(SbkitError, match="once: part silent of the mixture has no training rows"):
+        Mixture(silent, tmp_path / "s", once="silent").prepare(show_progress=False)
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.floats(0.001, 1e4), min_size=1), st.floats(0.5, 100))
