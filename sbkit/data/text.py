@@ -170,6 +170,13 @@ class AsWritten(TextRules):
         return super().options() | {"as_written": True}
 
 
+class NormalizedBefore(AsWritten):
+    """The rules that texts were normalised by before: they stay as they are, since a replacement may fit once more."""
+
+    def options(self) -> dict[str, Any]:
+        return TextRules.options(self)
+
+
 class _CharacterTable(dict[int, str | None]):
     """A table for ``str.translate`` that decides about a character when it occurs for the first time."""
 

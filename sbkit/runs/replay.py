@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from sbkit.data.columns import Declared
 from sbkit.data.corpus import Corpus
+from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
-from sbkit.data.text import AsWritten, TextRules
+from sbkit.data.text import AsWritten, NormalizedBefore, TextRules
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.keys import Problem
@@ -40,25 +42,44 @@ class Replay(Mixture):
     """
 
     def __init__(self, corpus: Corpus, share: float, source: str | Path):
-        rules = prepared_with(Path(source))
-        text = rules.get("text", corpus.text)
-        if not isinstance(text, TextRules) and text.pop("as_written", False):
-            text = AsWritten()
-        old = Corpus(source, rules.get("language"), corpus.folder / OLD, text=text,
-                     min_duration=corpus.min_duration, max_duration=corpus.max_duration, schemes=corpus.schemes,
-                     workers=corpus.workers)
+        options, folder = prepared_with(Path(source)), corpus.folder / OLD
+        old = (Prepared if source == folder else Corpus)(
+            source, options.get("language"), folder, text=_rules(options) or corpus.text,
+            min_duration=corpus.min_duration, max_duration=corpus.max_duration, schemes=corpus.schemes,
+            workers=corpus.workers)
         super().__init__({NEW: corpus.in_folder(corpus.folder / NEW), OLD: old}, corpus.folder,
                          weights={NEW: 1 - share, OLD: share}, best_by=NEW, once=NEW)
         self.language, self.text = corpus.language, corpus.text
+
+    def _check_splits(self, found: Mapping[str, Mapping[str, Manifest]], needed: Sequence[str]) -> None:
+        super()._check_splits(found, needed)
+        if "test" in needed and "test" not in found[OLD]:
+            raise SbkitError(f"replay: {self.parts[OLD].source} has no test split, which shows what is forgotten",
+                             hint="name a run, or a corpus that has one: replay_from")
+
+
+class Prepared(Corpus):
+    """A corpus that is as it was prepared, since its source is gone."""
+
+    def prepare(self, show_progress: bool = True, needed: Sequence[str] = (), needs_text: bool = True,
+                columns: Declared | None = None) -> dict[str, Manifest]:
+        return self.load()
 
 
 def prepared_with(folder: Path) -> dict[str, Any]:
     """The options that manifests in a folder were prepared with; none if there are none."""
     try:
-        options: dict[str, Any] = json.loads((folder / _REPORT).read_text(encoding="utf-8"))["options"]
-    except (OSError, ValueError, KeyError):
+        return dict(json.loads((folder / _REPORT).read_text(encoding="utf-8"))["options"])
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return options
+
+
+def _rules(options: Mapping[str, Any]) -> TextRules | None:
+    """The rules that manifests prepared with these options were normalised by; None if the options have none."""
+    text = options.get("text")
+    if not isinstance(text, Mapping):
+        return None
+    return AsWritten() if text.get("as_written") else NormalizedBefore.for_language(None, **text)
 
 
 def replayed(keys: ReplayKeys) -> Replay:
@@ -93,7 +114,8 @@ def _source(keys: ReplayKeys) -> str | Path:
 def _run_of(keys: ReplayKeys) -> Path | None:
     assert keys.init_from is not None
     path = Path(keys.init_from).expanduser().absolute()
-    return next((folder for folder in (path, *path.parents[:2]) if (folder / PREPARED).is_file()), None)
+    return next((folder for folder in (path, *path.parents[:2]) if (folder / PREPARED).is_file() and
+                 (folder / RECIPE).is_file()), None) if path.exists() else None
 
 
 def problems(keys: ReplayKeys) -> Iterator[Problem]:

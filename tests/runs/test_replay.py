@@ -18,9 +18,10 @@ from sbkit.runs.replay import NEW, OLD, problems, replayed
 def run(tmp_path) -> Path:
     """A run's folder with what it was trained on, in capitals."""
     data = corpus(tmp_path / "en", train=8, dev=2, test=2)
-    Corpus(str(data), "en", tmp_path / "run" / "manifests", text={"replace": {"z": "s"}}).prepare(show_progress=False)
+    Corpus(str(data), "en", tmp_path / "run" / "manifests", text={"replace": {"e": "ee"}}).prepare(show_progress=False)
     (tmp_path / "run" / "hyperparams.yaml").write_text("sample_rate: 16000\n")
     (tmp_path / "run" / "save" / "CKPT+1").mkdir(parents=True)
+    (tmp_path / "run" / "bundle").mkdir()
     return tmp_path / "run"
 
 
@@ -35,13 +36,15 @@ def keys(folder: Path, **given: object) -> SimpleNamespace:
 def test_the_corpus_of_a_run_is_found_from_it_and_from_what_lies_in_it(run, start):
     joint = replayed(keys(run.parent, init_from=str(run / start)))
     assert joint.parts[OLD].source == run / "manifests" and joint.parts[OLD].language == "en"
-    assert joint.parts[OLD].text.replace == {"z": "s"}, "it is written by the run's own rules"
+    assert joint.parts[OLD].text.replace == {"e": "ee"}, "it is written by the run's own rules"
     assert joint.parts[OLD].max_duration == 20, "what is too long for this run is left out"
     assert (joint.language, joint.text) == ("es", joint.parts[NEW].text)
     found = joint.prepare(show_progress=False, needed=("train", "dev", "test"))
     assert {split: len(each) for split, each in found.items()} == {"train": 12, "dev": 4, "test": 5}
     assert found["train"].shares == {NEW: 0.8, OLD: 0.2} and found["train"].once == NEW == joint.best_by
     assert list(found["dev"].column("language")) == ["es", "es", "en", "en"]
+    before = Corpus(folder=run / "manifests").manifest("train")
+    assert list(found["train"].texts)[4:] == list(before.texts), "a replacement isn't made twice"
 
 
 @pytest.mark.parametrize("named", ["run", "run/manifests", "en"])
@@ -57,10 +60,39 @@ def test_a_run_that_has_begun_needs_its_source_no_more(run, named):
     before = replayed(there).prepare(show_progress=False)["train"].digest()
     shutil.rmtree(run)
     again = replayed(there)
-    assert again.prepare(show_progress=False)["train"].digest() == before and not list(problems(there))
+    for _ in range(2):
+        assert again.prepare(show_progress=False)["train"].digest() == before and not list(problems(there))
     shutil.rmtree(there.corpus.folder)
     with pytest.raises(SbkitError, match=r"has no manifests/prepare_report\.json|no such file or folder"):
         replayed(there)
+
+
+def test_what_lies_beside_is_not_what_it_learnt(run, monkeypatch):
+    """Manifests of a working directory, in which nothing was trained, or whose model is elsewhere."""
+    monkeypatch.chdir(run.parent)
+    shutil.copytree(run / "manifests", run.parent / "manifests")
+    (run.parent / "model").mkdir()
+    for source in ("owner/model", "model"):
+        with pytest.raises(SbkitError, match=r"has no manifests/prepare_report\.json"):
+            replayed(keys(run.parent, init_from=source))
+    monkeypatch.chdir(run)
+    with pytest.raises(SbkitError, match=r"has no manifests/prepare_report\.json"):
+        replayed(keys(run.parent, init_from="owner/model"))
+
+
+def test_an_old_corpus_without_a_test_is_refused(run):
+    for split in ("dev", "test"):
+        (run.parent / "en" / f"{split}.csv").unlink()
+    joint = replayed(keys(run.parent, init_from="owner/model", replay_from=str(run.parent / "en")))
+    with pytest.raises(SbkitError, match="en has no test split, which shows what is forgotten"):
+        joint.prepare(show_progress=False, needed=("train", "dev", "test"))
+
+
+@pytest.mark.parametrize("report", ["[]", '{"options": []}', '{"options": {"text": null}}', "{"])
+def test_a_report_that_says_nothing_leaves_the_new_rules(run, report):
+    (run / "manifests" / "prepare_report.json").write_text(report)
+    joint = replayed(keys(run.parent, init_from=str(run)))
+    assert joint.parts[OLD].text is joint.parts[NEW].text
 
 
 def test_another_rate_is_refused(run):
