@@ -174,7 +174,8 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
         logger.warning("Utterances get other outputs in a batch than alone, since layers of this model look beyond an "
                        "utterance's end; so each will run alone")
     readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
-    readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average)
+    readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average,
+                                  request.mean)
     _describe(folder, config, comparison, request.tolerance, readme)
     return comparison, config
 

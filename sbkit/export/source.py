@@ -55,7 +55,7 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     used = restore.take_weights(brain, checkpoint, mean_of)
     old_set.guard(recipe, brain, (checkpoint, mean_of), *guard)
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
-    return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged), bundles)
+    return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged, guard[0]), bundles)
 
 
 def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | None = None) -> Trained:
@@ -92,10 +92,12 @@ def _take_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
         logger.warning("Recognised words are not compared: %s", error)
 
 
-def _facts(keys: RunKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool) -> dict[str, Any]:
+def _facts(keys: RunKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool, mean: float | None,
+           ) -> dict[str, Any]:
     best = used[0]
     meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
     return {
         "experiment": keys.experiment or "", "checkpoint": Path(best.path).name,
-        "mean_of": len(used), "moving_average": averaged, **({} if len(used) > 1 else {"valid": meta}),
+        "mean_of": len(used), "moving_average": averaged,
+        **({"mean_with_start": mean} if mean is not None else {} if len(used) > 1 else {"valid": meta}),
     }

@@ -163,6 +163,11 @@ def is_added(name: str) -> bool:
     return not {LORA, HOULSBY}.isdisjoint(name.split("."))
 
 
+def is_zero_at_first(name: str) -> bool:
+    """Whether a parameter is that of an adapter's last layer, by its path: with zeros there it does nothing."""
+    return name.rpartition(".")[0].endswith((f".{LORA}.2", f".{HOULSBY}.3"))
+
+
 @torch.no_grad()
 def merge(module: nn.Module) -> int:
     """Merge each LoRA into its layer's weights and remove it; returns the number of merged layers."""

@@ -77,11 +77,15 @@ class OldSet:
         return (f"{self.metric} {value:.2f} on the old test, {'beyond' if self.is_worse(value) else 'within'} the "
                 f"interval of what it was before: {self.before:.2f} ({low:.2f} to {high:.2f})")
 
-    def offer(self, run: Path) -> str:
-        """How to export the mean that saves the old set; empty if there is none."""
+    def offer(self, run: Path, average: int = 1) -> str:
+        """How to export the mean that saves the old set; empty if there is none.
+
+        average : of how many checkpoints the new weights in it are the mean
+        """
+        several = f" --average {average}" if average > 1 else ""
         return "" if self.share is None else (
-            f"sbkit export {run} --to BUNDLE --mean {self.share:g} exports the mean of the new weights and those "
-            f"of before, with {self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
+            f"sbkit export {run} --to BUNDLE --mean {self.share:g}{several} exports the mean of the new weights and "
+            f"those of before, with {self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
 
 
 def score_before(recipe: Recipe, brain: Brain) -> None:
@@ -114,7 +118,8 @@ def compare(brain: Brain, device: torch.device) -> None:
             known = _with_mean(known, folder, device, brain)
         except SbkitError as error:  # the source may be gone by now
             why = f"no mean of old and new weights could be tried: {error.message}"
-        logger.warning("After training: %s; %s", known.describe(value), known.offer(folder) or why)
+        logger.warning("After training: %s; %s", known.describe(value),
+                       known.offer(folder, brain.keys.average_checkpoints) or why)
     if ranks.is_main():
         known.write(folder)
 
@@ -146,7 +151,8 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
         value = _score(recipe, brain, OLD, "test").stats[known.metric]
     if known.is_worse(value):
         raise SbkitError(f"the model forgot: {known.describe(value)}",
-                         hint=f"{known.offer(folder)}; ".removeprefix("; ") + "--accept-worse exports it nevertheless")
+                         hint=f"{known.offer(folder, keys.average_checkpoints)}; ".removeprefix("; ")
+                         + "--accept-worse exports it nevertheless")
     print(known.describe(value), file=sys.stderr)
 
 

@@ -71,7 +71,7 @@ def _run(command: CommandLine, device: torch.device, bundles: Bundles) -> None:
 
 def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: StartGuard, bundles: Bundles) -> None:
     from sbkit.recipe import load
-    from sbkit.runs import initial, preparation, pretrained, results, training
+    from sbkit.runs import initial, old_set, preparation, pretrained, results, training
     from sbkit.train.distributed import ranks
 
     folder = recipe.keys.folder
@@ -101,6 +101,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
         ranks.run_on_main(results.mark_finished, recipe.keys, request, brain.tested)
+    old_set.compare(brain, device)
 
 
 def _filled(recipe: Recipe) -> set[int]:

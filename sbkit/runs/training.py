@@ -86,7 +86,6 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         brain.fit(_from_here_on(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
     with test_set:
         brain.evaluate(test_set, **brain.metric.order)
-    old_set.compare(brain, device)
     return brain
 
 

@@ -80,6 +80,8 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
     assert exported(run, "--mean", 1.5)[0] == 2 and not (run / "bundle").exists()
     code, said = exported(run, "--mean", 0)
     assert code == 0, said
+    assert json.loads((run / "bundle" / "config.json").read_text())["trained"]["mean_with_start"] == 0
+    assert "of the weights that the run began with" in (run / "bundle" / "README.md").read_text()
     assert exported(run, "--accept-worse", "--force")[0] == 0
     OldSet("WER", True, 99.0, (0.0, 99.9)).write(run)  # of an easier judge, who takes any mean that hears a word
     done = program(command, "train", *given, "--test_only", timeout=300)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sbkit.errors import SbkitError
+from sbkit.nn import adapters
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.build import Built
 from sbkit.recipe.load import Recipe
@@ -112,7 +113,8 @@ def _broadcast(brain: Begins) -> None:
 class MeanWithSource:
     """Gives a trained Brain the mean of its weights and of those that it began with.
 
-    What its source lacks, such as the rows of new tokens, stays as it was trained.
+    What its source lacks, such as the rows of new tokens, stays as it was trained; adapters that it lacks count so much
+    less.
     """
 
     def __init__(self, brain: Begins):
@@ -122,6 +124,9 @@ class MeanWithSource:
         ranks.run_on_main(_fill, brain)
         _broadcast(brain)
         self._old = {name: value.detach().clone() for name, value in self._state.items()}
+        for name, value in self._old.items():
+            if adapters.is_zero_at_first(name) and torch.equal(value, trained[name]):
+                value.zero_()
         brain.modules.load_state_dict(trained)
         self._new = {name: trained[name] for name in self._state}
 

@@ -47,11 +47,12 @@ def of_run(run: RunData) -> str:
 
 
 def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpoint: str = "best",
-              mean_of: int = 1) -> str:
+              mean_of: int = 1, mean: float | None = None) -> str:
     """Complete the README of a bundle by what its run's folder says.
 
     pipeline_tag : what the Hub calls its task, if it has a name for it
     checkpoint, mean_of : which of the run's was exported
+    mean : what it counts in a mean with the weights that the run began with; None: it is exported alone
     """
     try:
         run = data.read(folder)
@@ -59,14 +60,15 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpo
         logger.warning("The bundle's model card has nothing of its training: %s", error.message)
         return readme
     tested = int(_key(run, "average_checkpoints") or 1)
-    same = (checkpoint, mean_of) == ("best", tested)
+    same = (checkpoint, mean_of, mean) == ("best", tested, None)
     remark = "" if same else (f"The run tested {_checkpoints('best', tested)}, and this bundle has "
-                              f"{_checkpoints(checkpoint, mean_of)}.")
+                              f"{_checkpoints(checkpoint, mean_of, mean)}.")
     return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *_sections(run, remark)]) + "\n"
 
 
-def _checkpoints(chosen: str, mean_of: int) -> str:
-    return f"the checkpoint `{chosen}`" if mean_of == 1 else f"the mean of {mean_of} checkpoints (`{chosen}`)"
+def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:
+    said = f"the checkpoint `{chosen}`" if mean_of == 1 else f"the mean of {mean_of} checkpoints (`{chosen}`)"
+    return said if mean is None else f"{mean:g} of {said} and {1 - mean:g} of the weights that the run began with"
 
 
 def _front(run: RunData, pipeline_tag: str | None = None) -> str:

@@ -103,6 +103,28 @@ def test_the_mean_of_several(run, english, tmp_path, caplog, rank):
     assert same(state(brain), merged(run, mean_of=2)) and "the mean of 2 checkpoints" in told
 
 
+def test_a_mean_with_a_source_that_lacks_the_lora_has_as_much_less_of_it(run, english, tmp_path):
+    plain = run_with_model(tmp_path / "plain", english)
+    brain = target(tmp_path / "new", english, recipe=overlay(tmp_path), init_from=str(plain))
+    initial.load(brain)
+    begun = state(brain)
+    torch.manual_seed(0)
+    for name, value in brain.modules.state_dict().items():
+        if ".lora." in name:
+            value.normal_()
+    mean = initial.MeanWithSource(brain)
+    trained, found = state(brain), {}
+    for share in (0, 0.25, 1):
+        mean.take(share)
+        found[share] = state(brain)
+    up, down = ([name for name in trained if name.endswith(f".lora.{place}.weight")] for place in (2, 1))
+    assert len(up) == 3 and all(found[0][name].eq(0).all() for name in up)
+    assert all(torch.equal(found[0][name], begun[name]) for name in begun if ".lora." not in name)
+    assert all(torch.allclose(found[0.25][name], 0.25 * trained[name]) for name in up)
+    assert all(torch.equal(found[0.25][name], trained[name]) for name in down)
+    assert all(torch.allclose(found[1][name], trained[name]) for name in trained)
+
+
 @pytest.mark.slow
 def test_of_a_run_with_a_moving_average_that(english, tmp_path, caplog):
     averaged = run_with_model(tmp_path / "averaged", english, recipe=overlay(tmp_path), rates=(70.0,), ema_decay=0.9)

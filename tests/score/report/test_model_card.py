@@ -103,6 +103,8 @@ def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
     assert "this bundle has" not in model_card.of_bundle("# words\n", run, None, "best", 3)
     assert ("The run tested the mean of 3 checkpoints (`best`), and this bundle has the checkpoint `last`."
             in model_card.of_bundle("# words\n", run, None, "last", 1))
+    assert ("has 0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the weights that the run began with."
+            in model_card.of_bundle("# words\n", run, None, "best", 3, 0.25))
 
 
 def test_a_readme_that_somebody_wrote_stays_and_a_card_is_written_again(run):
