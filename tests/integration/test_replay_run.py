@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from processes import program, programs
 from run_folders import TINY
-from trained_runs import ROOT, tones
+from trained_runs import ROOT, different, outcome, saved_step, tones
 
 from sbkit.runs.old_set import OldSet
 from sbkit.runs.replay import NEW, OLD
@@ -57,7 +60,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def replaying(folder: Path, name: str, **keys: object) -> list[str]:
-    return words(folder / name, folder / "new", language="de", init_from=folder / "source", **keys)
+    return words(folder / name, folder / "new", **{"language": "de", "init_from": folder / "source", **keys})
 
 
 @pytest.mark.slow
@@ -92,6 +95,29 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
     (run / "old_set.json").unlink()
     code, said = exported(run, "--force")
     assert code == 2 and "lacks old_set.json" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folder, monkeypatch):
+    source = shutil.copytree(folder / "source", folder / "lent")
+    whole, killed = (replaying(folder, name, init_from=source, replay=0.3, least_steps=200, ckpt_interval_steps=7)
+                     for name in ("whole", "killed"))
+    done = program(command, "train", *whole, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with subprocess.Popen([sys.executable, "-m", "sbkit", "train", *killed], cwd=ROOT, stderr=subprocess.DEVNULL,
+                          stdout=subprocess.DEVNULL) as running:
+        while saved_step(folder / "killed") < 20 and running.poll() is None:
+            time.sleep(0.01)
+        running.kill()
+    assert not (folder / "killed" / "tested.json").exists()
+    shutil.rmtree(source)
+    done = program(command, "train", *killed, timeout=300)
+    assert done.returncode == 0 and "Going on with epoch" in done.stdout + done.stderr, done.stderr[-2000:]
+    assert different(outcome(folder / "killed"), outcome(folder / "whole")) == []
+    assert "no mean of old and new weights could be tried" in done.stdout + done.stderr, "that needs the source"
+    was_killed, never_killed = (OldSet.read(folder / name) for name in ("killed", "whole"))
+    assert (was_killed.before, was_killed.interval) == (never_killed.before, never_killed.interval)
 
 
 @pytest.mark.slow
