@@ -76,7 +76,7 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
         # So few rows need not have enough of any label.
         *(["--batching.clips_per", "null"] if batching.clips_per else []),
         # And what it has learnt before is as large as it is.
-        *(["--replay", "null", "--replay_from", "null"] if getattr(keys, "replay", None) else [])]}
+        *(["--replay", "null", "--replay_from", "null"] if vars(keys).get("replay") else [])]}
 
 
 def _is_there(corpus: Corpus) -> bool:

@@ -282,6 +282,9 @@ def layers(made):
     return [type(module).__mro__ for module in brain.modules.modules()]
 
 
+OPENED = "whether the recipe can be opened"
+
+
 def refusal(made, act):
     try:
         act(made)
@@ -453,6 +456,8 @@ CASES = {
     "init_checkpoint": ("best", "last", asked_of),
     "init_average": (1, 3, asked_of),
     "init_leave": (None, ["ctc_lin"], begun, {**ALONE, "init_from": From(lambda made: weights_of(made, 1))}),
+    "replay": (None, 0.2, OPENED),
+    "replay_from": (None, "elsewhere", OPENED),
     "train_logger": (None, From(lambda made: TrainLog(str(made.folder / "train_log.txt"))), files),
     "augment": (None, Augment([Gain()]), loaded),
     "valid_augment": (None, Augment([Gain()]), loaded),
@@ -507,6 +512,9 @@ def test_a_key_has_an_effect(name, flagship, tmp_path, monkeypatch):
             made = Made(Recipe(hparams, CTC.Keys.read(hparams)), folder, patch)
             for other, said in {"checkpointer": From(kept), **(more[0] if more else {}), name: value}.items():
                 hparams[other] = said.make(made) if isinstance(said, From) else copy.deepcopy(said)
+            if see is OPENED:
+                seen.append(refusal(made, lambda made, hparams=hparams: load.open_recipe(hparams, RECIPE)))
+                continue
             made.recipe = load.open_recipe(hparams, RECIPE)
             seen.append(see(made))
     assert seen[0] != seen[1]
