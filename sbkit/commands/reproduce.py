@@ -39,12 +39,16 @@ def run(args: argparse.Namespace) -> int:
         raise SbkitError(f"{args.file} holds no loss of the first {args.steps} steps",
                          hint=f"--steps {min(recorded['losses'])} compares the first that it holds")
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
+    before = recipe.read_text(encoding="utf-8") if folder.exists() and recipe.is_file() else None
     args.to.mkdir(parents=True, exist_ok=True)
     with atomic_write(recipe) as out:
         out.write("\n".join(recorded["recipe"]) + "\n")
     tree = load.read_plain(recipe)
+    text = restore.moved(tree, restore.output_folder(tree, recipe), str(folder.resolve())).read()
     with atomic_write(recipe) as out:
-        out.write(restore.moved(tree, restore.output_folder(tree, recipe), str(folder.resolve())).read())
+        out.write(text if before is None else before)
+    if before not in (None, text):
+        raise SbkitError(f"{args.to} holds the run of another {args.file.name}", hint="choose another --to")
     words = [f"--{each}" for each in ([] if args.source is None else [f"corpus.source={args.source}"]) + args.values]
 
     prepare.run([str(recipe), *words])

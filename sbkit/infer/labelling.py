@@ -98,7 +98,7 @@ def label(request: LabelRequest) -> int:
         raise SbkitError("a corpus can't have recordings from standard input", hint="save them to files")
     to = request.to.resolve()
     if own := [name for name in request.files if Path(name).resolve().is_relative_to(to)]:
-        raise SbkitError(f"{own[0]} is part of {request.to}, where labels go", hint="name the recordings themselves")
+        raise SbkitError(f"{own[0]} is part of {request.to}, where labels go", hint="choose another --to")
     mine = {key: each for each in collect(request.files, None, request.schemes)
             if request.shard.has(key := _key(each))}
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:

@@ -212,7 +212,7 @@ def test_a_folder_of_others_is_left_alone(tmp_path, refused):
     assert "exists and holds no labels of sbkit label" in refused("mine")
     assert [each.read_text() for each in (tmp_path / "mine").iterdir()] == ["mine"]
     mine = tmp_path / "mine"
-    assert f"train.jsonl is part of {mine}, where labels go; name the recordings" in refused(
+    assert f"train.jsonl is part of {mine}, where labels go; choose another --to" in refused(
         "mine", audio=[mine / "train.jsonl"])
 
 

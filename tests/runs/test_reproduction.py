@@ -17,7 +17,7 @@ from sbkit.errors import SbkitError
 from sbkit.runs import reproduction
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
-SMALL = {**run_folders.TINY, "number_of_epochs": 2, "precision": "fp32", "step_seconds": 3, "max_batch_seconds": 3,
+SMALL = {**run_folders.TINY, "number_of_epochs": 12, "precision": "fp32", "step_seconds": 3, "max_batch_seconds": 3,
          "least_steps": 0, "num_workers": 0, "device": "cpu"}
 
 
@@ -141,6 +141,13 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert "reproduced to the bit: 1 losses up to step 10" in capsys.readouterr().out
     assert main([*again, "--steps", "10"]) == 2  # of an earlier call's losses nothing follows
     assert "holds an earlier call's run" in capsys.readouterr().err
+    mine = tmp_path / "again" / "recipe.yaml"
+    text = mine.read_text()
+    mine.write_text(f"{text}# of another run\n")
+    assert main([*again, "--full"]) == 2
+    assert f"{tmp_path}/again holds the run of another reproduce.json" in capsys.readouterr().err
+    assert mine.read_text() != text
+    mine.write_text(text)
     assert main([*again, "--full"]) == 0  # goes on from there
     assert "and the test" in capsys.readouterr().out
     recording = next(path for path in (tmp_path / "data").rglob("*.wav"))
