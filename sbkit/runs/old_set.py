@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs import evaluation_corpus, initial, restore
 from sbkit.runs.evaluation import EvaluateRequest
-from sbkit.runs.replay import NEW, OLD, Replay
+from sbkit.runs.replay import NEW, Replay
+from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.results import Results
 from sbkit.score.run_files import OLD_SET, TESTED
-from sbkit.system.console import atomic_write
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -29,69 +28,10 @@ SHARES = (0.75, 0.5, 0.25)
 """Of the new weights, in the means that are tried."""
 
 
-@dataclass
-class OldSet:
-    """What the source's weights made of the old test, in a file of the run's folder.
-
-    Arguments
-    ---------
-    metric, lower_is_better : of the task
-    before, interval : the metric of these weights, and its bounds; without an interval the metric twice
-    share, old, new : of the mean of weights that saves the old set: what the new ones count, and the metric on both
-        tests; None if there is no such mean
-    """
-
-    metric: str
-    lower_is_better: bool
-    before: float
-    interval: tuple[float, float]
-    share: float | None = None
-    old: float | None = None
-    new: float | None = None
-
-    @classmethod
-    def of(cls, brain: Brain, results: Results) -> OldSet:
-        name = brain.metric.name
-        value = results.stats[name]
-        return cls(name, brain.metric.lower_is_better, value,
-                   results.facts().get(f"{name}_interval") or (value, value))
-
-    @classmethod
-    def read(cls, folder: Path) -> OldSet | None:
-        """Read it; None if the run has none."""
-        try:
-            return cls(**json.loads((folder / OLD_SET).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def write(self, folder: Path) -> None:
-        with atomic_write(folder / OLD_SET) as file:
-            json.dump(dataclasses.asdict(self), file, indent=1)
-
-    def is_worse(self, value: float) -> bool:
-        """Whether a value is worse than before, beyond the interval."""
-        return not (value <= self.interval[1] if self.lower_is_better else value >= self.interval[0])  # also NaN
-
-    def describe(self, value: float) -> str:
-        low, high = self.interval
-        return (f"{self.metric} {value:.2f} on the old test, {'beyond' if self.is_worse(value) else 'within'} the "
-                f"interval of what it was before: {self.before:.2f} ({low:.2f} to {high:.2f})")
-
-    def offer(self, run: Path, average: int = 1) -> str:
-        """How to export the mean that saves the old set; empty if there is none.
-
-        average : of how many checkpoints the new weights in it are the mean
-        """
-        several = f" --average {average}" if average > 1 else ""
-        return "" if self.share is None else (
-            f"sbkit export {run} --to BUNDLE --mean {self.share:g}{several} exports the mean of the new weights and "
-            f"those of before, with {self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
-
-
 def score_before(recipe: Recipe, brain: Brain) -> None:
     """Score the old test with the weights that a run begins with, if it replays."""
     if isinstance(recipe.keys.corpus, Replay):
-        found = OldSet.of(brain, _score(recipe, brain, OLD, "test"))
+        found = OldSet.of(brain.metric, _score(recipe, brain, OLD, "test"))
         brain.step = 0
         if ranks.is_main():
             found.write(recipe.keys.folder)

@@ -15,9 +15,10 @@ from sbkit.data.text import AsWritten, NormalizedBefore, TextRules
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.keys import Problem
+from sbkit.score.old_set import OLD
 from sbkit.score.run_files import MANIFESTS, PREPARED, RECIPE
 
-OLD, NEW = "old", "new"
+NEW = "new"
 _REPORT = Path(PREPARED).name
 
 

@@ -16,8 +16,8 @@ from processes import program, programs
 from run_folders import TINY
 from trained_runs import ROOT, different, outcome, saved_step, tones
 
-from sbkit.runs.old_set import OldSet
-from sbkit.runs.replay import NEW, OLD
+from sbkit.runs.replay import NEW
+from sbkit.score.old_set import OLD, OldSet
 
 OPTIONS = {**TINY, "precision": "fp32", "log_interval": 0, "max_batch_seconds": 20, "step_seconds": 4, "lr": 0.01,
            "intermediate_ctc": 0, "spec_augment": "null", "schedule.max_rise_per_step": "null",
@@ -73,6 +73,7 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
     tested = json.loads((run / "tested.json").read_text())
     assert known.before < 50 and tested[f"WER {OLD}"] > known.interval[1], "one recording can't have both words"
     assert "After training: WER" in said and "beyond the interval" in said
+    assert "forgot what it had learnt" in (run / "report.html").read_text()
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     heard = next(line for line in metrics if f"hours {NEW}" in line)
     assert heard[f"hours {OLD}"] / heard[f"hours {NEW}"] == pytest.approx(0.05 / 0.95, rel=0.1)

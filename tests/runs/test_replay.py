@@ -11,7 +11,8 @@ from run_folders import corpus
 
 from sbkit.data.corpus import Corpus
 from sbkit.errors import SbkitError
-from sbkit.runs.replay import NEW, OLD, problems, replayed
+from sbkit.runs.replay import NEW, problems, replayed
+from sbkit.score.old_set import OLD
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.errors import SbkitError
-from sbkit.runs.old_set import OldSet
 from sbkit.runs.replay import NEW
+from sbkit.score.old_set import OldSet
 from sbkit.score.run_files import EVALUATIONS, RESULT, TESTED
 from sbkit.system.console import atomic_write
 from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.groups import UtteranceGroup, breakdown
 
@@ -94,7 +95,7 @@ class RunFinding(NamedTuple):
 
 def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFinding]:
     """List what stands out in a run, the most important first."""
-    found = [*_warnings(run), *_training(run), *_data(run)]
+    found = [*_warnings(run), *_forgot(run), *_training(run), *_data(run)]
     if run.results is not None and run.results.characters.rate >= _DEAF:
         found += _recognises_nothing(run, run.results)
     elif run.results is not None and run.results.edits.sum():
@@ -110,6 +111,16 @@ def _warnings(run: RunData) -> Iterator[RunFinding]:
         when = "" if line.get("at_end") else f"Reported at step {line.get('step', 0):,}. "
         yield RunFinding(math.inf, line["headline"], f"{when}{line['detail']}"
                          + (f" What to try, the likeliest first: {advice}." if advice else ""), "curves")
+
+
+def _forgot(run: RunData) -> Iterator[RunFinding]:
+    """Yield that a model is worse on what it had learnt before this run."""
+    known = OldSet.read(run.run)
+    value = run.tested.get(f"test_{known.metric} {OLD}") if known is not None else None
+    if known is not None and value is not None and known.is_worse(value):
+        yield RunFinding(math.inf, "The model forgot what it had learnt before", f"{known.describe(value)}. A larger "
+                         "replay may help, or a mean with the old weights, which the end of log.txt offers if that "
+                         "saves it.", "curves")
 
 
 def _recognises_nothing(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sbkit.score import utterances
 from sbkit.score.markup import tag, text
+from sbkit.score.old_set import OldSet
 from sbkit.score.report import charts, groups
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import ScoredRun, read
@@ -114,6 +115,17 @@ def test_a_recording_in_which_nothing_was_heard_is_suspected():
 
 def headlines(run):
     return " | ".join(finding.headline for finding in findings(read(run)))
+
+
+def test_a_model_that_forgot_what_it_knew_is_told(tmp_path):
+    run = run_folders.run_that_tells(tmp_path, run_folders.told(60))
+    OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
+    for value, forgot in ((6.0, False), (6.5, True)):
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"time": 1.8e9, "kind": "test", "epoch": 4, "test_WER": 3.0, "test_WER old": value}) + "\n")
+        first = findings(read(run))[0]
+        assert (first.headline == "The model forgot what it had learnt before") is forgot
+    assert first.detail.startswith("WER 6.50 on the old test, beyond the interval of what it was before: 5.00 (4.00 to")
 
 
 def test_an_accent_that_is_understood_worse_stands_out(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbkit.runs.old_set import OldSet
 from sbkit.score.metric import Metric
+from sbkit.score.old_set import OldSet
 
 NUMBERS = st.floats(0, 100)
 
@@ -43,5 +43,5 @@ def test_it_is_kept_in_the_folder_and_says_what_saves_it(tmp_path):
 @pytest.mark.parametrize("interval", [None, (4.0, 6.0)])
 def test_without_an_interval_any_loss_is_worse(interval):
     results = SimpleNamespace(stats={"WER": 5.0}, facts=lambda: {"WER_interval": interval} if interval else {})
-    found = OldSet.of(SimpleNamespace(metric=Metric("WER")), results)
+    found = OldSet.of(Metric("WER"), results)
     assert found.is_worse(5.5) is (interval is None) and not found.is_worse(5.0)

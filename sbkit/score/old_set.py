@@ -1,0 +1,75 @@
+"""What a model made of the test of what it had learnt before, and whether it is worse by now."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from sbkit.score.metric import Metric
+from sbkit.score.results import Results
+from sbkit.score.run_files import OLD_SET
+from sbkit.system.console import atomic_write
+
+OLD = "old"
+"""The part of a run's test that is the old one, whose figures end with it: "WER old"."""
+
+
+@dataclass
+class OldSet:
+    """What the source's weights made of the old test, in a file of the run's folder.
+
+    Arguments
+    ---------
+    metric, lower_is_better : of the task
+    before, interval : the metric of these weights, and its bounds; without an interval the metric twice
+    share, old, new : of the mean of weights that saves the old set: what the new ones count, and the metric on both
+        tests; None if there is no such mean
+    """
+
+    metric: str
+    lower_is_better: bool
+    before: float
+    interval: tuple[float, float]
+    share: float | None = None
+    old: float | None = None
+    new: float | None = None
+
+    @classmethod
+    def of(cls, metric: Metric, results: Results) -> OldSet:
+        name = metric.name
+        value = results.stats[name]
+        return cls(name, metric.lower_is_better, value,
+                   results.facts().get(f"{name}_interval") or (value, value))
+
+    @classmethod
+    def read(cls, folder: Path) -> OldSet | None:
+        """Read it; None if the run has none."""
+        try:
+            return cls(**json.loads((folder / OLD_SET).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        with atomic_write(folder / OLD_SET) as file:
+            json.dump(dataclasses.asdict(self), file, indent=1)
+
+    def is_worse(self, value: float) -> bool:
+        """Whether a value is worse than before, beyond the interval."""
+        return not (value <= self.interval[1] if self.lower_is_better else value >= self.interval[0])  # also NaN
+
+    def describe(self, value: float) -> str:
+        low, high = self.interval
+        return (f"{self.metric} {value:.2f} on the old test, {'beyond' if self.is_worse(value) else 'within'} the "
+                f"interval of what it was before: {self.before:.2f} ({low:.2f} to {high:.2f})")
+
+    def offer(self, run: Path, average: int = 1) -> str:
+        """How to export the mean that saves the old set; empty if there is none.
+
+        average : of how many checkpoints the new weights in it are the mean
+        """
+        several = f" --average {average}" if average > 1 else ""
+        return "" if self.share is None else (
+            f"sbkit export {run} --to BUNDLE --mean {self.share:g}{several} exports the mean of the new weights and "
+            f"those of before, with {self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
