@@ -354,7 +354,7 @@ def described(made):
     brain = made.brain()
     best = SimpleNamespace(meta={}, path="CKPT")
     brain.checkpointer = SimpleNamespace(recoverables={})
-    return source._facts(made.recipe.keys, brain, [best], False)["experiment"]
+    return source._facts(made.recipe.keys, brain, [best], False, None)["experiment"]
 
 
 def counted(made):
