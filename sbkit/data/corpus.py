@@ -235,6 +235,18 @@ class Corpus:
         assert self.report is not None, "load makes it"
         return self.report
 
+    def prepared_elsewhere(self) -> Path | None:
+        """The place that the folder's manifests were prepared from, if this corpus's source is at another."""
+        if not isinstance(self.source, (str, Path)) or not Path(self.source).exists():
+            return None
+        try:
+            where = Path(self.prepared["source"]["where"])
+        except (SbkitError, KeyError, TypeError):
+            return None
+        own = Path(self.source).resolve()
+        other = where.resolve()
+        return other if where.is_absolute() and not (other.is_relative_to(own) or own.is_relative_to(other)) else None
+
     def left_out(self, split: str) -> str | None:
         """How many rows of a split were left out and why, to go with error rates measured on it; None if none were."""
         entry = self.prepared["splits"][split]

@@ -316,6 +316,11 @@ def _check_source(corpus: Any,  # of any class with check_there
         else:
             findings.warning("no-corpus", given.place, given.key, f"{error.message} on this machine",
                              "a run here couldn't start; " + (error.hint or ""))
+        return
+    if isinstance(corpus, Corpus) and (other := corpus.prepared_elsewhere()) is not None:
+        findings.warning("other-corpus", given.place, given.key, f"{corpus.folder} was prepared from {other}: what is "
+                         "said here of labels, leaks, steps and hours is of that corpus",
+                         "sbkit prepare, with the same arguments, prepares this one")
 
 
 def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with check_there

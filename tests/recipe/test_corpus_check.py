@@ -1,5 +1,6 @@
 """Checks of a recipe's corpus: that its source is there."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch,
 
 
 @pytest.mark.slow
-def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path):
+def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path, tmp_path_factory):
     sentences = {"train": ("One sentence here.", "Another one."), "dev": ("Dev one.",), "test": ("Another one!",)}
     for split, texts in sentences.items():
         soundfile.write(tmp_path / f"{split}.wav", np.ones(16_000) / 2, 16_000)
@@ -68,6 +69,9 @@ def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path):
         ["dev", "train", "speakers", 1]]
     assert "another one" in section.text() and "speakers: rates are partly those of voices" in section.text()
     assert not report.problems(), "shared sentences are no mistake"
+    other = shutil.copytree(tmp_path, tmp_path_factory.mktemp("other") / "data")
+    [told] = check(path, {"data_folder": str(other)}).warnings
+    assert told.code == "other-corpus" and f"was prepared from {tmp_path}: what is said here" in told.message
 
 
 COLUMNS = '''
