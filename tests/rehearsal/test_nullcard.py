@@ -11,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import TCPStore
 
 from sbkit.errors import SbkitError
 from sbkit.rehearsal.cards import CARDS
 from sbkit.rehearsal.nullcard import active, build, environment
-from sbkit.system.processes import free_port, torchrun_environment
+from sbkit.system.processes import torchrun_environment
 
 LIBRARIES = Path(importlib.util.find_spec("torch").origin).parent / "lib"
 on_a_card = pytest.mark.skipif(not (LIBRARIES / "libtorch_cuda.so").exists() or platform.system() != "Linux",
@@ -64,9 +65,11 @@ def run(server, tmp_path):
 
     def run(code, card="H100", count=1, *, ranks=1, patience=120, expected=0, **variables):
         base = os.environ | {"TMPDIR": str(tmp_path)} | variables
-        port, jobs = free_port(), []
+        # As torchrun has it: outside of the ranks, of which the first may end while another still asks.
+        store, jobs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
         for rank in range(ranks):
-            place = torchrun_environment(rank, ranks, port) if ranks > 1 else {}
+            place = torchrun_environment(rank, ranks, store.port) if ranks > 1 else {}
+            place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             made = environment(CARDS[card], count, base=base | place, patience=patience)
             jobs.append((START + code, made, str(tmp_path / f"out{rank}"), str(tmp_path / f"err{rank}")))
         server.stdin.write(json.dumps(jobs) + "\n")
