@@ -207,7 +207,8 @@ def _price(traced: trace.Trace, owned: ownership.Owned, device: torch.device, pr
         operations, price.padded_seconds(plan, asked.processes), keys.batching.max_batch_seconds,
         epochs * len(plan), 3600 * (epochs * dev + test) / asked.processes)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else describe()["cpu"])
+    name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else
+                            finished_runs.cpu_model(describe()))
     setting = finished_runs.Setting(name, precision, threads, asked.processes)
     peak = asked.peaks.get(precision) if asked.device else peak_of(device, precision)[0]
     trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None

@@ -166,11 +166,16 @@ def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
 # ---------------------------------------------------------------- recording
 
 
+def cpu_model(environment: Mapping[str, Any]) -> str:
+    """The name of the CPU without its number of cores, since threads are what a run computes with."""
+    return str(environment["cpu"]).rpartition(", ")[0]
+
+
 def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
     """The setting of a run, from the line of its log that says how it was started, and its number of threads."""
     on_cpu = not str(run["device"]).startswith("cuda")
     cards = str(run["environment"].get("gpu", "")).split(" x ", 1)[-1]
-    return Setting(run["environment"]["cpu"] if on_cpu else cards, run["precision"], threads if on_cpu else 0,
+    return Setting(cpu_model(run["environment"]) if on_cpu else cards, run["precision"], threads if on_cpu else 0,
                    run["devices"])
 
 

@@ -221,8 +221,9 @@ def _why(setting: Setting, said: RunEstimate) -> str:
     on = f"{setting.device} in {setting.precision}{threads}"
     wide = f"the interval is a guess, a factor of {GUESS:g}"
     if said.by == "fit":
+        far = "; they are far from these steps in size" if said.high > GUESS * said.hours else ""
         return (f"the seconds of a micro-batch are c * FLOPs^a * audio^b, fitted to {_some(said.runs, 'finished run')} "
-                f"on {on}; the interval holds {COVERAGE:.0%} of the errors on runs that were left out of the fit")
+                f"on {on}{far}; the interval holds {COVERAGE:.0%} of the errors on runs that were left out of the fit")
     if said.by == "trial":
         how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so predicted have finished"
         if said.runs and said.trial:

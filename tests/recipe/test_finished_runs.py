@@ -7,7 +7,7 @@ import pytest
 from sbkit.recipe import finished_runs, price
 from sbkit.recipe.finished_runs import RunEstimate, Setting, Steps
 
-CPU = Setting("Some CPU, 2 cores", "bf16", 1, 1)
+CPU = Setting("Some CPU", "bf16", 1, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def cache(tmp_path, monkeypatch):
 def log(**changes):
     """The log of a run of two epochs of 50 steps."""
     run = {"kind": "run", "time": 1000.0, "device": "cpu", "precision": "bf16", "devices": 1,
-           "environment": {"cpu": CPU.device}}
+           "environment": {"cpu": f"{CPU.device}, 2 cores"}}
     epoch = {"kind": "epoch", "train_seconds": 10.0, "audio_s_per_s": 50.0, "flops_per_s": 50e9, "padding_share": 0.5}
     return [run, *({**epoch, "step": step, **changes} for step in (50, 100)), {"kind": "epoch", "valid_loss": 1.0},
             {"kind": "test", "time": 1028.0}]

@@ -19,7 +19,7 @@ from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
 from sbkit.recipe.price import Asked
 
 ROOT = Path(__file__).parents[2]
-CPU = Setting("Some CPU, 2 cores", "bf16", 1, 1)
+CPU = Setting("Some CPU", "bf16", 1, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +119,8 @@ def test_trial_steps_are_scaled_by_what_runs_took_of_theirs():
     assert said.runs == 4 and said.high / said.hours == pytest.approx(price.NARROWEST)
 
 
-RUN = [{"kind": "run", "device": "cpu", "environment": {"cpu": CPU.device}, "precision": "bf16", "devices": 1,
-        "time": 0},
+RUN = [{"kind": "run", "device": "cpu", "environment": {"cpu": f"{CPU.device}, 2 cores"}, "precision": "bf16",
+        "devices": 1, "time": 0},
        {"kind": "epoch", "train_seconds": 10, "step": 100, "flops_per_s": 1e9, "audio_s_per_s": 10,
         "padding_share": 0.1}, {"kind": "test", "time": 20}]
 
@@ -151,6 +151,11 @@ def test_cost_and_energy_are_of_all_devices():
     assert "too few to fit" in table.remarks[0]
     here = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
     assert not any("kWh" in row[0] for row in here.rows) and here.values["kwh_at_most"] is None
+    for high, far in ((14.0, False), (130.0, True)):
+        said = RunEstimate(3.6, 10.0, 1.0, high, "fit", 20)
+        fitted = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
+        assert ("20 finished runs on Some CPU in bf16, 1 thread; they are far from these steps in size" in
+                fitted.remarks[0]) is far
 
 
 @pytest.mark.parametrize(("words", "said"), [
