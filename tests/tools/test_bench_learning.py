@@ -43,10 +43,13 @@ def results(tmp_path):
 # ---------------------------------------------------------------- what is asked for
 
 
-def test_a_corpus_is_hours_of_speech_or_a_folder():
+def test_a_corpus_is_hours_of_speech_or_a_folder(tmp_path):
     assert corpora.parse("es:0.3").name == "es-0.3h"
-    given = corpora.parse("de=/data/cv/small")
-    assert (given.language, given.folder, given.name) == ("de", "/data/cv/small", "de-small")
+    (folder := tmp_path / "small").mkdir()
+    given = corpora.parse(f"de={folder}")
+    assert (given.language, given.folder, given.name) == ("de", str(folder), "de-small")
+    with pytest.raises(SbkitError, match="no such folder or archive"):
+        corpora.parse(f"de={folder}er")
 
 
 @pytest.mark.parametrize("text", ["en", "en:", ":1", "en:much", "en:0", "en:-1", "=folder", "en="])
@@ -199,7 +202,9 @@ def test_only_what_is_missing_is_run(machine, tmp_path, monkeypatch, capsys):
 
 
 def test_words_that_no_run_understands_start_none(machine, tmp_path, monkeypatch, capsys):
-    for words, told in ((["--list"], "has no key list"), (["--seed", "2"], "--seed is set by this program")):
+    for words, told in ((["--list"], "has no key list"), (["--seed", "2"], "--seed is set by this program"),
+                        (["--minutes", "0"], "--minutes: invalid minutes value: '0'"),
+                        (["--epochs", "two"], "--epochs: invalid whole_numbers value: 'two'")):
         with pytest.raises(SystemExit):
             bench(tmp_path, monkeypatch, *words)
         assert told in capsys.readouterr().err

@@ -1,14 +1,13 @@
-"""The bench of real recordings: its curve and its table, and what it refuses."""
+"""The bench of small corpora: its curve, its table, which runs it makes, and what it refuses."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 
+import pytest
+
+from tools.bench import real
 from tools.bench.real import SHOWN, curve, table
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_curve_is_by_minutes_of_training_without_those_of_validation():
@@ -21,16 +20,54 @@ def test_a_curve_is_by_minutes_of_training_without_those_of_validation():
 def test_a_long_curve_is_shown_by_some_points_and_its_end():
     points = [(float(i), 100.0 - i) for i in range(1, 41)]
     found = {"epochs": 40, "train_seconds": 2400.0, "wer": 50.04, "cer": 20.0, "curve": points}
-    row = table([("cs", "nothing", "1", found)]).splitlines()[-1]
+    row = table([("cs", "nothing", 1, found)]).splitlines()[-1]
     assert row.startswith("| cs | nothing | 1 | 40 | 40.0 | 50.0 % | 20.0 % | ") and row.endswith("40: 60 % |")
     assert row.count(":") == SHOWN
-    assert table([("cs", "speechbrain", "1", {**found, "curve": []})]).endswith("| 20.0 % |  |\n")
+    assert table([("cs", "speechbrain", 1, {**found, "curve": []})]).endswith("| 20.0 % |  |\n")
 
 
-def test_a_way_that_does_not_exist_and_a_folder_that_is_missing_are_refused(tmp_path):
-    for words, said in ((["--ways", "parrot"], "there is no way parrot"), (["--ways", "demo"], "--source RUN"),
-                        ([], "--corpora cs: there is no such folder")):
-        command = [sys.executable, "-m", "tools.bench.real", "--out", tmp_path, "--encoder", tmp_path, "--corpora",
-                   f"cs={tmp_path / 'nowhere'}", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and said in done.stderr, done.stderr
+@pytest.mark.parametrize(("words", "said"), [
+    (["--ways", "parrot"], "there is no way parrot"),
+    (["--ways", "nothing,demo"], "--source RUN, which is missing"),
+    (["--ways", "whisper", "--encoder", "."], "with a config.json, which is ."),
+    (["--ways", "nemo", "--nemo", "."], "is no environment"),
+    (["--minutes", "nan"], "--minutes: invalid positive value: 'nan'"),
+    (["--seeds", "1,x"], "--seeds: invalid whole_numbers value: '1,x'"),
+    (["--seed", "2"], "--seed is set by this program"),
+    (["--epoch", "3"], "has no key epoch"),
+    (["--corpora", "cs=nowhere"], "no such folder or archive"),
+    (["--corpora", "cs="], "a corpus is asked for as 'cs='"),
+])
+def test_what_cannot_be_measured_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys, words, said):
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["real", "--out", str(out), "--corpora", f"cs={tmp_path}", *words])
+    try:
+        assert real.main() == 2
+    except SystemExit as end:
+        assert end.code == 2
+    assert said in capsys.readouterr().err and not out.exists()
+
+
+def test_runs_of_some_minutes_are_as_long_with_every_seed_and_no_result_is_taken_for_another(
+        tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def train(self, name, spec, way, seed, epochs):
+        ran.append((way, seed, epochs))
+        return {"wer": 50.0, "cer": 20.0, "epochs": epochs, "curve": [], "train_seconds": (10.0 + seed) * epochs}
+
+    def bench(*words):
+        monkeypatch.setattr(sys, "argv", ["real", "--out", str(tmp_path / "out"), "--corpora", f"cs={tmp_path}",
+                                          "--minutes", "1", *words])
+        return real.main()
+
+    monkeypatch.setattr(real.Bench, "train", train)
+    monkeypatch.setattr(real, "check_keys", lambda *_: None)
+    assert bench("--ways", "nothing,demo", "--source", str(tmp_path)) == 0
+    assert ran == [("nothing", 0, 1), ("nothing", 1, 6), ("demo", 1, 6), ("nothing", 2, 6), ("demo", 2, 6)]
+    assert bench("--ways", "nothing,demo", "--source", str(tmp_path)) == 0 and len(ran) == 5
+    assert "| demo | 2 | 6 | 1.2 | 50.0 % |" in (tmp_path / "out" / "real.md").read_text()
+    (other := tmp_path / "other").mkdir()
+    capsys.readouterr()
+    assert bench("--ways", "demo", "--source", str(other)) == 2 and len(ran) == 5
+    assert "was measured with other options" in capsys.readouterr().err

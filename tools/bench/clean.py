@@ -31,8 +31,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import Exclusions
 from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, as_words, call, parse_checked
-from tools.bench.transfer import read
+from tools.bench.harness import RECIPE, as_words, call, parse_checked, rates_of
 
 OWN = ("data_folder", "seed", "output_folder", "corpus")  # keys of its own runs
 KINDS = ("swapped", "cut", "misspelt")
@@ -185,7 +184,7 @@ class Bench:
         return text
 
     def _row(self, level: int) -> list[str]:
-        wers = [f"{read(folder)['wer']:.2f} %" if (folder / "tested.json").exists() else "" for folder in (
+        wers = [f"{rates_of(folder)['wer']:.2f} %" if (folder / "tested.json").exists() else "" for folder in (
             self._folder(level, run) for run in RUNS if run != "found")]
         path = self._folder(level, "found") / "clean" / "suspects.csv"
         if not path.exists():

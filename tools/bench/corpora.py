@@ -52,11 +52,13 @@ class Corpus:
 def parse(text: str) -> Spec:
     """Read a corpus from one word of the command line.
 
-    >>> parse("es:0.3"), parse("fr=/data/cv/fr").name
-    (Spec(language='es', hours=0.3, folder=None), 'fr-fr')
+    >>> parse("es:0.3")
+    Spec(language='es', hours=0.3, folder=None)
     """
     language, sign, folder = text.partition("=")
     if sign and language and folder:
+        if not Path(folder).exists():
+            raise SbkitError(f"the corpus {text} is not there: no such folder or archive")
         return Spec(language, folder=str(Path(folder).resolve()))
     language, _, hours = text.partition(":")
     try:
@@ -83,7 +85,7 @@ def prepare(spec: Spec, out: Path, recipe: Path, options: Sequence[str]) -> Corp
     if found is not None:
         return found
     folder = out / "corpora" / spec.name
-    source = spec.folder or str(_synthesise(spec, folder))
+    source = source_of(spec, out)
     manifests = _manifests(spec, source, folder, recipe, options)
     began = time.perf_counter()
     for split in SPLITS:
@@ -95,10 +97,11 @@ def prepare(spec: Spec, out: Path, recipe: Path, options: Sequence[str]) -> Corp
     return found
 
 
-def _synthesise(spec: Spec, folder: Path) -> Path:
+def source_of(spec: Spec, out: Path) -> str:
+    """Return the data_folder of a recipe, for which speech is synthesised if it does not exist."""
     from sbkit.data.demo import make_demo_corpus
 
-    return make_demo_corpus(folder, hours=spec.hours, language=spec.language)
+    return spec.folder or str(make_demo_corpus(out / "corpora" / spec.name, hours=spec.hours, language=spec.language))
 
 
 def _manifests(spec: Spec, source: str, folder: Path, recipe: Path, options: Sequence[str],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ def check_keys(recipe: Path, words: list[str], own: Collection[str] = ()) -> Non
     request = arguments.parse([str(recipe), *words], beside=False)
     if taken := sorted(request.overrides.keys() & own):
         raise SbkitError(f"--{taken[0]} is set by this program, for each run as its plan says", hint=options)
-    if wrong := check(request.path, request.overrides, run=False).errors:
+    if wrong := [each for each in check(request.path, request.overrides, run=False).errors if each.key not in own]:
         raise SbkitError("; ".join(f"{each.key}: {each.message}" for each in wrong),
                          hint=wrong[0].suggestion if wrong[0].suggestion.startswith("did you") else options)
 
@@ -45,6 +46,19 @@ def parse_checked(parser: argparse.ArgumentParser, recipe: Path,
     except SbkitError as error:
         parser.error(str(error))
     return args, words
+
+
+def positive(text: str) -> float:
+    """Read a number above 0, for argparse."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Read whole numbers with commas between them, for argparse; '' has none."""
+    return [int(word) for word in text.split(",") if word]
 
 
 def as_words(keys: Mapping[str, Any]) -> list[str]:
@@ -79,6 +93,14 @@ def discard(folder: Path) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a file with one JSON object per line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def rates_of(folder: Path) -> dict[str, float]:
+    """Read a run's test WER and CER, and its seconds of training."""
+    lines = read_lines(folder / "metrics.jsonl")
+    test = [line for line in lines if line["kind"] == "test"]
+    return {"wer": test[-1]["test_WER"], "cer": test[-1]["test_CER"],
+            "train_seconds": sum(line.get("train_seconds", 0.0) for line in lines if line["kind"] == "epoch")}
 
 
 class Results:

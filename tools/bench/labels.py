@@ -26,8 +26,7 @@ from sbkit.data.demo import make_demo_corpus
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates
-from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, read_lines
-from tools.bench.transfer import read
+from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, rates_of, read_lines
 
 OWN = ("data_folder", "language", "output_folder")
 GREEDY = "greedy"
@@ -90,7 +89,7 @@ class Bench:
         source["train"] = [*map(str, lists)]
         words = as_words({"data_folder": json.dumps(source), "output_folder": folder})
         call(name, [*SBKIT, "train", RECIPE, "--noprogressbar", *words, *self.keys], log)
-        wer, steps = {GREEDY: read(folder)["wer"]}, read_lines(folder / "metrics.jsonl")[-1]["step"]
+        wer, steps = {GREEDY: rates_of(folder)["wer"]}, read_lines(folder / "metrics.jsonl")[-1]["step"]
         if self.lm:
             if not self.lm.exists():
                 call("the language model", [*SBKIT, "lm", self.out / "round-0", "--out", self.lm], log)

@@ -40,7 +40,7 @@ from sbkit.system.console import atomic_write, table
 from sbkit.system.cores import usable_cores
 from tools.bench import corpora, harness, systems
 from tools.bench.figure import figure
-from tools.bench.harness import RECIPE, discard
+from tools.bench.harness import RECIPE, discard, positive, whole_numbers
 from tools.bench.systems import NAMES, SYSTEMS, Cell
 
 OWN = ("number_of_epochs", "seed", "data_folder", "language", "output_folder")  # keys of its own runs
@@ -75,9 +75,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true", help="print which runs are missing, and how long they take")
     parser.add_argument("--corpora", default="en:1,es:1", help="LANGUAGE:HOURS of synthesised speech, LANGUAGE=FOLDER")
     parser.add_argument("--systems", default=",".join(SYSTEMS))
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--epochs", default="2,4,6", help="lengths in epochs; '' for none")
-    parser.add_argument("--minutes", default="5", help="lengths in minutes of training; '' for none")
+    parser.add_argument("--seeds", type=whole_numbers, default="1,2,3")
+    parser.add_argument("--epochs", type=whole_numbers, default="2,4,6", help="lengths in epochs; '' for none")
+    parser.add_argument("--minutes", type=minutes, default="5", help="lengths in minutes of training; '' for none")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="auto", help="of all systems; auto: bf16 if the device has it")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="threads of each system (all cores)")
@@ -96,6 +96,10 @@ def parse() -> argparse.Namespace:
 
 def words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def minutes(text: str) -> list[float]:
+    return list(map(positive, words(text)))
 
 
 # ---------------------------------------------------------------- results
@@ -207,14 +211,15 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.out = args.out.absolute()
         self.specs = {spec.name: spec for spec in map(corpora.parse, words(args.corpora))}
-        self.lengths = [*(Length(epochs=int(word)) for word in words(args.epochs)),
-                        *(Length(minutes=float(word)) for word in words(args.minutes))]
-        self.setting = systems.Setting(args.device, precision(args), args.threads, args.nemo, args.keys)
+        self.lengths = [*(Length(epochs=each) for each in args.epochs),
+                        *(Length(minutes=each) for each in args.minutes)]
+        self.setting = systems.Setting(args.device, systems.precision(args.precision, args.device), args.threads,
+                                       args.nemo, args.keys)
         self.skipped = {system: reason for system in words(args.systems)
                         if (reason := systems.missing(system, self.setting))}
         self.results = Results(self.out, self.setting.options())
         wanted = [system for system in words(args.systems) if system not in self.skipped]
-        self.asked = list(matrix(list(self.specs), wanted, list(map(int, words(args.seeds))), self.lengths))
+        self.asked = list(matrix(list(self.specs), wanted, args.seeds, self.lengths))
 
     def plan(self) -> int:
         """Print each missing run with an estimate of its time, and the sum."""
@@ -362,17 +367,6 @@ def _notes(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
         most = max(run["others_share"] for run in busy)
         yield (f"Beside other work, so their times are unreliable: {len(busy)} of {len(runs)} runs (others took up to "
                f"{100 * most:.0f} % of the cores).")
-
-
-def precision(args: argparse.Namespace) -> str:
-    """Return the precision for all systems."""
-    if args.precision != "auto":
-        return args.precision
-    import torch
-
-    from sbkit.train import device
-
-    return device.native_precision(torch.device(args.device))
 
 
 if __name__ == "__main__":

@@ -193,6 +193,17 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def precision(asked: str, device: str) -> str:
+    """Return the precision for all systems: of ``auto`` bf16 if the device has it."""
+    if asked != "auto":
+        return asked
+    import torch
+
+    from sbkit.train.device import native_precision
+
+    return native_precision(torch.device(device))
+
+
 def missing(system: str, setting: Setting) -> str | None:
     """Return why a system can't be measured here; None if it can."""
     if system != "nemo":
