@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sbkit.data.mixture import Mixture
 from sbkit.errors import SbkitError
 from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE, Range
 from sbkit.recipe.keys import Problem, key
@@ -67,6 +68,13 @@ class TaskKeys(TrainKeys):
     keep_checkpoints: int = key("how many of the best checkpoints are kept beside the last", 1, SIZE)
     keep_every: int | None = key("keep the checkpoint of every nth epoch for good; 0: of none", None, COUNT)
     average_checkpoints: int = key("test the mean of this many of the best checkpoints", 1, SIZE)
+
+    def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
+        there = vars(self)
+        if isinstance(there.get("corpus"), Mixture) and getattr(there.get("batching"), "clips_per", None):
+            yield Problem("corpus", "a mixture draws steps by its parts, and batching: clips_per by labels",
+                          "leave one of them out")
 
     def numbers_of_the_task(self) -> dict[str, Any]:
         """What a step's memory may depend on: the sample rate, and the numbers and texts that the task declares."""

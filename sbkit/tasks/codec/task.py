@@ -51,6 +51,7 @@ class CodecKeys(TaskKeys):
     recogniser: str | None = key("a bundle of a recogniser: tests give its words for what the codec makes", None)
 
     def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
         there = self.discriminators is not None and len(self.discriminators) > 0
         if self.adversarial_from and not there:
             yield Problem("adversarial_from", f"it is {self.adversarial_from}, but there are no discriminators",

@@ -71,6 +71,7 @@ class TTSKeys(TaskKeys):
                                   f"--sample_rate {found.sample_rate}")
 
     def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
         if self.augment is not None:
             yield Problem("augment", "a voice learns from labels of the recordings as they are, so nothing would be "
                           "augmented", "leave it out")
