@@ -33,6 +33,9 @@ def run(words: list[str]) -> int:
     from sbkit.train import device as devices
 
     given, words = arguments.own_options(words, "such as --folds 3", folds=int)
+    count = 2 if given.folds is None else given.folds
+    if count < 2:
+        raise SbkitError(f"--folds {count}: a row needs a model that has not seen it", hint="write 2 or more")
     request = arguments.parse(words)
     load.check_overrides(request.path, request.overrides)
     recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
@@ -49,7 +52,7 @@ def run(words: list[str]) -> int:
         train = manifests["train"]
         print(corpus.summary(), file=sys.stderr)
         scores = []
-        for fold in folds.write(train, manifests["dev"], 2 if given.folds is None else given.folds, folder):
+        for fold in folds.write(train, manifests["dev"], count, folder):
             folds.train(fold, words, corpus, torch.cuda.device_count() if str(device) == "cuda" else 1)
             scores += label_scores.score(fold.run, fold.held_out, device)
         suspects = label_errors.suspects(scores, train, corpus.report["source"]["where"])

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sbkit.data.lock import locked
+from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
 from sbkit.decode.search_options import SearchRequest
 from sbkit.errors import SbkitError
@@ -38,6 +39,7 @@ from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcription import LEFT_OUT, claim, print_first
 from sbkit.score.calibration import Calibration, reliability, word_accuracy
+from sbkit.score.run_files import MANIFESTS
 from sbkit.system import disk, untrusted
 from sbkit.system.console import atomic_write, progress, table
 
@@ -109,8 +111,9 @@ def label(request: LabelRequest) -> int:
         pipeline = Pipeline(engine, Options(request.batch_seconds, None, request.readers, request.search))
         with disk.disk_errors_as_user_error(request.to):
             with locked(work / ".lock"):
+                calibrated = any(work.glob("[!.]*"))
                 claim(work, request.bundle, {"model": engine.running.model, "search": request.search,
-                                             "shards": request.shard.shards})
+                                             "shards": request.shard.shards}, redo=None if calibrated else True)
                 calibration = _calibration(request, pipeline)
             with locked(work / f".{request.shard.name}.lock"):
                 heard = work / f"heard-{request.shard.name}.jsonl"
@@ -120,8 +123,11 @@ def label(request: LabelRequest) -> int:
 
 def _key(recording: Recording) -> str:
     """What is the same for a recording, however it is named on the command line."""
-    audio = str(recording.audio)
-    return json.dumps([audio if "://" in audio else os.path.abspath(audio), recording.start, recording.duration])
+    return json.dumps([*_place(str(recording.audio), recording.start), recording.duration])
+
+
+def _place(audio: str, start: float) -> tuple[str, float]:
+    return audio if "://" in audio else os.path.abspath(audio), start
 
 
 # ---------------------------------------------------------------------- calibration
@@ -156,6 +162,7 @@ def _calibration(request: LabelRequest, pipeline: Pipeline) -> Calibration:
 
 def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     recordings = [each for each in collect([request.calibrate], None, request.schemes) if each.reference]
+    _refuse_trained_on(request, recordings)
     rules = TextRules.for_language(pipeline.engine.config.language)
     references, hypotheses, confidences = [], [], []
     for done in sorted(_run(pipeline, recordings, "calibrating"), key=lambda each: each.index):
@@ -174,6 +181,19 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     except SbkitError as error:
         raise SbkitError(f"{request.calibrate}: {error.message}", hint=error.hint) from None
     return asdict(Calibration.fit(np.array(confidences), accuracy, words)) | found._asdict()
+
+
+def _refuse_trained_on(request: LabelRequest, recordings: Sequence[Recording]) -> None:
+    """Refuse recordings that the model was trained on, as far as its bundle lies in the folder of its run."""
+    train = request.bundle.resolve().parent / MANIFESTS / "train.csv"
+    if not train.is_file():
+        return
+    learnt = Manifest.read(train)
+    known = {_place(*row) for row in zip(learnt.wavs, learnt.starts.tolist(), strict=True)}
+    seen = sum(_place(str(each.audio), each.start) in known for each in recordings)
+    if seen:
+        raise SbkitError(f"{request.calibrate}: the model was trained on {seen} of its {len(recordings)} recordings "
+                         f"({train}), and is surer of these than of others", hint=_HINT)
 
 
 def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iterator[Done]:

@@ -26,6 +26,7 @@ from sbkit.system.console import atomic_write, progress
 #: File in a folder of transcripts that records what made them.
 MADE_BY = ".sbkit-transcribe.json"
 LEFT_OUT = 1  # exit code if some recordings could not be read
+_ARGUMENTS = {"bundle": "BUNDLE", "shards": "--shard", "hot_words": "--hot-word"}  # where the name is another
 _SHOWN = 20  # number of errors shown on the screen
 
 
@@ -218,8 +219,10 @@ def claim(output: Path, bundle: Path, options: Mapping[str, Any], redo: bool | N
     except (OSError, ValueError, TypeError) as error:
         raise SbkitError(f"{path} cannot be read: {error}", hint="choose another folder") from error
     if there not in (None, facts) and not redo:
-        others = ", ".join(name for name, value in facts.items() if there.get(name) != value)
-        raise SbkitError(f"{output} contains transcripts made by another model or with other options: {others}",
+        was, now = ({**each, **(each.get("search") or {}), "search": None} for each in (there, facts))
+        others = [name for name in dict.fromkeys([*now, *was]) if was.get(name) != now.get(name)]
+        said = ", ".join(_ARGUMENTS.get(name, f"--{name.replace('_', '-')}") for name in others)
+        raise SbkitError(f"{output} contains transcripts made with another {said}",
                          hint="choose another folder" + ("" if redo is None else ", or redo them with --overwrite"))
     try:
         with atomic_write(path) as file:

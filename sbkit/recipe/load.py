@@ -76,8 +76,7 @@ def chain(path: Path) -> Files:
 
 def merged(path: Path, overrides: Mapping[str, Any]) -> str:
     """The text of an equivalent recipe of one file: overrides applied, references and includes resolved."""
-    findings = Findings()
-    root = resolve(path, overrides, findings, call=True)
+    root = resolve(path, overrides, findings := Findings(), call=True)
     findings[:] = [finding for finding in findings if finding.code not in _LOADED]
     if root is None or findings:
         raise findings.as_error()
@@ -95,7 +94,11 @@ def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise SbkitError(f"cannot use {error.filename or path}: {error.strerror}",
                          hint="choose another place with --output_folder") from error
     except Exception as error:
-        raise SbkitError(f"{path} cannot be loaded: {summary(error)}") from error
+        from sbkit.recipe.reading import read  # imports torch
+
+        read(path, overrides, findings := Findings())
+        raise Findings(each for each in findings if each.code not in _LOADED).as_error(
+            f"{path} cannot be loaded: {summary(error)}") from error
     return flatten(hparams)
 
 

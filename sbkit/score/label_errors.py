@@ -11,6 +11,7 @@ from rapidfuzz.distance import Levenshtein
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import DROP, KEEP, Suspect
+from sbkit.errors import SbkitError
 from sbkit.score.edits import DELETION, EQUAL, INSERTION, align
 from sbkit.score.rates import aligned
 from sbkit.system.console import table
@@ -132,21 +133,26 @@ def _reason(score: LabelScore, pair: Sequence[_Step], unsure: float) -> str:
         else OTHER_WORDS
 
 
-def _heard(scores: Sequence[LabelScore]) -> float:
-    """The share of the labels' words that were heard."""
+def _refuse_untrained(scores: Sequence[LabelScore]) -> None:
+    """Refuse scores of models that hear too little to judge labels."""
     steps = Counter(step for pair in _aligned(scores) for step, *_ in pair)
-    return steps[EQUAL] / max(1, steps.total() - steps[INSERTION])
+    words, unit = max(1, steps.total() - steps[INSERTION]), units(score.label for score in scores)
+    right, rate = steps[EQUAL] / words, (steps.total() - steps[EQUAL]) / words
+    if right < _HEARD:
+        raise SbkitError("the models have not learnt enough to judge labels: of rows that they were not trained on "
+                         f"they hear {right:.0%} of the {unit}s ({unit} error rate {rate:.0%}), and {_HEARD:.0%} are "
+                         "needed",
+                         hint="the same command with a larger --number_of_epochs trains them further", exit_code=1)
 
 
 def suspects(scores: Sequence[LabelScore], train: Manifest, corpus: str) -> list[Suspect]:
     """List the rows that are probably wrong, the worst first, with the decision ``drop``; as far as half of them may be
-    right, further ones follow with ``keep``. If models hear too little to judge labels, none is listed.
+    right, further ones follow with ``keep``.
 
     corpus : where the rows were read from
     """
+    _refuse_untrained(scores)
     place = {name: at for at, name in enumerate(train.ids)}
-    if _heard(scores) < _HEARD:
-        return []
     judged = sorted(zip(judge(scores), scores, strict=True), key=lambda each: -each[0].score)
     return [Suspect(score.id, DROP if verdict.expected_right <= _NAMED else KEEP, verdict.reason, verdict.score,
                     verdict.expected_right, score.label, score.hypothesis, "", train.wavs[place[score.id]], corpus)
@@ -157,9 +163,6 @@ def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -
     """Say how many labels are probably wrong, by reason, and what is expected of the list."""
     named, scored = [row for row in found if row.decision != KEEP], len(scores)
     unread = f"; {rows - scored:,} rows could not be read" if scored < rows else ""
-    if (heard := _heard(scores)) < _HEARD:
-        return (f"only {heard:.0%} of what labels say was heard, too little to judge them by: train longer "
-                f"(--number_of_epochs), or see sbkit check{unread}")
     if not named:
         return f"none of {scored:,} labels is probably wrong{unread}"
     counts = Counter(row.reason for row in named)

@@ -9,6 +9,8 @@ import run_folders
 from sbkit import cli
 from sbkit.data.suspects import Suspect
 from sbkit.runs import folds
+from sbkit.score.label_errors import LabelScore
+from sbkit.tasks.ctc import label_scores
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "hparams" / "ctc.yaml"
@@ -31,6 +33,8 @@ def words(tmp_path):
 
 
 @pytest.mark.parametrize("given, message", [
+    (["--folds", "1", "--data_folder", "/nowhere"], "--folds 1: a row needs a model that has not seen it"),
+    (["--number_of_epochs", "x"], "number_of_epochs: it is the text 'x', and must be a whole number"),
     (["--folds", "11"], "--folds 11: the training rows have 10 different sentences"),
     (["--folds", "many"], "--folds: invalid int value: 'many'"), (["--folds"], "--folds: expected one argument"),
     (["--fold", "2"], "has no key for --fold"),
@@ -89,11 +93,17 @@ def test_a_whole_one_is_taken_up_where_it_was_stopped(words, tmp_path, capfd, mo
         cli.main(["clean", *words])
     monkeypatch.setattr(folds, "train", trained)
     capfd.readouterr()
-    assert cli.main(["clean", *words]) == 0
-    out = capfd.readouterr().out
-    assert out.count("nothing left to do") == 1 and "too little to judge them by" in out
-    runs = sorted((tmp_path / "out" / "clean").glob("*/fold-*"))
+    assert cli.main(["clean", *words]) == 1
+    out, err = capfd.readouterr()
+    assert out.count("nothing left to do") == 1 and "the models have not learnt enough to judge labels" in err
+    folder = tmp_path / "out" / "clean"
+    runs = sorted(folder.glob("*/fold-*"))
     assert len(runs) == 2 and all((run / "tested.json").exists() for run in runs)
-    with (tmp_path / "out" / "clean" / "suspects.csv").open() as file:
+    assert not list(folder.glob("suspects*"))
+    monkeypatch.setattr(label_scores, "score", lambda run, rows, device: [
+        LabelScore(row.id, row.text, row.text, 0.0, 1.0) for row in rows])
+    assert cli.main(["clean", *words]) == 0
+    assert "none of 10 labels is probably wrong" in capfd.readouterr().out
+    with (folder / "suspects.csv").open() as file:
         assert csv.DictReader(file).fieldnames == list(Suspect._fields)
-    assert (tmp_path / "out" / "clean" / "suspects.html").exists()
+    assert (folder / "suspects.html").exists()

@@ -16,6 +16,7 @@ import soundfile
 
 from sbkit.cli import main
 from sbkit.data.corpus import Corpus
+from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta".split()
@@ -123,6 +124,14 @@ def test_another_keep_hears_nothing_again(home, tmp_path, capsys):
     assert "23 of 24 are already done" in capsys.readouterr().err
 
 
+def test_a_folder_for_labels_within_that_of_the_recordings_is_none_of_these(home, tmp_path, capsys):
+    text = clip(tmp_path / "audio" / "1.wav", np.random.default_rng(0), 0.05)
+    for known in ("", "1 of 1 are already done"):
+        assert label(home, tmp_path / "audio" / "labels", audio=[tmp_path / "audio"]) == 0
+        assert known in capsys.readouterr().err
+        assert [each["text"] for each in rows(tmp_path / "audio/labels/train.jsonl")] == [text]
+
+
 def test_a_recording_that_was_repaired_is_heard(home, tmp_path):
     (tmp_path / "audio").mkdir()
     broken = tmp_path / "audio" / "a.wav"
@@ -157,7 +166,7 @@ def test_shards_together_have_what_one_has(home, tmp_path, monkeypatch, capsys):
     curves = {(tmp_path / to / "labelling/calibration.json").read_text() for to in ("whole", "labels")}
     assert len(curves) == 1, "in whatever order results come"
     assert label(home, tmp_path / "labels", "--shard", "1/2") == 2, "of another number, some would be labelled twice"
-    assert "made by another model or with other options: shards; choose another folder" in capsys.readouterr().err
+    assert "made with another --shard; choose another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, message", [
@@ -204,6 +213,20 @@ def test_a_list_that_can_t_calibrate_is_refused(home, tmp_path, refused):
     assert "nothing was heard in any recording that has a transcript" in refused(calibrate=tmp_path / "without.jsonl")
     few = "30 utterances with words can't show how reliable confidences are; give at least 40"
     assert f"{tmp_path}/short.jsonl: {few}" in refused(calibrate=tmp_path / "short.jsonl")
+    assert label(home, tmp_path / "labels", "--beam", 4, audio=["audio/1.wav"]) == 0, "nothing stands in the way"
+
+
+def test_a_list_that_the_bundle_s_run_was_trained_on_is_refused(home, tmp_path, refused):
+    run = tmp_path / "run"
+    bundles.make(run / "bundle")
+    (run / "manifests").mkdir()
+    wavs = [str(home / "dev" / f"{i}.wav") for i in (*range(7), *range(100, 110))]
+    Manifest(ids=wavs, durations=[1.0] * 17, wavs=wavs, texts=["alpha"] * 17).write(run / "manifests" / "train.csv")
+    assert f"dev.jsonl: the model was trained on 7 of its 60 recordings ({run}/manifests/train.csv)" in refused(
+        bundle=run / "bundle")
+    Manifest(ids=wavs, durations=[1.0] * 17, wavs=wavs, texts=["alpha"] * 17, starts=[9.0] * 17).write(
+        run / "manifests" / "train.csv")
+    assert label(home, tmp_path / "labels", bundle=run / "bundle", audio=["audio/1.wav"]) == 0, "other stretches"
 
 
 def test_a_folder_of_others_is_left_alone(tmp_path, refused):
@@ -220,7 +243,9 @@ def test_labels_of_another_bundle_or_list_are_not_mixed_in(home, tmp_path, capsy
     label(home, tmp_path / "labels", audio=["audio/1.wav"])
     bundles.make(home / "other", language="fr")
     assert label(home, tmp_path / "labels", bundle="other") == 2
-    assert "contains transcripts made by another model" in capsys.readouterr().err
+    assert "contains transcripts made with another BUNDLE; choose another folder" in capsys.readouterr().err
+    assert label(home, tmp_path / "labels", "--beam", 4, "--hot-word", "alpha") == 2
+    assert "contains transcripts made with another --beam, --hot-word; choose" in capsys.readouterr().err
     (home / "dev2.jsonl").write_text((home / "dev.jsonl").read_text() + "\n")
     assert label(home, tmp_path / "labels", calibrate="dev2.jsonl") == 2
     assert "was calibrated on another list" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, c
     out = tmp_path / "out"
     run(bundle, clips / "one.wav", "--output", out)
     assert run(other, clips / "one.wav", "--output", out) == 2
-    assert "contains transcripts made by another model" in capsys.readouterr().err
+    assert "contains transcripts made with another BUNDLE; choose another folder, or redo" in capsys.readouterr().err
     assert run(other, clips / "one.wav", "--output", out, "--overwrite") == 0
 
 

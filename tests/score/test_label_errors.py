@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import DROP
+from sbkit.errors import SbkitError
 from sbkit.score.label_errors import LabelScore, expected_right, judge, summary, suspects, units
 
 WORDS = "brave teacher finds old ladder near green river after dinner while seven quiet horses sleep".split()
@@ -103,7 +104,8 @@ def test_models_that_have_learnt_nothing_are_told_apart_from_labels_that_are_rig
     rows = corpus(wrong=("seven quiet horses sleep near green river", "brave teacher finds old ladder after dinner"))
     assert len(suspects(rows, manifest(rows), "x")) == 1
     rows += [row._replace(id=f"unheard{i}", hypothesis="") for i, row in enumerate(2 * rows)]
-    assert judge(rows)[0].expected_right < 0.1 and suspects(rows, manifest(rows), "x") == []
-    assert "too little to judge them by" in summary([], rows, len(rows))
+    assert judge(rows)[0].expected_right < 0.1
+    with pytest.raises(SbkitError, match=r"they hear 31% of the words \(word error rate 69%\), and 40% are needed"):
+        suspects(rows, manifest(rows), "x")
     rows = scores([(" ".join(words), " ".join(words)) for words in said()])
     assert summary(suspects(rows, manifest(rows), "x"), rows, len(rows)) == "none of 400 labels is probably wrong"
