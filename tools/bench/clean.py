@@ -29,9 +29,8 @@ from typing import NamedTuple
 from sbkit.data import suspects
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import Exclusions
-from sbkit.errors import SbkitError
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, as_words, call, parse_checked, rates_of
+from tools.bench.harness import RECIPE, as_words, call, parse_checked, program, rates_of
 
 OWN = ("data_folder", "seed", "output_folder", "corpus")  # keys of its own runs
 KINDS = ("swapped", "cut", "misspelt")
@@ -82,16 +81,13 @@ def misspelt(text: str, draw: random.Random) -> str:
     return " ".join(words)
 
 
+@program
 def main() -> int:
     args = parse()
-    try:
-        bench = Bench(args)
-        for level in args.levels:
-            for run in args.only:
-                bench.make(level, run)
-    except SbkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    bench = Bench(args)
+    for level in args.levels:
+        for run in args.only:
+            bench.make(level, run)
     print(bench.table())
     return 0
 

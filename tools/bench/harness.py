@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,21 @@ from sbkit.system.console import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "hparams" / "ctc.yaml"
+
+
+def program(main: Callable[[], int]) -> Callable[[], int]:
+    """Decorate a benchmark's main function: an error that its user can mend is a line, as with sbkit's commands."""
+    @functools.wraps(main)
+    def run() -> int:
+        try:
+            return main()
+        except SbkitError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            print("\nstopped; the same command runs what is missing", file=sys.stderr)
+            return 130
+    return run
 
 
 def check_keys(recipe: Path, words: list[str], own: Collection[str] = ()) -> None:
@@ -81,6 +99,12 @@ def call(name: str, command: Sequence[Any], log: Path, threads: int | None = Non
     if code:
         last = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-1]
         raise SbkitError(f"{name} ended with code {code}: {last}", hint=f"its log is {log}")
+
+
+def processor_seconds() -> float:
+    """Return the processor time of all programs that this one has run and that have ended, with theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def discard(folder: Path) -> None:

@@ -24,9 +24,8 @@ import numpy as np
 from sbkit.data.corpus import Corpus
 from sbkit.data.demo import make_demo_corpus
 from sbkit.data.manifest import Manifest
-from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates
-from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, rates_of, read_lines
+from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, program, rates_of, read_lines
 
 OWN = ("data_folder", "language", "output_folder")
 GREEDY = "greedy"
@@ -34,6 +33,7 @@ SBKIT = [sys.executable, "-m", "sbkit"]
 _SHARE = 10
 
 
+@program
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of the corpus, runs and labels")
@@ -43,12 +43,7 @@ def main() -> int:
     parser.add_argument("--lm", action="store_true", help="label with a language model of the tenth's texts")
     parser.add_argument("--at-most", type=float, default=0.7, help="the largest ratio of the WERs that passes")
     args, keys = parse_checked(parser, RECIPE, OWN)
-    try:
-        ratio = Bench(args.out.absolute(), args.hours, args.keep, args.lm, keys).run(args.rounds)
-    except SbkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return int(ratio > args.at_most)
+    return int(Bench(args.out.absolute(), args.hours, args.keep, args.lm, keys).run(args.rounds) > args.at_most)
 
 
 class Bench:

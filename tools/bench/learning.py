@@ -53,20 +53,14 @@ HEAD = ("corpus", "run of", "system", "epochs", "audio, h", "training, min", "wa
         "to sbkit", "test WER")
 
 
+@harness.program
 def main() -> int:
     args = parse()
-    try:
-        if args.make_nemo:
-            systems.make_nemo(args.nemo)
-            return 0
-        bench = Bench(args)
-        return bench.plan() if args.plan else bench.run()
-    except SbkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nstopped; the same command runs what is missing", file=sys.stderr)
-        return 130
+    if args.make_nemo:
+        systems.make_nemo(args.nemo)
+        return 0
+    bench = Bench(args)
+    return bench.plan() if args.plan else bench.run()
 
 
 def parse() -> argparse.Namespace:

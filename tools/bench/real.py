@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -43,6 +43,8 @@ from tools.bench.harness import (
     check_keys,
     discard,
     positive,
+    processor_seconds,
+    program,
     rates_of,
     read_lines,
     whole_numbers,
@@ -59,13 +61,9 @@ SHOWN = 5  # points of a curve
 T = TypeVar("T")
 
 
+@program
 def main() -> int:
-    args, keys = parse()
-    try:
-        print(Bench(args, keys).run())
-    except SbkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(Bench(*parse()).run())
     return 0
 
 
@@ -184,13 +182,9 @@ class Bench:
 
 def with_share(run: Callable[[], T]) -> tuple[T, float]:
     """Run programs; returns what the function returns, and their seconds of a processor per second by the clock."""
-    def used() -> float:
-        children = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return children.ru_utime + children.ru_stime
-
-    began, before = time.perf_counter(), used()
+    began, before = time.perf_counter(), processor_seconds()
     found = run()
-    return found, (used() - before) / (time.perf_counter() - began)
+    return found, (processor_seconds() - before) / (time.perf_counter() - began)
 
 
 def curve(lines: list[dict[str, Any]], share: float = 1.0) -> list[tuple[float, float]]:
@@ -219,4 +213,5 @@ def table(rows: list[tuple[str, str, int, dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the current run, as Ctrl-C does
     sys.exit(main())

@@ -26,13 +26,14 @@ from sbkit.runs.replay import NEW
 from sbkit.score.old_set import OldSet
 from sbkit.score.run_files import EVALUATIONS, RESULT, TESTED
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked
+from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, program
 
 MOST = 1.1  # times the new WER without replay
 OWN = ("data_folder", "language", "number_of_epochs", "init_from", "output_folder", "replay")  # keys of its own runs
 HEAD = ("corpus", "way", "new WER", "old WER before", "old WER after", "the mean that saves the old")
 
 
+@program
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of runs, results and the table")
@@ -40,11 +41,7 @@ def main() -> int:
     parser.add_argument("--corpora", required=True, help="LANGUAGE=FOLDER:EPOCHS, several with commas")
     parser.add_argument("--replay", type=float, default=0.2)
     args, keys = parse_checked(parser, RECIPE, OWN)
-    try:
-        return Bench(args, keys).run()
-    except SbkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return Bench(args, keys).run()
 
 
 class Bench:

@@ -27,16 +27,13 @@ RECORD = Path(__file__).with_suffix(".json")
 WER, CORES = 5.0, 2
 
 
+@harness.program
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, default=Path("hparams/ctc.yaml"))
     parser.add_argument("--out", type=Path, default=Path("results/speedrun"))
     args, words = parser.parse_known_args()
-    try:
-        run(args.recipe, args.out, words)
-    except SbkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    run(args.recipe, args.out, words)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 from sbkit.errors import SbkitError
 from tools.bench.corpora import Corpus
-from tools.bench.harness import RECIPE, ROOT, call, read_lines
+from tools.bench.harness import RECIPE, ROOT, call, processor_seconds, read_lines
 
 #: Their names, as a command line and as a reader has them.
 NAMES = {"sbkit": "sbkit", "stock": "SpeechBrain", "nemo": "NeMo"}
@@ -181,9 +180,8 @@ class Others:
         except OSError:
             return None
         user, nice, system, _, _, irq, softirq, steal = map(int, ticks)
-        own = resource.getrusage(resource.RUSAGE_CHILDREN)
         work = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), work, own.ru_utime + own.ru_stime
+        return time.perf_counter(), work, processor_seconds()
 
 
 def commit() -> str:

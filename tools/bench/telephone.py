@@ -28,11 +28,10 @@ from sbkit.commands.evaluate import evaluate
 from sbkit.data.audio import read_audio
 from sbkit.data.augment import AddReverb, ApplyCodec, Augment, BandPass, Overdrive
 from sbkit.data.manifest import Manifest
-from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.run_files import EVALUATIONS, RESULT
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, call, discard, parse_checked
+from tools.bench.harness import RECIPE, Results, as_words, call, discard, parse_checked, program
 
 RATE, ROOMS, OWN = 16_000, {"train": 40, "test": 20}, ("augment", "output_folder", "sample_rate")
 #: The stages of each way, in their order.
@@ -42,6 +41,7 @@ WAYS = {"none": [], "codecs": ["ApplyCodec"], "band": ["BandPass"], "clipping": 
 Stage = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
+@program
 def main() -> int:
     """Measure the ways that have no result yet, and print the table of all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
@@ -52,14 +52,10 @@ def main() -> int:
     if unknown := [way for way in ways if way not in WAYS]:
         parser.error(f"there is no way {unknown[0]}: choose of {', '.join(WAYS)}")
     results = Results(out / "results", {"keys": keys})
-    try:
-        for way in ways:
-            if results.get(way) is None:
-                results.put(way, measure(out, way, keys))
-        found = {way: result["rates"] for way in WAYS if (result := results.get(way)) is not None}
-    except SbkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for way in ways:
+        if results.get(way) is None:
+            results.put(way, measure(out, way, keys))
+    found = {way: result["rates"] for way in WAYS if (result := results.get(way)) is not None}
     with atomic_write(out / "telephone.md") as file:
         file.write(as_markdown(found))
     print(as_markdown(found))
