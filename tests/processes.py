@@ -12,9 +12,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from sbkit.rehearsal import nullcard
@@ -22,8 +25,19 @@ from sbkit.system.processes import free_port, torchrun_environment
 
 # A server that has imported everything forks the ranks: the first launch is slow, the others are not.
 _CONTEXT = multiprocessing.get_context("forkserver")
-PRELOAD = ["tools.gpu.preload", "settled"]  # no process that is forked from one that has asked for cards can use CUDA
+# No process that is forked from one that has asked for cards can use CUDA.
+PRELOAD = ["tools.gpu.preload", "processes", "settled"]
 _CONTEXT.set_forkserver_preload(PRELOAD)
+
+
+def _started(fn: Callable[..., None], *args: object) -> BaseProcess:
+    """A process that is forked from the server, which before Python 3.12.3 imports only what PYTHONPATH leads to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
+        forkserver.ensure_running()
+    process = _CONTEXT.Process(target=fn, args=args)
+    process.start()
+    return process
 
 
 class Outcome(NamedTuple):
@@ -39,11 +53,9 @@ def outcomes(fn, *args, world: int = 2, timeout: float = 120) -> list[Outcome]:
     port, pipes, processes = free_port(), [], []
     for rank in range(world):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_run, args=(theirs, rank, world, port, fn, args))
-        process.start()
+        processes.append(_started(_run, theirs, rank, world, port, fn, args))
         theirs.close()
         pipes.append(ours)
-        processes.append(process)
     found: dict[int, Outcome] = {}
     until = time.monotonic() + timeout
     try:
@@ -122,8 +134,7 @@ def programs(world: int, fn, *args: str, timeout: float = 120, **environment: st
         port, processes = free_port(), []
         for rank, (out, err) in enumerate(streams):
             job = environment_of(rank, world, port) if world > 1 else {}
-            processes.append(_CONTEXT.Process(target=_program, args=(str(out), str(err), job | environment, fn, args)))
-            processes[-1].start()
+            processes.append(_started(_program, str(out), str(err), job | environment, fn, args))
         until = time.monotonic() + timeout
         for process in processes:
             process.join(max(0.0, until - time.monotonic()))
@@ -160,9 +171,7 @@ def sbkit(*words: object, cwd: Path, ranks: int = 1, code: int = 0, timeout: flo
 
 def killed(when: Callable[[], bool], *words: object, cwd: Path, timeout: float = 200, **environment: str) -> None:
     """Start the same and kill it, and nothing that it started, as soon as something holds."""
-    process = _CONTEXT.Process(target=_program, args=(os.devnull, os.devnull, environment, command,
-                                                      (str(cwd), *map(str, words))))
-    process.start()
+    process = _started(_program, os.devnull, os.devnull, environment, command, (str(cwd), *map(str, words)))
     until = time.monotonic() + timeout
     try:
         while not when():
@@ -188,8 +197,7 @@ class Beside:
 
     def __init__(self, fn, *args, **environment: str):
         self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_beside, args=(fn, theirs, environment, args))
-        self.process.start()
+        self.process = _started(_beside, fn, theirs, environment, args)
         theirs.close()
 
     def kill(self) -> None:
