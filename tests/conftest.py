@@ -17,8 +17,9 @@ from made_once import made_once
 settings.register_profile("sbkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # CI is shared
 settings.load_profile("sbkit")
 
-# What is imported and collected at first stays, and looking through it for garbage is a tenth of the tests' time.
+# What is imported and collected stays, and looking through it for garbage or stand-ins is a tenth of the tests' time.
 gc.disable()
+_modules = 0  # when what there was has last been kept out of that
 
 # Checkpoints wait for the disk at each of their files, and nothing here outlives a machine that fails while it writes:
 # tests write to memory where there is plenty.
@@ -52,7 +53,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.enable()
-    gc.freeze()
     if "sbkit.recipe.speed" in sys.modules:  # one product of matrices tells a CPU's speed well enough here
         sys.modules["sbkit.recipe.speed"].MEASURE_SECONDS = 0.0
 
@@ -62,6 +62,11 @@ def pytest_runtest_setup(item):
 
     One marked ``gpu(values=True)`` judges what a card computes, and doesn't run on one that computes nothing.
     """
+    global _modules
+    if len(sys.modules) > _modules + 100:
+        gc.collect()
+        gc.freeze()
+        _modules = len(sys.modules)
     marker = item.get_closest_marker("gpu")
     if marker is not None:
         import torch
