@@ -49,8 +49,8 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("report run qqq", "unrecognized arguments: qqq; see sbkit report --help"),
     ("evaluat run", "; did you mean evaluate? see sbkit --help"),
     ("trian recipe.yaml", "; did you mean train? see sbkit --help"),
-    ("evaluate run --max EER:5", "--max: 'EER:5' is no figure with a number: write EER=5; see sbkit evaluate --help"),
-    ("evaluate run --min EER=five", "'EER=five' is no figure with a number: write EER=5; see sbkit evaluate --help"),
+    ("evaluate run --max EER:5", "--max: 'EER:5' is not NAME=VALUE: write EER=5; see sbkit evaluate --help"),
+    ("evaluate run --min EER=five", "'EER=five' is not NAME=VALUE: write EER=5; see sbkit evaluate --help"),
     ("evaluate run --precision bf61", "; did you mean bf16? see sbkit evaluate --help"),
 ])
 def test_a_misspelt_word_gets_the_one_that_was_meant(words, told, capsys):

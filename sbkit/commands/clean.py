@@ -10,9 +10,9 @@ from sbkit.train.memory import host
 
 HELP = (
     "List training rows whose labels are probably wrong, by models that have not seen them.\n"
-    "--folds N: trains N models by the recipe, each without the part of the rows that it scores (default: 2).\n"
-    "Any key makes them smaller: --number_of_epochs 4. Writes OUTPUT_FOLDER/clean/suspects.csv, which\n"
-    "corpus: exclude: takes, and suspects.html to listen and decide. The same command goes on where it was stopped."
+    "--folds N trains N models by the recipe, each without the rows that it judges (default: 2). They may be small\n"
+    "and short, if they hear 40 % of the words: --number_of_epochs 4. Writes OUTPUT_FOLDER/clean/suspects.csv, a list\n"
+    "for corpus: exclude, and suspects.html, a page to listen and decide. The same command resumes."
 )
 
 
@@ -60,5 +60,5 @@ def run(words: list[str]) -> int:
         write(files[0], suspects)
         suspect_page.write(files[1], suspects, train)
     print(label_errors.summary(suspects, scores, len(train)))
-    print(f"the list, which corpus: exclude: takes: {files[0]}\nto listen and decide: {files[1]}")
+    print(f"the list for corpus: exclude: {files[0]}\na page to listen and decide: {files[1]}")
     return 0

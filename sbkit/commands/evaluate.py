@@ -27,12 +27,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = RUNS_CODE
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
-    parser.add_argument("--on", metavar="CORPUS", help="a corpus of any supported kind (default: the run's own)")
+    parser.add_argument("--on", metavar="CORPUS", help="whatever a recipe's data_folder may be (default: the run's own)")
     parser.add_argument("--split", help="split of the corpus (default: test)")
     parser.add_argument("--checkpoint", nargs="+", default=["best"], metavar="CKPT", dest="checkpoints",
                         help="best, last, or names of checkpoints; each is a row of the table")
     parser.add_argument("--average", type=int, default=1, metavar="N",
-                        help="score the mean of the N best (or last) checkpoints")
+                        help="score the mean of the weights of the N best (or last) checkpoints")
     parser.add_argument("--max-wer", type=float, metavar="PERCENT", help="exit with 1 if a WER is higher")
     for option, field, what in (("--max", "most", "above"), ("--min", "least", "below")):
         parser.add_argument(option, dest=field, action="append", default=[], type=_bound, metavar="NAME=VALUE",
@@ -40,16 +40,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name that the results folder begins with (default: the corpus)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results (default: RUN/evaluations)")
     add_search(parser)
-    parser.add_argument("--tune-lm", action="store_true", help="first find the two weights on the run's dev split")
+    parser.add_argument("--tune-lm", action="store_true", help="first tune --lm-weight and --word-score on the dev split")
     parser.add_argument("--nbest", type=int, metavar="N", help="transcripts per utterance to write to nbest.jsonl")
     parser.add_argument("--joint", action="store_true", help="search with the attention decoder and CTC together")
     parser.add_argument("--ctc-weight", type=float, metavar="W", help="weight of CTC in the joint search (0.4)")
     parser.add_argument("--chunk", type=chunk_sizes, default=(), metavar="MS,...",
-                        help="score a model for live speech as it hears in chunks of these milliseconds, or whole: "
+                        help="score a model for live speech on audio in chunks of these milliseconds, or whole: "
                              "320,640,1280,whole")
     parser.add_argument("--recogniser", metavar="BUNDLE",
-                        help="a bundle of a recogniser, which hears what a codec made of the recordings")
-    parser.add_argument("--device")
+                        help="a recogniser's bundle, which transcribes what a codec or a voice makes")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU, if there is one)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio in one batch on a device")
     parser.add_argument("--workers", type=int, help="number of processes that read audio")
@@ -60,7 +60,7 @@ def _bound(text: str) -> tuple[str, float]:
     with contextlib.suppress(ValueError):
         if name:
             return name, float(value)
-    raise argparse.ArgumentTypeError(f"{text!r} is no figure with a number: write EER=5")
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE: write EER=5")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,7 +135,7 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
             shared, factor = [""] * len(shared), ""
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))
     for scored in results:
-        print(f"{scored.facts['folder']}  (to look at: {REPORT})")
+        print(f"{scored.facts['folder']}  (its page: {REPORT})")
         for part, each in scored.results.parts.items():
             print(f"  {part}: {each.headline()}")
         if scored.replaced:

@@ -10,15 +10,15 @@ from sbkit.commands.options import above, count
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("source", metavar="SOURCE", help="a folder, or owner/name or owner/name@revision on "
-                        "the Hugging Face Hub: of transformers, or for SpeechBrain's EncoderASR")
+    parser.add_argument("source", metavar="SOURCE", help="a model of transformers, or one for SpeechBrain's "
+                        "EncoderASR: a folder, or owner/name or owner/name@revision on the Hugging Face Hub")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
-    parser.add_argument("--corpus", help="compare on recordings of its test split, instead of noise: whatever a "
-                        "recipe's data_folder may be")
-    parser.add_argument("--language", help="the corpus's language, named in the bundle")
+    parser.add_argument("--corpus", help="whatever a recipe's data_folder may be: compare on its test split "
+                        "instead of noise")
+    parser.add_argument("--language", help="the language of model and corpus, named in the bundle")
     parser.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
                         help="any of onnx,int8,torch (default: all)")
-    parser.add_argument("--clips", type=count, default=40, help="number of recordings to compare on")
+    parser.add_argument("--clips", type=count, default=40, help="number of recordings to compare on (40)")
     parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,
                         help="largest allowed difference of a log-probability from the model's own code (0.001)")
     parser.add_argument("--trust-code", action="store_true", help="run the hyperparams.yaml of a SpeechBrain model "

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.commands.options import above, add_model, add_schemes, add_search, count
+from sbkit.commands.options import above, add_model, add_schemes, add_search, count, share
 
 if TYPE_CHECKING:
     from sbkit.infer.labelling import RecordingShard
@@ -19,31 +19,24 @@ _SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a recogniser's folder that sbkit export made")
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a recogniser's bundle")
     parser.add_argument("files", metavar="AUDIO", nargs="+",
                         help="audio files, folders of them, a manifest.csv, or JSON lines")
-    parser.add_argument("--to", metavar="CORPUS", type=Path, required=True, help="folder of the corpus to make")
+    parser.add_argument("--to", metavar="CORPUS", type=Path, required=True,
+                        help="folder for the corpus: labels and what was left out, no copies of audio")
     parser.add_argument("--calibrate", metavar="LIST", required=True,
-                        help="manifest.csv or JSON lines with transcripts that the model was not trained on, such as "
-                             "RUN/manifests/dev.csv: shows how far its confidence can be trusted")
-    parser.add_argument("--keep", type=_share, default=0.9, metavar="SHARE",
+                        help="manifest.csv or JSON lines of at least 40 transcribed recordings that the model was not "
+                             "trained on, such as RUN/manifests/dev.csv: shows how far to trust its confidence")
+    parser.add_argument("--keep", type=share, default=0.9, metavar="SHARE",
                         help="keep rows with at least this expected word accuracy (0.9)")
     parser.add_argument("--shard", type=_shard, default="1/1", metavar="I/N",
-                        help="label only the Ith of N parts of the recordings, 1/N to N/N; slurm: as a job array says")
+                        help="label only this part of the recordings, such as 3/16; slurm: this task's part of a job "
+                             "array")
     add_model(parser)
     parser.add_argument("--readers", type=count, default=2, help="number of threads that decode audio (2)")
     parser.add_argument("--batch-seconds", type=above, metavar="S", help="audio in one batch, with padding")
     add_schemes(parser)
     add_search(parser)
-
-
-def _share(text: str) -> float:
-    try:
-        if 0 <= (value := float(text)) <= 1:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1, such as 0.9")
 
 
 def _shard(text: str) -> RecordingShard:
@@ -60,7 +53,7 @@ def _shard(text: str) -> RecordingShard:
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if match and 1 <= int(match[1]) <= int(match[2]):
         return RecordingShard(int(match[1]), int(match[2]))
-    raise argparse.ArgumentTypeError(f"{text!r} is no part of several: write 1/16 to 16/16, or slurm")
+    raise argparse.ArgumentTypeError(f"{text!r} is no part: write 1/16 to 16/16, or slurm")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
 from collections.abc import Callable, Sequence
@@ -57,10 +58,17 @@ def import_model(request: ImportRequest) -> int:
 
 def _opened(request: ImportRequest, run: Path) -> Trained:
     """Open the model as if a run in the folder ``run`` had kept its tokenizer and trained it."""
-    if Path(request.source).expanduser().is_file():
+    given, of_a_run = Path(request.source).expanduser(), f"of a run of your own: sbkit export RUN --to {request.to}"
+    if given.is_file():
         raise SbkitError(f"{request.source} is a file: a bundle also needs the model's layers and its tokenizer",
                          hint="name the folder that has it beside a hyperparams.yaml for EncoderASR, or a config.json, "
-                              f"and the tokenizer; of a run of your own: sbkit export RUN --to {request.to}")
+                              f"and the tokenizer; {of_a_run}")
+    if is_folder(request.source):
+        if (ours := _bundle(given)) is not None:
+            raise SbkitError(f"{request.source} is a bundle of sbkit's already", hint=ours.use.format(given))
+        if not any((given / name).is_file() for name in (layout.CONFIG, layout.RECIPE)):
+            raise SbkitError(f"{request.source} has neither a config.json of transformers nor a hyperparams.yaml for "
+                             "EncoderASR", hint=f"name a folder with all files of a model; {of_a_run}")
     folder = recipe_folder(request.source)
     if folder is not None:
         if not (is_folder(request.source) or request.trust_code):
@@ -76,6 +84,13 @@ def _opened(request: ImportRequest, run: Path) -> Trained:
         print(note)
     own, least = published.model.own_code(encoder.frames), getattr(encoder.network, "min_samples", 1)
     return _trained(request, run, brain, ("transformers", _own_code(own, published.kept_order, tokenizer, least)))
+
+
+def _bundle(folder: Path) -> layout.Bundle | None:
+    """The configuration of a folder that is a bundle of sbkit's."""
+    with contextlib.suppress(SbkitError):
+        return layout.read(folder)
+    return None
 
 
 def _of_speechbrain(request: ImportRequest, run: Path, model: SpeechBrainModel) -> Trained:

@@ -119,7 +119,11 @@ class SpeechBrainModel:
     """A model for ``EncoderASR``. Its hyperparams.yaml is code, which opening it runs; its weights are only read."""
 
     def __init__(self, folder: Path):
-        held = source.find(folder, "best", 1, Metric("WER"))
+        try:
+            held = source.find(folder, "best", 1, Metric("WER"))
+        except SbkitError as error:  # in a recipe's words
+            raise SbkitError(error.message.removeprefix("init_from: "),
+                             hint="download or copy all that belongs to the model") from error
         if held.checkpointer is not None:
             raise SbkitError(f"{folder} is a run of sbkit's", hint=f"sbkit export {folder} --to BUNDLE")
         held.tensors(shapes=True)  # refuses what holds more than tensors
@@ -130,9 +134,10 @@ class SpeechBrainModel:
                 self.own: Any = EncoderASR.from_hparams(  # it has whatever the YAML makes
                     source=str(folder), savedir=room, run_opts={"device": "cpu"})
         except Exception as error:  # a YAML may do anything
-            raise SbkitError(f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error)}",
-                             hint="a CTC model has encoder, tokenizer and decoding_function in its hyperparams.yaml"
-                             ) from error
+            raise SbkitError(
+                f"SpeechBrain can't open {folder} as an EncoderASR: {summary(error).replace(room, str(folder))}",
+                hint="its hyperparams.yaml needs encoder, tokenizer and decoding_function, and the folder all "
+                     "files that its pretrainer loads") from error
         theirs, encoder = self.own.hparams, self.own.mods.encoder
         if not hasattr(encoder, "lengths_arg_names"):
             raise SbkitError(f"the encoder of {folder} is a {type(encoder).__name__}, not the LengthsCapableSequential "

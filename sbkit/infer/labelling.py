@@ -150,13 +150,13 @@ def _calibration(request: LabelRequest, pipeline: Pipeline) -> Calibration:
         rows = [(each[0], f"{100 * each[1]:.1f}", f"{100 * each[2]:.1f}") for each in facts["bins"]]
         other, difference = facts["list"] != listed, 100 * facts["error"]
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise SbkitError(f"{path} cannot be read: {error}", hint="remove it, and it is made again") from error
+        raise SbkitError(f"{path} cannot be read: {error}", hint="remove it to calibrate again") from error
     if other:
         raise SbkitError(f"{request.to} was calibrated on another list than {request.calibrate}",
                          hint="name that one again, or choose another --to")
     print(table(["utterances", "word accuracy expected %", "found %"], rows))
-    print(f"calibrated on {request.calibrate}: on halves that the curve was not fitted on, expected and found word "
-          f"accuracy differ by {difference:.1f} points (expected calibration error)")
+    print(f"calibrated on {request.calibrate}: expected and found word accuracy differ by {difference:.1f} points "
+          "(expected calibration error, each half judged by the other's curve)")
     return found
 
 
@@ -234,7 +234,7 @@ def _hear(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     taken = time.perf_counter() - began
-    print(f"heard {seconds / 3600:.2f} hours in {taken:.0f} s", file=sys.stderr)
+    print(f"transcribed {seconds / 3600:.2f} hours in {taken:.0f} s", file=sys.stderr)
     return errors
 
 
@@ -298,9 +298,9 @@ def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, 
     kept = [each for each in sure if each[0] >= request.keep]
     if total := sum(length for _, length in kept):
         mean = sum(expected * length for expected, length in kept) / total
-        print(f"expected word accuracy of what is kept: {100 * mean:.1f} %")
+        print(f"expected word accuracy of the rows that are kept: {100 * mean:.1f} %")
     if kept != sure:
-        print("kept with other values of --keep: " + ", ".join(
+        print("hours kept with other values of --keep: " + ", ".join(
             f"{least:g}: {sum(length for expected, length in sure if expected >= least):.2f} h" for least in _KEEPS))
-    print(f"{request.to / request.shard.name}.jsonl  (the rest: {request.to / FOLDER}; the same command with another "
-          "--keep hears nothing again)")
+    print(f"{request.to / request.shard.name}.jsonl  (left out: {request.to / FOLDER}; with another --keep the same "
+          "command transcribes nothing again)")

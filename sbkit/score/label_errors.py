@@ -170,4 +170,4 @@ def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -
     low = (1 - right) * len(named) / scored
     reasons = table(["reason", "labels"], [[name, counts[name]] for name in REASONS if counts[name]])
     return (f"{reasons}\n{len(named):,} of {scored:,} labels are probably wrong; at most {right:.0%} of these are "
-            f"expected to be right, so {low:.1%} of all labels or more are wrong{unread}")
+            f"expected to be right, so at least {low:.1%} of all labels are wrong{unread}")

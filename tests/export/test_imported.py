@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 
+import bundles
 import httpx
 import numpy as np
 import onnxruntime
@@ -30,7 +31,7 @@ def said(text):
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory):
+def imported(tmp_path_factory):
     """Each kind's folder and bundle, made when asked for."""
     home, made = tmp_path_factory.mktemp("imported"), {}
 
@@ -46,8 +47,8 @@ def bundles(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", published.KINDS)
-def test_a_bundle_says_of_each_clip_what_transformers_says(bundles, kind, capsys):
-    folder, bundle = bundles(kind)
+def test_a_bundle_says_of_each_clip_what_transformers_says(imported, kind, capsys):
+    folder, bundle = imported(kind)
     config = layout.Config.read(bundle)
     graph = onnxruntime.InferenceSession(bundle / "model.onnx")
     recogniser = sbkit.infer.load(bundle, model=layout.ONNX, device="cpu")
@@ -74,8 +75,8 @@ def test_a_bundle_says_of_each_clip_what_transformers_says(bundles, kind, capsys
 
 
 @pytest.mark.slow
-def test_a_server_says_what_transformers_says(bundles):
-    folder, bundle = bundles("wav2vec2")
+def test_a_server_says_what_transformers_says(imported):
+    folder, bundle = imported("wav2vec2")
     with serving.serving(bundle, names=("theirs",)) as server:
         for seed, samples in enumerate(LENGTHS):
             signal, file = published.spoken(samples, seed), io.BytesIO()
@@ -204,6 +205,16 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path):
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(published.Evil(tmp_path / "ran")))
     refusal(tmp_path, folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_with_no_model_of_others(tmp_path):
+    bundles.make(tmp_path / "ours")
+    error = refusal(tmp_path, tmp_path / "ours")
+    assert error.message == f"{tmp_path}/ours is a bundle of sbkit's already" and "sbkit transcribe" in error.hint
+    (tmp_path / "empty").mkdir()
+    error = refusal(tmp_path, tmp_path / "empty")
+    assert "empty has neither a config.json of transformers nor a hyperparams.yaml for EncoderASR" in error.message
+    assert error.hint.endswith(f"of a run of your own: sbkit export RUN --to {tmp_path}/bundle")
 
 
 def test_one_file_of_weights(tmp_path):

@@ -115,6 +115,16 @@ def test_a_tokenizer_that_does_not_fit_its_head(tmp_path):
     assert f"{folder} doesn't fit its head: that gives 12 scores, and the tokenizer has 4 tokens" in error.message
 
 
+@pytest.mark.parametrize("lost, said", [
+    ("model.ckpt", "lacks model.ckpt, which its pretrainer loads"),
+    ("tokenizer.ckpt", "can't open {} as an EncoderASR: RuntimeError: NOT_FOUND: \"{}/tokenizer.ckpt\"")])
+def test_a_folder_that_lacks_a_file(tmp_path, lost, said):
+    folder = speechbrain_models.make(tmp_path / "model")
+    (folder / lost).unlink()
+    message = refusal(tmp_path, folder).message
+    assert said.format(folder, folder) in message and "init_from" not in message
+
+
 def test_a_recipe_that_is_no_recogniser(tmp_path):
     folder = speechbrain_models.make(tmp_path / "model")
     text = (folder / "hyperparams.yaml").read_text()

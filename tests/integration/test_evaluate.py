@@ -177,7 +177,7 @@ def wrong(home):
     (["--split", "other"], "the corpus of {home}/run: {home}/data has no split 'other'"),
     (["--average", "0"], "can't average 0 checkpoints"),
     (["--max-wer", "low"], "invalid float value"),
-    (["--max", "WER"], "argument --max: 'WER' is no figure with a number"),
+    (["--max", "WER"], "argument --max: 'WER' is not NAME=VALUE"),
     (["--tune-lm"], "there is no language model to weight; name one: --lm FILE.arpa"),
     (["--lm", "{home}/nowhere.arpa"], "nowhere.arpa: there is no such language model"),
     (["--lm", "{home}/cut.arpa"], "cut.arpa is truncated: its section"),
