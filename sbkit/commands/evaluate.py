@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = RUNS_CODE
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
-    parser.add_argument("--on", metavar="CORPUS", help="whatever a recipe's data_folder may be (default: the run's own)")
+    parser.add_argument("--on", metavar="CORPUS", help="whatever data_folder may be (default: the run's own corpus)")
     parser.add_argument("--split", help="split of the corpus (default: test)")
     parser.add_argument("--checkpoint", nargs="+", default=["best"], metavar="CKPT", dest="checkpoints",
                         help="best, last, or names of checkpoints; each is a row of the table")
@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name that the results folder begins with (default: the corpus)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results (default: RUN/evaluations)")
     add_search(parser)
-    parser.add_argument("--tune-lm", action="store_true", help="first tune --lm-weight and --word-score on the dev split")
+    parser.add_argument("--tune-lm", action="store_true", help="first tune these two weights on the dev split")
     parser.add_argument("--nbest", type=int, metavar="N", help="transcripts per utterance to write to nbest.jsonl")
     parser.add_argument("--joint", action="store_true", help="search with the attention decoder and CTC together")
     parser.add_argument("--ctc-weight", type=float, metavar="W", help="weight of CTC in the joint search (0.4)")

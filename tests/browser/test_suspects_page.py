@@ -23,14 +23,18 @@ def browser(tmp_path_factory):
         yield browser
 
 
-@pytest.fixture
-def page(tmp_path):
-    wav = run_folders.sound(tmp_path / "sound.wav", 1.5)
+def written(folder, count=3):
+    wav = run_folders.sound(folder / "sound.wav", 1.5)
     train = Manifest(ids=list(LABELS), durations=[1.5] * 3, wavs=[wav] * 3, texts=list(LABELS.values()))
     rows = [Suspect(name, KEEP if name == "c" else DROP, "other words", 9.0, 0.01, label, 'seven "quiet" horses', "",
                     wav, "/data/mine") for name, label in LABELS.items()]
-    suspect_page.write(tmp_path / "suspects.html", rows, train)
-    return (tmp_path / "suspects.html").as_uri()
+    suspect_page.write(folder / "suspects.html", rows[:count], train)
+    return (folder / "suspects.html").as_uri()
+
+
+@pytest.fixture
+def page(tmp_path):
+    return written(tmp_path)
 
 
 def press(browser, *keys):
@@ -60,6 +64,7 @@ def test_it_renders_and_asks_for_nothing(browser, page, screen):
 def test_decisions_by_key_are_saved_as_the_list_that_a_corpus_takes(browser, page, tmp_path):
     browser.open(page)
     assert browser.run("document.querySelector('output').textContent") == "drop 2 · keep 1"
+    assert browser.run("document.activeElement === document.querySelector('article')"), "the row that keys are for"
     assert Exclusions.read(saved(browser, tmp_path / "list.csv")).labels.keys() == {"a", "b"}
     press(browser, "o", "x", "f")  # a is right after all, b is not, c will be corrected
     assert browser.run("document.activeElement.value") == 'seven "quiet" horses'
@@ -74,6 +79,13 @@ def test_decisions_by_key_are_saved_as_the_list_that_a_corpus_takes(browser, pag
     browser.open(page)  # again: the browser has kept what was decided
     assert browser.run("document.querySelector('output').textContent") == "keep 1 · drop 1 · fix 1"
     browser.run("localStorage.clear(); 1")
+
+
+def test_no_suspects_are_a_list_too(browser, tmp_path):
+    browser.open(written(tmp_path, 0))
+    browser.run(f"{CATCH}; document.querySelector('#save').click(); 1")
+    (tmp_path / "list.csv").write_text(browser.run(WAIT % "window.saved"))
+    assert Exclusions.read(tmp_path / "list.csv").labels == {}
 
 
 def test_space_plays_the_row_in_hand_and_moving_on_stops_it(browser, page):

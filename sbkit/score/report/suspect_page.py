@@ -12,12 +12,15 @@ from sbkit.score.edits import align
 from sbkit.score.markup import tag, text
 from sbkit.score.report.cards import AudioEmbedder, diff
 from sbkit.score.report.page import filled
-from sbkit.score.report.sections import KEY
 from sbkit.system.console import atomic_write
 
 _TEMPLATE = Path(__file__).with_name("suspects.html")
 _SHOWN = 1000
-_KEYS = "j: next · k: previous · space: play · x: drop · o: keep · f: fix · s: save the list"
+_KEYS = "j: next · k: previous · space: play · x: drop · o: keep · f: fix, then enter · s: save the list"
+#: Legend of the colours of an alignment.
+_LEGEND = tag("p", "Above the label, below what was heard: ", tag("span", "another word", class_="k sub"), " ",
+              tag("span", "not heard", class_="k del"), " ", tag("span", "not in the label", class_="k ins"),
+              class_="key")
 
 
 def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: float = 64.0) -> None:
@@ -28,7 +31,7 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     sides = [[row.label.split() for row in shown], [row.hypothesis.split() for row in shown]]
     cards = []
     for row, *words, way in zip(shown, *sides, align(*sides), strict=True):
-        facts = f"{row.reason} · score {row.score:.1f} · expected to be right down to here: {row.expected_right:.0%}"
+        facts = f"{row.reason} · score {row.score:.1f} · {row.expected_right:.0%} of the labels down to here may be right"
         choices = [tag("button", decision, type="button", data_decision=decision) for decision in DECISIONS]
         fix = tag("input", value=row.hypothesis, hidden=True, aria_label="the right text")
         cards.append(tag(
@@ -38,12 +41,12 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     more = f" Shown are the first {_SHOWN:,}; the list has all." if len(suspects) > _SHOWN else ""
     corpus = suspects[0].corpus if suspects else ""
     head = tag("header", tag("p", corpus, class_="over"), tag("h1", f"{len(suspects):,} labels to listen to"),
-               tag("p", "What you decide stays in this browser: save the list, and name it under corpus: exclude."
-                   f"{more}", class_="lead"), KEY,
+               tag("p", "Your decisions stay in this browser until you save the list; then name that under corpus: "
+                   f"exclude.{more}", class_="lead"), _LEGEND,
                tag("nav", tag("span", _KEYS), tag("button", "Save suspects.csv", type="button", id="save"),
                    tag("output", "")))
-    body = text(head, tag("main", cards, data_rows=json.dumps([row._asdict() for row in suspects], ensure_ascii=False),
-                          class_="cards"))
+    rows = json.dumps([row._asdict() for row in suspects], ensure_ascii=False)
+    body = text(head, tag("main", cards, data_rows=rows, data_fields=json.dumps(Suspect._fields), class_="cards"))
     with atomic_write(path) as file:
         file.write(filled("Suspected labels", body, _TEMPLATE))
 
