@@ -16,7 +16,7 @@ from sbkit.system.console import atomic_write
 
 _TEMPLATE = Path(__file__).with_name("suspects.html")
 _SHOWN = 1000
-_KEYS = "j: next · k: previous · space: play · x: drop · o: keep · f: fix, then enter · s: save the list"
+_KEYS = "j: next · k: previous · space: play · x: drop · o: keep · f: fix, enter · s: save"
 #: Legend of the colours of an alignment.
 _LEGEND = tag("p", "Above the label, below what was heard: ", tag("span", "another word", class_="k sub"), " ",
               tag("span", "not heard", class_="k del"), " ", tag("span", "not in the label", class_="k ins"),
@@ -31,7 +31,7 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     sides = [[row.label.split() for row in shown], [row.hypothesis.split() for row in shown]]
     cards = []
     for row, *words, way in zip(shown, *sides, align(*sides), strict=True):
-        facts = f"{row.reason} · score {row.score:.1f} · {row.expected_right:.0%} of the labels down to here may be right"
+        facts = f"{row.reason} · score {row.score:.1f} · right labels expected down to here: {row.expected_right:.0%}"
         choices = [tag("button", decision, type="button", data_decision=decision) for decision in DECISIONS]
         fix = tag("input", value=row.hypothesis, hidden=True, aria_label="the right text")
         cards.append(tag(
