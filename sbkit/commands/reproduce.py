@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare, compare, train, compare and return the exit code."""
     from sbkit.commands import prepare
-    from sbkit.recipe import arguments, load
+    from sbkit.recipe import arguments, load, writing
     from sbkit.runs import reproduction, restore
     from sbkit.system.console import atomic_write, table
     from sbkit.system.environment import describe
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     args.to.mkdir(parents=True, exist_ok=True)
     with atomic_write(recipe) as out:
         out.write("\n".join(recorded["recipe"]) + "\n")
-    tree = load.read_plain(recipe)
-    text = restore.moved(tree, restore.output_folder(tree, recipe), str(folder.resolve())).read()
+    text = writing.text(restore.moved_recipe(recipe, folder.resolve()))
     with atomic_write(recipe) as out:
         out.write(text if before is None else before)
     if before not in (None, text):

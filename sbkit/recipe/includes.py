@@ -8,26 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
+from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, Findings, Node, from_python, read_file
 
-from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, Findings, Node, read_file
-
-Tree = Any  # what ruamel.yaml makes of a text: mappings, lists and scalars of its own, with tags and lines
 Files = list[tuple[Path, Node]]
-
-
-def read_plain(path: Path) -> dict[str, Tree]:
-    """Read a YAML as a tree with its tags, which the caller may change; nothing is imported or built."""
-    findings = Findings()
-    if read_file(path, findings) is None or findings:
-        raise findings.as_error()
-    tree: dict[str, Tree] = YAML().load(path.read_text(encoding="utf-8"))
-    return tree
-
-
-def tag_of(value: object) -> str:
-    """The tag of a value, such as ``!new:torch.nn.Linear`` or ``!ref``; empty for plain data."""
-    return value.tag if isinstance(value, Node) else str(getattr(getattr(value, "tag", None), "value", None) or "")
 
 
 def chain(path: Path, findings: Findings) -> Files:
@@ -72,9 +55,9 @@ def written(key: str, files: Files) -> str:
 
 def named(key: str, files: Files, overrides: Mapping[str, Any]) -> str:
     """The name in ``key: !name:NAME`` before references are resolved; empty if the value is anything else."""
-    value = overrides[key] if key in overrides else next(
+    node = from_python(overrides[key], key) if key in overrides else next(
         (level.value[key] for _, level in levels(files) if key in level.value), None)
-    kind, _, name = tag_of(value).partition(":")
+    kind, _, name = ("" if node is None else node.tag).partition(":")
     return name if kind == "!name" else ""
 
 

@@ -19,17 +19,15 @@ from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError, summary
 from sbkit.recipe import includes, writing
-from sbkit.recipe.includes import Files, read_plain, written
+from sbkit.recipe.includes import Files, written
 from sbkit.recipe.keys import COMPLETE, Task, TaskClass, TaskKeys
 from sbkit.recipe.names import unknown_overrides
 from sbkit.recipe.report import did_you_mean
-from sbkit.recipe.resolve import resolve
-from sbkit.recipe.source import BASE, Findings
+from sbkit.recipe.resolve import flatten, resolve
+from sbkit.recipe.source import Findings, Node
 
 if TYPE_CHECKING:
     from speechbrain.utils.run_opts import RunOptions
-
-__all__ = ["Recipe", "chain", "check_overrides", "flatten", "load", "merged", "open_recipe", "read_plain"]
 
 #: Findings about keys that may be misspelt or without effect: a check refuses them, but they can be loaded.
 _LOADED = ("shadowed", "unknown-override", "null-in-text")
@@ -74,20 +72,33 @@ def chain(path: Path) -> Files:
     return files
 
 
+def tree(path: Path) -> Node:
+    """A recipe as it is written, such as the resolved one in a run's folder, with all keys at one level.
+
+    Nothing is imported or built, and the caller may change it.
+    """
+    return flatten(chain(path)[0][1])
+
+
 def merged(path: Path, overrides: Mapping[str, Any]) -> str:
     """The text of an equivalent recipe of one file: overrides applied, references and includes resolved."""
+    return writing.text(resolved(path, overrides))
+
+
+def resolved(path: Path, overrides: Mapping[str, Any]) -> Node:
+    """The tree of that recipe."""
     root = resolve(path, overrides, findings := Findings(), call=True)
     findings[:] = [finding for finding in findings if finding.code not in _LOADED]
     if root is None or findings:
         raise findings.as_error()
-    return writing.text(root)
+    return root
 
 
 def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Build the objects of a recipe; all errors name its file."""
     check_overrides(path, overrides)
     try:
-        hparams = load_hyperpyyaml(merged(path, overrides))
+        hparams: dict[str, Any] = load_hyperpyyaml(writing.text(flatten(resolved(path, overrides))))
     except SbkitError:
         raise
     except OSError as error:
@@ -99,17 +110,7 @@ def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         read(path, overrides, findings := Findings())
         raise Findings(each for each in findings if each.code not in _LOADED).as_error(
             f"{path} cannot be loaded: {summary(error)}") from error
-    return flatten(hparams)
-
-
-def flatten(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a loaded recipe and of those it is based on, at one level; the recipe's own values win."""
-    own = dict(hparams)
-    base = own.get(BASE)
-    if not isinstance(base, Mapping):
-        return own
-    del own[BASE]
-    return flatten(base) | own
+    return hparams
 
 
 def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:

@@ -79,14 +79,19 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
 
 
 def flatten(root: Node) -> Node:
-    """The tree with the keys of the recipe and those it is based on at one level; its own values win."""
+    """The tree with the keys of the recipe and those it is based on at one level, in the order in which they are built.
+
+    Its own values win, each where the key is first.
+    """
     base = root.value.get(BASE)
     if base is None or not isinstance(base.value, dict):
         return root
-    below = flatten(base)
+    below, ordered = flatten(base), dict[Any, Node]()
+    for key, node in root.value.items():
+        ordered |= below.value if key == BASE else {key: node}
     own = {key: node for key, node in root.value.items() if key != BASE}
-    return Node({**below.value, **own}, root.place, root.key, root.tag,
-                key_places={**below.key_places, **root.key_places}, wrong=root.wrong)
+    return dataclasses.replace(root, value=ordered | own, key_places={**below.key_places, **root.key_places},
+                               comments={**below.comments, **root.comments})
 
 
 class _Resolver:
@@ -112,9 +117,8 @@ class _Resolver:
             return self.seen[id(node)]
         self.seen[id(node)] = node
         self.held.append(node)
-        items = node.value.items() if isinstance(node.value, dict) else enumerate(node.value) if not node.scalar else ()
         included = included or node.tag.startswith(INCLUDE)
-        for key, child in list(items):
+        for key, child in node.items():
             node.value[key] = self._walk(child, included)
         found = (self._leave(node) if included else None) or self._replace(node)
         if included and found is not node and not found.scalar:

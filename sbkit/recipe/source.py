@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,13 @@ class Node:
     def __post_init__(self) -> None:
         self.key = own_name(self.key)
 
+    def at(self, *keys: str) -> Any:  # as the text says
+        """The value under a key, or under keys in one another; None if there is none."""
+        value = self.value
+        for key in keys:
+            value = value[key].value if isinstance(value, dict) and key in value else None
+        return value
+
     def place_of(self, key: object) -> Place:
         """The place of one of its keys; its own place if there is none."""
         return self.key_places.get(key, self.place)
@@ -163,9 +171,13 @@ class Node:
     def scalar(self) -> bool:
         return not isinstance(self.value, (dict, list))
 
-    def children(self) -> Iterator[Node]:
-        """The nodes directly inside it."""
-        yield from self.value.values() if isinstance(self.value, dict) else self.value if not self.scalar else ()
+    def items(self) -> list[tuple[Any, Node]]:
+        """The nodes directly inside it, by key or index."""
+        return list(self.value.items() if isinstance(self.value, dict) else () if self.scalar else enumerate(self.value))
+
+    def children(self) -> list[Node]:
+        """The same without these."""
+        return [child for _, child in self.items()]
 
     def walk(self) -> Iterator[Node]:
         """The node itself and all nodes inside it, each once."""
@@ -176,7 +188,24 @@ class Node:
                 continue
             seen.add(id(node))
             yield node
-            stack.extend(reversed(list(node.children())))
+            stack.extend(reversed(node.children()))
+
+    def texts(self) -> dict[str, str]:
+        """Each tag and value inside it as text, by full name; what has several names, by the shortest one only."""
+        found: dict[str, str] = {}
+        waiting, seen = deque([("", self)]), set[int]()
+        while waiting:
+            name, node = waiting.popleft()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            value = "null" if node.value is None else str(node.value) if node.scalar else ""
+            if said := f"{node.tag} {value}".strip():
+                found[name] = said
+            in_list = isinstance(node.value, list)
+            waiting.extend((f"{name}[{key}]" if in_list else f"{name}.{key}".lstrip("."), child)
+                           for key, child in node.items())
+        return found
 
 
 class Findings(list[Finding]):

@@ -30,8 +30,7 @@ class _Writer:
 
     def block(self, node: Node, indent: str) -> Iterator[str]:
         """The lines of a mapping or list, an item a line."""
-        entries = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
-        for key, child in entries:
+        for key, child in node.items():
             above, behind = node.comments.get(key, ([], ""))
             yield from (indent + line for line in above)
             first, *rest = self.lines(child, indent)

@@ -137,7 +137,7 @@ def problems(keys: ReplayKeys) -> Iterator[Problem]:
             own = error.message.startswith("replay: ") or keys.replay_from is None
             yield Problem("replay" if own else "replay_from", error.message.removeprefix("replay: "), error.hint or "")
     recipe = (_run_of(keys) or Path(keys.init_from)) / RECIPE
-    rate = load.flatten(load.read_plain(recipe)).get("sample_rate") if recipe.is_file() else None
+    rate = load.tree(recipe).at("sample_rate") if recipe.is_file() else None
     if isinstance(rate, int) and rate != keys.sample_rate:
         yield Problem("sample_rate", f"it is {keys.sample_rate}, and that of {keys.init_from} is {rate}: what it knew "
                       "can't be kept at another rate", f"write sample_rate: {rate}, or leave replay out")

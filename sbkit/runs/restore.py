@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from hyperpyyaml import load_hyperpyyaml
-from ruamel.yaml import YAML
 from speechbrain.utils.checkpoints import Checkpoint
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError, summary
-from sbkit.recipe import load
+from sbkit.recipe import load, writing
 from sbkit.recipe.arguments import import_beside
 from sbkit.recipe.load import Recipe
-from sbkit.recipe.source import BASE
+from sbkit.recipe.source import Node
 from sbkit.runs import pretrained
 from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import RECIPE
@@ -56,10 +53,10 @@ def read_run(run: str | Path) -> Recipe:
     if not path.is_file():
         missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"
         raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")
-    tree = load.read_plain(path)
+    tree = moved_recipe(path, run)
     import_beside(_origin(path))
     try:
-        hparams = load.flatten(load_hyperpyyaml(moved(tree, output_folder(tree, path), str(run))))
+        hparams = load_hyperpyyaml(writing.text(tree))
     except Exception as error:
         raise SbkitError(f"{path} cannot be loaded: {summary(error)}",
                          hint="was it trained with your own code? add its folder to PYTHONPATH") from error
@@ -151,31 +148,13 @@ def named(checkpointer: Checkpointer, name: str) -> Checkpoint:
 _WEIGHTS = (torch.nn.Module, EMA)
 
 
-def output_folder(tree: Mapping[str, Any], path: Path) -> str:
-    """The folder that a run's recipe was written for; ``path``: of that recipe, for the message."""
-    while "output_folder" not in tree:
-        base = tree.get(BASE)
-        if not isinstance(base, Mapping):
-            raise SbkitError(f"{path} lacks output_folder", hint="is it a recipe that a run wrote?")
-        tree = base
-    return str(tree["output_folder"])
-
-
-def moved(tree: Mapping[str, Any], old: str, new: str) -> io.StringIO:
-    """The recipe with each path below the folder ``old`` moved below ``new``."""
-    old, new = old.rstrip("/"), new.rstrip("/")
-    seen: set[int] = set()
-
-    def move(value: object) -> object:
-        if isinstance(value, str):
-            return type(value)(new + value[len(old):]) if f"{value}/".startswith(f"{old}/") else value
-        if isinstance(value, (dict, list)) and id(value) not in seen:
-            seen.add(id(value))  # an alias is the same object
-            for place, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                value[place] = move(inner)
-        return value
-
-    text = io.StringIO()
-    YAML().dump(move(tree), text)
-    text.seek(0)
-    return text
+def moved_recipe(path: Path, folder: Path) -> Node:
+    """The tree of a recipe that a run wrote, with each path below its output folder moved below ``folder``."""
+    tree = load.tree(path)
+    if tree.at("output_folder") is None:
+        raise SbkitError(f"{path} lacks output_folder", hint="is it a recipe that a run wrote?")
+    old, new = str(tree.at("output_folder")).rstrip("/"), str(folder).rstrip("/")
+    for node in tree.walk():
+        if isinstance(node.value, str) and f"{node.value}/".startswith(f"{old}/"):
+            node.value = new + node.value[len(old):]
+    return tree

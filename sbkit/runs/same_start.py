@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-
-from ruamel.yaml import YAML
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
-from sbkit.recipe.includes import tag_of
-from sbkit.recipe.load import merged
+from sbkit.recipe.load import resolved
+from sbkit.recipe.resolve import flatten
 from sbkit.train.distributed import ranks
 
 #: Run options that may differ between ranks: the place of the recipe, and what is shown. Of a device only its kind may
@@ -49,18 +46,7 @@ def _start_values(request: CommandLine) -> dict[str, str]:
                for name in request.run_opts.overridden_args if name not in _OWN}
     options["check"] = str(request.check)
     options["device"] = str(request.run_opts.device).partition(":")[0]
-    return dict(_leaves(YAML().load(merged(request.path, request.overrides)), "")) | options
-
-
-def _leaves(tree: object, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted names and values of what a tree of YAML is made of."""
-    if isinstance(tree, (dict, list)):
-        if tag := tag_of(tree):
-            yield key, tag
-        for name, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaves(child, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, f"{tag_of(tree)} {tree}".strip()
+    return flatten(resolved(request.path, request.overrides)).texts() | options
 
 
 def _shortened(text: str) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections import deque
 from pathlib import Path
-from typing import Any
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
@@ -45,7 +43,7 @@ class StartGuard:
         if not self._here:
             return []
         try:
-            before, now = (_values(load.read_plain(folder / RECIPE)) for folder in (self.aside, self.folder))
+            before, now = (load.tree(folder / RECIPE).texts() for folder in (self.aside, self.folder))
         except SbkitError:  # there is no backup, or it is not readable
             return []
         changed: dict[tuple[str, str], list[str]] = {}
@@ -128,25 +126,6 @@ def _manifests(folder: Path) -> list[Path]:
     there = folder / MANIFESTS
     return [path for path in there.iterdir() if path.is_file() and not path.name.startswith(".")] \
         if there.is_dir() else []
-
-
-def _values(recipe: dict[str, Any]) -> dict[str, str]:
-    """Each tag and value of a recipe by dotted key; a value with several references, by the shortest key only."""
-    found: dict[str, str] = {}
-    waiting, seen = deque(load.flatten(recipe).items()), set()
-    while waiting:
-        key, part = waiting.popleft()
-        tag = getattr(getattr(part, "tag", None), "value", None) or ""
-        if not isinstance(part, (dict, list)):
-            value = "null" if part is None else str(getattr(part, "value", part))
-            found[key] = f"{tag} {value}".strip()
-        elif id(part) not in seen:
-            seen.add(id(part))
-            if tag:
-                found[key] = str(tag)
-            inside = part.items() if isinstance(part, dict) else enumerate(part)
-            waiting.extend((f"{key}.{at}", one) for at, one in inside)
-    return found
 
 
 def _link(source: Path, target: Path) -> None:

@@ -3,21 +3,20 @@
 import inspect
 import textwrap
 from fractions import Fraction
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.build import build
 from sbkit.recipe.check import check
-from sbkit.recipe.load import load, merged, read_plain
+from sbkit.recipe.load import load, merged, tree
 from sbkit.recipe.reading import read
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.signatures import locate
 from sbkit.recipe.source import Findings
+from sbkit.recipe.writing import text
 
 FLAGSHIP = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 BASE = """\
@@ -166,10 +165,9 @@ def test_parts_of_what_has_none_are_refused_without_a_check_too(tmp_path):
 def test_every_argument_of_the_flagships_objects_can_be_given_on_the_command_line():
     """Those that the YAML doesn't write, too."""
     given = {}
-    for key, node in read_plain(FLAGSHIP).items():
-        tag = str(getattr(getattr(node, "tag", None), "value", None) or "")
-        if not key.startswith("__") and tag.startswith(("!new:", "!name:")) and not isinstance(node, list):
-            taken = inspect.signature(locate(tag.partition(":")[2])).parameters.values()
+    for key, node in tree(FLAGSHIP).value.items():
+        if not key.startswith("__") and node.tag.startswith(("!new:", "!name:")) and not isinstance(node.value, list):
+            taken = inspect.signature(locate(node.tag.partition(":")[2])).parameters.values()
             given[key] = {p.name: p.default for p in taken if isinstance(p.default, (bool, int, float, str))}
     assert len(given) > 12 and "fill" in given["spec_augment"] and "sort" not in given["batching"]
     findings = Findings()
@@ -196,10 +194,8 @@ def test_a_recipe_is_read_whole_each_time_and_nobody_changes_anothers(tmp_path):
                     "more:\n  <<: *sizes\n  b: 2\nsame: *sizes\n")
     written = []
     for _ in range(2):
-        text = StringIO()
-        YAML().dump(read_plain(path), text)
-        written.append(text.getvalue())
-        read_plain(path)["sizes"]["a"] = 3
-    assert written[0] == written[1] == path.read_text()
-    tree = read_plain(path)
-    assert tree["same"] is tree["sizes"]
+        written.append(text(tree(path)))
+        tree(path).value["sizes"].value["a"].value = 3
+    assert written[0] == written[1] and "a: 1" in written[0]
+    root = tree(path)
+    assert root.value["same"] is root.value["sizes"] and root.at("more", "b") == 2

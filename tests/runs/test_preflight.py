@@ -75,7 +75,7 @@ def test_another_recipe_is_named_by_what_differs_in_it(tmp_path):
     assert [each.error for each in outcomes(started, [[SMALL], [copy]])] == [None, None]
     copy.write_text(SMALL.read_text() + "extra: [1, 2]\n")
     first, _ = outcomes(started, [[SMALL], [copy]])
-    assert "differently: extra.0 is not given on rank 0, 1 on rank 1; extra.1 is" in str(first.error)
+    assert "differently: extra[0] is not given on rank 0, 1 on rank 1; extra[1] is" in str(first.error)
 
 
 @pytest.mark.slow

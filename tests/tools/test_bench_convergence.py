@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from sbkit.data.demo import make_demo_corpus
 from sbkit.errors import SbkitError
-from sbkit.recipe.includes import read_plain
+from sbkit.recipe import load
 from tools.bench import convergence as bench
 from tools.bench.harness import Results, discard
 
 values = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(tuple)
-PEAK = float(read_plain(bench.RECIPE)["lr"])
+PEAK = load.tree(bench.RECIPE).at("lr")
 
 
 @settings(deadline=None, max_examples=30)

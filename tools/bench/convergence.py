@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 from sbkit.errors import SbkitError
-from sbkit.recipe.includes import read_plain
+from sbkit.recipe import load
 from sbkit.system.console import table
 from tools.bench.harness import RECIPE, ROOT, Results, as_words, call, discard, parse_checked, read_lines
 
@@ -121,7 +121,7 @@ def results_of(out: Path, peak: float, more: list[str]) -> Results:
 
 def recipe_hash() -> str:
     """Return a hash of the recipe's values, apart from those that each run sets."""
-    values = {key: str(value) for key, value in read_plain(RECIPE).items() if key not in OWN}
+    values = {key: value for key, value in load.tree(RECIPE).texts().items() if key.partition(".")[0] not in OWN}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -179,7 +179,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", type=Path, required=True, help="folder of results and logs")
     parser.add_argument("--recordings", type=Path, help="a folder with a train.csv of a few clips; without it none")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time (1)")
-    peak = float(str(read_plain(RECIPE)["lr"]))
+    peak = load.tree(RECIPE).at("lr")
     parser.add_argument("--peak", type=float, default=peak, help=f"the rate to vary (the recipe's: {peak:g})")
     parser.add_argument("--plan", action="store_true", help="print which runs are missing, and how long they take")
     args, more = parse_checked(parser, RECIPE, OWN)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from ruamel.yaml import YAML
 from speechbrain.utils.checkpoints import METAFNAME, PARAMFILE_EXT, Checkpoint
 
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe import load
+from sbkit.recipe.resolve import flatten
+from sbkit.recipe.source import Node
 from sbkit.runs import restore
 from sbkit.runs.initial.files import (
     NoTensors,
@@ -222,11 +223,11 @@ def _run_of(path: Path) -> Path | None:
     if (path / METAFNAME).is_file() or path.is_file():
         return None
     if (path / RECIPE).is_file():
-        flat = load.flatten(load.read_plain(path / RECIPE))
-        if "checkpointer" in flat and flat["checkpointer"] is None:
+        tree = load.tree(path / RECIPE)
+        if "checkpointer" in tree.value and tree.at("checkpointer") is None:
             raise SbkitError(f"init_from: the run {path} saved nothing, since its recipe has checkpointer: null",
                              hint=f"name {KINDS}")
-        return path if "checkpointer" in flat else None
+        return path if "checkpointer" in tree.value else None
     return path.parent if any(path.glob("CKPT+*")) and (path.parent / RECIPE).is_file() else None
 
 
@@ -261,8 +262,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
-    tree = _moved(run)
-    folder = Path(str(tree["checkpointer"].get("checkpoints_dir", run / "save")))
+    tree = restore.moved_recipe(run / RECIPE, run)
+    folder = Path(str(tree.at("checkpointer", "checkpoints_dir") or run / "save"))
     if not folder.is_dir():
         raise SbkitError(f"init_from: the run {run} holds no checkpoint", hint="has it saved one yet?")
     checkpointer = Checkpointer(str(folder))
@@ -343,33 +344,25 @@ def _refuse_damaged(path: Path) -> None:
                          hint="name another one, or copy it again")
 
 
-def _saved(description: str, chosen: Checkpoint, tree: Mapping[str, Any], checkpointer: Checkpointer) -> WeightSource:
-    names = SavedNames(tree, tree["checkpointer"].get("recoverables") or {})
+def _saved(description: str, chosen: Checkpoint, tree: Node, checkpointer: Checkpointer) -> WeightSource:
+    names = SavedNames(tree, tree.at("checkpointer", "recoverables") or {})
     files = {name: Path(path) for name, path in chosen.paramfiles.items() if names.is_module(name) or
              names.averaged(name)}
     if not files:
         raise SbkitError(f"init_from: {chosen.path} holds no weights that its recipe names under modules")
-    roles = {role: tree[f"{role}_index"] for role in _SPECIAL if isinstance(tree.get(f"{role}_index"), int)}
+    roles = {role: place for role in _SPECIAL if isinstance(place := tree.at(f"{role}_index"), int)}
     tokenizer = _tokenizer_of_run(tree)
     found = tokenizer if tokenizer is not None and tokenizer.is_file() else None
     return WeightSource(description, files, names, checkpointer, tokenizer=found,
                         lost_tokenizer=None if found else tokenizer, roles=roles, encoders=encoders(tree))
 
 
-def _moved(run: Path) -> dict[str, Any]:
-    """The recipe of a run as text, with its folder where it is now."""
-    tree = load.read_plain(run / RECIPE)
-    return load.flatten(YAML().load(restore.moved(tree, restore.output_folder(tree, run / RECIPE), str(run))))
-
-
-def _tokenizer_of_run(tree: Mapping[str, Any]) -> Path | None:
-    node = tree.get("tokenizer")
-    if not isinstance(node, Mapping):
+def _tokenizer_of_run(tree: Node) -> Path | None:
+    if not isinstance(tree.at("tokenizer"), dict):
         return None
-    if node.get("model"):
-        return Path(str(node["model"]))
-    size = "all" if node.get("vocab_size") is None else node["vocab_size"]
-    return Path(str(node.get("folder"))) / f"{size}_{node.get('model_type', 'unigram')}.model"
+    model, folder, size, kind = (tree.at("tokenizer", name) for name in ("model", "folder", "vocab_size", "model_type"))
+    return Path(str(model)) if model else \
+        Path(str(folder)) / f"{'all' if size is None else size}_{kind or 'unigram'}.model"
 
 
 # ------------------------------------------------------------ a folder for EncoderASR, a bundle
@@ -399,14 +392,14 @@ def pretrained_files(folder: Path) -> list[str]:
     return [file for files in _pretrainer(folder)[2].values() for file in files]
 
 
-def _pretrainer(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any], dict[str, list[str]]]:
+def _pretrainer(folder: Path) -> tuple[Node, dict[str, Node], dict[str, list[str]]]:
     """A recipe, what its pretrainer loads, and for each of these the names that its file may have."""
     path = folder / RECIPE
-    tree = load.flatten(YAML().load(load.merged(path, {})))
-    pretrainer = tree.get("pretrainer")
-    loadables = pretrainer.get("loadables") if isinstance(pretrainer, Mapping) else None
-    if not isinstance(pretrainer, Mapping) or not isinstance(loadables, Mapping):
+    tree = flatten(load.resolved(path, {}))
+    loadables = tree.at("pretrainer", "loadables")
+    if not isinstance(loadables, dict):
         raise SbkitError(f"init_from: {path} is no run's, and has no pretrainer that says where weights are",
                          hint=f"name {KINDS}")
-    said = {name: [Path(str(path)).name] for name, path in (pretrainer.get("paths") or {}).items() if path}
+    paths = (tree.at("pretrainer", "paths") or {}).items()
+    said = {name: [Path(str(path.value)).name] for name, path in paths if path.value}
     return tree, loadables, {name: [f"{name}{PARAMFILE_EXT}", *said.get(name, [])] for name in loadables}

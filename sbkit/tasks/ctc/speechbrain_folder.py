@@ -8,7 +8,6 @@ SpeechBrain's own hook for SentencePiece reads.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -21,8 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from hyperpyyaml import load_hyperpyyaml
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from safetensors.torch import save_model
 from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from torch import nn
@@ -32,8 +29,8 @@ from sbkit.errors import SbkitError, summary
 from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
 from sbkit.export.runners import Runner, padded
-from sbkit.recipe import load
-from sbkit.recipe.includes import Tree
+from sbkit.recipe import load, writing
+from sbkit.recipe.source import Node, Place, from_python
 from sbkit.runs.initial.files import PARTS
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
@@ -71,7 +68,7 @@ class Part(NamedTuple):
 
     key: str
     module: Any  # for the attributes of its class
-    node: Tree
+    node: Node
 
     @property
     def fixed(self) -> bool:
@@ -87,8 +84,7 @@ class Part(NamedTuple):
 def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer, sample_rate: int, blank_id: int,
           name: str) -> None:
     """Write hyperparams.yaml, the weights and the tokenizer into ``folder``."""
-    nodes = load.flatten(load.read_plain(run / layout.RECIPE))
-    parts = _parts(recognizer, nodes)
+    parts = _parts(recognizer, load.tree(run / layout.RECIPE).value)
     text = _recipe(parts, recognizer, sample_rate, blank_id, name)
     (folder / layout.RECIPE).write_text(text, encoding="utf-8")
     try:
@@ -104,28 +100,29 @@ def write(folder: Path, run: Path, recognizer: Recognizer, tokenizer: Tokenizer,
     _also_as(folder / layout.TOKENIZER, folder / "tokenizer.ckpt")
 
 
-def _parts(recognizer: Recognizer, nodes: dict[str, Tree]) -> list[Part]:
+def _parts(recognizer: Recognizer, nodes: dict[str, Node]) -> list[Part]:
     encoder = "Transformer" if "Transformer" in nodes else "encoder"
     wanted = [("compute_features", recognizer.compute_features), ("normalize", recognizer.normalize),
               ("CNN", recognizer.frontend), (encoder, recognizer.encoder), ("ctc_lin", recognizer.head)]
     parts = [Part(key, module, nodes[key]) for key, module in wanted if module is not None]
     for part in parts:
-        _drop_comments(part.node)
-        if isinstance(part.module, TransformerASR) and isinstance(part.node, dict):
-            part.node["num_decoder_layers"] = 0  # CTC does not need the decoder
+        for node in part.node.walk():
+            node.comments = {}  # they are about their neighbours in the recipe
+        if isinstance(part.module, TransformerASR) and isinstance(part.node.value, dict):
+            part.node.value["num_decoder_layers"] = from_python(0, "num_decoder_layers")  # CTC needs no decoder
     return parts
 
 
 def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_id: int, name: str) -> str:
     """Return the text of hyperparams.yaml: the recipe's own definitions of its layers, in a sequence."""
-    own, made, row, learned = CommentedMap(), "", [], []
+    own, made, row, learned = Node({}, Place(), ""), "", [], []
     for part in parts:
         # SpeechBrain calls the whole sequence `encoder`.
         key = "layers" if part.key == "encoder" else part.key
         if part.fixed:
             made += _FIXED_NORM.format(size=len(part.module.glob_mean))
         else:
-            own[key] = part.node
+            own.value[key] = part.node
         if part.learned:
             learned.append(key)
         if part.module is recognizer.frontend:
@@ -136,10 +133,8 @@ def _recipe(parts: list[Part], recognizer: Recognizer, sample_rate: int, blank_i
             row.append("wrapped")
         else:
             row.append(key)
-    out = io.StringIO()
-    YAML().dump(own, out)
     return "".join([
-        _HEAD.format(name=name, sample_rate=sample_rate), out.getvalue(), made, _MODEL,
+        _HEAD.format(name=name, sample_rate=sample_rate), writing.text(own), made, _MODEL,
         *(f"{'      -' if i else '    - -'} !ref <{key}>\n" for i, key in enumerate(learned)), _ROW,
         *(f"    {key}: !ref <{key}>\n" for key in [*row, "log_softmax"]), _TAIL.format(blank=blank_id),
     ])
@@ -198,15 +193,6 @@ def _fill(module: nn.Module, part: Part) -> None:
         raise SbkitError(f"{part.key}: the recipe describes weights that were not trained: {absent[0]} (and "
                          f"{len(absent) - 1} more)", hint=f"has the run's {layout.RECIPE} been changed?")
     module.load_state_dict({key: state[key] for key in own})
-
-
-def _drop_comments(node: object) -> None:
-    """Remove comments, which are about their neighbours in the recipe."""
-    if isinstance(node, (CommentedMap, CommentedSeq)):
-        node.ca.comment, node.ca.end = None, []
-        node.ca.items.clear()
-        for inner in node.values() if isinstance(node, CommentedMap) else node:
-            _drop_comments(inner)
 
 
 def _also_as(path: Path, name: Path) -> None:
