@@ -20,7 +20,7 @@ from sbkit.export.clips import ComparisonClips
 from sbkit.export.companion import Companion
 from sbkit.export.exported import Exported
 from sbkit.export.source import Trained
-from sbkit.runs.bundles import Bundles
+from sbkit.runs.keys import Bundles
 from sbkit.runs.restore import BEST
 from sbkit.score.report import model_card
 from sbkit.system.console import progress

@@ -17,8 +17,7 @@ from sbkit.errors import SbkitError, summary
 from sbkit.export.exported import Exported
 from sbkit.nn import adapters
 from sbkit.runs import old_set, restore
-from sbkit.runs.bundles import Bundles
-from sbkit.runs.keys import RunKeys
+from sbkit.runs.keys import Bundles, TaskKeys
 from sbkit.train.averaging import EMA
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Trained:
     """A trained model in evaluation mode on the CPU in fp32, and what is known about it."""
 
     exported: Exported
-    keys: RunKeys
+    keys: TaskKeys
     facts: dict[str, Any]
     """Recipe, checkpoint and scores, for config.json."""
 
@@ -92,7 +91,7 @@ def _take_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
         logger.warning("Recognised words are not compared: %s", error)
 
 
-def _facts(keys: RunKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool, mean: float | None,
+def _facts(keys: TaskKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool, mean: float | None,
            ) -> dict[str, Any]:
     best = used[0]
     meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}

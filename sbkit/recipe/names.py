@@ -19,7 +19,7 @@ from sbkit.recipe.signatures import Outside, locate
 from sbkit.recipe.source import Findings, Node
 
 #: The class with the keys of every recipe that has a ``brain``.
-EVERY_TASK = "sbkit.tasks.keys.TaskKeys"
+EVERY_TASK = "sbkit.runs.keys.TaskKeys"
 #: Options of SpeechBrain's Brain, which a recipe may have as keys.
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
 

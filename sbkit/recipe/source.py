@@ -173,7 +173,9 @@ class Node:
 
     def items(self) -> list[tuple[Any, Node]]:
         """The nodes directly inside it, by key or index."""
-        return list(self.value.items() if isinstance(self.value, dict) else () if self.scalar else enumerate(self.value))
+        if isinstance(self.value, dict):
+            return list(self.value.items())
+        return list(enumerate(self.value)) if isinstance(self.value, list) else []
 
     def children(self) -> list[Node]:
         """The same without these."""

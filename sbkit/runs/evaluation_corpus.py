@@ -22,7 +22,7 @@ from sbkit.data.sources import Named, Source
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
 from sbkit.runs.evaluation import CheckpointResult, EvaluateRequest, writing
-from sbkit.runs.keys import RunKeys
+from sbkit.runs.keys import TaskKeys
 from sbkit.score.run_files import CORPORA
 from sbkit.train.distributed import ranks
 
@@ -132,7 +132,7 @@ def transcribe(request: EvaluateRequest, recipe: Recipe, brain: Brain, manifest:
     return loader.damaged, loss
 
 
-def _batch_seconds(keys: RunKeys) -> float:
+def _batch_seconds(keys: TaskKeys) -> float:
     if keys.batching is None:
         raise SbkitError("the recipe has no batching", hint="set the audio in one batch: --max-batch-seconds 120")
     return keys.batching.max_batch_seconds

@@ -1,34 +1,90 @@
-"""A protocol: the keys of a task that commands on a run read."""
+"""Keys of every recipe that ``sbkit train`` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
+
+from sbkit.data.mixture import Mixture
+from sbkit.errors import SbkitError
+from sbkit.recipe.choices import COUNT, HERTZ, NAMES, SIZE
+from sbkit.recipe.keys import Problem, key
+from sbkit.train.keys import TrainKeys
 
 if TYPE_CHECKING:
+    from speechbrain.utils.epoch_loop import EpochCounter
     from speechbrain.utils.parameter_transfer import Pretrainer
+    from speechbrain.utils.train_logger import TrainLogger
+    from torch.optim import Optimizer
 
+    from sbkit.data.augment import Augment
     from sbkit.data.corpus import Corpus
     from sbkit.data.plan import Batching
     from sbkit.train.brain import Brain
-    from sbkit.train.checkpoint import Checkpointer
+    from sbkit.train.checkpoint.checkpointer import Checkpointer
+    from sbkit.train.schedule import Schedule
+
+#: What only sbkit.infer, a room above this one, has types for.
+Bundles = Any  # its BundleLoader, which opens bundles of other models, to label a corpus and to hear tests
+CodecBundle = Any  # its CodecModel
+AlignerBundle = Any  # its Aligner
 
 
-class RunKeys(Protocol):
-    """Says what is trained on what, and what that starts from; see ``sbkit.tasks.keys.TaskKeys``."""
+@dataclass(kw_only=True)
+class TaskKeys(TrainKeys):
+    """Keys of every recipe that ``sbkit train`` runs."""
 
-    brain: type[Brain]
-    corpus: Corpus
-    batching: Batching
-    checkpointer: Checkpointer
-    experiment: str | None
-    language: str | None
-    pretrainer: Pretrainer | None
-    init_from: str | None
-    init_checkpoint: str
-    init_average: int
-    init_leave: Sequence[str] | None
+    brain: type[Brain] = key("the task: the class that trains, `!name:sbkit.tasks.ctc.CTC` or one of your own")
+    modules: object = key("all that is trained, moved to the device and saved, by name")
+    corpus: Corpus = key("a sbkit.data.corpus.Corpus: where recordings come from, and which are kept")
+    batching: Batching = key("a sbkit.data.plan.Batching: what a device holds at once, and what an update sees")
+    epoch_counter: EpochCounter = key("SpeechBrain's EpochCounter, whose limit is the number of epochs")
+    checkpointer: Checkpointer = key("a sbkit.train.checkpoint.Checkpointer: saves what is trained, to resume and to "
+                                     "export")
+    opt_class: Callable[..., Optimizer] | None = key("the optimizer, `!name:` with its options", None)
+    schedule: Schedule | None = key("a sbkit.train.schedule.Schedule of the learning rate", None)
+    pretrainer: Pretrainer | None = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before "
+                                        "training begins", None)
+    init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
+                                "a folder for EncoderASR, a CTC model of transformers, or a .safetensors file", None)
+    init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
+    init_average: int = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1, SIZE)
+    init_leave: Sequence[str] | None = key("a list of parts that are not taken but reinitialised", None, NAMES)
+    train_logger: TrainLogger | None = key("a sbkit.train.train_log.TrainLog, or a logger of SpeechBrain's: a line for "
+                                           "each epoch", None)
+    augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
+    valid_augment: Augment | None = key("the same of validations, such as noise: an utterance's is always the same",
+                                        None)
+    test_augment: Augment | None = key("the same of tests", None)
+    number_of_epochs: int | None = key("how often training goes through the corpus; the limit of epoch_counter has to "
+                                       "refer to it", None, SIZE)
+    num_workers: int = key("processes that read audio; 0: the run reads it itself", 2, COUNT)
+    sample_rate: int = key("samples a second that the model takes; recordings with another rate are resampled",
+                           16_000, HERTZ)
+    language: str | None = key("the corpus's language, named in its bundle", None)
+    experiment: str | None = key("a name for the experiment, named in its bundle", None)
+    keep_checkpoints: int = key("how many of the best checkpoints are kept beside the last", 1, SIZE)
+    keep_every: int | None = key("keep the checkpoint of every nth epoch for good; 0: of none", None, COUNT)
+    average_checkpoints: int = key("test the mean of this many of the best checkpoints", 1, SIZE)
+
+    def clashes(self) -> Iterator[Problem]:
+        yield from super().clashes()
+        there = vars(self)
+        if isinstance(there.get("corpus"), Mixture) and getattr(there.get("batching"), "clips_per", None):
+            yield Problem("corpus", "a mixture draws steps by its parts, and batching: clips_per by labels",
+                          "leave one of them out")
+
+    def numbers_of_the_task(self) -> dict[str, Any]:
+        """What a step's memory may depend on: the sample rate, and the numbers and texts that the task declares."""
+        own = [name for name, known in self.declared().items()
+               if known.plain and known.by not in ("TrainKeys", "TaskKeys")]
+        return {name: vars(self).get(name) for name in ("sample_rate", *own)}
 
     @property
-    def folder(self) -> Path: ...
+    def folder(self) -> Path:
+        """The output folder; raises if the recipe has none."""
+        if self.output_folder is None:
+            raise SbkitError("the recipe has no output_folder", hint="say where checkpoints and results go")
+        return Path(self.output_folder)

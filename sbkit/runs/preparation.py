@@ -13,7 +13,7 @@ from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
-from sbkit.runs.bundles import Bundles
+from sbkit.runs.keys import Bundles
 from sbkit.score.run_files import ENVIRONMENT, RECIPE
 from sbkit.system import disk
 from sbkit.system.environment import inventory

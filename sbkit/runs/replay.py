@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sbkit.data.columns import Declared
 from sbkit.data.corpus import Corpus
@@ -14,22 +14,12 @@ from sbkit.data.mixture import Mixture
 from sbkit.data.text import AsWritten, NormalizedBefore, TextRules
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
-from sbkit.recipe.keys import Problem
+from sbkit.recipe.keys import Problem, TaskKeys
 from sbkit.score.old_set import OLD
 from sbkit.score.run_files import MANIFESTS, PREPARED, RECIPE
 
 NEW = "new"
 _REPORT = Path(PREPARED).name
-
-
-class ReplayKeys(Protocol):
-    """Keys of a recipe that replays."""
-
-    corpus: Corpus
-    sample_rate: int
-    init_from: str | None
-    replay: float | None
-    replay_from: str | None
 
 
 class Replay(Mixture):
@@ -83,7 +73,7 @@ def _rules(options: Mapping[str, Any]) -> TextRules | None:
     return AsWritten() if text.get("as_written") else NormalizedBefore.for_language(None, **text)
 
 
-def replayed(keys: ReplayKeys) -> Replay:
+def replayed(keys: TaskKeys) -> Replay:
     """The corpus of a recipe with what its source was trained on."""
     assert keys.replay is not None
     if isinstance(keys.corpus, Mixture):
@@ -100,7 +90,7 @@ def replayed(keys: ReplayKeys) -> Replay:
     return joint
 
 
-def _source(keys: ReplayKeys) -> str | Path:
+def _source(keys: TaskKeys) -> str | Path:
     """Where the old corpus is: named, or the manifests of the run that the weights are of or that holds them."""
     if keys.replay_from is not None:
         run = Path(keys.replay_from).expanduser()
@@ -112,14 +102,14 @@ def _source(keys: ReplayKeys) -> str | Path:
                      hint="name that corpus: replay_from: a run, or what data_folder could be")
 
 
-def _run_of(keys: ReplayKeys) -> Path | None:
+def _run_of(keys: TaskKeys) -> Path | None:
     assert keys.init_from is not None
     path = Path(keys.init_from).expanduser().absolute()
     return next((folder for folder in (path, *path.parents[:2]) if (folder / PREPARED).is_file() and
                  (folder / RECIPE).is_file()), None) if path.exists() else None
 
 
-def problems(keys: ReplayKeys) -> Iterator[Problem]:
+def problems(keys: TaskKeys) -> Iterator[Problem]:
     """What is wrong with the keys about replay."""
     if keys.replay is None:
         if keys.replay_from is not None:

@@ -30,7 +30,7 @@ from sbkit.data.manifest import SECONDS, Manifest
 from sbkit.data.remote import NOWHERE
 from sbkit.errors import SbkitError, shown
 from sbkit.recipe.arguments import CommandLine
-from sbkit.runs.keys import RunKeys
+from sbkit.runs.keys import TaskKeys
 from sbkit.score.results import Results
 from sbkit.score.run_files import METRICS, RECIPE, REPRODUCE, TESTED
 from sbkit.system import untrusted
@@ -61,7 +61,7 @@ class Differs(SbkitError):
     exit_code = 1
 
 
-def record(keys: RunKeys, request: CommandLine, results: Results, log: Sequence[Mapping[str, Any]]) -> None:
+def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence[Mapping[str, Any]]) -> None:
     """Write ``reproduce.json`` of a run that has just been tested; ``log``: the lines of its metrics.jsonl."""
     folder = keys.folder
     lines = _recipe((folder / RECIPE).read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs
 from sbkit.recipe.arguments import CommandLine
 from sbkit.runs import reproduction
-from sbkit.runs.keys import RunKeys
+from sbkit.runs.keys import TaskKeys
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, describe_unread
 from sbkit.score.run_files import METRICS, RECIPE, TESTED
@@ -51,7 +51,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
 _SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config"}
 
 
-def finished(keys: RunKeys, request: CommandLine) -> str:
+def finished(keys: TaskKeys, request: CommandLine) -> str:
     """The message for a run that was tested and has not changed since; empty if it has."""
     folder = keys.folder
     try:
@@ -66,12 +66,12 @@ def finished(keys: RunKeys, request: CommandLine) -> str:
             "on, --test_only tests again")
 
 
-def mark_unfinished(keys: RunKeys) -> None:
+def mark_unfinished(keys: TaskKeys) -> None:
     """Mark the run as incomplete until ``mark_finished`` is called."""
     (keys.folder / TESTED).unlink(missing_ok=True)
 
 
-def mark_finished(keys: RunKeys, request: CommandLine, results: Results) -> None:
+def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> None:
     """Record that the run is complete: its results, and what they were computed from."""
     if not hasattr(keys.corpus, "manifest_path") or request.run_opts.debug:
         return  # the run can't be identified, or only part of it was run
@@ -84,7 +84,7 @@ def mark_finished(keys: RunKeys, request: CommandLine, results: Results) -> None
                    "of": _of(keys, request)}, out, indent=1)
 
 
-def _of(keys: RunKeys, request: CommandLine) -> dict[str, Any]:
+def _of(keys: TaskKeys, request: CommandLine) -> dict[str, Any]:
     """Fingerprint of recipe, options, test set and checkpoints."""
     options, checkpointer = request.run_opts, keys.checkpointer
     written = (keys.folder / RECIPE).read_text(encoding="utf-8")

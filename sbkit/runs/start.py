@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sbkit.recipe.arguments import CommandLine
     from sbkit.recipe.load import Recipe
-    from sbkit.runs.bundles import Bundles
+    from sbkit.runs.keys import Bundles
     from sbkit.runs.start_guard import StartGuard
 
 

@@ -26,7 +26,7 @@ from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set
-from sbkit.runs.bundles import Bundles
+from sbkit.runs.keys import Bundles
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain

@@ -27,10 +27,10 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.trace import Trace
-from sbkit.runs.bundles import Bundles
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.runs.initial import check_start
 from sbkit.runs.initial.source import TokenTables
+from sbkit.runs.keys import Bundles
 from sbkit.score.estimate import MetricEstimate, estimate
 from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread

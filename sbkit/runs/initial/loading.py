@@ -7,8 +7,6 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn import adapters
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.build import Built
+from sbkit.recipe.keys import Task
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
@@ -26,43 +25,33 @@ from sbkit.runs import pretrained
 from sbkit.runs.initial.files import load_statistics
 from sbkit.runs.initial.matching import Match, ParameterOutcome
 from sbkit.runs.initial.published import find
-from sbkit.runs.initial.source import TokenTables, WeightSource
-from sbkit.runs.keys import RunKeys
+from sbkit.runs.initial.source import WeightSource
+from sbkit.runs.keys import TaskKeys
 from sbkit.system.console import table
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
 
-class Begins(Protocol):
-    """The Brain of a task, whose run may begin with weights that there are."""
-
-    keys: RunKeys
-    modules: torch.nn.ModuleDict
-    hparams: SimpleNamespace
-
-    def token_tables(self) -> TokenTables | None: ...
-
-
-def fresh(keys: RunKeys) -> bool:
+def fresh(keys: TaskKeys) -> bool:
     """Whether a run has no checkpoint of its own."""
     return not keys.checkpointer.list_checkpoints()
 
 
-def source_of(keys: RunKeys) -> WeightSource | None:
+def source_of(keys: TaskKeys) -> WeightSource | None:
     """What a recipe says that its run starts from."""
     if keys.init_from is None:
         return None
     return find(keys.init_from, keys.init_checkpoint, keys.init_average, keys.brain.metric)
 
 
-def open_source(keys: RunKeys) -> None:
+def open_source(keys: TaskKeys) -> None:
     """Tell of a source that isn't there, or is none, before a corpus is prepared."""
     if keys.init_from is not None and fresh(keys):
         _find_source(keys)
 
 
-def check(keys: RunKeys, brain: Begins) -> tuple[str, list[ParameterOutcome]]:
+def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:
     """Refuse, besides what ``open_source`` refuses, names and shapes that don't fit; token rows wait for the corpus.
 
     keys, brain : of the run that is to start, which may have no checkpoints; a Brain that need not be able to train
@@ -90,11 +79,11 @@ def filled(recipe: Recipe) -> set[int]:
     return set(taken)
 
 
-def _paths(keys: RunKeys, modules: torch.nn.Module, hparams: Mapping[str, object]) -> list[str]:
+def _paths(keys: TaskKeys, modules: torch.nn.Module, hparams: Mapping[str, object]) -> list[str]:
     return Match(modules, hparams, _find_source(keys), keys.init_leave or (), shapes=True).taken()
 
 
-def load(brain: Begins) -> None:
+def load(brain: Task) -> None:
     """Fill the modules of a Brain whose run begins; one rank reads, and the others get what it has."""
     if brain.keys.init_from is None:
         return
@@ -103,7 +92,7 @@ def load(brain: Begins) -> None:
     _broadcast(brain)
 
 
-def _broadcast(brain: Begins) -> None:
+def _broadcast(brain: Task) -> None:
     if ranks.world_size() > 1:
         with torch.no_grad():
             for tensor in brain.modules.state_dict(keep_vars=True).values():
@@ -117,7 +106,7 @@ class MeanWithSource:
     less.
     """
 
-    def __init__(self, brain: Begins):
+    def __init__(self, brain: Task):
         self._state = {name: value for name, value in brain.modules.state_dict(keep_vars=True).items()
                        if isinstance(value, torch.Tensor) and value.is_floating_point()}
         trained = copy.deepcopy(brain.modules.state_dict())
@@ -137,7 +126,7 @@ class MeanWithSource:
             value.copy_(torch.lerp(self._old[name], self._new[name], share))
 
 
-def _fill(brain: Begins) -> dict[str, dict[str, torch.Tensor]]:
+def _fill(brain: Task) -> dict[str, dict[str, torch.Tensor]]:
     """Gives the running statistics, which are no part of a state dict."""
     source = _find_source(brain.keys)
     match = _match(brain, source)
@@ -153,13 +142,13 @@ def _merged(match: Match) -> str:
     return f", its LoRA merged into {len(match.merged)} weights" if match.merged else ""
 
 
-def _match(brain: Begins, source: WeightSource, shapes: bool = False) -> Match:
+def _match(brain: Task, source: WeightSource, shapes: bool = False) -> Match:
     match = Match(brain.modules, vars(brain.hparams), source, brain.keys.init_leave or (), brain.token_tables(), shapes)
     match.pretrained = pretrained.brought(brain.keys.pretrainer, {id(match.own[path]) for path in match.taken()})
     return match
 
 
-def _find_source(keys: RunKeys) -> WeightSource:
+def _find_source(keys: TaskKeys) -> WeightSource:
     """The source, which is not the run itself."""
     assert keys.init_from is not None
     if Path(keys.init_from).resolve() == keys.folder.resolve():

@@ -25,7 +25,7 @@ from sbkit.decode.durations import Aligned, durations, shared
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.codec import Quantiser
 from sbkit.runs import initial
-from sbkit.runs.bundles import AlignerBundle, Bundles, CodecBundle
+from sbkit.runs.keys import AlignerBundle, Bundles, CodecBundle
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
 from sbkit.tasks.tts import codec_parts

@@ -24,7 +24,7 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
-from sbkit.runs.bundles import Bundles
+from sbkit.runs.keys import Bundles
 from sbkit.tasks.fit import Fit, all_fit
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.listening import Clock, Drawn, first_drawn
