@@ -70,7 +70,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None, opened: Calla
     publish.tidy(to)
     _check(request)
     trained = opened() if opened else source.open_run(request.run, request.checkpoint, request.average, bundles,
-                                                      guard=(request.mean, request.accept_worse))
+                                                      request.mean, request.accept_worse)
     with publish.room_beside(to) as aside:
         comparison, config = _fill(aside, trained, request)
         publish.publish(aside, to, request.force)

@@ -39,7 +39,7 @@ class Trained:
 
 
 def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, bundles: Bundles | None = None,
-             guard: tuple[float | None, bool] = (None, True)) -> Trained:
+             mean: float | None = None, accept_worse: bool = True) -> Trained:
     """Load the model of a run for export.
 
     Arguments
@@ -47,14 +47,14 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     checkpoint : ``best`` (by the task's metric), ``last`` or the name of a checkpoint
     mean_of : average the weights of this many checkpoints
     bundles : opens the recogniser of a task that makes sound
-    guard : ``mean`` and ``accept_worse``, see ``old_set.guard``
+    mean, accept_worse : see ``old_set.guard``
     """
     recipe = restore.read_run(Path(run))
     brain = restore.build(recipe, "cpu")
     used = restore.take_weights(brain, checkpoint, mean_of)
-    old_set.guard(recipe, brain, (checkpoint, mean_of), *guard)
+    old_set.guard(recipe, brain, (checkpoint, mean_of), mean, accept_worse)
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
-    return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged, guard[0]), bundles)
+    return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged, mean), bundles)
 
 
 def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | None = None) -> Trained:

@@ -178,8 +178,8 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     tried = batch_size.cached(batch_size.result_file(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("batching"), tried)
     planned = _plan(traced, device)
-    audio = planned and cost.TrainingAudio(planned[0].hours, planned[1].passes, traced.keys.epoch_counter.limit)
-    section = cost.section(made, audio, made.cost.batch_seconds, tried)
+    audio = () if planned is None else (planned[0].hours, planned[1].passes, traced.keys.epoch_counter.limit)
+    section = cost.section(made, tried, *audio)
     section.remarks += _attention(traced, owned, device, precision, findings)
     sections = {"bill": section}
     if asked is not None and not wrong:

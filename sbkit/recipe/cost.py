@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,23 +63,6 @@ class BatchCost:
     @property
     def batch_seconds(self) -> float:
         return self.utterances * self.seconds
-
-
-class TrainingAudio(NamedTuple):
-    """The training audio of a run.
-
-    hours : of the corpus
-    passes : how often an epoch goes through it (``Batching.least_steps``)
-    epochs : of the run
-    """
-
-    hours: float
-    passes: int
-    epochs: int
-
-    @property
-    def epoch_hours(self) -> float:
-        return self.hours * self.passes
 
 
 @dataclass(frozen=True)
@@ -248,20 +231,21 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
                         weights, cost, hours, str(device), measured, inexact, int(max(turns, default=0)))
 
 
-def section(estimate: CostEstimate, audio: TrainingAudio | None, planned: float,
-            tried: Sequence[BatchSize] = ()) -> Section:
+def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: float | None = None, passes: int = 1,
+            epochs: int = 1) -> Section:
     """The cost as a table of the report.
 
-    audio : what is trained on, if it is known
-    planned : seconds of the planned micro-batch
     tried : results of ``sbkit tune``
+    hours : of the corpus, if it is known
+    passes : how often an epoch goes through it (``Batching.least_steps``)
+    epochs : of the run
     """
     cost = estimate.cost
     rows = [
         ["parameters",
          f"{estimate.parameters:,}" + (f", {estimate.frozen:,} of them frozen" if estimate.frozen else "")],
         ["weights, gradients, optimizer", _gib(estimate.weights)],
-        [f"a micro-batch of {planned:g} s ({cost.utterances} x {cost.seconds:g} s)", _gib(cost.memory)],
+        [f"a micro-batch of {cost.batch_seconds:g} s ({cost.utterances} x {cost.seconds:g} s)", _gib(cost.memory)],
         ["together", _gib(estimate.step_memory)],
     ]
     total = memory_of(estimate.device)
@@ -275,7 +259,7 @@ def section(estimate: CostEstimate, audio: TrainingAudio | None, planned: float,
     device = torch.device(estimate.device).type
     rows += [[f"the same, tried by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
     if estimate.hours_per_100 is not None:
-        amounts = {"hours per 100 hours of audio": 100.0} if audio is None else _amounts(audio)
+        amounts = {"hours per 100 hours of audio": 100.0} if hours is None else _amounts(hours, passes, epochs)
         rows += [[f"{what}, one {device}", few(estimate.hours_per_100 * amount / 100)] for what,
                  amount in amounts.items()]
     values = {
@@ -285,20 +269,19 @@ def section(estimate: CostEstimate, audio: TrainingAudio | None, planned: float,
         "step_bytes": estimate.step_memory, "largest_here": total and estimate.largest(total),
         "largest_max_batch_seconds": {f"{size} GB": int(estimate.largest(size * 1e9)) for size in SIZES},
         "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
-        "hours_per_100_hours": estimate.hours_per_100, "audio_hours_per_epoch": audio and audio.epoch_hours,
-        "epochs": audio and audio.epochs, "measured": estimate.measured is not None, "device": estimate.device,
+        "hours_per_100_hours": estimate.hours_per_100, "audio_hours_per_epoch": hours and hours * passes,
+        "epochs": hours and epochs, "measured": estimate.measured is not None, "device": estimate.device,
         "measured_bytes": estimate.measured.peak_bytes if estimate.measured is not None else None,
         "inexact": list(estimate.inexact),
     }
     return Section("Cost", ["what", "how much"], rows, _remarks(estimate), values)
 
 
-def _amounts(audio: TrainingAudio) -> dict[str, float]:
+def _amounts(hours: float, passes: int, epochs: int) -> dict[str, float]:
     """Hours of audio by what takes them."""
-    times = f", {audio.passes} times {few(audio.hours)} h" if audio.passes > 1 else ""
-    epoch, run = audio.epoch_hours, audio.epoch_hours * audio.epochs
-    return {f"hours per epoch, {few(epoch)} h of audio{times}": epoch,
-            f"hours of the run, {audio.epochs} epochs": run}
+    times = f", {passes} times {few(hours)} h" if passes > 1 else ""
+    return {f"hours per epoch, {few(hours * passes)} h of audio{times}": hours * passes,
+            f"hours of the run, {epochs} epochs": hours * passes * epochs}
 
 
 def _remarks(estimate: CostEstimate) -> list[str]:

@@ -395,13 +395,6 @@ def _report_cycles(root: Node, findings: Findings) -> None:
     visit(root)
 
 
-class _Rough(ast.NodeTransformer):
-    """Turns whole numbers into floats, so that nested powers overflow at once instead of filling the memory."""
-
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        return ast.Constant(float(node.value)) if isinstance(node.value, int) else node
-
-
 def compute(text: str) -> object:
     """The result of a reference's text; the text itself if it isn't arithmetic.
 
@@ -411,7 +404,10 @@ def compute(text: str) -> object:
         tree = ast.parse(text, mode="eval")
         if _repeats_text(tree):
             raise ValueError("a quoted text can't be multiplied")
-        parse_arithmetic(ast.unparse(_Rough().visit(tree)))
+        for node in ast.walk(tree):  # of floats, nested powers overflow at once instead of filling the memory
+            if isinstance(node, ast.Constant) and isinstance(node.value, int):
+                node.value = float(node.value)
+        parse_arithmetic(ast.unparse(tree))
         return parse_arithmetic(text)
     except SyntaxError:
         return text

@@ -137,22 +137,16 @@ def _builds(tag: str, kind: str) -> bool:
     return any(base.__name__ == kind for base in getattr(built, "__mro__", ()))
 
 
-def _check_brain(root: Node, key: str, value: object, findings: Findings) -> None:
+def _check_class(root: Node, key: str, value: object, findings: Findings) -> None:
+    """Check that a key names a class of which the run builds an object."""
+    kind, wanted, when, without, example = _NAMED[key]
     tag = value.tag if isinstance(value, Node) else ""
-    if _builds(tag, "Brain"):
-        _report(root, key, "the run builds it, when the modules are there", findings,
-                f"write !name:{tag.removeprefix('!new:')}")
-    elif not tag:
-        _report(root, key, f"it is {_shown(value)}, not a Brain", findings, _named(value, "sbkit.tasks.ctc.CTC"))
-
-
-def _check_optimizer(root: Node, key: str, value: object, findings: Findings) -> None:
-    tag = value.tag if isinstance(value, Node) else ""
-    if _builds(tag, "Optimizer"):
-        _report(root, key, "the run builds it, with the parameters of the modules", findings,
-                f"write !name:{tag.removeprefix('!new:')}, without params")
+    if _builds(tag, kind):
+        _report(root, key, f"the run builds it, {when}", findings, f"write !name:{tag.removeprefix('!new:')}{without}")
     elif not tag and value is not None:
-        _report(root, key, f"it is {_shown(value)}, not an optimizer", findings, _named(value, "torch.optim.AdamW"))
+        dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
+        _report(root, key, f"it is {_shown(value)}, not {wanted}", findings,
+                f"write !name:{value if dotted else example}")
 
 
 def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:  # a Node wherever it has a limit
@@ -169,8 +163,12 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
 
 _TOLD: dict[str, Callable[[Node, str, object, Findings], None]] = {
     "precision": _check_precision, "eval_precision": _check_precision, "device": _check_device,
-    "brain": _check_brain, "opt_class": _check_optimizer, "epoch_counter": _check_epochs,
+    "brain": _check_class, "opt_class": _check_class, "epoch_counter": _check_epochs,
 }
+#: By key: of what kind the class is, that with its article, when the run builds it, without what, and an example.
+_NAMED = {"brain": ("Brain", "a Brain", "when the modules are there", "", "sbkit.tasks.ctc.CTC"),
+          "opt_class": ("Optimizer", "an optimizer", "with the parameters of the modules", ", without params",
+                        "torch.optim.AdamW")}
 
 
 def _is_number(value: object) -> bool:
@@ -181,12 +179,6 @@ def _is_number(value: object) -> bool:
         except ValueError:
             return False
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _named(value: object, example: str) -> str:
-    """A suggestion to name a class: the given text if it looks like the name of one, else an example."""
-    dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
-    return f"write !name:{value if dotted else example}"
 
 
 def _shown(value: object) -> str:

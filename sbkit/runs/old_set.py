@@ -112,9 +112,8 @@ def _score(recipe: Recipe, brain: Brain, part: str, split: str) -> Results:
 
 def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain) -> OldSet:
     """Find the mean that is best on both dev sets, and score it on the tests; one that forgot too isn't kept."""
-    recipe = restore.read_run(folder)
-    brain: Brain = restore.build(recipe, device, eval_precision=tested.eval_precision)
-    restore.take_weights(brain, mean_of=tested.keys.average_checkpoints)
+    recipe, brain = restore.load_run(folder, device, mean_of=tested.keys.average_checkpoints,
+                                     eval_precision=tested.eval_precision)
     mean, rates = initial.MeanWithSource(brain), {}
     for share in SHARES:
         mean.take(share)

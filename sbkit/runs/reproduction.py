@@ -55,12 +55,6 @@ _BITS = "torch", "speechbrain", "numpy"
 ROUNDING = 0.05
 
 
-class Differs(SbkitError):
-    """Raised if what is reproduced is not what was recorded."""
-
-    exit_code = 1
-
-
 def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence[Mapping[str, Any]]) -> None:
     """Write ``reproduce.json`` of a run that has just been tested; ``log``: the lines of its metrics.jsonl."""
     folder = keys.folder
@@ -135,7 +129,7 @@ def _unpacked(text: str, rows: int) -> np.ndarray:
 def compare_corpus(recorded: Mapping[str, Any], manifests: Mapping[str, Manifest]) -> list[str]:
     """Compare prepared manifests with the recorded rows; returns what couldn't be compared.
 
-    Raises ``Differs``, which names the first rows that differ, in all splits.
+    Raises an error that names the first rows that differ, in all splits.
     """
     wrong, unread = [], []
     for split, was in recorded["corpus"].items():
@@ -159,8 +153,8 @@ def compare_corpus(recorded: Mapping[str, Any], manifests: Mapping[str, Manifest
             if len(rows) > _NAMED:
                 wrong.append(f"{split}: and the {what} of {len(rows) - _NAMED:,} more rows")
     if wrong:
-        raise Differs("the corpus is not the one that was recorded:\n  " + "\n  ".join(wrong),
-                      hint="name the same corpus, such as --source /data/cv/en, in the release that was used")
+        raise SbkitError("the corpus is not the one that was recorded:\n  " + "\n  ".join(wrong), exit_code=1,
+                         hint="name the same corpus, such as --source /data/cv/en, in the release that was used")
     return unread
 
 
@@ -196,10 +190,10 @@ def read(path: Path) -> dict[str, Any]:
                          hint=f"a finished run has a {REPRODUCE} in its output_folder") from None
     for number, (line, recorded) in enumerate(zip(lines, sums, strict=False), start=1):
         if _checksums([line]) != recorded:
-            raise Differs(f"{path}: line {number} of its recipe was changed since the run: {shown(line.strip())}",
-                          hint="train it as a recipe of its own, or take the file as the run wrote it")
+            raise SbkitError(f"{path}: line {number} of its recipe was changed since the run: {shown(line.strip())}",
+                             hint="train it as a recipe of its own, or take the file as the run wrote it", exit_code=1)
     if len(lines) != len(sums):
-        raise Differs(f"{path}: its recipe has {len(lines)} lines, and had {len(sums)}")
+        raise SbkitError(f"{path}: its recipe has {len(lines)} lines, and had {len(sums)}", exit_code=1)
     return found
 
 
@@ -253,14 +247,14 @@ def figures_of(folder: Path) -> dict[str, float]:
 
 
 def require_same(what: str, recorded: float, found: float, exact: bool) -> None:
-    """Raise ``Differs`` unless two figures are the same, to the bit or within rounding."""
+    """Raise an error unless two figures are the same, to the bit or within rounding."""
     same = recorded == found if exact else math.isclose(recorded, found, rel_tol=ROUNDING, abs_tol=1e-3)
     if not same and not (math.isnan(recorded) and math.isnan(found)):
         within = "to the bit" if exact else f"within {100 * ROUNDING:.0f} %"
-        raise Differs(f"{what} is {found!r}, recorded as {recorded!r}: not the same {within}",
-                      hint="corpus, recipe and versions are those recorded; is sbkit's own code?" if exact else
-                           "of another device or version, rounding grows with the steps: compare the final figures "
-                           "(--full)")
+        raise SbkitError(f"{what} is {found!r}, recorded as {recorded!r}: not the same {within}", exit_code=1,
+                         hint="corpus, recipe and versions are those recorded; is sbkit's own code?" if exact else
+                         "of another device or version, rounding grows with the steps: compare the final figures "
+                         "(--full)")
 
 
 def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[int, float], *, exact: bool,

@@ -39,7 +39,7 @@ class Durations(nn.Module):
         return self.last(self.norm(self.blocks(self.first(states), real)))[..., 0].float()
 
 
-def loss(predicted: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
+def duration_loss(predicted: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
     """Return the squared distance of the logarithms, a sum over the symbols of each utterance [B]."""
     apart = predicted - (frames + 1).float().log()
     return (apart.square() * lengths_to_mask(lengths, frames.shape[1])).sum(1)

@@ -28,12 +28,10 @@ PARTS = "parts"
 STATISTICS = {"count", "glob_mean", "glob_std"}
 
 
-class NoTensors(SbkitError):
-    """A file that is whole, and holds something else."""
-
-
-def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any]:
+def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any] | None:
     """A state dict from a safetensors file, be it called ``.ckpt``, or from one that torch wrote.
+
+    None if the file is whole, and holds something else.
 
     lazily : read values when they are used
     """
@@ -52,11 +50,7 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any]:
     except Exception as error:  # whatever torch says to a file that isn't its own, or is cut off
         raise SbkitError(f"init_from: {path} is damaged, not whole, or no file of weights: {first_line(error)}",
                          hint=_AGAIN) from error
-    state = _plain(state)
-    if state is None:
-        raise NoTensors(f"init_from: {path} holds no state dict of tensors",
-                        hint="save model.state_dict(), best as .safetensors")
-    return state
+    return _plain(state)
 
 
 def by_parts(path: Path, state: Mapping[str, V]) -> dict[str, V]:

@@ -20,7 +20,6 @@ from sbkit.recipe.resolve import flatten
 from sbkit.recipe.source import Node
 from sbkit.runs import restore
 from sbkit.runs.initial.files import (
-    NoTensors,
     by_parts,
     looks_like_tensors,
     plain_state,
@@ -134,13 +133,13 @@ class WeightSource:
 
     def _state(self, name: str, path: Path, shapes: bool) -> dict[str, Any]:
         if self.checkpointer is None:
-            try:
-                return tensors_in(path, lazily=shapes)
-            except NoTensors:
-                if len(self.files) == 1:
-                    raise
+            state = tensors_in(path, lazily=shapes)
+            if state is None and len(self.files) == 1:
+                raise SbkitError(f"init_from: {path} holds no state dict of tensors",
+                                 hint="save model.state_dict(), best as .safetensors")
+            if state is None:
                 self.no_tensors[name] = _OTHER
-                return {}
+            return state or {}
         state = plain_state(path, lazily=shapes) or {}  # what isn't tensors is something else than weights
         if state and self.mean_of > 1 and not shapes and not statistics_in(state):
             state, used = average(self.checkpointer, name, self.mean_of, **self.order)
@@ -164,7 +163,7 @@ class WeightSource:
         if path is None:
             raise SbkitError(f"init_from: {self.description} holds adapters, but the model that they were trained with "
                              f"doesn't exist: {base_file(folders[0], hashed)}", hint="copy it from where the run was")
-        return tensors_in(path) if shapes else read_base(path, hashed)
+        return (tensors_in(path) or {}) if shapes else read_base(path, hashed)
 
     def _average(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a moving average has come to; nothing where it has not begun."""

@@ -167,7 +167,7 @@ class TTS(Task):
         known = targets.known[:, None] * lengths_to_mask(targets.frames.sum(1), cross.shape[1])
         codes, count = (cross * known).sum(), known.sum()
         lengths = (batch.token_lengths + 2) * targets.known
-        spread, symbols = voice.loss(predicted, targets.frames, lengths).sum(), lengths.sum()
+        spread, symbols = voice.duration_loss(predicted, targets.frames, lengths).sum(), lengths.sum()
         total = codes + self.keys.duration_weight * spread
         if stage != Stage.TRAIN and batch.weight:
             self.rows += self._rows(said, batch, (right * known).sum(1), lengths, stage)

@@ -58,7 +58,7 @@ def test_spread_takes_no_state_of_another_row():
 
 def test_the_loss_is_a_sum_over_an_utterances_own_symbols():
     predicted, frames = torch.tensor([[1.0, 2.0, 9.0], [0.0, 1.0, 0.5]]), torch.tensor([[3, 0, 7], [1, 2, 0]])
-    found = voice.loss(predicted, frames, torch.tensor([2, 3]))
+    found = voice.duration_loss(predicted, frames, torch.tensor([2, 3]))
     wanted = [(1 - math.log(4)) ** 2 + 2.0 ** 2, math.log(2) ** 2 + (1 - math.log(3)) ** 2 + 0.5 ** 2]
     torch.testing.assert_close(found, torch.tensor(wanted))
-    assert voice.loss(predicted, frames, torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+    assert voice.duration_loss(predicted, frames, torch.tensor([0, 0])).tolist() == [0.0, 0.0]
