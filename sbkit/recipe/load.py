@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError, summary
-from sbkit.recipe import includes, writing
-from sbkit.recipe.includes import Files, written
+from sbkit.recipe import files, writing
+from sbkit.recipe.files import Files, written
 from sbkit.recipe.keys import COMPLETE, Task, TaskClass, TaskKeys
 from sbkit.recipe.names import unknown_overrides
 from sbkit.recipe.report import did_you_mean
@@ -54,22 +54,22 @@ class Recipe(NamedTuple):
 
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> Files:
     """Refuse overrides of keys that no file of the recipe has and the task doesn't declare; return the files."""
-    files = chain(path)
-    unknown, options = unknown_overrides(files, overrides)
+    found = chain(path)
+    unknown, options = unknown_overrides(found, overrides)
     if unknown:
         near = {key: did_you_mean(key, options) for key in unknown}
         said = ", ".join(f"--{key}{f' (did you mean --{other}?)' if other else ''}" for key, other in near.items())
         raise SbkitError(f"{path} has no key for {said}")
-    return files
+    return found
 
 
 def chain(path: Path) -> Files:
     """The files of a recipe, each with its tree as it is written; refuses one that can't be read."""
     findings = Findings()
-    files = includes.chain(path, findings)
+    found = files.chain(path, findings)
     if findings:
         raise findings.as_error()
-    return files
+    return found
 
 
 def tree(path: Path) -> Node:
@@ -130,7 +130,7 @@ def open_recipe(hparams: dict[str, Any], path: Path) -> Recipe:
         raise SbkitError(f"{path} lacks {', '.join(missing)}", hint=COMPLETE)
     problems = [*declared.wrong(hparams), *declared.null(hparams)] or list(declared.read(hparams).clashes())
     if problems:
-        files = chain(path)
-        raise SbkitError("; ".join(f"{written(problem.key, files)}: {problem.message}" for problem in problems),
+        found = chain(path)
+        raise SbkitError("; ".join(f"{written(problem.key, found)}: {problem.message}" for problem in problems),
                          hint="; ".join(dict.fromkeys(problem.hint for problem in problems)))
     return Recipe(hparams, declared.read(hparams))

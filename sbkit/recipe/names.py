@@ -12,8 +12,9 @@ from typing import Any
 
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.recipe.includes import Files, keys, named
+from sbkit.recipe.files import Files, keys
 from sbkit.recipe.keys import Declared
+from sbkit.recipe.overrides import named
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.signatures import Outside, locate
 from sbkit.recipe.source import Findings, Node

@@ -22,8 +22,10 @@ from typing import Any
 from hyperpyyaml.core import parse_arithmetic
 
 from sbkit.errors import summary
-from sbkit.recipe import includes
+from sbkit.recipe.files import chain, check_shadowed, included_path
+from sbkit.recipe.files import referred as referred_in
 from sbkit.recipe.names import declared_in, unknown_overrides
+from sbkit.recipe.overrides import from_python, override
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import arguments, locate
 from sbkit.recipe.source import (
@@ -35,9 +37,6 @@ from sbkit.recipe.source import (
     Node,
     Place,
     first_key,
-    from_python,
-    override,
-    read_file,
 )
 from sbkit.recipe.values import data
 
@@ -58,7 +57,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     packages : packages that may be imported to find the keys that the task declares; None: all
     call : call what is behind ``!applyref:``; otherwise what it returns, and texts with that in them, are unknown
     """
-    files = includes.chain(path, findings)
+    files = chain(path, findings)
     if not files:
         return None
     root = files[0][1]
@@ -69,10 +68,10 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
                        f"did you mean --{near}?" if near else "define that key in the YAML first")
     given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
     declared = declared_in(files, overrides, packages)
-    override(root, includes.place(given, files), findings, declared)
-    includes.check_shadowed(files, findings)
+    override(files, given, findings, declared)
+    check_shadowed(files, findings)
     if referred is not None:
-        referred |= includes.referred(files)
+        referred |= referred_in(files)
     _Resolver(root, path, findings, (path.resolve(),), declared, call).run()
     _report_cycles(root, findings)
     return root
@@ -347,7 +346,7 @@ class _Resolver:
     # ------------------------------------------------------------ includes
 
     def _include(self, node: Node) -> Node:
-        path = includes.included_path(node.tag, self.path)
+        path = included_path(node.tag, self.path)
         if path.resolve() in self.inside:
             self._error("circular-include", node, f"{path} includes itself",
                         " -> ".join(p.name for p in (*self.inside, path)))
@@ -358,11 +357,12 @@ class _Resolver:
                         f"the path starts from {self.path.parent or '.'}")
             return self._unknown(node)
         before = len(self.findings)
-        root = read_file(path, self.findings, prefix="" if node.key == BASE else node.key)
-        if root is None:
+        files = chain(path, self.findings, prefix="" if node.key == BASE else node.key)
+        if not files:
             return self._unknown(node)
+        root = files[0][1]
         if isinstance(node.value, dict):
-            override(root, includes.place(node, includes.chain(path, Findings())), self.findings, self.declared)
+            override(files, node, self.findings, self.declared)
         _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).run()
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
         return copy.deepcopy(root)  # HyperPyYAML reads each include separately, so nothing in it is shared

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from sbkit.errors import SbkitError
-from sbkit.recipe import source
+from sbkit.recipe import files
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
 from sbkit.recipe.load import load
+from sbkit.recipe.source import Findings
 
 FOLDER = Path(__file__).parent / "broken"
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
@@ -72,13 +73,13 @@ def test_text_that_breaks_the_reader_is_one_error(tmp_path, text, told):
 @pytest.mark.parametrize("recursion", [400, 30_000])
 def test_how_deep_a_recipe_may_be_is_counted_whatever_python_allows(tmp_path, recursion):
     path = tmp_path / "recipe.yaml"
-    for levels, told in ((source.MAX_DEPTH - 1, []), (source.MAX_DEPTH, [2])):
+    for levels, told in ((files.MAX_DEPTH - 1, []), (files.MAX_DEPTH, [2])):
         path.write_text(f"first: 1\nsizes: {levels * '['}{levels * ']'}")
         before = sys.getrecursionlimit()
         sys.setrecursionlimit(recursion + len(inspect.stack(0)))
         try:
-            findings = source.Findings()
-            source.read_file(path, findings)
+            findings = Findings()
+            files.read_file(path, findings)
         finally:
             sys.setrecursionlimit(before)
         assert [finding.line for finding in findings] == told

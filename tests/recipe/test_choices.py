@@ -14,7 +14,8 @@ from speechbrain.nnet.linear import Linear
 
 from sbkit.recipe import build
 from sbkit.recipe.choices import ARGUMENTS, check_choices
-from sbkit.recipe.source import Findings, from_python
+from sbkit.recipe.overrides import from_python
+from sbkit.recipe.source import Findings
 
 CLASSES = {cls.__name__: cls for cls in (TransformerInterface, Linear, Fbank, torch.optim.Optimizer)}
 DERIVED = {"TransformerInterface": TransformerASR, "Optimizer": torch.optim.AdamW}

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.recipe import signatures
+from sbkit.recipe.overrides import from_python
 from sbkit.recipe.signatures import bind, describe, fits, locate
-from sbkit.recipe.source import Findings, Node, Place, from_python
+from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import as_tuple, expression, is_tuple, looks_like_number
 
 

@@ -30,7 +30,8 @@ from sbkit.export import layout
 from sbkit.export.features import is_input_normalization
 from sbkit.export.runners import Runner, padded
 from sbkit.recipe import load, writing
-from sbkit.recipe.source import Node, Place, from_python
+from sbkit.recipe.overrides import from_python
+from sbkit.recipe.source import Node, Place
 from sbkit.runs.initial.files import PARTS
 from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 

@@ -12,7 +12,8 @@ from streaming_runs import RECIPE, SMALL, brain, prepared, recipe, trained
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.check import check
-from sbkit.recipe.source import Findings, from_python
+from sbkit.recipe.overrides import from_python
+from sbkit.recipe.source import Findings
 from sbkit.runs import initial, restore
 from sbkit.tasks import feature_statistics as statistics
 from sbkit.tasks.ctc.exported import Recogniser

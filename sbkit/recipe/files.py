@@ -1,0 +1,288 @@
+"""The files of a recipe: read as trees in which each key and value has its place, and which is based on which."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml import nodes as yaml_nodes
+from ruamel.yaml.composer import Composer, ComposerError
+from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError, YAMLStreamError
+from ruamel.yaml.reader import ReaderError
+
+from sbkit.errors import first_line
+from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, Findings, Node, Place
+
+Files = list[tuple[Path, Node]]
+#: How deep lists and mappings may be nested; in recipes that people write it is about a dozen.
+MAX_DEPTH = 100
+_YAML_TAG = "tag:yaml.org,2002:"
+_LINE = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
+_MERGE = _YAML_TAG + "merge"
+_PLAIN_TAGS = frozenset(_YAML_TAG + kind for kind in (
+    "null", "bool", "int", "float", "str", "seq", "map", "timestamp", "binary", "omap", "set"))
+
+
+def chain(path: Path, findings: Findings, prefix: str = "") -> Files:
+    """The file of a recipe and those it is based on, each with its tree as it is written; empty if it can't be read.
+
+    findings : takes what is wrong with this file; mistakes in the others are reported when they are included
+    prefix : the key that this file is included under, for messages
+    """
+    files: Files = []
+    seen: set[Path] = set()
+    root = read_file(path, findings, prefix)
+    while root is not None and path.resolve() not in seen:
+        seen.add(path.resolve())
+        files.append((path, root))
+        base = root.value.get(BASE)
+        if base is None or not base.tag.startswith(INCLUDE):
+            break
+        path = included_path(base.tag, path)
+        root = read_file(path, Findings())
+    return files
+
+
+def levels(files: Files) -> Iterator[tuple[Path, Node]]:
+    """The mappings with keys of a recipe, each with its file; the first one that has a key decides its value.
+
+    Each file has its own keys, and then those under ``recipe``, which override keys of the file it is based on.
+    """
+    for path, root in files:
+        level: Node | None = root
+        while level is not None and isinstance(level.value, dict):
+            yield path, level
+            level = level.value.get(BASE)
+
+
+def keys(files: Files) -> list[Any]:
+    """The keys of all files of a recipe, including repeated ones."""
+    return [key for _, level in levels(files) for key in level.value]
+
+
+def written(key: str, files: Files) -> str:
+    """The file and line where a key gets its value, ``ctc.yaml:72``; the recipe's file if none has it."""
+    return next((f"{path}:{level.place_of(key).line}" for path, level in levels(files) if key in level.value),
+                str(files[0][0]))
+
+
+def referred(files: Files) -> set[str]:
+    """The parts of all references: ``a`` and ``b`` of ``<a[b]>``."""
+    texts = [str(node.value) for _, root in files for node in _references(root)]
+    return {part for text in texts for match in REFERENCE.findall(text) for part in re.split(r"[<>\[\].]", match)}
+
+
+def check_shadowed(files: Files, findings: Findings) -> None:
+    """Report keys beside ``recipe`` that an included file has as well and refers to.
+
+    References of that file find its own key, so the one beside ``recipe`` would change nothing there.
+    """
+    for i, (_, root) in enumerate(files[:-1]):
+        for key in root.value:
+            blind = next((path for path, other in files[i + 1:] if key in other.value and _refers(other, key)), None)
+            if key != BASE and blind is not None:
+                findings.error("shadowed", root.place_of(key), str(key),
+                               f"it stands beside `{BASE}`, so the references of {blind.name} don't see it",
+                               f"indent it, as one of the keys under `{BASE}`")
+
+
+def included_path(tag: str, path: Path) -> Path:
+    """The file that a tag ``!include:FILE`` in the file ``path`` names."""
+    return Path(os.path.normpath(path.parent / tag[len(INCLUDE):]))
+
+
+def _references(root: Node) -> list[Node]:
+    return [node for node in root.walk() if node.tag in ("!ref", "!copy") and node.scalar]
+
+
+def _refers(root: Node, key: object) -> bool:
+    """Whether a reference in a file begins with this key."""
+    named = re.compile(rf"<{re.escape(str(key))}[\[.>]")
+    return any(named.search(str(node.value)) for node in _references(root))
+
+
+# ---------------------------------------------------------------------------------------------- reading one
+
+
+class ShallowComposer(Composer):
+    """A composer with a limit on nesting; ruamel's own descends as deep as a text has brackets."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml_nodes.Node | None, index: object) -> yaml_nodes.Node:
+        if self.depth == MAX_DEPTH:
+            raise ComposerError(None, None, f"it is nested too deeply, more than {MAX_DEPTH} levels",
+                                self.parser.peek_event().start_mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+@functools.lru_cache(maxsize=16)
+def _compose(text: str) -> yaml_nodes.Node | None:
+    """Parse a text, once for all that are based on it; what is returned is only read."""
+    yaml = YAML(pure=True)
+    yaml.Composer = ShallowComposer
+    return yaml.compose(text)
+
+
+def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
+    """Read a YAML as a tree of Nodes; nothing is imported or resolved. None, with a finding, if it can't be read."""
+    name, text = str(path), ""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = _compose(text)
+        root = None
+        if isinstance(tree, yaml_nodes.MappingNode):
+            root = _Converter(name, text, findings).node(tree, prefix)
+            root.comments[None] = _comment_lines(reversed(text.splitlines())), ""
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
+        problem = (error.problem or error.context or str(error)).strip()
+        if glued := _glued_colon(text, place.line):
+            place, problem = Place(name, *glued), "no space behind the colon"
+        findings.error("syntax", place, "", f"this is not valid YAML: {problem}", _advice(problem, text, place.line))
+        return None
+    except (UnicodeDecodeError, ReaderError) as error:
+        findings.error("syntax", Place(name), "", f"this is not UTF-8 text: {first_line(error)}",
+                       "save the file as UTF-8")
+        return None
+    except OSError as error:
+        findings.error("no-file", Place(name), "", f"cannot be read: {error.strerror}")
+        return None
+    except (YAMLError, YAMLStreamError) as error:
+        findings.error("syntax", Place(name), "", f"this is not valid YAML: {error}")
+        return None
+    if root is None:
+        findings.error("syntax", Place(name, 1, 1), "", "a recipe is made of lines `key: value`, this file isn't")
+        return None
+    if text.startswith("%"):
+        findings.error("syntax", Place(name, 1, 1), "", "a recipe takes no directives", "remove the lines down to ---")
+    for key in root.value:
+        if not isinstance(key, str):
+            findings.error("syntax", root.place_of(key), str(key), f"the key {key!r} is not text", f'write "{key}":')
+    return root
+
+
+def _comment_lines(upwards: Iterable[str]) -> list[str]:
+    """The comments and empty lines above a line, given from there upwards."""
+    found = itertools.takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), upwards)
+    return [line.strip() for line in found][::-1]
+
+
+def _glued_colon(text: str, line: int) -> tuple[int, int] | None:
+    """The line and column of a ``key:value`` without a space, in the line where reading failed or the one above."""
+    for number, written in list(enumerate(text.splitlines(), 1))[max(line - 2, 0) : line]:
+        if match := re.match(r"\s*(?:- +)?\w+:(?![ \n]|$|//)", written):
+            return number, match.end()
+    return None
+
+
+def _advice(problem: str, text: str, line: int) -> str:
+    if "nested too deeply" in problem:
+        return "is a bracket repeated?"
+    if "\\t" in problem or "tab" in problem:
+        return "indent with spaces, YAML takes no tabs"
+    if "space behind the colon" in problem:
+        return "write `key: value`"
+    if problem.startswith("expected ' '"):
+        tag = re.search(r"!\w+", text.splitlines()[line - 1])
+        return f"write a space behind the tag: {tag[0] if tag else '!ref'} <key>"
+    if "another document" in problem:
+        return "remove the line --- above it"
+    if "mapping values are not allowed" in problem:
+        return "a value with a colon needs quotes; or is the line above indented differently?"
+    if "expected <block end>" in problem or "could not find expected ':'" in problem:
+        return "compare its indentation with the lines above"
+    if "character '>'" in problem or "character '<'" in problem:
+        return "a reference with brackets of its own needs a line of its own: - !ref <key[part]>"
+    if "',' or ']'" in problem or "',' or '}'" in problem:
+        return "a bracket is not closed"
+    return ""
+
+
+class _Converter:
+    """Converts nodes of ruamel.yaml to Nodes."""
+
+    def __init__(self, file: str, text: str, findings: Findings):
+        self.file, self.lines, self.findings = file, _LINE.split(text), findings
+        self.known: dict[int, Node] = {}  # an alias becomes the same Node as its anchor
+        self.constructor = YAML(typ="safe", pure=True).constructor
+
+    def place(self, mark: StreamMark) -> Place:
+        return Place(self.file, mark.line + 1, mark.column + 1)
+
+    def node(self, raw: Any, key: str) -> Node:  # one of ruamel's: of those, only scalars have a style
+        if id(raw) in self.known:
+            return self.known[id(raw)]
+        tag = str(raw.tag or "").replace("!tuple", "")  # ruamel adds it once HyperPyYAML has loaded something
+        node = Node(None, self.place(raw.start_mark), key, "" if tag in _PLAIN_TAGS else tag.replace(_YAML_TAG, "!!"))
+        self.known[id(raw)] = node
+        if str(raw.tag).endswith("!tuple") and not isinstance(raw, yaml_nodes.ScalarNode):
+            self.findings.error("tuple-as-text", node.place, key, "!tuple takes a text such as (3, 4)",
+                                "write (3, 4), or a list without the tag")
+            node.wrong = True
+        if isinstance(raw, yaml_nodes.MappingNode):
+            node.value = self.mapping(raw, node)
+        elif isinstance(raw, yaml_nodes.SequenceNode):
+            node.value = [self.node(item, f"{key}[{i}]") for i, item in enumerate(raw.value)]
+            for i, item in enumerate(raw.value):
+                self.keep_comments(node, i, item, item)
+        else:
+            node.quoted = raw.style is not None
+            node.value = raw.value if node.tag or not raw.tag.startswith(_YAML_TAG) else self.scalar(raw)
+        return node
+
+    def keep_comments(self, node: Node, key: object, first: Any, value: Any) -> None:  # ruamel's, as above
+        """Remember the comments of what begins a line: those above it, and the one behind it."""
+        start = first.start_mark
+        if self.lines[start.line][:start.column].strip("- "):
+            return
+        one_line = isinstance(value, yaml_nodes.ScalarNode) or value.flow_style
+        end = value.end_mark if one_line else value.start_mark
+        if end.line != start.line:
+            end = first.end_mark if first is not value else start
+        behind = re.search(r"(?:^|\s)(#.*)", self.lines[start.line][end.column:])
+        above = _comment_lines(self.lines[line] for line in range(start.line - 1, -1, -1))
+        if above or behind:
+            node.comments[key] = above, behind[1] if behind else ""
+
+    def scalar(self, raw: yaml_nodes.Node) -> object:
+        try:
+            return self.constructor.construct_object(raw)
+        except (ValueError, YAMLError):  # 2020-13-45 looks like a date
+            return raw.value
+
+    def mapping(self, raw: yaml_nodes.MappingNode, node: Node) -> dict[Any, Node]:
+        own: dict[Any, Node] = {}
+        merged: dict[Any, Node] = {}
+        for raw_key, raw_value in raw.value:
+            place = self.place(raw_key.start_mark)
+            if raw_key.tag == _MERGE:
+                for part in raw_value.value if isinstance(raw_value, yaml_nodes.SequenceNode) else [raw_value]:
+                    if isinstance(part, yaml_nodes.MappingNode):
+                        merged = {**self.node(part, node.key).value, **merged}
+                continue
+            if not isinstance(raw_key, yaml_nodes.ScalarNode):
+                self.findings.error("syntax", place, node.key, "a list or mapping can't be a key",
+                                    "write a text as key; braces in a value need quotes")
+                continue
+            key = self.scalar(raw_key)
+            if key in own:
+                first = node.place_of(key).line
+                self.findings.error("duplicate-key", place, node.key_of(key),
+                                    f"this key is in line {first} already", "remove one of the two")
+                continue
+            node.key_places[key] = place
+            own[key] = self.node(raw_value, f"{node.key}.{key}" if node.key else str(key))
+            self.keep_comments(node, key, raw_key, raw_value)
+        return {**merged, **own}

@@ -1,0 +1,127 @@
+"""Values in place of those of a recipe: from the command line, and from a file that is based on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from sbkit.recipe.files import Files, levels
+from sbkit.recipe.report import COMMAND_LINE, did_you_mean
+from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
+
+#: Tags that may stand alone, or with a mapping of arguments (of overrides for an include).
+TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
+_COMMAND_LINE = Place()
+
+
+def from_python(value: Any, key: str, place: Place = _COMMAND_LINE) -> Node:  # ruamel's scalars have a tag and a value
+    """Convert a value from the command line, or from a program, to a Node."""
+    tag = getattr(getattr(value, "tag", None), "value", None) or ""
+    if isinstance(value, Mapping):
+        node = Node({}, place, key, tag, dotted=type(value) is dict)
+        node.value = {k: from_python(v, f"{key}.{k}", place) for k, v in value.items()}
+        return node
+    if isinstance(value, (list, tuple)):
+        return Node([from_python(v, f"{key}[{i}]", place) for i, v in enumerate(value)], place, key, tag)
+    if tag:
+        return Node(value.value, place, key, tag.replace("!tuple", ""))
+    return Node(_plain(value), place, key, computed=True)
+
+
+def _plain(value: object) -> object:
+    """A plain Python value, without ruamel's information on how it was written."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return value if kind is bool else kind(value)
+    return value if value is None else str(value) if not isinstance(value, (bytes,)) else value
+
+
+def named(key: str, files: Files, overrides: Mapping[str, Any]) -> str:
+    """The name in ``key: !name:NAME`` before references are resolved; empty if the value is anything else."""
+    node = from_python(overrides[key], key) if key in overrides else next(
+        (level.value[key] for _, level in levels(files) if key in level.value), None)
+    kind, _, name = ("" if node is None else node.tag).partition(":")
+    return name if kind == "!name" else ""
+
+
+def override(files: Files, given: Node, findings: Findings, declared: Collection[str] = ()) -> None:
+    """Apply overrides to a recipe's first file: a plain mapping changes parts of a value, anything else replaces it.
+
+    What belongs to a file that this one is based on is left for that one, under ``recipe``.
+
+    declared : keys that aren't misspelt even if no file has them
+    """
+    _apply(files[0][1], _placed(given, files), findings, declared)
+
+
+def _placed(given: Node, files: Files) -> Node:
+    """Overrides of a recipe, each nested under ``recipe`` as deep as the file that its key belongs to.
+
+    That is the first file that has the key, else the last one, so that all see it.
+    """
+    placed = Node({}, given.place, given.key)
+    for key, value in given.value.items():
+        into = placed
+        for _ in range(next((i for i, (_, root) in enumerate(files) if key in root.value), len(files) - 1)):
+            into = into.value.setdefault(BASE, Node({}, given.place, BASE))
+        if key == BASE and BASE in into.value and isinstance(value.value, dict):
+            _insert(into.value[BASE], value)
+        else:
+            into.value[key], into.key_places[key] = value, given.place_of(key)
+    return placed
+
+
+def _insert(into: Node, given: Node) -> None:
+    """Add values; later ones win, and a plain mapping changes parts of what is there."""
+    for key, value in given.value.items():
+        old = into.value.get(key)
+        if old is not None and isinstance(old.value, dict) and isinstance(value.value, dict) and not value.tag:
+            _insert(old, value)
+        else:
+            into.value[key], into.key_places[key] = value, given.place_of(key)
+
+
+def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str]) -> None:
+    """Apply overrides to a tree."""
+    for key, new in given.value.items():
+        target = root.value.get(key)
+        if target is None or new.tag or new.whole or not isinstance(new.value, dict):
+            if key not in declared:
+                _report_typo(root, key, new, findings)
+            root.value[key] = new
+            root.key_places[key] = given.place_of(key)
+        elif isinstance(target.value, dict):
+            _apply(target, new, findings, declared)
+        elif target.tag.startswith(TAKES_PARTS) and target.value in ("", None):
+            places = {part: new.place_of(part) for part in new.value}
+            root.value[key] = Node(new.value, target.place, target.key, target.tag, key_places=places)
+        elif not new.dotted and target.scalar and not target.tag:
+            root.value[key] = new
+            root.key_places[key] = given.place_of(key)
+        else:
+            findings.error("override-structure", new.place, target.key,
+                           f"{target.key} has no parts that could be set one by one ({target.place})", _advise(target))
+
+
+def _advise(target: Node) -> str:
+    """A hint how to override a value without named parts."""
+    if target.tag in ("!ref", "!copy"):
+        return f"it is {target.tag} {target.value}: set the parts of that, or replace {target.key} whole"
+    if isinstance(target.value, list) and target.tag:
+        return "its arguments are a list: write them there as key: value, or replace it whole"
+    if target.value is None:
+        return "it is null: give it a value, or !new:CLASS and its arguments"
+    return f"give {target.key} one value"
+
+
+def _report_typo(root: Node, key: object, new: Node, findings: Findings) -> None:
+    """Report a key that is added to a mapping and is similar to one that it has."""
+    if key in root.value or not isinstance(key, str) or root.tag.startswith(("!new:", "!name:", "!apply", INCLUDE)):
+        return  # arguments are compared with the signature, and overrides of an included file with that file
+    written = [k for k in root.value if isinstance(k, str) and root.place_of(k).file != COMMAND_LINE]
+    options = [k for k in written if root.value[k].tag or not new.tag]
+    near = did_you_mean(key, options, cutoff=0.85)
+    if near and not re.search(r"\d", key):  # layer1 beside layer2 is no typo
+        findings.error("unknown-override", new.place, root.key_of(key),
+                       f"{root.key or 'the recipe'} has no key {key} to override", f"did you mean {near}?")
