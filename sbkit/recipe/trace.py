@@ -75,7 +75,6 @@ class Trace:
         """The class of each object of the recipe and the shape of its output, by key, in the order of the calls."""
         self.stage = "forward"
         """What was computed last: it, or the loss."""
-        self.tried = False
         self.complete = False
         self.note = ""
         """Why the forward ended early, if that isn't a mistake."""
@@ -159,7 +158,6 @@ def trace(built: Built, modules: Mapping[str, nn.Module], findings: Findings) ->
     if missing:
         found.note = f"the forward: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing or not built"
         return found
-    found.tried = True
     with _reporting(found, findings), torch.no_grad():
         found.keys = task.Keys.read(built.hparams)
         if _report_clashes(found.keys, built, findings) or not task.check_parts(found.keys, built, findings):
