@@ -52,15 +52,13 @@ class Recipe(NamedTuple):
                          run_opts=run_opts, checkpointer=hparams.get("checkpointer"))
 
 
-def check_overrides(path: Path, overrides: Mapping[str, Any]) -> Files:
-    """Refuse overrides of keys that no file of the recipe has and the task doesn't declare; return the files."""
-    found = chain(path)
-    unknown, options = unknown_overrides(found, overrides)
+def check_overrides(path: Path, overrides: Mapping[str, Any]) -> None:
+    """Refuse overrides of keys that no file of the recipe has and the task doesn't declare."""
+    unknown, options = unknown_overrides(chain(path), overrides)
     if unknown:
         near = {key: did_you_mean(key, options) for key in unknown}
         said = ", ".join(f"--{key}{f' (did you mean --{other}?)' if other else ''}" for key, other in near.items())
         raise SbkitError(f"{path} has no key for {said}")
-    return found
 
 
 def chain(path: Path) -> Files:
