@@ -15,12 +15,12 @@ from sbkit.data.splits import SPLITS
 
 #: What splits may share, and what follows for a split of which a part is shared.
 MEANS = {
-    "speakers": "rates are partly those of voices that are known from there; to measure new voices, give each speaker "
-                "to one split in the source's lists",
-    "sentences": "no mistake, but they may be known by heart, above all by a language model: on other sentences expect "
-                 "a higher error rate",
-    "recordings": "other stretches of the same files have the same speaker and room; split whole files",
-    "overlaps": "these rows have audio in common with rows there; split whole files",
+    "speakers": "the error rate is partly of known voices; to measure new ones, give each speaker to one split in the "
+                "source's lists",
+    "sentences": "no mistake, but models, above all language models, may know them by heart: expect a higher error "
+                 "rate on other sentences",
+    "recordings": "stretches of one file have the same speaker and room; give each file to one split",
+    "overlaps": "these rows have audio in common; give each file to one split",
     "copies": "the same sound twice: take it out of one of the lists",
 }
 COLUMNS = ["split", "shared with", "what", "in both", "of", "rows", "% of rows", "such as"]

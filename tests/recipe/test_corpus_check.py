@@ -67,7 +67,7 @@ def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path, t
     assert [row[:4] for row in section.rows] == [
         ["test", "dev", "speakers", 1], ["test", "train", "speakers", 1], ["test", "train", "sentences", 1],
         ["dev", "train", "speakers", 1]]
-    assert "another one" in section.text() and "speakers: rates are partly those of voices" in section.text()
+    assert "another one" in section.text() and "speakers: the error rate is partly of known voices" in section.text()
     assert not report.problems(), "shared sentences are no mistake"
     other = shutil.copytree(tmp_path, tmp_path_factory.mktemp("other") / "data")
     [told] = check(path, {"data_folder": str(other)}).warnings

@@ -60,7 +60,7 @@ class LiveTest(ABC):
 
     def __init__(self, model: Recognizer, keys: EncoderKeys, chunk: Sequence[int | None]):
         if keys.chunks is None:
-            raise SbkitError("--chunk is for a model that learnt to hear in chunks, and the recipe has no chunks",
+            raise SbkitError("--chunk needs a model that was trained in chunks, and the recipe has no chunks",
                              hint="train one with hparams/streaming.yaml, or leave out --chunk")
         self.model, self.keys, self.chunk = model, keys, tuple(chunk)
         self.frame_seconds = frame_seconds(model, keys)

@@ -205,5 +205,5 @@ def test_a_chunk_that_the_model_did_not_learn_is_refused(installed):
         exported(recogniser(bank())).target(layout.SHERPA, 100)
     made = recogniser(bank())
     made.chunks = None
-    with pytest.raises(SbkitError, match="--chunk is for a model that learnt to hear in chunks"):
+    with pytest.raises(SbkitError, match="--chunk needs a model that was trained in chunks"):
         exported(made).target(layout.SHERPA, 160)
