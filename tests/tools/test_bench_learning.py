@@ -50,6 +50,10 @@ def test_a_corpus_is_hours_of_speech_or_a_folder(tmp_path):
     assert (given.language, given.folder, given.name) == ("de", str(folder), "de-small")
     with pytest.raises(SbkitError, match="no such folder or archive"):
         corpora.parse(f"de={folder}er")
+    (made := tmp_path / "corpora" / "de-small" / "corpus.json").parent.mkdir(parents=True)
+    made.write_text(json.dumps(asdict(corpora.Corpus("de-small", "de", "/other/small", "", 1.0, 2, 0.0))))
+    with pytest.raises(SbkitError, match=f"was made of /other/small, not of {folder}"):
+        corpora.find(given, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["en", "en:", ":1", "en:much", "en:0", "en:-1", "=folder", "en="])

@@ -73,10 +73,14 @@ def parse(text: str) -> Spec:
 
 def find(spec: Spec, out: Path) -> Corpus | None:
     """Return a corpus that an earlier call has prepared; None if there is none."""
+    path = out / "corpora" / spec.name / "corpus.json"
     try:
-        return Corpus(**json.loads((out / "corpora" / spec.name / "corpus.json").read_text(encoding="utf-8")))
+        found = Corpus(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+    if spec.folder not in (None, found.source):
+        raise SbkitError(f"{path.parent} was made of {found.source}, not of {spec.folder}", hint="choose another --out")
+    return found
 
 
 def prepare(spec: Spec, out: Path, recipe: Path, options: Sequence[str]) -> Corpus:
