@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hyperpyyaml import load_hyperpyyaml
 
 from sbkit.errors import SbkitError, summary
-from sbkit.recipe import files, writing
+from sbkit.recipe import files, names, writing
 from sbkit.recipe.files import Files, written
 from sbkit.recipe.keys import COMPLETE, Task, TaskClass, TaskKeys
-from sbkit.recipe.names import unknown_overrides
-from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.source import Findings, Node
 
@@ -54,17 +52,14 @@ class Recipe(NamedTuple):
 
 def check_overrides(path: Path, overrides: Mapping[str, Any]) -> None:
     """Refuse overrides of keys that no file of the recipe has and the task doesn't declare."""
-    unknown, options = unknown_overrides(chain(path), overrides)
-    if unknown:
-        near = {key: did_you_mean(key, options) for key in unknown}
-        said = ", ".join(f"--{key}{f' (did you mean --{other}?)' if other else ''}" for key, other in near.items())
-        raise SbkitError(f"{path} has no key for {said}")
+    names.check_overrides(chain(path), overrides, findings := Findings())
+    if findings:
+        raise findings.as_error()
 
 
 def chain(path: Path) -> Files:
     """The files of a recipe, each with its tree as it is written; refuses one that can't be read."""
-    findings = Findings()
-    found = files.chain(path, findings)
+    found = files.chain(path, findings := Findings())
     if findings:
         raise findings.as_error()
     return found

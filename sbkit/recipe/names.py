@@ -17,7 +17,7 @@ from sbkit.recipe.keys import Declared
 from sbkit.recipe.overrides import named
 from sbkit.recipe.report import did_you_mean
 from sbkit.recipe.signatures import Outside, locate
-from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.source import Findings, Node, Place
 
 #: The class with the keys of every recipe that has a ``brain``.
 EVERY_TASK = "sbkit.runs.keys.TaskKeys"
@@ -61,9 +61,9 @@ def declared_in(files: Files, overrides: Mapping[str, Any], packages: tuple[str,
     return declaring.declared() if declaring is not None else {}
 
 
-def unknown_overrides(files: Files, overrides: Mapping[str, Any], packages: tuple[str, ...] | None = None,
-                      ) -> tuple[list[str], list[str]]:
-    """Overrides of keys that neither the recipe has nor its task declares, and the known names, for suggestions.
+def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findings,
+                    packages: tuple[str, ...] | None = None) -> list[str]:
+    """Find overrides of keys that neither the recipe has nor its task declares; return these keys.
 
     A key that is declared but not in the recipe has no parts that could be overridden one by one.
     """
@@ -71,7 +71,12 @@ def unknown_overrides(files: Files, overrides: Mapping[str, Any], packages: tupl
     new = [key for key in overrides if key not in there]
     declared = declared_in(files, overrides, packages) if new else {}
     unknown = [key for key in new if key not in declared or type(overrides[key]) is dict]
-    return unknown, [name for name in (*filter(_is_text, there), *declared, *RUN_OPTIONS) if name not in unknown]
+    options = [name for name in (*filter(_is_text, there), *declared, *RUN_OPTIONS) if name not in unknown]
+    for key in unknown:
+        near = did_you_mean(key, options)
+        findings.error("unknown-override", Place(), f"--{key}", f"{files[0][0]} has no key {key}",
+                       f"did you mean --{near}?" if near else "define that key in the YAML first")
+    return unknown
 
 
 def _is_text(key: object) -> bool:

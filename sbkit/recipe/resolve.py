@@ -24,7 +24,7 @@ from hyperpyyaml.core import parse_arithmetic
 from sbkit.errors import summary
 from sbkit.recipe.files import chain, check_shadowed, included_path
 from sbkit.recipe.files import referred as referred_in
-from sbkit.recipe.names import declared_in, unknown_overrides
+from sbkit.recipe.names import check_overrides, declared_in
 from sbkit.recipe.overrides import from_python, override
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import arguments, locate
@@ -61,11 +61,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     if not files:
         return None
     root = files[0][1]
-    unknown, options = unknown_overrides(files, overrides, packages)
-    for key in unknown:
-        near = did_you_mean(key, options)
-        findings.error("unknown-override", Place(), f"--{key}", f"{path} has no key {key}",
-                       f"did you mean --{near}?" if near else "define that key in the YAML first")
+    unknown = check_overrides(files, overrides, findings, packages)
     given = Node({key: from_python(value, key) for key, value in overrides.items() if key not in unknown}, Place(), "")
     declared = declared_in(files, overrides, packages)
     override(files, given, findings, declared)

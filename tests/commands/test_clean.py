@@ -37,7 +37,7 @@ def words(tmp_path):
     (["--number_of_epochs", "x"], "number_of_epochs: it is the text 'x', and must be a whole number"),
     (["--folds", "11"], "--folds 11: the training rows have 10 different sentences"),
     (["--folds", "many"], "--folds: invalid int value: 'many'"), (["--folds"], "--folds: expected one argument"),
-    (["--fold", "2"], "has no key for --fold"),
+    (["--fold", "2"], "ctc.yaml has no key fold"),
 ])
 def test_what_cannot_be_done_is_refused(words, given, message, capsys):
     assert cli.main(["clean", *words, *given]) == 2
