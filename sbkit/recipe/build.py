@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.report import listed
 from sbkit.recipe.signatures import arguments, locate
-from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import static
 
 _FILLING = frozenset(("uniform_", "normal_", "exponential_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
@@ -87,6 +87,10 @@ class Built:
         with torch.no_grad():
             while self._skipped:
                 self._skipped.pop(0)()
+
+    def place(self, key: str) -> Place:
+        """Where a key is written; nowhere if it isn't."""
+        return self.nodes[key].place if key in self.nodes else Place()
 
     def origin(self, obj: object) -> Node | None:
         """The node that an object was built from, None if it is unknown."""

@@ -42,7 +42,7 @@ from sbkit.recipe.keys import TaskClass
 from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
-from sbkit.recipe.source import Findings, Node, Place
+from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.speed import native_precision, peak_of
 from sbkit.system.environment import describe
 
@@ -140,8 +140,7 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
         factors = traced.brain.rate_factors()
     except SbkitError as error:
         key = "layer_decay"  # the names of learning_rates have been looked at
-        place = built.nodes[key].place if key in built.nodes else Place()
-        findings.error("setting", place, key, error.message.removeprefix(f"{key}: "), error.hint or "")
+        findings.error("setting", built.place(key), key, error.message.removeprefix(f"{key}: "), error.hint or "")
         return None
     schedule = traced.keys.schedule
     return parts.what_learns(known, until, factors, None if schedule is None else schedule.peak)
@@ -227,8 +226,7 @@ def _attention(traced: trace.Trace, owned: ownership.Owned, device: torch.device
     for kernel in attention_kernel.kernels(owned.roots.values(), device, precision, traced.keys.accelerate):
         remarks.append(f"attention on {device}: torch's {kernel.name} kernel ({kernel.why})")
         if not kernel.fused:
-            node = traced.built.nodes.get("nhead")
-            findings.warning("slow-attention", node.place if node else Place(), node.key if node else "nhead",
+            findings.warning("slow-attention", traced.built.place("nhead"), "nhead",
                              f"attention on {device} is not fused: {kernel.why}", kernel.fix)
     return remarks
 

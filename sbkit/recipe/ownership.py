@@ -46,7 +46,8 @@ class Tensor:
     """Whether it is a parameter or buffer of that module, so that ``.to`` moves it."""
     key: str
     """The key of the innermost object around it that the recipe builds."""
-    node: Node | None
+    place: Place
+    """The place of that."""
 
 
 def tensors(built: Built) -> Iterator[Tensor]:
@@ -59,7 +60,7 @@ def tensors(built: Built) -> Iterator[Tensor]:
     while todo and len(seen) < _MOST:
         obj, path, module, registered, key, node = todo.popleft()
         if isinstance(obj, torch.Tensor):
-            yield Tensor(obj, path, module, registered, key, node)
+            yield Tensor(obj, path, module, registered, key, node.place if node else Place())
             continue
         if isinstance(obj, _LEAVES) or id(obj) in seen:
             continue
@@ -166,17 +167,17 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
         parameters = {id(t.value): t for t in found if isinstance(t.value, nn.Parameter)}.values()
         if not parameters:
             continue  # constants are reported by `report_left_behind`, unless the forward works with them
-        first, node = next(iter(parameters)), found[0].node
+        first, place = next(iter(parameters)), found[0].place
         trained = any(t.value.requires_grad for t in parameters)
         kind = type(first.module).__name__ if len({id(t.module) for t in parameters}) == 1 else _kind(built, key)
         via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
         if parameters and all(id(p.value) in fetched for p in parameters):
-            findings.warning("not-owned", node.place if node else Place(), key,
+            findings.warning("not-owned", place, key,
                              f"{kind}, whose weights the pretrainer brings, is not under modules{via}: it would stay "
                              "on the CPU unless what uses it moves it", _fixes(key, owned))
             continue
         findings.error(
-            "not-owned", node.place if node else Place(), key,
+            "not-owned", place, key,
             f"{kind} with {sum(t.value.numel() for t in parameters):,} parameters is not under modules{via}: it would "
             f"stay on the CPU, {'never be trained and never be saved' if trained else 'and not be saved'}",
             _fixes(key, owned))
@@ -236,7 +237,6 @@ def report_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> 
         if not (tensor.registered and tensor.key in reported):  # those move once their module is under modules
             groups.setdefault(tensor.key, []).append(tensor)
     for key, found in groups.items():
-        node = found[0].node
         paths = listed(dict.fromkeys(t.path for t in found), limit=3)
         if all(t.registered for t in found):
             hint = _fixes(key, owned)
@@ -244,7 +244,7 @@ def report_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> 
             hint = "hold it as a buffer of a module that is under modules"
         else:
             hint = f"hold it as a buffer of {type(found[0].module).__name__} (register_buffer), or move it in forward"
-        findings.warning("left-behind", node.place if node else Place(), key,
+        findings.warning("left-behind", found[0].place, key,
                          f"{paths} would stay on the CPU when the modules move to a device", hint)
 
 

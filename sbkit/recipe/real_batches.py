@@ -47,8 +47,7 @@ def try_them(traced: Trace, findings: Findings) -> str:
         least = getattr(batching, "min_batch_utterances", 1)
         error = _training(brain, max(least, 1), findings, place)
         if error is not None and least == 1 and _training(brain, 2, findings, place) is None:
-            node = traced.built.nodes.get("batching")
-            findings.error("one-utterance", node.place if node else Place(), "batching",
+            findings.error("one-utterance", traced.built.place("batching"), "batching",
                            f"a batch of one utterance fails, which this recipe may have: {summary(error)}",
                            "set min_batch_utterances: 2 there")
         elif error is not None:
