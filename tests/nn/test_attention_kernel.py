@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sbkit.nn import attention_kernel
 from sbkit.nn.attention_kernel import kernel
 from sbkit.nn.fast.attention import padded
+from sbkit.recipe.build import Built
 from sbkit.recipe.check import _attention
 from sbkit.recipe.source import Findings
 
@@ -67,7 +68,7 @@ def test_a_run_is_told_of_it_and_warned_of_a_size_that_no_fused_kernel_takes(car
 
 @pytest.mark.parametrize("accelerate, warnings", [(True, 0), (False, 1)])
 def test_the_check_of_a_recipe_tells_it_too(card, accelerate, warnings):
-    traced = SimpleNamespace(keys=SimpleNamespace(accelerate=accelerate), built=SimpleNamespace(nodes={}))
+    traced = SimpleNamespace(keys=SimpleNamespace(accelerate=accelerate), built=Built())
     findings = Findings()
     (line,) = _attention(traced, SimpleNamespace(roots={"model": RoPEMHA(36, 1)}), card, "bf16", findings)
     assert line.startswith("attention on cuda:0: torch's ") and len(findings) == warnings
