@@ -131,19 +131,13 @@ class Node:
         return self.culprit([key for key in self.value if key in words] if isinstance(self.value, dict) else ())
 
     def blame(self, key: object) -> Place:
-        """Mark the value of a key as wrong; return the place to blame.
-
-        That is the key, or what its reference names, if another file or the command line gave that. The value that a
-        reference names is marked too, so that it is reported only once.
-        """
+        """Mark the value of a key as wrong, and what its reference names, to be reported once; return what to blame."""
         self.wrong = True
         child = self.value.get(key) if isinstance(self.value, dict) else None
-        if child is None:
-            return self.place_of(key)
-        source = child.source or child
-        child.wrong = source.wrong = True
-        here = self.place_of(key)
-        return here if source.place.file == here.file else source.place
+        while child is not None:
+            child.wrong = True
+            child = child.source
+        return self.origin_of(key)[0]
 
     @property
     def spoilt(self) -> bool:
