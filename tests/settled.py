@@ -1,7 +1,7 @@
-"""The last import of a server that forks: what was imported before is kept out of its children's garbage collections.
+"""The last import of a server that forks tests' processes, each of which is to be as quick as it can.
 
-They would write to the pages that they share with the server, and so copy them. And each run looks for the speed of
-the CPU by products of matrices, for a third of a second: here by a single one, a sixth of what a small run takes.
+A run looks for the speed of the CPU by products of matrices, for a third of a second: here by a single one, a sixth of
+what a small run takes.
 """
 
 import gc

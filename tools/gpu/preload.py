@@ -1,4 +1,10 @@
-"""Imports for servers that fork ranks or checks, done once for all."""
+"""Imports for servers that fork ranks or checks, done once for all.
+
+What was imported is kept out of their garbage collections, which would go through it in each of them, and write to the
+pages that they share with the server, and so copy them.
+"""
+
+import gc
 
 from sbkit.rehearsal import nullcard
 
@@ -16,3 +22,5 @@ with nullcard.without_driver():
     import sbkit.runs.training
     import sbkit.score.report
     import sbkit.tasks.ctc  # noqa: F401
+
+gc.freeze()
