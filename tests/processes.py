@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from sbkit.rehearsal import nullcard
 from sbkit.system.processes import free_port, torchrun_environment
@@ -28,6 +29,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # No process that is forked from one that has asked for cards can use CUDA.
 PRELOAD = ["tools.gpu.preload", "processes", "settled"]
 _CONTEXT.set_forkserver_preload(PRELOAD)
+# The store is outside of the ranks, as with torchrun: the first may end while another still asks.
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _started(fn: Callable[..., None], *args: object) -> BaseProcess:
@@ -52,7 +55,7 @@ def outcomes(fn, *args, world: int = 2, timeout: float = 120) -> list[Outcome]:
     """Each rank's end; ``fn(*args)`` is a function at the top of its module."""
     port, pipes, processes = free_port(), [], []
     for rank in range(world):
-        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        ours, theirs = _CONTEXT.Pipe()
         processes.append(_started(_run, theirs, rank, world, port, fn, args))
         theirs.close()
         pipes.append(ours)
@@ -65,6 +68,8 @@ def outcomes(fn, *args, world: int = 2, timeout: float = 120) -> list[Outcome]:
         hanging = [rank for rank in range(world) if rank not in found]
         assert not hanging, f"ranks {hanging} of {world} hang in {fn.__name__}; others: {found}"
     finally:
+        for pipe in pipes:
+            pipe.close()
         for process in processes:
             process.join(timeout=1 if len(found) < world else 20)
             if process.is_alive():
@@ -105,10 +110,10 @@ def _run(pipe, rank, world, port, fn, args) -> None:
     except Exception:
         message = pickle.dumps((None, RuntimeError(f"rank {rank}: {error!r}, {value!r}"), 0.0))
     pipe.send_bytes(message)  # plain pickle: torch's own would share memory that ends with this process
-    pipe.close()
     from sbkit.train.distributed import ranks
 
     if error is None:
+        pipe.poll(5)  # until all ranks are done, as some may still read the store, which rank 0 holds
         ranks.shutdown()
     os._exit(0)
 
@@ -131,9 +136,9 @@ def programs(world: int, fn, *args: str, timeout: float = 120, **environment: st
     """The same in several processes at once that are ranks of one job."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [(Path(folder, f"out{rank}"), Path(folder, f"err{rank}")) for rank in range(world)]
-        port, processes = free_port(), []
+        store, processes = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
         for rank, (out, err) in enumerate(streams):
-            job = environment_of(rank, world, port) if world > 1 else {}
+            job = environment_of(rank, world, store.port) | AGENT if world > 1 else {}
             processes.append(_started(_program, str(out), str(err), job | environment, fn, args))
         until = time.monotonic() + timeout
         for process in processes:
