@@ -111,7 +111,10 @@ def _score(recipe: Recipe, brain: Brain, part: str, split: str) -> Results:
 
 
 def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain) -> OldSet:
-    """Find the mean that is best on both dev sets, and score it on the tests; one that forgot too isn't kept."""
+    """Find the mean that is best on both dev sets, and score it on the tests; one that forgot too isn't kept.
+
+    It is of weights as they were saved: those in memory may be divided over devices, or be averaged besides.
+    """
     recipe, brain = restore.load_run(folder, device, mean_of=tested.keys.average_checkpoints,
                                      eval_precision=tested.eval_precision)
     mean, rates = initial.MeanWithSource(brain), {}
