@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.report import did_you_mean
 
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
@@ -92,11 +92,11 @@ def locate(name: str) -> Path:
         if path.is_file():
             return path
     where = Path(name).parent
-    near = difflib.get_close_matches(Path(name).name, [p.name for p in where.glob("*.y*ml")], n=1)
+    near = did_you_mean(Path(name).name, [path.name for path in where.glob("*.y*ml")])
     from sbkit.recipe import starter
 
     task = f" --task {Path(name).stem}" if Path(name).stem in starter.tasks() else ""
-    hint = f"did you mean {where / near[0]}?" if near else (
+    hint = f"did you mean {where / near}?" if near else (
         f"the working directory is {os.getcwd()}; sbkit new FOLDER{task} writes recipes to start from")
     raise SbkitError(f"there is no recipe {name}", hint=hint)
 

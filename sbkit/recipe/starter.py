@@ -6,13 +6,13 @@ files at its root, in an installed package they are the files themselves.
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from pathlib import Path
 
 import sbkit
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import chain
+from sbkit.recipe.report import did_you_mean
 
 HOME = Path(sbkit.__file__).parent / "starter"
 RECIPES = "hparams"
@@ -29,9 +29,9 @@ def tasks() -> list[str]:
 def files(task: str) -> dict[Path, Path]:
     """The files of a task's starter: where each lies, by its path in the new folder."""
     if task not in tasks():
-        near = difflib.get_close_matches(task, tasks(), n=1)
+        near = did_you_mean(task, tasks())
         raise SbkitError(f"there is no task {task!r}",
-                         hint=(f"did you mean {near[0]}? " if near else "") + f"there is {', '.join(tasks())}")
+                         hint=(f"did you mean {near}? " if near else "") + f"there is {', '.join(tasks())}")
     if task == OWN:
         own = HOME / "own"
         places = [path for path in sorted(own.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
