@@ -52,6 +52,12 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("evaluate run --max EER:5", "--max: 'EER:5' is not NAME=VALUE: write EER=5; see sbkit evaluate --help"),
     ("evaluate run --min EER=five", "'EER=five' is not NAME=VALUE: write EER=5; see sbkit evaluate --help"),
     ("evaluate run --precision bf61", "; did you mean bf16? see sbkit evaluate --help"),
+    ("export run --to bundle --formats onxn", "'onxn' (choose from onnx, int8, torch, speechbrain); did you mean onnx? "
+                                              "see sbkit export --help"),
+    ("import owner/model --to bundle --formats onnx,", "'' (choose from onnx, int8, torch); see sbkit import --help"),
+    ("clean hparams/ctc.yaml --fold 3", "has no key for --fold (did you mean --folds?)"),
+    ("check hparams/ctc.yaml --price 2,5", "'2,5' is no number: write 2.5; such as --as 8xH100 --html rehearsal.html "
+                                           "--price 2.5"),
 ])
 def test_a_misspelt_word_gets_the_one_that_was_meant(words, told, capsys):
     assert main(words.split()) == 2

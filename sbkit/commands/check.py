@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import sys
 import time
@@ -19,8 +20,7 @@ HELP = (
     "hour of a device, energy.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
     "and lists what it could not check."
 )
-#: Arguments that are not recipe keys.
-FLAGS = ("--json", "--measure", "--no-run")
+FLAGS = ("json", "measure", "no-run")
 
 
 def run(words: list[str]) -> int:
@@ -37,24 +37,22 @@ def _check(words: list[str]) -> int:
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
-    given, words = arguments.own_options(words, "such as --as 8xH100 --html rehearsal.html --price 2.5",
+    given, words = arguments.own_options(words, "such as --as 8xH100 --html rehearsal.html --price 2.5", FLAGS,
                                          as_=str, html=Path, price=_rate)
-    chosen = {flag for flag in FLAGS if flag in words}
-    if given.price is not None and "--no-run" in chosen:
+    if given.price is not None and given.no_run:
         raise SbkitError("--price counts what a step computes, and --no-run builds nothing", hint="drop one of them")
-    if {"--measure", "--no-run"} <= chosen:
+    if given.measure and given.no_run:
         raise SbkitError("--measure runs steps of the recipe, and --no-run runs nothing", hint="drop one of them")
     if given.as_ is not None:
-        if others := sorted(chosen - {"--json"}):
-            raise SbkitError(f"--as rehearses the whole run, so it can't be used with {' and '.join(others)}",
-                             hint="drop one of them")
-        return _rehearse([word for word in words if word not in FLAGS], given, "--json" in chosen)
+        if given.measure or given.no_run:
+            raise SbkitError("--as rehearses the whole run, so it can't be used with "
+                             f"{'--measure' if given.measure else '--no-run'}", hint="drop one of them")
+        return _rehearse(words, given)
     if given.html is not None:
         raise SbkitError("--html writes the page of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
-    builds = "--no-run" not in chosen
-    request = arguments.parse([word for word in words if word not in FLAGS], beside=builds)
+    request = arguments.parse(words, beside=not given.no_run)
     measure = None
-    if "--measure" in chosen:
+    if given.measure:
         from sbkit.train.memory.trials import measurement
 
         measure = measurement(request, planned=given.price is not None)
@@ -64,8 +62,9 @@ def _check(words: list[str]) -> int:
         from sbkit.rehearsal.cards import CARDS
 
         asked = Asked(given.price, watts={card.name: card.watts for card in CARDS.values()})
-    report = check(request.path, request.overrides, run_opts=request.run_opts, run=builds, measure=measure, asked=asked)
-    if "--json" in chosen:
+    report = check(request.path, request.overrides, run_opts=request.run_opts, run=not given.no_run, measure=measure,
+                   asked=asked)
+    if given.json:
         print(report.json())
     else:
         if report.facts():
@@ -78,15 +77,16 @@ def _check(words: list[str]) -> int:
 
 def _rate(text: str) -> float:
     """Read the price of a device for an hour."""
-    try:
-        if 0 <= (rate := float(text)) < float("inf"):
-            return rate
-    except ValueError:
-        pass
+    for written in (text, text.replace(",", ".")):
+        with contextlib.suppress(ValueError):
+            if 0 <= (rate := float(written)) < float("inf"):
+                if written == text:
+                    return rate
+                raise argparse.ArgumentTypeError(f"{text!r} is no number: write {written}")
     raise argparse.ArgumentTypeError(f"{text!r} is no price of a device for an hour")
 
 
-def _rehearse(words: list[str], given: argparse.Namespace, as_json: bool) -> int:
+def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     """Rehearse the run, print the page and return the exit code."""
     from sbkit.recipe import arguments
     from sbkit.rehearsal.cards import parse_cards
@@ -111,7 +111,7 @@ def _rehearse(words: list[str], given: argparse.Namespace, as_json: bool) -> int
         priced = check(request.path, request.overrides, run_opts=request.run_opts, asked=asked)
         report.sections |= {name: each for name, each in priced.sections.items() if name == "price"}
         report.notes += [note for note in priced.notes if note.startswith("the price")]
-    print(report.json() if as_json else page(report))
+    print(report.json() if given.json else page(report))
     if html is not None:
         try:
             write_html(report, html)

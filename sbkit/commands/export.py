@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import RUNS_CODE, above, count, share
+from sbkit.commands.options import RUNS_CODE, above, count, several_of, share
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="export the mean of these weights, which count SHARE, and those that the run began with")
     parser.add_argument("--accept-worse", action="store_true",
                         help="export a model that is worse on what it was to keep (replay) than before")
-    parser.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
+    parser.add_argument("--formats", type=several_of("onnx", "int8", "torch", "speechbrain"), metavar="A,B",
                         help="any of onnx,int8,torch,speechbrain (default: all)")
     parser.add_argument("--target", choices=["sherpa"], help="also write models for sherpa-onnx")
     parser.add_argument("--chunk", type=count, metavar="MS",

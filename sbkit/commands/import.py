@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import above, count
+from sbkit.commands.options import above, count, several_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
     parser.add_argument("--corpus", help="compare on its test split instead of noise: whatever data_folder may be")
     parser.add_argument("--language", help="the language of model and corpus, named in the bundle")
-    parser.add_argument("--formats", type=lambda text: text.split(","), metavar="A,B",
+    parser.add_argument("--formats", type=several_of("onnx", "int8", "torch"), metavar="A,B",
                         help="any of onnx,int8,torch (default: all)")
     parser.add_argument("--clips", type=count, default=40, help="number of recordings to compare on (40)")
     parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,

@@ -53,6 +53,18 @@ def _milliseconds(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is neither milliseconds nor {WHOLE}: write 320,{WHOLE}") from None
 
 
+def several_of(*known: str) -> Callable[[str], list[str]]:
+    """Make a parser of some of these names, with commas between them."""
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(known)})")
+        return names
+
+    return parse
+
+
 def count(text: str) -> int:
     """Parse a whole number above 0."""
     return _above_zero(text, int, "whole number")

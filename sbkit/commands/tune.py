@@ -22,13 +22,12 @@ def run(words: list[str]) -> int:
     from sbkit.train.memory import batch_size_search as sizes
     from sbkit.train.memory.trials import trial
 
-    given, words = arguments.own_options(words, "such as --memory 16", memory=float)
-    fresh, words = "--fresh" in words, [word for word in words if word != "--fresh"]
+    given, words = arguments.own_options(words, "such as --memory 16", ("fresh",), memory=float)
     request = arguments.parse(words)
     device = devices.resolve(request.run_opts.device)
     gib = sizes.memory_budget(given.memory, device)
     with trial(request, device) as made:
-        found = None if fresh else sizes.cached_result(made, gib)
+        found = None if given.fresh else sizes.cached_result(made, gib)
         if found is None:
             found = sizes.find(made, words, gib)
             try:

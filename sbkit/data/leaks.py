@@ -104,7 +104,7 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 def remarks(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the entries mean, or that there are none."""
     if not entries:
-        return ["no speaker that is named, no sentence and no file is in two splits"]
+        return ["no speaker, sentence or file is in two splits, as far as speakers are named"]
     return [f"{what}: {meaning}" for what, meaning in MEANS.items() if any(entry["what"] == what for entry in entries)]
 
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
+from sbkit.recipe import names
 from sbkit.recipe.report import did_you_mean
 
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -54,9 +55,9 @@ def parse(argv: list[str], beside: bool = True) -> CommandLine:
     return CommandLine(path, run_opts, parse_overrides(rest), check)
 
 
-def own_options(words: list[str], hint: str,
+def own_options(words: list[str], hint: str, flags: Sequence[str] = (),
                 **options: Callable[[str], object]) -> tuple[argparse.Namespace, list[str]]:
-    """Split a command's own ``--name value`` from its other arguments.
+    """Split a command's own ``--name value`` and ``--flag`` from its other arguments.
 
     hint : follows the message about one that can't be read
     options : what reads the value of each, ``as_`` for ``--as``; one that isn't given is None
@@ -68,6 +69,9 @@ def own_options(words: list[str], hint: str,
     parser.error = refuse  # type: ignore[method-assign]
     for name, read in options.items():
         parser.add_argument(f"--{name.rstrip('_')}", dest=name, type=read)
+    for flag in flags:
+        parser.add_argument(f"--{flag}", action="store_true")
+    names.COMMAND_OPTIONS[1:] = [*(name.rstrip("_") for name in options), *flags]
     return parser.parse_known_args(words)
 
 

@@ -23,6 +23,8 @@ from sbkit.recipe.source import Findings, Node, Place
 EVERY_TASK = "sbkit.runs.keys.TaskKeys"
 #: Options of SpeechBrain's Brain, which a recipe may have as keys.
 RUN_OPTIONS = tuple(name for name in RunOptions.__dataclass_fields__ if name != "overridden_args")
+#: Options of the command that runs, which ``arguments.own_options`` notes, so that a misspelt one gets a suggestion.
+COMMAND_OPTIONS = ["no-check"]
 
 
 def brain_class(root: Node) -> type | None:
@@ -71,9 +73,9 @@ def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findin
     new = [key for key in overrides if key not in there]
     declared = declared_in(files, overrides, packages) if new else {}
     unknown = [key for key in new if key not in declared or type(overrides[key]) is dict]
-    options = [name for name in (*filter(_is_text, there), *declared, *RUN_OPTIONS) if name not in unknown]
+    options = *filter(_is_text, there), *declared, *RUN_OPTIONS, *COMMAND_OPTIONS
     for key in unknown:
-        near = did_you_mean(key, options)
+        near = did_you_mean(key, (name for name in options if name not in unknown))
         findings.error("unknown-override", Place(), f"--{key}", f"{files[0][0]} has no key {key}",
                        f"did you mean --{near}?" if near else "define that key in the YAML first")
     return unknown
