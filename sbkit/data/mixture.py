@@ -256,9 +256,7 @@ class Mixture(Corpus):
 
     def rows(self, train: Manifest) -> list[list[Any]]:
         """What each part is in training, as ``COLUMNS`` say."""
-        hours, counts = hours_of(train), Counter(train.column("corpus"))
-        heard = hours[train.once] / train.shares[train.once] if train.once else \
-            sum(some for name, some in hours.items() if train.shares[name])
+        hours, counts, heard = hours_of(train), Counter(train.column("corpus")), hours_of_pass(train)
         return [[name, self.parts[name].language or "", counts[name], round(some, 2),
                  round(100 * train.shares[name], 1), round(train.shares[name] * heard / some, 2)]
                 for name, some in hours.items()]
@@ -285,6 +283,15 @@ def hours_of(manifest: Manifest, rows: np.ndarray | None = None) -> dict[str, fl
         numbers, durations = numbers[rows], durations[rows]
     seconds = np.bincount(numbers, weights=durations, minlength=len(groups.dictionary))
     return dict(zip(groups.dictionary.to_pylist(), (seconds / 3600).tolist(), strict=True))
+
+
+def hours_of_pass(train: Manifest) -> float:
+    """The hours that a pass through a training set has, be it of a mixture or of one corpus."""
+    if not train.shares:
+        return train.hours
+    hours = hours_of(train)
+    return hours[train.once] / train.shares[train.once] if train.once else \
+        sum(some for name, some in hours.items() if train.shares[name])
 
 
 def _shared(options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

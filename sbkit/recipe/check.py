@@ -177,7 +177,8 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     tried = batch_size.cached(batch_size.result_file(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("batching"), tried)
     planned = _plan(traced, device)
-    audio = () if planned is None else (planned[0].hours, planned[1].passes, traced.keys.epoch_counter.limit)
+    audio = () if planned is None else (
+        mixture.hours_of_pass(planned[0]), planned[1].passes, traced.keys.epoch_counter.limit)
     section = cost.section(made, tried, *audio)
     section.remarks += _attention(traced, owned, device, precision, findings)
     sections = {"bill": section}

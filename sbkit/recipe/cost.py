@@ -236,7 +236,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
     """The cost as a table of the report.
 
     tried : results of ``sbkit tune``
-    hours : of the corpus, if it is known
+    hours : of a pass through the corpus, if it is known
     passes : how often an epoch goes through it (``Batching.least_steps``)
     epochs : of the run
     """

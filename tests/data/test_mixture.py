@@ -17,7 +17,7 @@ from sbkit.data.batch import Batch
 from sbkit.data.columns import BatchColumns, LabelColumn, SignalColumn
 from sbkit.data.corpus import Corpus
 from sbkit.data.loader import EvalLoader, TrainLoader
-from sbkit.data.mixture import Mixture, hours_of
+from sbkit.data.mixture import Mixture, hours_of, hours_of_pass
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 
@@ -100,6 +100,8 @@ def test_a_pass_can_go_through_one_part_once(two, tmp_path):
     mixture = Mixture(two, tmp_path / "m", weights={"read": 1, "calls": 3}, once="calls")
     train = mixture.prepare(show_progress=False)["train"]
     assert [row[-1] for row in mixture.rows(train)] == [0.11, 1.0]
+    passes = [hours_of_pass(each) for each in (train, mixture.parts["read"].manifest("train"))]
+    assert passes == pytest.approx([2 / 0.75 / 3600, 6 / 3600])
     assert len(Plan.of(train.select(np.arange(len(train))), Batching(3), None, 1).epoch(1).members) == 3
     with pytest.raises(SbkitError, match="once is 'calls', whose weight is 0"):
         Mixture(two, weights={"read": 1, "calls": 0}, once="calls")
