@@ -13,6 +13,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
 from sbkit.data.text import AsWritten, NormalizedBefore, TextRules
 from sbkit.errors import SbkitError
+from sbkit.nn.pretrained.source import names_model
 from sbkit.recipe import load
 from sbkit.recipe.keys import Problem, TaskKeys
 from sbkit.score.old_set import OLD
@@ -98,6 +99,8 @@ def _source(keys: TaskKeys) -> str | Path:
     found = _run_of(keys)
     if found is not None:
         return found / MANIFESTS
+    if not Path(str(keys.init_from)).expanduser().exists() and not names_model(str(keys.init_from)):
+        raise SbkitError(f"init_from: {keys.init_from} doesn't exist", hint="name a run")
     raise SbkitError(f"replay: {keys.init_from} has no {PREPARED}, so it is unknown what it was trained on",
                      hint="name that corpus: replay_from: a run, or what data_folder could be")
 
@@ -124,8 +127,10 @@ def problems(keys: TaskKeys) -> Iterator[Problem]:
         try:
             replayed(keys)
         except SbkitError as error:
-            own = error.message.startswith("replay: ") or keys.replay_from is None
-            yield Problem("replay" if own else "replay_from", error.message.removeprefix("replay: "), error.hint or "")
+            name, _, said = error.message.partition(": ")
+            if name not in ("replay", "init_from"):
+                name, said = "replay" if keys.replay_from is None else "replay_from", error.message
+            yield Problem(name, said, error.hint or "")
     recipe = (_run_of(keys) or Path(keys.init_from)) / RECIPE
     rate = load.tree(recipe).at("sample_rate") if recipe.is_file() else None
     if isinstance(rate, int) and rate != keys.sample_rate:

@@ -76,7 +76,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
 
     folder = recipe.keys.folder
     ranks.run_on_main(preparation.open_folder, folder, request)
-    ranks.run_on_main(initial.open_source, recipe.keys)
+    ranks.run_on_main(initial.open_source, recipe.keys, guard.changed())
     # Before a corpus is prepared, so that what is missing is told at once.
     pretrained.fetch(recipe.keys.pretrainer, _filled(recipe))
     from_corpus = ranks.run_on_main(preparation.prepare_data, recipe, request.overrides, bundles)

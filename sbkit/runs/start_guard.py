@@ -38,20 +38,23 @@ class StartGuard:
             _drop(self.folder)
             self._here = False
 
-    def changes(self) -> list[str]:
-        """Descriptions of the recipe values that differ from the run's previous start; empty once it ``begins``."""
+    def changed(self) -> dict[str, tuple[str, str]]:
+        """Each recipe value that differs from the run's previous start, before and now; none once it ``begins``."""
         if not self._here:
-            return []
+            return {}
         try:
             before, now = (load.tree(folder / RECIPE).texts() for folder in (self.aside, self.folder))
         except SbkitError:  # there is no backup, or it is not readable
-            return []
-        changed: dict[tuple[str, str], list[str]] = {}
-        for key in before | now:
-            change = before.get(key, "nothing"), now.get(key, "nothing")
-            if change[0] != change[1]:
-                changed.setdefault(change, []).append(key)
-        return [f"{', '.join(keys)}: {one} -> {other}" for (one, other), keys in changed.items()]
+            return {}
+        changes = {key: (before.get(key, "nothing"), now.get(key, "nothing")) for key in before | now}
+        return {key: change for key, change in changes.items() if change[0] != change[1]}
+
+    def changes(self) -> list[str]:
+        """Descriptions of what ``changed``, keys with the same change in one."""
+        keys: dict[tuple[str, str], list[str]] = {}
+        for key, change in self.changed().items():
+            keys.setdefault(change, []).append(key)
+        return [f"{', '.join(several)}: {before} -> {now}" for (before, now), several in keys.items()]
 
     def __enter__(self) -> StartGuard:
         if self._here:

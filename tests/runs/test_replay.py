@@ -64,7 +64,7 @@ def test_a_run_that_has_begun_needs_its_source_no_more(run, named):
     for _ in range(2):
         assert again.prepare(show_progress=False)["train"].digest() == before and not list(problems(there))
     shutil.rmtree(there.corpus.folder)
-    with pytest.raises(SbkitError, match=r"has no manifests/prepare_report\.json|no such file or folder"):
+    with pytest.raises(SbkitError, match=r"doesn't exist|no such file or folder"):
         replayed(there)
 
 
@@ -79,6 +79,13 @@ def test_what_lies_beside_is_not_what_it_learnt(run, monkeypatch):
     monkeypatch.chdir(run)
     with pytest.raises(SbkitError, match=r"has no manifests/prepare_report\.json"):
         replayed(keys(run.parent, init_from="owner/model"))
+
+
+@pytest.mark.parametrize("source", ["gone", "run/gone", "./owner/model"])
+def test_a_source_that_is_not_there_is_the_mistake_of_init_from(run, monkeypatch, source):
+    monkeypatch.chdir(run.parent)
+    (problem,) = problems(keys(run.parent, init_from=source))
+    assert (problem.key, problem.message) == ("init_from", f"{source} doesn't exist")
 
 
 def test_an_old_corpus_without_a_test_is_refused(run):

@@ -45,10 +45,21 @@ def source_of(keys: TaskKeys) -> WeightSource | None:
     return find(keys.init_from, keys.init_checkpoint, keys.init_average, keys.brain.metric)
 
 
-def open_source(keys: TaskKeys) -> None:
-    """Tell of a source that isn't there, or is none, before a corpus is prepared."""
-    if keys.init_from is not None and fresh(keys):
-        _find_source(keys)
+def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse, before a corpus is prepared, a source that isn't there or is none, or another than the run began with.
+
+    changed : recipe values that differ from the run's previous start, before and now
+    """
+    if fresh(keys):
+        if keys.init_from is not None:
+            _find_source(keys)
+        return
+    for key in ("init_from", "replay_from"):
+        before, now = ("null" if value == "nothing" else value for value in changed.get(key, ("null", "null")))
+        if Path(before).resolve() != Path(now).resolve():
+            raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} began with {before}",
+                             hint=f"resume it with --{key} {before}, which need not exist any more, or start a new run "
+                                  "in another --output_folder")
 
 
 def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:
@@ -87,7 +98,9 @@ def load(brain: Task) -> None:
     """Fill the modules of a Brain whose run begins; one rank reads, and the others get what it has."""
     if brain.keys.init_from is None:
         return
-    counted = ranks.run_on_main(_fill, brain)
+    counted, outcome = ranks.run_on_main(_fill, brain)
+    if ranks.is_main():
+        logger.info("%s", outcome)
     load_statistics(brain.modules, counted)
     _broadcast(brain)
 
@@ -126,16 +139,15 @@ class MeanWithSource:
             value.copy_(torch.lerp(self._old[name], self._new[name], share))
 
 
-def _fill(brain: Task) -> dict[str, dict[str, torch.Tensor]]:
-    """Gives the running statistics, which are no part of a state dict."""
+def _fill(brain: Task) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
+    """Gives the running statistics, which are no part of a state dict, and what became of the tensors, as a table."""
     source = _find_source(brain.keys)
     match = _match(brain, source)
     fates = match.fill()
     for module in brain.modules.modules():
         if isinstance(module, Encoder):
             module.keep()  # where its pretrainer, which would, has nothing to load
-    logger.info("%s", text(f"{source.description}{_merged(match)}", fates))
-    return match.statistics()
+    return match.statistics(), text(f"{source.description}{_merged(match)}", fates)
 
 
 def _merged(match: Match) -> str:
@@ -187,7 +199,7 @@ def _has_checkpoint(built: Built) -> bool:
     return isinstance(said, str) and any(Path(said).glob("CKPT+*"))
 
 
-COLUMNS = ["part", "numbers", "what", "why"]
+COLUMNS = ["part", "values", "what", "why"]
 
 
 def text(source: str, outcomes: Sequence[ParameterOutcome]) -> str:

@@ -7,6 +7,7 @@ import logging
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import encoders
 import pytest
@@ -300,7 +301,7 @@ def refusal(data, tmp_path, source, **keys):
 def test_what_is_not_there_is_told_before_the_corpus_is_prepared(english, tmp_path):
     brain = target(tmp_path / "new", english, init_from=str(tmp_path / "nowhere"))
     with pytest.raises(SbkitError, match=r"init_from: .*nowhere doesn't exist") as error:
-        initial.open_source(brain.keys)
+        initial.open_source(brain.keys, {})
     assert "a run, a checkpoint, a bundle" in error.value.hint
 
 
@@ -463,11 +464,33 @@ def test_values_that_say_nothing_are_refused(english, tmp_path, key, value):
         target(tmp_path / "new", english, **{key: value})
 
 
-def test_a_mean_with_the_source_leaves_the_rows_of_tokens_that_it_lacks(run, tmp_path):
+BEGUN = SimpleNamespace(list_checkpoints=lambda: ["one"])
+
+
+@pytest.mark.parametrize("key", ["init_from", "replay_from"])
+@pytest.mark.parametrize("before, now", [("a", "b"), ("runs/a", "null"), ("runs/a", "nothing"), ("null", "runs/b")])
+def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, now):
+    keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
+    with pytest.raises(SbkitError) as refused:
+        initial.open_source(keys, {"lr": ("1", "2"), key: (before, now)})
+    said = now.replace("nothing", "null")
+    assert refused.value.message == f"{key}: it is {said}, and the run in {tmp_path} began with {before}"
+    assert f"--{key} {before}, which need not exist any more" in refused.value.hint
+
+
+@pytest.mark.parametrize("before, now", [("runs/a", "./runs/a/"), ("nothing", "null")])
+def test_the_same_source_in_other_words_is_no_other(tmp_path, before, now):
+    keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
+    initial.open_source(keys, {"init_from": (before, now)})
+
+
+def test_a_mean_with_the_source_leaves_the_rows_of_tokens_that_it_lacks(run, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "sbkit.runs.initial")
     brain = target(tmp_path / "new", spanish(tmp_path / "es", train=4, dev=2, test=2), init_from=str(run))
     trained = state(brain)
     mean = initial.MeanWithSource(brain)
     assert all(torch.equal(value, trained[name]) for name, value in state(brain).items()), "until one is taken"
+    assert "Starting from" not in caplog.text, "what a run starts from is told as it starts"
     mean.take(0.25)
     found = state(brain)
     mean.take(1)
