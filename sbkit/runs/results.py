@@ -31,7 +31,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
     results.write(folder, manifest, "test")
     for line in results.lines():
         print(f"\n{line}")
-    print(f"\ntest {results.headline()}")
+    print(f"\ntest{' of all parts:' if results.parts else ''} {results.headline()}")
     for part, each in results.parts.items():
         print(f"test {part}: {each.headline()}")
     if left_out is not None:

@@ -12,11 +12,11 @@ from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, registe
 
 from sbkit.data.loader import TrainLoader
 from sbkit.data.mixture import MEAN, Mixture, hours_of
-from sbkit.score.metric import Metric
 from sbkit.score.results import Results
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.monitor.metrics import MetricsLog
 
+ALL = "of all parts"
 Stats = Mapping[str, float]
 
 
@@ -59,18 +59,25 @@ class MixtureParts:
             found.setdefault(self._mixture.part_of(row.id), []).append(row)
         return found if len(found) > 1 and found.keys() <= self._mixture.parts.keys() else {}
 
-    def validation_stats(self, metric: Metric, rows: Sequence[Any],
-                         stats: Callable[[Sequence[Any]], Stats]) -> dict[str, float]:
-        """What ``stats`` gives of all rows, and of each part's; the metric is that of ``best_by``."""
+    def validation_stats(self, rows: Sequence[Any], stats: Callable[[Sequence[Any]], Stats]) -> dict[str, float]:
+        """What ``stats`` gives of each part's rows, by names with the part's, and without it that of ``best_by``."""
         found, parts = dict(stats(rows)), {name: stats(some) for name, some in self.rows(rows).items()}
+        best_by = MEAN if self._mixture is None else self._mixture.best_by
+        for name in found:
+            each = [values[name] for part, values in parts.items() if name in values and best_by in (MEAN, part)]
+            if each:
+                found[name] = sum(each) / len(each)
         for part, values in parts.items():
             found |= _named(values, part)
-        best_by = MEAN if self._mixture is None else self._mixture.best_by
-        each = [values[metric.name] for part, values in parts.items()
-                if metric.name in values and best_by in (MEAN, part)]
-        if each:
-            found[metric.name] = sum(each) / len(each)
         return found
+
+    def for_log(self, stats: Stats, of: str = "") -> dict[str, float]:
+        """Statistics by names that say what they are of: ``of``, where they name no part; by default ``best_by``."""
+        if self._mixture is None:
+            return dict(stats)
+        of, parts = of or self._mixture.best_by, self._mixture.parts
+        return {f"{name} {of}" if any(f"{name} {part}" in stats for part in parts) else name: value
+                for name, value in stats.items()}
 
     def add_results(self, found: Results, rows: Sequence[Any], results: Callable[[Sequence[Any]], Results]) -> None:
         """Add to a test's results what ``results`` gives of each part's rows."""

@@ -36,7 +36,7 @@ from sbkit.score.metric import Metric
 from sbkit.score.results import Results, describe_unread
 from sbkit.system import renamed
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.mixture_parts import MixtureParts
+from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.averaging import load_mean
 from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
@@ -315,7 +315,7 @@ class Task(Brain):
             super().close_stage(stage, loss, epoch)
             self._end_test({**self.tested.stats, **({"unread": len(unread)} if unread else {})})
             return
-        stats = {"loss": loss, **self.mixture_parts.validation_stats(self.metric, rows, self.stats)}
+        stats = {"loss": loss, **self.mixture_parts.validation_stats(rows, self.stats)}
         if unread:  # rates leave them out, so they are always shown together
             stats["unread"] = len(unread)
             logger.warning("%s", describe_unread("valid", unread, len(rows)))
@@ -394,7 +394,7 @@ class Task(Brain):
             logger.warning("%s", describe_unread("test", self.tested.unread, self.tested.utterances))
         epoch = getattr(self.keys.epoch_counter, "current", None)
         if self.keys.train_logger is not None:
-            self.keys.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=stats)
+            self.keys.train_logger.log_stats({"Epoch loaded": epoch}, test_stats=self.mixture_parts.for_log(stats, ALL))
         self._log("test", epoch, stats)
 
     def _end_epoch(self, epoch: int | None, stats: dict[str, float]) -> None:
@@ -402,7 +402,7 @@ class Task(Brain):
         if self.opt_class is not None:
             progress["lr"] = self.trainer.learning_rate
         if self.keys.train_logger is not None:
-            self.keys.train_logger.log_stats(progress, train_stats=self.train_stats, valid_stats=stats)
+            self.keys.train_logger.log_stats(progress, self.train_stats, self.mixture_parts.for_log(stats))
         self._log("epoch", epoch, stats)
         if self.checkpointer is not None:
             self._refuse_unknown_metric(epoch, stats)

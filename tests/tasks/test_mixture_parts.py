@@ -12,13 +12,11 @@ from sbkit.data.loader import TrainLoader
 from sbkit.data.manifest import Manifest
 from sbkit.data.mixture import Mixture
 from sbkit.data.plan import Batching, Plan
-from sbkit.score.metric import Metric
 from sbkit.score.results import Results
-from sbkit.tasks.mixture_parts import MixtureParts
+from sbkit.tasks.mixture_parts import ALL, MixtureParts
 from sbkit.train.checkpoint import Checkpointer
 
 PARTS = {"read": Corpus("."), "calls": Corpus(".")}
-METRIC = Metric("WER")
 
 
 def rows(*of: str) -> list[SimpleNamespace]:
@@ -29,26 +27,33 @@ def stats(some) -> dict[str, float]:
     return {"WER": sum(row.wrong for row in some) / len(some), "count": len(some)}
 
 
-@pytest.mark.parametrize("best_by, rate", [("mean", 27.5), ("read", 20.0), ("calls", 35.0)])
-def test_the_best_checkpoint_goes_by_the_mean_of_parts_or_by_one(best_by, rate):
-    found = MixtureParts(Mixture(PARTS, best_by=best_by)).validation_stats(
-        METRIC, rows("read", "read", "read", "calls")[1:] + rows("read", "read", "calls")[2:] + rows("read"), stats)
-    assert found["WER read"] == pytest.approx(20) and found["count read"] == 3 and found["count"] == 5
+@pytest.mark.parametrize("best_by, rate, count", [("mean", 27.5, 2.5), ("read", 20.0, 3), ("calls", 35.0, 2)])
+def test_the_best_checkpoint_goes_by_the_mean_of_parts_or_by_one(best_by, rate, count):
+    parts = MixtureParts(Mixture(PARTS, best_by=best_by))
+    found = parts.validation_stats(
+        rows("read", "read", "read", "calls")[1:] + rows("read", "read", "calls")[2:] + rows("read"), stats)
+    assert found["WER read"] == pytest.approx(20) and found["count read"] == 3 and found["count"] == count
     assert found["WER calls"] == pytest.approx(35) and found["WER"] == pytest.approx(rate)
+    log = parts.for_log({"loss": 1.0, **found})
+    assert log == {"loss": 1.0, f"WER {best_by}": found["WER"], f"count {best_by}": count,
+                   **{name: value for name, value in found.items() if " " in name}}
 
 
 def test_nothing_is_said_of_parts_where_there_is_one_or_another_corpus():
     for corpus, some in ((Corpus("."), rows("read", "calls")), (Mixture(PARTS), rows("read", "read")),
                          (Mixture(PARTS), rows("read", "another"))):
-        assert MixtureParts(corpus).validation_stats(METRIC, some, stats) == stats(some)
+        assert MixtureParts(corpus).validation_stats(some, stats) == stats(some)
+        assert MixtureParts(corpus).for_log(stats(some)) == stats(some)
     assert MixtureParts(Corpus(".")).close_epoch(1, None) == {}
 
 
 def test_a_test_has_results_of_each_part():
     found = Results({"loss": 1.0, "WER": 25.0}, 4)
-    MixtureParts(Mixture(PARTS)).add_results(found, rows("read", "calls", "calls"), lambda some: Results(
+    parts = MixtureParts(Mixture(PARTS))
+    parts.add_results(found, rows("read", "calls", "calls"), lambda some: Results(
         {"loss": 1.0, "WER": float(len(some))}, len(some)))
     assert found.stats == {"loss": 1.0, "WER": 25.0, "WER read": 1.0, "WER calls": 2.0}
+    assert parts.for_log(found.stats, ALL) == {"loss": 1.0, "WER of all parts": 25.0, "WER read": 1.0, "WER calls": 2.0}
     assert {part: each.utterances for part, each in found.parts.items()} == {"read": 1, "calls": 2}
 
 
