@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     if run and not held_out and run.corpus.manifest_path("dev").is_file():
         held_out = [str(run.corpus.manifest_path("dev"))]
     disk.check_writable(args.out, "--out")
-    rules = run.corpus.text if run else str
+    rules = run.corpus.rules_of if run else lambda file: str
     try:
         report = lm.build(
-            map(rules, texts(sources)), args.out, order=args.order, prune=args.prune, unit=args.unit,
+            texts(sources, rules), args.out, order=args.order, prune=args.prune, unit=args.unit,
             tokenizer=None if run is None else run.tokenizer, min_count=args.min_count,
-            evaluate=map(rules, texts(held_out)) if held_out else None, binary=args.binary)
+            evaluate=texts(held_out, rules) if held_out else None, binary=args.binary)
     except OSError as error:
         raise disk.unwritable(args.out, "--out", error) from error
     print(report)

@@ -30,7 +30,7 @@ from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_h
 from sbkit.data.sources.base import check_columns, no_column, pick
 from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits
 from sbkit.data.suspects import Exclusions
-from sbkit.data.text import TextRules
+from sbkit.data.text import NormalizedBefore, TextRules
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 from sbkit.system.console import atomic_write
@@ -247,6 +247,17 @@ class Corpus:
         other = where.resolve()
         return other if where.is_absolute() and not (other.is_relative_to(own) or own.is_relative_to(other)) else None
 
+    def rules_of(self, file: str | Path) -> TextRules:
+        """The rules for the texts of a file; those of a manifest that the same rules have written stay as they are."""
+        path = Path(file)
+        try:
+            report = json.loads((path.parent / self.report_path.name).read_text(encoding="utf-8"))
+            same = report["options"]["text"] == self.text.options() and \
+                report["splits"][path.stem]["sha256"] == disk.sha256(path)
+        except (OSError, ValueError, KeyError, TypeError):  # no manifest
+            return self.text
+        return NormalizedBefore(**self.text.options()) if same and type(self.text) is TextRules else self.text
+
     def left_out(self, split: str) -> str | None:
         """How many rows of a split were left out and why, to go with error rates measured on it; None if none were."""
         entry = self.prepared["splits"][split]
@@ -383,8 +394,9 @@ class Corpus:
         taken: list[pa.Array] = []
         listings: dict[str, pa.Array | None] = {}
         for split in reversed([split for split in SPLITS if split in chosen]):  # train last, without their rows
+            read = rows.pop(split)
             manifests[split], reports[split] = prepare_split(
-                split, rows.pop(split), self.text, self._limits(split), taken=taken if split == "train" else (),
+                split, read, self.rules_of(read.origin), self._limits(split), taken=taken if split == "train" else (),
                 listings=listings, check_audio=self.check_audio, copies=copies, journal=journal, workers=self.workers,
                 remote=self.remote, columns=self._declared, exclude=excluded if split == "train" else None,
                 show_progress=show)

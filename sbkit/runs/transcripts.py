@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ def find(name: str, split: str) -> str:
     return str(path)
 
 
-def texts(files: Sequence[str]) -> Iterator[str]:
-    """Yield the texts of all files; raises if there are none, rather than making a model of nothing."""
+def texts(files: Sequence[str], rules_of: Callable[[str], Callable[[str], str]]) -> Iterator[str]:
+    """Yield the texts of all files by their rules; raises if there are none, rather than making a model of nothing."""
     empty = True
     for name in files:
-        for text in _transcripts(name) if name.endswith(".csv") else lm.read_texts([name]):
+        for text in map(rules_of(name), _transcripts(name) if name.endswith(".csv") else lm.read_texts([name])):
             empty = empty and not text.strip()
             yield text
     if empty:

@@ -425,3 +425,17 @@ def test_a_task_that_needs_texts_after_one_that_needs_none_prepares_again(releas
     corpus = Corpus(release, folder=tmp_path / "m")
     assert len(corpus.prepare(show_progress=False, needs_text=False)["train"]) == 3
     assert len(corpus.prepare(show_progress=False)["train"]) == 2
+
+
+def test_a_replacement_is_not_made_again_in_manifests_that_the_same_rules_wrote(release, tmp_path):
+    doubled = {"replace": {"e": "ee"}}
+    _, first = prepare(release, tmp_path / "m", text=doubled)
+    texts = list(first["train"].texts)
+    assert texts[0] == "onee seenteencee heeree"
+    for source in (tmp_path / "m", {split: tmp_path / "m" / f"{split}.csv" for split in first}):
+        assert list(prepare(source, tmp_path / "again", text=doubled)[1]["train"].texts) == texts
+    assert prepare(tmp_path / "m", tmp_path / "other", text={"replace": {"ee": "i"}})[1]["train"].texts[0] == \
+        "oni sintinci hiri", "other rules hold for them, too"
+    edited = tmp_path / "m" / "train.csv"
+    edited.write_text(edited.read_text().replace("yees", "New!"))
+    assert prepare(tmp_path / "m", tmp_path / "edited", text=doubled)[1]["train"].texts[-1] == "neew"
