@@ -21,7 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", metavar="PLACE", help="where the corpus is, if not where the run had it")
     parser.add_argument("--set", dest="values", metavar="KEY=VALUE", action="append", default=[],
                         help="another key of the recipe whose place is another here, such as corpus.data_root=/data")
-    parser.add_argument("--steps", type=count, default=100, help="how many steps to train (default: 100)")
+    parser.add_argument("--steps", type=count, default=100,
+                        help="compare what was recorded of so many steps: the loss of 1, 10 and each hundredth (100)")
     parser.add_argument("--full", action="store_true", help="train to the end, and compare the test's figures too")
 
 
@@ -29,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Prepare, compare, train, compare and return the exit code."""
     from sbkit.commands import prepare
     from sbkit.recipe import arguments, load, writing
+    from sbkit.recipe.report import listed
     from sbkit.runs import reproduction, restore
+    from sbkit.score.run_files import RECIPE
     from sbkit.system.console import atomic_write, table
     from sbkit.system.environment import describe
 
@@ -38,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
     if not wanted:
         raise SbkitError(f"{args.file} holds no loss of the first {args.steps} steps",
                          hint=f"--steps {min(recorded['losses'])} compares the first that it holds")
+    if (args.to / RECIPE).exists():
+        raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
+    reproduction.refuse_trained(folder, wanted, args.full)
+    print(f"steps whose recorded loss is compared: {listed(map(str, wanted))}", flush=True)
     before = recipe.read_text(encoding="utf-8") if folder.exists() and recipe.is_file() else None
     args.to.mkdir(parents=True, exist_ok=True)
     with atomic_write(recipe) as out:
@@ -72,6 +79,6 @@ def run(args: argparse.Namespace) -> int:
             reproduction.require_same(f"test {name}", figure, figures.get(name, float("nan")), not other)
         print(table(["figure", "recorded", "found"],
                     [[name, f"{figure:.6g}", f"{figures[name]:.6g}"] for name, figure in recorded["figures"].items()]))
-    print(f"reproduced {'within rounding' if other else 'to the bit'}: {len(wanted)} losses up to step {max(wanted)}"
+    print(f"reproduced {'within rounding' if other else 'to the bit'}: the loss of steps {listed(map(str, wanted))}"
           + (", and the test" if args.full else ""))
     return 0

@@ -137,8 +137,13 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")  # lists, which name the same recordings
     again += ["--source", f"{tmp_path}/elsewhere"]
     assert main([*again, "--steps", "0"]) == 2  # nothing was prepared yet
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sbkit.commands.prepare.run", None)  # nothing is prepared for what is refused
+        assert main([*again, "--to", f"{tmp_path}/out"]) == 2
+        assert f"--to: {tmp_path}/out is the folder of a run" in capsys.readouterr().err
     assert main([*again, "--steps", "10"]) == 0
-    assert "reproduced to the bit: 1 losses up to step 10" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "steps whose recorded loss is compared: 1, 10\n" in said and said.endswith("the loss of steps 1, 10\n")
     assert main([*again, "--steps", "10"]) == 2  # of an earlier call's losses nothing follows
     assert "holds an earlier call's run" in capsys.readouterr().err
     mine = tmp_path / "again" / "recipe.yaml"
