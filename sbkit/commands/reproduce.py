@@ -44,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
     if (args.to / RECIPE).exists():
         raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
-    reproduction.refuse_trained(folder, wanted, args.full)
     print(f"steps whose recorded loss is compared: {listed(map(str, wanted))}", flush=True)
     before = recipe.read_text(encoding="utf-8") if folder.exists() and recipe.is_file() else None
     args.to.mkdir(parents=True, exist_ok=True)

@@ -257,13 +257,6 @@ def require_same(what: str, recorded: float, found: float, exact: bool) -> None:
                          "(--full)")
 
 
-def refuse_trained(folder: Path, wanted: Iterable[int], to_the_end: bool) -> None:
-    """Refuse the folder of an earlier call's run that has all that is wanted: from its losses nothing would follow."""
-    if set(wanted) <= set(losses_of(folder)) and (not to_the_end or (folder / TESTED).is_file()):
-        raise SbkitError(f"{folder} holds an earlier call's run, and nothing would be trained",
-                         hint="remove it or choose another --to; after the first steps --full goes on from there")
-
-
 def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[int, float], *, exact: bool,
           to_the_end: bool) -> dict[int, float]:
     """Train in processes of their own, up to the last wanted step or to the end; compare losses as they come.
@@ -271,6 +264,9 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
     folder : of the run; what it prints goes to ``train.log`` beside it
     wanted : losses by their steps
     """
+    if set(wanted) <= set(losses_of(folder)) and (not to_the_end or (folder / TESTED).is_file()):
+        raise SbkitError(f"{folder} holds an earlier call's run, and nothing would be trained",
+                         hint="remove it or choose another --to; after the first steps --full goes on from there")
     log = folder.parent / "train.log"
     found: dict[int, float] = {}
     with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar:
