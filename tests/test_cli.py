@@ -55,7 +55,7 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
     ("export run --to bundle --formats onxn", "'onxn' (choose from onnx, int8, torch, speechbrain); did you mean onnx? "
                                               "see sbkit export --help"),
     ("import owner/model --to bundle --formats onnx,", "'' (choose from onnx, int8, torch); see sbkit import --help"),
-    ("clean hparams/ctc.yaml --fold 3", "has no key for --fold (did you mean --folds?)"),
+    ("clean hparams/ctc.yaml --fold 3", "has no key fold; did you mean --folds?"),
     ("check hparams/ctc.yaml --price 2,5", "'2,5' is no number: write 2.5; such as --as 8xH100 --html rehearsal.html "
                                            "--price 2.5"),
 ])
