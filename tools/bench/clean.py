@@ -10,7 +10,7 @@ A share of the demo corpus's training labels is made wrong, a third of it in eac
 
 Dev and test stay as they are. For each level the recipe (hparams/ctc.yaml with the given keys) trains on all rows, on
 those that ``sbkit clean`` leaves, and without as many rows drawn by lot; ``original`` is trained on right labels. All
-have the same number of steps. Runs and results lie in FOLDER, so the same command continues where it was stopped;
+have the same number of epochs. Runs and results lie in FOLDER, so the same command continues where it was stopped;
 ``--only planted,found`` makes just these. FOLDER/clean.md is the table.
 """
 
