@@ -32,6 +32,9 @@ from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
+#: Keys that name what a run begins with, for good once it has a checkpoint.
+_SOURCES = "init_from", "replay_from"
+
 
 def fresh(keys: TaskKeys) -> bool:
     """Whether a run has no checkpoint of its own."""
@@ -54,9 +57,12 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
         if keys.init_from is not None:
             _find_source(keys)
         return
-    for key in ("init_from", "replay_from"):
+    elsewhere = {change for name, change in changed.items() if name not in _SOURCES and name.isidentifier()}
+    for key in _SOURCES:
+        if changed.get(key) in elsewhere:  # it refers to another key, such as a voice's codec, which may have moved
+            continue
         before, now = ("null" if value == "nothing" else value for value in changed.get(key, ("null", "null")))
-        if Path(before).resolve() != Path(now).resolve():
+        if Path(before).expanduser().resolve() != Path(now).expanduser().resolve():
             raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} began with {before}",
                              hint=f"resume it with --{key} {before}, which need not exist any more, or start a new run "
                                   "in another --output_folder")

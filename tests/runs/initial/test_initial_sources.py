@@ -478,10 +478,19 @@ def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, no
     assert f"--{key} {before}, which need not exist any more" in refused.value.hint
 
 
-@pytest.mark.parametrize("before, now", [("runs/a", "./runs/a/"), ("nothing", "null")])
+@pytest.mark.parametrize("before, now", [
+    ("runs/a", "./runs/a/"), ("nothing", "null"), ("~/runs/a", str(Path.home() / "runs" / "a"))])
 def test_the_same_source_in_other_words_is_no_other(tmp_path, before, now):
     keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
     initial.open_source(keys, {"init_from": (before, now)})
+
+
+def test_a_source_that_another_key_names_is_left_to_those_who_read_that(tmp_path):
+    """A voice refuses another codec by what it holds, and its bundle may be elsewhere now."""
+    keys, moved = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from="b"), ("a", "b")
+    initial.open_source(keys, {"codec": moved, "init_from": moved})
+    with pytest.raises(SbkitError, match="init_from: it is b"):
+        initial.open_source(keys, {"init_from": moved, "replay_from": moved, "encoder.init_from": moved})
 
 
 def test_a_mean_with_the_source_leaves_the_rows_of_tokens_that_it_lacks(run, tmp_path, caplog):
