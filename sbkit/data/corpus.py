@@ -395,11 +395,12 @@ class Corpus:
         listings: dict[str, pa.Array | None] = {}
         for split in reversed([split for split in SPLITS if split in chosen]):  # train last, without their rows
             read = rows.pop(split)
+            # Another column than a manifest's own has texts as they came.
+            rules = self.rules_of(read.origin) if self.columns.get("text", "wrd") == "wrd" else self.text
             manifests[split], reports[split] = prepare_split(
-                split, read, self.rules_of(read.origin), self._limits(split), taken=taken if split == "train" else (),
-                listings=listings, check_audio=self.check_audio, copies=copies, journal=journal, workers=self.workers,
-                remote=self.remote, columns=self._declared, exclude=excluded if split == "train" else None,
-                show_progress=show)
+                split, read, rules, self._limits(split), taken=taken if split == "train" else (), listings=listings,
+                check_audio=self.check_audio, copies=copies, journal=journal, workers=self.workers, remote=self.remote,
+                columns=self._declared, exclude=excluded if split == "train" else None, show_progress=show)
             self._refuse_empty(reports[split])
             taken.append(recording_keys(manifests[split].wavs, manifests[split].starts))
         ordered = [split for split in SPLITS if split in manifests]

@@ -436,6 +436,8 @@ def test_a_replacement_is_not_made_again_in_manifests_that_the_same_rules_wrote(
         assert list(prepare(source, tmp_path / "again", text=doubled)[1]["train"].texts) == texts
     assert prepare(tmp_path / "m", tmp_path / "other", text={"replace": {"ee": "i"}})[1]["train"].texts[0] == \
         "oni sintinci hiri", "other rules hold for them, too"
+    assert prepare(tmp_path / "m", tmp_path / "column", text=doubled, columns={"text": "spk_id"})[1]["train"].texts[0] \
+        == "speeakeer0", "and the same rules for another column"
     edited = tmp_path / "m" / "train.csv"
     edited.write_text(edited.read_text().replace("yees", "New!"))
     assert prepare(tmp_path / "m", tmp_path / "edited", text=doubled)[1]["train"].texts[-1] == "neew"
