@@ -36,6 +36,7 @@ AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 def _started(fn: Callable[..., None], *args: object) -> BaseProcess:
     """A process that is forked from the server, which before Python 3.12.3 imports only what PYTHONPATH leads to."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CALLERS_PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # settled gives it back to what is forked
         patch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
         forkserver.ensure_running()
     process = _CONTEXT.Process(target=fn, args=args)

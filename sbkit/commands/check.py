@@ -77,12 +77,9 @@ def _check(words: list[str]) -> int:
 
 def _rate(text: str) -> float:
     """Read the price of a device for an hour."""
-    for written in (text, text.replace(",", ".")):
-        with contextlib.suppress(ValueError):
-            if 0 <= (rate := float(written)) < float("inf"):
-                if written == text:
-                    return rate
-                raise argparse.ArgumentTypeError(f"{text!r} is no number: write {written}")
+    with contextlib.suppress(ValueError):
+        if 0 <= (rate := float(text)) < float("inf"):
+            return rate
     raise argparse.ArgumentTypeError(f"{text!r} is no price of a device for an hour")
 
 

@@ -157,6 +157,8 @@ class Plan:
         self.batching, self.round_seconds = batching, round_seconds
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
+        if labels is not None and parts is not None:
+            raise SbkitError("clips_per draws by labels, and a mixture by its parts", hint="leave one of them out")
         if round_seconds:
             units = unit_of(self.durations, round_seconds)
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)

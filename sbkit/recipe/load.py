@@ -101,8 +101,9 @@ def load(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         from sbkit.recipe.reading import read  # imports torch
 
         read(path, overrides, findings := Findings())
-        raise Findings(each for each in findings if each.code not in _LOADED).as_error(
-            f"{path} cannot be loaded: {summary(error)}") from error
+        found = Findings(each for each in findings if each.code not in _LOADED).as_error()
+        raise SbkitError("; ".join(filter(None, (found.message, f"{path} cannot be loaded: {summary(error)}"))),
+                         hint=found.hint) from error
     return hparams
 
 

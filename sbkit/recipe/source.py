@@ -198,9 +198,9 @@ class Findings(list[Finding]):
         """Add a finding that may be a mistake."""
         self.append(Finding(WARNING, code, place.file, place.line, key, message, suggestion, place.column))
 
-    def as_error(self, otherwise: str = "") -> SbkitError:
-        """All errors in one; ``otherwise`` is the message if there are none."""
+    def as_error(self) -> SbkitError:
+        """All errors in one."""
         errors = [finding for finding in self if finding.severity == ERROR]
         message = "; ".join(f"{each.where}: {each.key and f'{each.key}: '}{each.message}" for each in errors)
-        return SbkitError(message or otherwise, hint="; ".join(dict.fromkeys(
+        return SbkitError(message, hint="; ".join(dict.fromkeys(
             each.suggestion for each in errors if each.suggestion)) or None)

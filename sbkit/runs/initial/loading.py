@@ -62,6 +62,8 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
         if changed.get(key) in elsewhere:  # it refers to another key, such as a voice's codec, which may have moved
             continue
         before, now = ("null" if value == "nothing" else value for value in changed.get(key, ("null", "null")))
+        if (key, now) == ("init_from", "null"):  # its weights were read long ago
+            continue
         if Path(before).expanduser().resolve() != Path(now).expanduser().resolve():
             raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} began with {before}",
                              hint=f"resume it with --{key} {before}, which need not exist any more, or start a new run "

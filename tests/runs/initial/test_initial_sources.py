@@ -467,8 +467,9 @@ def test_values_that_say_nothing_are_refused(english, tmp_path, key, value):
 BEGUN = SimpleNamespace(list_checkpoints=lambda: ["one"])
 
 
-@pytest.mark.parametrize("key", ["init_from", "replay_from"])
-@pytest.mark.parametrize("before, now", [("a", "b"), ("runs/a", "null"), ("runs/a", "nothing"), ("null", "runs/b")])
+@pytest.mark.parametrize("key, before, now", [
+    *((key, *pair) for key in ("init_from", "replay_from") for pair in (("a", "b"), ("null", "runs/b"))),
+    ("replay_from", "runs/a", "null"), ("replay_from", "runs/a", "nothing")])
 def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, now):
     keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
     with pytest.raises(SbkitError) as refused:
@@ -479,8 +480,8 @@ def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, no
 
 
 @pytest.mark.parametrize("before, now", [
-    ("runs/a", "./runs/a/"), ("nothing", "null"), ("~/runs/a", str(Path.home() / "runs" / "a"))])
-def test_the_same_source_in_other_words_is_no_other(tmp_path, before, now):
+    ("runs/a", "./runs/a/"), ("nothing", "null"), ("runs/a", "nothing"), ("~/runs/a", str(Path.home() / "runs" / "a"))])
+def test_the_same_source_in_other_words_or_none_is_no_other(tmp_path, before, now):
     keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
     initial.open_source(keys, {"init_from": (before, now)})
 
