@@ -290,7 +290,7 @@ def test_what_is_there_is_replaced_only_when_asked(made, run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words, expected", [
-    (["--formats", "onnx,tflite"], "no format tflite"),
+    (["--formats", "onnx,tflite"], "'tflite' (choose from onnx, int8, torch, speechbrain)"),
     (["--checkpoint", "best-of-all"], "no checkpoint 'best-of-all'"),
     (["--clips", "-3"], "--clips: '-3' is not a whole number above 0"),
     (["--tolerance", "nan"], "--tolerance: 'nan' is not a number above 0"),
