@@ -61,7 +61,8 @@ class OldSet:
 
     def describe(self, value: float) -> str:
         low, high = self.interval
-        return (f"{self.metric} {value:.2f} on the old test, {'beyond' if self.is_worse(value) else 'within'} the "
+        place = "within" if low <= value <= high else "beyond" if self.is_worse(value) else "better than"
+        return (f"{self.metric} {value:.2f} on the old test, {place} the "
                 f"interval of what it was before: {self.before:.2f} ({low:.2f} to {high:.2f})")
 
     def offer(self, run: Path, average: int = 1) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from sbkit.errors import SbkitError
 from sbkit.recipe import real_batches
 from sbkit.recipe.check import check
 from sbkit.tasks.ctc import CTC
@@ -73,6 +74,11 @@ class Complete(Chooses):
 class Unfinished(Complete):
     def results(self, rows, loss, unread):
         return rows[0].kind
+
+
+class Wordless(Complete):
+    def results(self, rows, loss, unread):
+        raise SbkitError("there is nothing to score")
 
 
 class Reads(Chooses):
@@ -156,6 +162,11 @@ def test_a_validation_that_noise_ends_is_a_warning_with_its_line(tmp_path):
 def test_results_are_tried_as_well(tmp_path):
     _, ((code, message),) = checked(tmp_path, brain="Unfinished")
     assert code == "validation" and "has no attribute 'kind'" in message
+
+
+def test_that_noise_has_no_transcript_is_no_finding(tmp_path):
+    report, found = checked(tmp_path, brain="Wordless")
+    assert found == [] and not any("noise" in note for note in report.notes)
 
 
 def test_a_loss_that_reads_values_leaves_out_stand_ins_alone(tmp_path):

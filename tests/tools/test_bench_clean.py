@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.bench.clean import KINDS, cut, misspelt, plant
+from tools.bench.clean import KINDS, by_lot, cut, misspelt, plant
 
 SENTENCE = st.lists(st.text("abcd", min_size=1, max_size=8), min_size=2, max_size=9).map(" ".join)
 
@@ -23,6 +23,13 @@ def test_a_share_of_the_labels_is_made_wrong_in_equal_parts(texts, level, seed):
     swapped = [(text, row.text) for (_, text), row in zip(rows, found, strict=True) if row.kind == "swapped"]
     assert sorted(text for text, _ in swapped) == sorted(label for _, label in swapped)
     assert len(swapped) == 1 or all(text != label for text, label in swapped)
+
+
+@given(st.integers(0, 99))
+def test_what_is_left_out_by_lot_is_not_what_was_planted(seed):
+    wrong = {row.id for row in plant([(str(i), "some more words") for i in range(1000)], 0.1, seed) if row.kind}
+    drawn = by_lot(1000, 100, seed)
+    assert len(set(drawn)) == 100 and sum(str(i) in wrong for i in drawn) < 30
 
 
 @given(SENTENCE, st.integers())

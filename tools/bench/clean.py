@@ -45,6 +45,11 @@ class Planted(NamedTuple):
     kind: str
 
 
+def by_lot(rows: int, count: int, seed: int) -> list[int]:
+    """Draw rows for comparison; the seed alone would draw the very ones that ``plant`` makes wrong."""
+    return random.Random(f"by lot {seed}").sample(range(rows), count)
+
+
 def plant(rows: Sequence[tuple[str, str]], share: float, seed: int) -> list[Planted]:
     """Make the labels of a share of the rows (id, text) wrong, in their order."""
     draw = random.Random(seed)
@@ -164,7 +169,7 @@ class Bench:
         if not path.exists():
             suspects.write(path, [
                 suspects.Suspect(row.id, suspects.DROP, "by lot", 0.0, 1.0, row.text, "", "", row.wav, str(self.demo))
-                for row in map(corpus.row, random.Random(self.args.seed).sample(range(len(corpus)), count))])
+                for row in map(corpus.row, by_lot(len(corpus), count, self.args.seed))])
         return path
 
     # ------------------------------------------------------------ the table
