@@ -1,6 +1,7 @@
 """What the pages tell a user to type is understood: targets, commands, recipes and their keys; links lead somewhere."""
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -45,6 +46,14 @@ def test_there_are_commands():
 def test_every_command_of_sbkit_is_on_a_page():
     told = {words[1] for page in PAGES for words in commands(page) if words[0] == "sbkit"}
     assert {*cli.COMMANDS, *cli.RECIPE_COMMANDS} <= told
+
+
+def test_a_figure_that_leads_to_a_run_is_that_runs():
+    page = Path("recipes/CommonVoice/ASR/CTC/RESULTS.md")
+    figures = re.findall(r"\[([\d.]+) %\]\((reproduce/\w+\.json)\)", prose(page))
+    assert len(figures) == len(list((ROOT / page.parent / "reproduce").iterdir()))
+    for figure, name in figures:
+        assert json.loads(prose(page.parent / name))["figures"]["WER"] == pytest.approx(float(figure), abs=0.005)
 
 
 @pytest.mark.parametrize("words", COMMANDS)
