@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from speechbrain.utils.run_opts import RunOptions
@@ -32,8 +32,8 @@ def check_settings(root: Node, findings: Findings) -> None:
         value = static(node)
         if value is UNKNOWN or node.spoilt or not isinstance(key, str):
             continue
-        if key in _TOLD:
-            _TOLD[key](root, key, value, findings)
+        if key in _CHECKS:
+            _CHECKS[key](root, key, value, findings)
         if node.spoilt:
             continue
         if key in known:
@@ -139,14 +139,15 @@ def _builds(tag: str, kind: str) -> bool:
 
 def _check_class(root: Node, key: str, value: object, findings: Findings) -> None:
     """Check that a key names a class of which the run builds an object."""
-    kind, wanted, when, without, example = _NAMED[key]
+    wanted = _CLASSES[key]
     tag = value.tag if isinstance(value, Node) else ""
-    if _builds(tag, kind):
-        _report(root, key, f"the run builds it, {when}", findings, f"write !name:{tag.removeprefix('!new:')}{without}")
+    if _builds(tag, wanted.base):
+        _report(root, key, f"the run builds it, {wanted.when}", findings,
+                f"write !name:{tag.removeprefix('!new:')}{wanted.without}")
     elif not tag and value is not None:
         dotted = isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
-        _report(root, key, f"it is {_shown(value)}, not {wanted}", findings,
-                f"write !name:{value if dotted else example}")
+        _report(root, key, f"it is {_shown(value)}, not {wanted.name}", findings,
+                f"write !name:{value if dotted else wanted.example}")
 
 
 def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:  # a Node wherever it has a limit
@@ -161,14 +162,25 @@ def _check_epochs(root: Node, key: str, value: Any, findings: Findings) -> None:
                        f"it is {number}, and number_of_epochs is {epochs}", "write `limit: !ref <number_of_epochs>`")
 
 
-_TOLD: dict[str, Callable[[Node, str, object, Findings], None]] = {
+_CHECKS: dict[str, Callable[[Node, str, object, Findings], None]] = {
     "precision": _check_precision, "eval_precision": _check_precision, "device": _check_device,
     "brain": _check_class, "opt_class": _check_class, "epoch_counter": _check_epochs,
 }
-#: By key: of what kind the class is, that with its article, when the run builds it, without what, and an example.
-_NAMED = {"brain": ("Brain", "a Brain", "when the modules are there", "", "sbkit.tasks.ctc.CTC"),
-          "opt_class": ("Optimizer", "an optimizer", "with the parameters of the modules", ", without params",
-                        "torch.optim.AdamW")}
+
+
+class _NamedClass(NamedTuple):
+    """A key's class, of which the run builds an object: its base, and what a message says of it."""
+
+    base: str
+    name: str
+    when: str
+    without: str
+    example: str
+
+
+_CLASSES = {"brain": _NamedClass("Brain", "a Brain", "when the modules are there", "", "sbkit.tasks.ctc.CTC"),
+            "opt_class": _NamedClass("Optimizer", "an optimizer", "with the parameters of the modules",
+                                     ", without params", "torch.optim.AdamW")}
 
 
 def _is_number(value: object) -> bool:

@@ -65,9 +65,9 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
         if (key, now) == ("init_from", "null"):  # its weights were read long ago
             continue
         if Path(before).expanduser().resolve() != Path(now).expanduser().resolve():
+            same = f"without --{key}" if before == "null" else f"with --{key} {before}, which need not exist any more"
             raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} began with {before}",
-                             hint=f"resume it with --{key} {before}, which need not exist any more, or start a new run "
-                                  "in another --output_folder")
+                             hint=f"resume it {same}, or start a new run in another --output_folder")
 
 
 def check(keys: TaskKeys, brain: Task) -> tuple[str, list[ParameterOutcome]]:

@@ -476,7 +476,8 @@ def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, no
         initial.open_source(keys, {"lr": ("1", "2"), key: (before, now)})
     said = now.replace("nothing", "null")
     assert refused.value.message == f"{key}: it is {said}, and the run in {tmp_path} began with {before}"
-    assert f"--{key} {before}, which need not exist any more" in refused.value.hint
+    same = f"without --{key}" if before == "null" else f"with --{key} {before}, which need not exist any more"
+    assert refused.value.hint == f"resume it {same}, or start a new run in another --output_folder"
 
 
 @pytest.mark.parametrize("before, now", [
