@@ -1,4 +1,4 @@
-"""fp32 is fp32, unless a recipe asks for TF32, and for features always."""
+"""fp32 is TF32 on a GPU, as in SpeechBrain, unless a recipe says otherwise, and never for features."""
 
 import bundles
 import pytest
@@ -22,8 +22,8 @@ def as_speechbrain_has_it():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-@pytest.mark.parametrize("asked, found", [({}, False), ({"tf32": False}, False), ({"tf32": True}, True)])
-def test_a_training_rounds_only_where_its_recipe_asks(asked, found):
+@pytest.mark.parametrize("asked, found", [({}, True), ({"tf32": False}, False), ({"tf32": True}, True)])
+def test_a_training_rounds_unless_its_recipe_says_otherwise(asked, found):
     brain(hparams=asked)
     assert allowed() == (found, found)
 

@@ -38,7 +38,7 @@ class Check:
     """A check, which runs in a separate process.
 
     function: ``module:function``, the module as seen from this package; it gets a ``Bench``
-    seconds: its share of the ten minutes
+    seconds: its share of the quarter of an hour; an H200 needs about two thirds of it
     """
 
     name: str
@@ -76,23 +76,24 @@ CHECKS: tuple[Check, ...] = (
         Expect("bf16", "the same in bf16", "within 10 % of SpeechBrain's in fp32"),
         Expect("fp16", "the same in fp16", "within 10 % of SpeechBrain's in fp32"),
         Expect("dropout", "dropout of 10 %", "drops 9.5 to 10.5 %, scales the rest by 1/0.9"))),
-    Check("attention", "attention's kernels by shape", ".values:attention", 25, (
-        Expect("finite", "gradients of masked bf16 attention, without cuDNN's", "finite for 24 lengths"),
+    Check("attention", "attention's kernels by shape", ".values:attention", 50, (
+        Expect("finite", "gradients of masked bf16 attention, without cuDNN's", "finite for 12 lengths"),
         Expect("shapes", "a new shape, with cuDNN's attention off and on", "no slower off than on"),
         Expect("heads", "the kernel for the heads of the flagship and of large.yaml", "a fused one", on_null=True),
         Expect("rounding", "steps of new lengths, rounded to nothing, 0.32 s and 1.28 s",
                "the rounding that training chooses within 15 % of the best"))),
-    Check("training", "sbkit train with the flagship", ".runs:flagship", 65, _TRAINED),
-    Check("precisions", "sbkit train in fp16 and bf16, compiled, as CUDA graphs", ".runs:precisions", 65, (
+    Check("training", "sbkit train with the flagship", ".runs:flagship", 50, _TRAINED),
+    Check("precisions", "sbkit train in bf16 and fp16", ".runs:precisions", 40, (
         Expect("bf16", "bf16", "loss falls, no step skipped"),
-        Expect("fp16", "fp16, batches of 2000 s", "loss falls, at most 3 steps skipped, none after the first epoch"),
+        Expect("fp16", "fp16, batches of 2000 s", "loss falls, at most 3 steps skipped"))),
+    Check("compiled", "sbkit train compiled, and as CUDA graphs", ".runs:compiled", 130, (
         Expect("compile", "--compile", "no graph compiled after the first epoch, loss as without"),
         Expect("graphs", "--compile --compile_mode reduce-overhead", "the same"))),
     # How fast, and what communication and memory cost.
-    Check("large", "tools/bench/train.py with large.yaml, CTC alone", ".speed:large", 60, (
+    Check("large", "tools/bench/train.py with large.yaml, CTC alone", ".speed:large", 75, (
         *_STOCK, Expect("mfu", "model FLOPs utilisation of a step", f"at least {100 * MIN_MFU:.0f} %"))),
-    Check("flagship", "tools/bench/train.py with the flagship", ".speed:flagship", 60, _STOCK),
-    Check("memory", "peak memory of a step against the estimate of sbkit check", ".speed:memory", 25, (
+    Check("flagship", "tools/bench/train.py with the flagship", ".speed:flagship", 75, _STOCK),
+    Check("memory", "peak memory of a step against the estimate of sbkit check", ".speed:memory", 30, (
         Expect("flagship", "the flagship", "within 15 %", on_null=True),
         Expect("large", "large.yaml", "within 15 %", on_null=True))),
     Check("pair", "two cards, over NCCL", ".pair:check", 40, (
@@ -100,21 +101,21 @@ CHECKS: tuple[Check, ...] = (
         Expect("same", "training loss of an epoch on one card and on two", "within 1 %", cards=2),
         Expect("equal", "weights of both ranks", "equal in every bit", cards=2),
         Expect("fails", "one rank fails before an all-reduce", "all end within 10 s", cards=2, on_null=True))),
-    Check("finetune", "tools/bench/finetune.py with an encoder of wav2vec 2.0's base size", ".speed:finetuning", 40, (
+    Check("finetune", "tools/bench/finetune.py with an encoder of wav2vec 2.0's base size", ".speed:finetuning", 50, (
         Expect("step", "a step of fine-tuning against SpeechBrain's wrapper and Brain",
                f"at least {FINETUNE_RATIO} times their best precision"),)),
     # What is proven without a card, too.
-    Check("ship", "sbkit export, transcribe and the engine on the card", ".runs:ship", 40, (
+    Check("ship", "sbkit export, transcribe and the engine on the card", ".runs:ship", 75, (
         Expect("export", "sbkit export", "a bundle whose formats agree", on_null=True),
         Expect("torch", "transcribe --model torch on the card", "the words of the CPU's ONNX model"),
         Expect("onnx", "transcribe --model onnx on the card", "the same"),
         Expect("threads", "compiled with reduce-overhead, asked by 32 threads", "the same words, no error"))),
-    Check("joint", "sbkit train with large.yaml, unmodified", ".runs:large", 30, _TRAINED),
-    Check("resume", "SIGTERM in the midst of an epoch, and the same command again", ".runs:resume", 25, (
+    Check("joint", "sbkit train with large.yaml, unmodified", ".runs:large", 45, _TRAINED),
+    Check("resume", "SIGTERM in the midst of an epoch, and the same command again", ".runs:resume", 45, (
         Expect("stops", "SIGTERM", "a checkpoint, exit code 143", on_null=True),
         Expect("exact", "weights after resuming", "as near to those of a run never stopped as two such runs are"),
         Expect("second", "the same on cuda:1", "the same", cards=2))),
-    Check("tests", "pytest -m gpu", ".runs:tests", 40, (
+    Check("tests", "pytest -m gpu", ".runs:tests", 60, (
         Expect("tests", "all tests marked gpu", "pass", on_null=True),)),
 )
 

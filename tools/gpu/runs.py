@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .bench import Bench
 
 #: Hours of an epoch: so many steps that its start doesn't count, and no more: the host is the bound of small steps.
-FLAGSHIP_HOURS, LARGE_HOURS = 1.5, 6.0
-#: The skipped steps that fp16 may have at first.
+FLAGSHIP_HOURS, LARGE_HOURS = 0.75, 3.0
+#: The steps that fp16 may skip until it has found its scale.
 MAX_SKIPPED = 3
 #: How far the last epoch's loss of a compiled run may be from that of the uncompiled run.
 LOSS_APART = 0.1
@@ -83,44 +83,39 @@ def _judge(bench: Bench, found: list[dict[str, Any]]) -> None:
 
 
 def precisions(bench: Bench) -> None:
-    """Check each precision, compiled, and with CUDA graphs; a failure does not stop the others.
-
-    A dry run has bf16 in place of fp16, which a CPU can't train in, and compiles nothing.
-    """
-    found: dict[str, list[dict[str, Any]]] = {}
-    few = {"step_seconds": bench.size(120, 8)}  # 30 steps of 120 s an epoch, as far as sums and compilers matter
+    """Check bf16 and fp16; a dry run has bf16 in place of fp16, which a CPU can't train in."""
+    good, seen = learns(_short(bench, "bf16", "bf16"))
+    bench.found("bf16", seen, good)
     long = dict.fromkeys(("max_batch_seconds", "step_seconds"), bench.size(2000, 8))
-    for name, count, words, keys in (
-        ("bf16", 4, ["bf16"], few), ("fp16", 10, [bench.size("fp16", "bf16")], long),
-        ("compile", 4, ["bf16", "--compile"], few),
-        ("graphs", 4, ["bf16", "--compile", "--compile_mode", "reduce-overhead"], few),
-    ):
-        folder = bench.folder / name
+    lines = _short(bench, "fp16", bench.size("fp16", "bf16"), count=5, **long)
+    losses = [line["train_loss"] for line in lines]
+    falls = None not in losses and losses[-1] < losses[0]
+    bench.found("fp16", learns(lines)[1], falls and sum(line["skipped_steps"] for line in lines) <= MAX_SKIPPED)
+
+
+def compiled(bench: Bench) -> None:
+    """Check layers that are compiled, and run as CUDA graphs, against bf16 without; a dry run compiles nothing."""
+    plain = _short(bench, "plain", "bf16")
+    for name, words in (("compile", ["--compile"]), ("graphs", ["--compile", "--compile_mode", "reduce-overhead"])):
         try:
-            bench.needed(bench.run("flagship", folder, "--precision", *words, epochs=bench.size(count, 2), **keys))
-        except ProgramFailed as failed:
+            lines = _short(bench, name, "bf16", *words)
+        except ProgramFailed as failed:  # the other may work
             bench.found(name, str(failed), False)
             continue
-        found[name] = epochs(folder)
-        _judge_precision(bench, name, found)
+        good, seen = learns(lines)
+        late = sum(line.get("graphs_compiled", 0) for line in lines[1:])
+        near = good and abs(lines[-1]["train_loss"] / plain[-1]["train_loss"] - 1) < LOSS_APART
+        bench.found(name, f"{late} graphs after the first epoch; {seen}; without: {learns(plain)[1]}",
+                    near and not late, **{f"{which}, audio s/s": each[-1]["audio_s_per_s"]
+                                          for which, each in (("compiled", lines), ("without", plain))})
 
 
-def _judge_precision(bench: Bench, name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    lines = found[name]
-    good, seen = learns(lines)
-    last = lines[-1]["train_loss"]
-    if name == "fp16":
-        skipped = [line["skipped_steps"] for line in lines]
-        falls = None not in (lines[0]["train_loss"], last) and last < lines[0]["train_loss"]
-        good = falls and skipped[0] <= MAX_SKIPPED and not any(skipped[1:])
-    elif name != "bf16":
-        late, plain = sum(line.get("graphs_compiled", 0) for line in lines[1:]), found.get("bf16")
-        without = plain[-1]["train_loss"] if plain else None
-        apart = abs(last / without - 1) if last and without else None
-        seen = f"{late} graphs after the first epoch; {seen}" + (
-            f"; {100 * apart:.1f} % from bf16 without" if apart is not None else "")
-        good = good and not late and apart is not None and apart < LOSS_APART
-    bench.found(name, seen, good, audio_s_per_s=lines[-1]["audio_s_per_s"])
+def _short(bench: Bench, name: str, precision: str, *words: str, count: int = 3, **keys: Any) -> list[dict[str, Any]]:
+    """Train a few epochs of 30 steps of 120 s, as far as sums and compilers matter; returns what each recorded."""
+    folder = bench.folder / name
+    bench.needed(bench.run("flagship", folder, "--precision", precision, *words, epochs=bench.size(count, 2),
+                           **{"step_seconds": bench.size(120, 8), **keys}))
+    return epochs(folder)
 
 
 # ------------------------------------------------------------------ stopping and resuming

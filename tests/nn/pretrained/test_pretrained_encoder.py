@@ -256,3 +256,17 @@ def test_it_knows_what_its_source_lacks(tmp_path):
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
     assert Encoder(str(folder), mask_time_prob=0.1).reinitialised == {"network.masked_spec_embed"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["wav2vec2-layer", "hubert-batch-norm"])
+def test_on_a_card_positions_are_convolved_in_fp32_within_autocast(folders, kind):
+    encoder = loaded(folders(kind)).to("cuda")
+    seen = []
+    encoder.network.encoder.pos_conv_embed.conv.register_forward_hook(
+        lambda module, given, found: seen.append((given[0].dtype, found.dtype)))
+    signals, counts = waves(SAMPLES)
+    with torch.autocast("cuda", torch.bfloat16):
+        encoder(signals.cuda(), counts.cuda())[0].float().sum().backward()
+    assert seen == [(torch.float32, torch.float32)]
+    assert all(p.grad is not None for p in encoder.network.encoder.pos_conv_embed.conv.parameters())
