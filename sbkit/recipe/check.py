@@ -204,7 +204,7 @@ def _price(traced: trace.Trace, owned: ownership.Owned, device: torch.device, pr
         restore(torch.nn.ModuleDict(owned.roots))
     epochs, (dev, test) = keys.epoch_counter.limit, (keys.corpus.manifest(split).hours for split in ("dev", "test"))
     steps = finished_runs.steps_of(
-        operations, price.padded_seconds(plan, asked.processes), keys.batching.max_batch_seconds,
+        traced.task, operations, price.padded_seconds(plan, asked.processes), keys.batching.max_batch_seconds,
         epochs * len(plan), 3600 * (epochs * dev + test) / asked.processes)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else

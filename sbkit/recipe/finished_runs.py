@@ -42,6 +42,7 @@ class Steps:
     audio : seconds of audio of a step, padding included
     steps : of the run
     evaluated : seconds of audio of all validations and the test
+    task : the name of sbkit's class that trains, or that a class of yours derives from; empty: an older line
     """
 
     operations: float
@@ -49,10 +50,11 @@ class Steps:
     audio: float
     steps: int
     evaluated: float
+    task: str = ""
 
     def like(self, other: Steps) -> bool:
         """Whether a step of both computes the same."""
-        return self.micro_batches == other.micro_batches and math.isclose(
+        return (self.task, self.micro_batches) == (other.task, other.micro_batches) and math.isclose(
             self.operations, other.operations, rel_tol=SAME) and math.isclose(self.audio, other.audio, rel_tol=SAME)
 
 
@@ -119,7 +121,8 @@ def read(setting: Setting | None = None) -> list[FinishedRun]:
             said = line["predicted"] and RunEstimate(**line["predicted"])
             run = FinishedRun(Setting(**line["setting"]), Steps(**line["steps"]), float(line["step_seconds"]),
                               float(line["hours"]), said)
-            if all(0 < value < math.inf for value in (run.step_seconds, run.hours, *dataclasses.astuple(run.steps))):
+            numbers = (run.step_seconds, run.hours, *dataclasses.astuple(run.steps)[:-1])  # all but the task
+            if all(0 < value < math.inf for value in numbers):
                 runs.append(run)
     return [run for run in runs if setting in (None, run.setting)]
 
@@ -179,11 +182,12 @@ def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
                    run["devices"])
 
 
-def record(log: Iterable[Mapping[str, Any]], threads: int, max_batch_seconds: float, dev_seconds: float,
+def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batch_seconds: float, dev_seconds: float,
            test_seconds: float) -> bool:
     """Add a finished run to the file, and return whether it was: not one that was resumed or shared its cores.
 
     log : the lines of its metrics.jsonl
+    brain : the class that trained
     threads : that a process computed with
     max_batch_seconds : of a micro-batch
     dev_seconds, test_seconds : audio of a validation and of the test
@@ -203,17 +207,20 @@ def record(log: Iterable[Mapping[str, Any]], threads: int, max_batch_seconds: fl
     padded = sum(line["audio_s_per_s"] * line["train_seconds"] / (1 - (line["padding_share"] or 0.0))
                  for line in epochs)
     operations = epochs[-1]["flops_per_s"] / epochs[-1]["audio_s_per_s"]
-    steps = steps_of(operations, padded / count / setting.processes, max_batch_seconds, count,
+    steps = steps_of(brain, operations, padded / count / setting.processes, max_batch_seconds, count,
                      (len(epochs) * dev_seconds + test_seconds) / setting.processes)
     _append("run", setting, steps, step_seconds=(trained - waited) / count,
             hours=(tests[0]["time"] - starts[0]["time"] - waited) / 3600, predicted=_predicted(setting, steps))
     return True
 
 
-def steps_of(operations: float, audio: float, max_batch_seconds: float, steps: int, evaluated: float) -> Steps:
+def steps_of(brain: type, operations: float, audio: float, max_batch_seconds: float, steps: int,
+             evaluated: float) -> Steps:
     """What steps compute on one device.
 
+    brain : the class that trains
     operations : for a second of audio
     audio : seconds of a step on one device, padding included
     """
-    return Steps(operations * audio, max(1, math.ceil(audio / max_batch_seconds)), audio, steps, evaluated)
+    task = next(each.__name__ for each in brain.__mro__ if each.__module__.startswith("sbkit."))  # no name of yours
+    return Steps(operations * audio, max(1, math.ceil(audio / max_batch_seconds)), audio, steps, evaluated, task)

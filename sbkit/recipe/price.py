@@ -1,8 +1,9 @@
 """What a whole run will take, by what this machine's finished runs took: hours, cost and energy, with intervals.
 
 From the runs of one device (``finished_runs``), the seconds of a micro-batch are ``c * FLOPs ** a * audio ** b``, by
-least squares of the logarithms: larger matrices are computed at a higher speed, so ``a`` is below 1. The interval holds
-four fifths of the errors that the rule makes on runs that were left out of it, and grows away from the runs.
+least squares of the logarithms: larger matrices are computed at a higher speed, so ``a`` is below 1. What that says is
+multiplied by what runs of the same task took of it. The interval holds four fifths of the errors that the rule makes on
+runs that were left out of it, and grows away from the runs.
 """
 
 from __future__ import annotations
@@ -78,21 +79,32 @@ def kinds_of(runs: Iterable[FinishedRun]) -> list[list[FinishedRun]]:
 
 
 def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> Fitted:
-    """Fit the rule for such steps: each kind of run counts once, and the less the more its steps differ in size."""
-    def sizes(of: Steps) -> np.ndarray:
+    """Fit the rule for such steps: each kind of run counts once, and the less the more its steps differ in size.
+
+    Seconds are multiplied by what the kinds of runs of the same task took of those that the rule says of them.
+    """
+    def size(of: Steps) -> np.ndarray:
         return np.log(np.array([of.operations, of.audio]) / of.micro_batches)
 
     runs = [run for kind in kinds for run in kind]
-    offsets = np.array([sizes(run.steps) for run in runs]) - sizes(steps)
-    weights = 1 / (1 + (offsets**2).sum(axis=1)) / [len(kind) for kind in kinds for _ in kind]
+    sizes, counts = np.array([size(run.steps) for run in runs]), [len(kind) for kind in kinds for _ in kind]
     seconds = np.log([run.step_seconds / run.steps.micro_batches for run in runs])
-    mean, offset = np.average(seconds, weights=weights), np.average(offsets, axis=0, weights=weights)
-    covariance = np.linalg.inv((offsets - offset).T * weights @ (offsets - offset) + PRIOR * np.eye(2))
-    slopes = covariance @ ((offsets - offset).T * weights @ (seconds - mean) + PRIOR * np.array([1.0, 0.0]))
-    slopes = np.clip(slopes, 0.0, 1.0)  # nothing that is larger saves time
+
+    def rule(of: Steps) -> tuple[float, float]:
+        """The logarithm of the seconds of a micro-batch, and the distance."""
+        offsets = sizes - size(of)
+        weights = 1 / (1 + (offsets**2).sum(axis=1)) / counts
+        mean, offset = np.average(seconds, weights=weights), np.average(offsets, axis=0, weights=weights)
+        covariance = np.linalg.inv((offsets - offset).T * weights @ (offsets - offset) + PRIOR * np.eye(2))
+        slopes = covariance @ ((offsets - offset).T * weights @ (seconds - mean) + PRIOR * np.array([1.0, 0.0]))
+        slopes = np.clip(slopes, 0.0, 1.0)  # nothing that is larger saves time
+        return mean - offset @ slopes, math.sqrt(1 + offset @ covariance @ offset)
+
+    errors = [np.mean([math.log(run.step_seconds / run.steps.micro_batches) for run in kind]) - rule(kind[0].steps)[0]
+              for kind in kinds if kind[0].steps.task == steps.task != ""]
+    found, distance = rule(steps)
     evaluation = float(np.median([np.median([run.evaluation for run in kind]) for kind in kinds]))
-    return Fitted(steps.micro_batches * math.exp(mean - offset @ slopes), evaluation,
-                  math.sqrt(1 + offset @ covariance @ offset))
+    return Fitted(steps.micro_batches * math.exp(found + sum(errors) / max(1, len(errors))), evaluation, distance)
 
 
 def left_out(kinds: Sequence[Sequence[FinishedRun]]) -> list[float]:
@@ -222,8 +234,9 @@ def _why(setting: Setting, said: RunEstimate) -> str:
     wide = f"the interval is a guess, a factor of {GUESS:g}"
     if said.by == "fit":
         far = "; they are far from these steps in size" if said.high > GUESS * said.hours else ""
-        return (f"the seconds of a micro-batch are c * FLOPs^a * audio^b, fitted to {_some(said.runs, 'finished run')} "
-                f"on {on}{far}; the interval holds {COVERAGE:.0%} of the errors on runs that were left out of the fit")
+        return ("the seconds of a micro-batch are c * FLOPs^a * audio^b, times what runs of its task took of that, "
+                f"fitted to {_some(said.runs, 'finished run')} on {on}{far}; the interval holds {COVERAGE:.0%} of the "
+                "errors on runs that were left out of the fit")
     if said.by == "trial":
         how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so predicted have finished"
         if said.runs and said.trial:

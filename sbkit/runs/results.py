@@ -78,7 +78,7 @@ def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> Non
     log = [json.loads(line) for line in (keys.folder / METRICS).read_text(encoding="utf-8").splitlines()]
     reproduction.record(keys, request, results, log)
     dev, test = (3600 * keys.corpus.manifest(split).hours for split in ("dev", "test"))
-    finished_runs.record(log, torch.get_num_threads(), keys.batching.max_batch_seconds, dev, test)
+    finished_runs.record(log, keys.brain, torch.get_num_threads(), keys.batching.max_batch_seconds, dev, test)
     with atomic_write(keys.folder / TESTED) as out:
         json.dump({**results.stats, "said": results.headline(), "files": results.files("test"),
                    "of": _of(keys, request)}, out, indent=1)

@@ -1,11 +1,13 @@
 """A finished run adds what it computed and took to a file, beside what a check had predicted; no other run does."""
 
+import dataclasses
 import json
 
 import pytest
 
 from sbkit.recipe import finished_runs, price
 from sbkit.recipe.finished_runs import RunEstimate, Setting, Steps
+from sbkit.tasks.ctc import CTC
 
 CPU = Setting("Some CPU", "bf16", 1, 1)
 
@@ -25,14 +27,14 @@ def log(**changes):
 
 
 def recorded(lines):
-    return finished_runs.record(lines, 1, max_batch_seconds=120.0, dev_seconds=100.0, test_seconds=200.0)
+    return finished_runs.record(lines, CTC, 1, max_batch_seconds=120.0, dev_seconds=100.0, test_seconds=200.0)
 
 
 def test_a_finished_run_adds_a_line():
     assert recorded(log())
     (run,) = finished_runs.read()
     assert run.setting == CPU
-    assert run.steps == Steps(operations=20e9, micro_batches=1, audio=20.0, steps=100, evaluated=400.0)
+    assert run.steps == Steps(operations=20e9, micro_batches=1, audio=20.0, steps=100, evaluated=400.0, task="CTC")
     assert run.step_seconds == pytest.approx(0.2) and run.hours == pytest.approx(28 / 3600)
     assert run.evaluation == pytest.approx(8 / (400 * 0.2 / 20))
     assert "epoch" not in finished_runs.table_file().read_text()
@@ -58,10 +60,10 @@ def test_other_runs_spoil_nothing(lines):
 
 
 def test_a_run_is_joined_with_the_last_prediction_for_it():
-    steps = Steps(20e9, 1, 20.0, 100, 400.0)
+    steps = Steps(20e9, 1, 20.0, 100, 400.0, "CTC")
     for hours in (1.0, 0.0080):
         finished_runs.keep_prediction(CPU, steps, RunEstimate(0.2, hours, 0.9 * hours, 1.1 * hours, "peak"))
-    finished_runs.keep_prediction(CPU, Steps(20e9, 1, 20.0, 200, 400.0), RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
+    finished_runs.keep_prediction(CPU, dataclasses.replace(steps, steps=200), RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
     finished_runs.keep_prediction(CPU._replace(precision="fp32"), steps, RunEstimate(0.2, 3.0, 2.0, 4.0, "peak"))
     assert recorded(log())
     assert finished_runs.read()[0].predicted.hours == 0.0080
@@ -77,6 +79,23 @@ def test_lines_that_cannot_be_read_are_left_out():
         "{", "[]", json.dumps(other | {"format": 0}), json.dumps(other | {"steps": {}}),
         json.dumps(other | {"step_seconds": 0}), good]))
     assert len(finished_runs.read()) == 1
+
+
+def test_a_task_of_your_own_is_named_by_the_one_that_it_derives_from():
+    class Mine(CTC):
+        pass
+
+    assert finished_runs.steps_of(Mine, 1e9, 12.0, 120.0, 100, 120.0).task == "CTC"
+
+
+def test_a_line_from_before_tasks_were_written_is_read():
+    assert recorded(log())
+    line = json.loads(finished_runs.table_file().read_text())
+    del line["steps"]["task"]
+    finished_runs.table_file().write_text(json.dumps(line) + "\n")
+    assert recorded(log())
+    old, new = finished_runs.read()
+    assert old.steps == dataclasses.replace(new.steps, task="")
 
 
 def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from sbkit.recipe import finished_runs, price
 from sbkit.recipe.check import check
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
 from sbkit.recipe.price import Asked
+from sbkit.tasks.ctc import CTC
 
 ROOT = Path(__file__).parents[2]
 CPU = Setting("Some CPU", "bf16", 1, 1)
@@ -27,9 +28,9 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "cache"))
 
 
-def finished(gflop, seconds, setting=CPU, predicted=None, audio=12.0):
+def finished(gflop, seconds, setting=CPU, predicted=None, audio=12.0, task=""):
     """A run of 100 steps; its evaluations of 120 s take as long as training on them."""
-    steps = Steps(gflop * 1e9, 1, audio, 100, 120.0)
+    steps = Steps(gflop * 1e9, 1, audio, 100, 120.0, task)
     return FinishedRun(setting, steps, seconds, (100 + 120 / audio) * seconds / 3600, predicted)
 
 
@@ -64,6 +65,16 @@ def test_a_prediction_is_no_extreme(runs, gflop):
     least = min(min(seconds, seconds * gflop / size) for size, seconds in runs)
     most = max(max(seconds, seconds * gflop / size) for size, seconds in runs)
     assert 0.999 * least <= found <= 1.001 * most
+
+
+@given(st.floats(1.2, 3.0), st.floats(2, 80))
+def test_a_task_that_takes_longer_for_its_flops_is_told_apart(slower, gflop):
+    speeds = {"CTC": 0.01, "Enhancement": 0.01 * slower}
+    kinds = [[finished(size, speed * size, task=task)] for task, speed in speeds.items() for size in (3, 9, 27, 70)]
+    without_runs = {"TTS": 0.01 * slower**0.5, "": 0.01 * slower**0.5}
+    for task, speed in (speeds | without_runs).items():
+        steps = finished(gflop, 1.0, task=task).steps
+        assert price.fit(kinds, steps).step_seconds == pytest.approx(speed * gflop, rel=0.05)
 
 
 def test_runs_of_another_size_count_little():
@@ -136,7 +147,7 @@ def test_lines_that_say_nothing_are_left_out(kind, wrong):
     path = finished_runs.table_file()
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(line) + "\n" + json.dumps({"format": 1, "kind": kind}) + "\n")
-    assert finished_runs.record(RUN, 1, 10.0, 5.0, 5.0)
+    assert finished_runs.record(RUN, CTC, 1, 10.0, 5.0, 5.0)
     assert [run.step_seconds for run in finished_runs.read()] == [0.1]
 
 
@@ -186,6 +197,6 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys):
     assert said["by"] == "peak" and said["cost"] == 2.5 * said["hours"] and said["kwh_at_most"] is None
     subprocess.run([sys.executable, "-m", "sbkit", "train", *words, "--no-check"], check=True, capture_output=True)
     lines = [json.loads(line) | {"core_wait_share": 0.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert finished_runs.record(lines, said["threads"], 120.0, 3.5, 3.5)  # again: the core may have been shared
+    assert finished_runs.record(lines, CTC, said["threads"], 120.0, 3.5, 3.5)  # again: the core may have been shared
     run = finished_runs.read()[-1]
     assert run.steps.steps == said["steps"] and run.predicted.hours == said["hours"]
