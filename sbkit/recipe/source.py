@@ -179,6 +179,8 @@ class Node:
                 continue
             seen.add(id(node))
             value = "null" if node.value is None else str(node.value) if node.scalar else ""
+            if node.scalar and not (node.tag or value):
+                value = "''"
             if said := f"{node.tag} {value}".strip():
                 found[name] = said
             in_list = isinstance(node.value, list)
