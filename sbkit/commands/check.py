@@ -87,7 +87,7 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     """Rehearse the run, print the page and return the exit code."""
     from sbkit.recipe import arguments
     from sbkit.rehearsal.cards import parse_cards
-    from sbkit.rehearsal.report import assemble, page, write_html
+    from sbkit.rehearsal.report import DRIVER, assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
 
     count, card = parse_cards(given.as_)
@@ -101,7 +101,7 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
         from sbkit.recipe.price import Asked
 
         figures = report.sections["figures"].values if "figures" in report.sections else {}
-        host_seconds = figures.get("host_ms", 0.0) / 1000
+        host_seconds = DRIVER * figures.get("host_ms", 0.0) / 1000
         asked = Asked(given.price, count, card.name,
                       {"bf16": card.bf16_flops, "fp16": card.bf16_flops, "fp32": card.fp32_flops},
                       {card.name: card.watts}, host_seconds)

@@ -107,11 +107,13 @@ class Utilisation:
     def words(self, audio_s_per_s: float) -> str:
         """Describe the utilisation at a speed on one device.
 
-        >>> Utilisation(0.6e9, 2e11).words(100), Utilisation(0.6e9).words(100)
-        ('MFU 30 %', '60 GFLOP/s')
+        >>> Utilisation(0.6e9, 2e11).words(100), Utilisation(0.6e9, 9.9e14).words(195), Utilisation(0.6e9).words(100)
+        ('MFU 30 %', 'MFU 0.01 %', '60 GFLOP/s')
         """
         share = self.share(audio_s_per_s)
-        return f"{flops(self.rate(audio_s_per_s))}/s" if share is None else f"MFU {100 * share:.0f} %"
+        if share is None:
+            return f"{flops(self.rate(audio_s_per_s))}/s"
+        return f"MFU {100 * share:.0f} %" if share >= 0.01 else f"MFU {100 * share:.1g} %"
 
     def __str__(self) -> str:
         needs = f"a second of audio takes {flops(self.operations)} in training"

@@ -225,7 +225,7 @@ def test_an_estimate_that_is_too_high_is_told_beside_what_needs_a_card():
 
 
 @pytest.mark.parametrize(("card_ms", "said", "advised"), [
-    (9.0, "not bound by launches", 0), (2.0, ": bound by launches", 1), (0.01, "too little to fill one", 0)])
+    (16.0, "not bound by launches", 0), (14.0, ": bound by launches", 1), (0.01, "too little to fill one", 0)])
 def test_a_larger_batch_is_advised_only_where_the_host_is_late_for_work_that_fills_a_card(card_ms, said, advised):
     line = {"launch": "measure", "rank": 0, "figures": FIGURES | {"card_ms": card_ms}}
     report = assemble("recipe.yaml", [line], 1, CARDS["H100"], 0.0)
