@@ -178,8 +178,9 @@ def changes(folder, before, now):
 
 
 def test_the_values_that_changed_are_known_until_the_run_begins(folder):
-    before = "lr: 0.001\nd: 3\nold: 1\nopt: !name:torch.optim.Adam\n  lr: 0.001\nsizes: [1, 2]\nname: ''\n"
-    now = "lr: 0.5\nd: 3\nnew: null\nopt: !name:torch.optim.Adam\n  lr: 0.5\nsizes: [1, 3]\nname: a\n"
+    same = "d: 3\nbetas: !tuple (1, 2)\n"
+    before = same + "lr: 0.001\nold: 1\nopt: !name:torch.optim.Adam\n  lr: 0.001\nsizes: [1, 2]\nname: ''\n"
+    now = same + "lr: 0.5\nnew: null\nopt: !name:torch.optim.Adam\n  lr: 0.5\nsizes: [1, 3]\nname: a\n"
     assert changes(folder, before, now) == [
         "lr, opt.lr: 0.001 -> 0.5", "old: 1 -> nothing", "name: '' -> a", "sizes[1]: 2 -> 3", "new: nothing -> null"]
 
