@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import onnx
 import pytest
 from made_once import made_once
 from packaging.version import Version
@@ -12,8 +13,11 @@ from run_folders import corpus
 from streaming_runs import trained
 
 from sbkit.cli import main
+from sbkit.export import graph, layout
 from sbkit.system.environment import version_of
+from sbkit.tasks.recognise import exported as recogniser
 from sbkit.tasks.recognise import sherpa_stream
+from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 
 class Exported(NamedTuple):
@@ -34,6 +38,16 @@ def sherpa_hears_streams() -> bool:
     """Whether sherpa-onnx is there, in a version that computes the features of streaming models."""
     found = version_of("sherpa-onnx")
     return found is not None and Version(found) >= Version(sherpa_stream.VERSION)
+
+
+def put_for_traces(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundle's run is not traced and turned into ONNX again: the bundle has what comes of it."""
+    to_onnx = graph.to_onnx
+    monkeypatch.setattr(recogniser, "trace", lambda _: bundle / layout.MODELS["onnx"])
+    monkeypatch.setattr(StreamingGraph, "trace", lambda _: bundle / layout.STREAMS["onnx"])
+    monkeypatch.setattr(graph, "least_samples", lambda _: layout.read(bundle).min_samples)
+    monkeypatch.setattr(graph, "to_onnx", lambda program, *names: (
+        onnx.load(program) if isinstance(program, Path) else to_onnx(program, *names)))
 
 
 def _make(home: Path) -> None:

@@ -7,21 +7,19 @@ import re
 from unittest import mock
 
 import numpy as np
-import onnx
 import pytest
 import soundfile
 import torch
-from streaming_bundles import exported
+from streaming_bundles import exported, put_for_traces
 from streaming_runs import trained
 
 import sbkit.infer
 from sbkit.errors import SbkitError
-from sbkit.export import graph, layout, source
+from sbkit.export import layout, source
 from sbkit.export.bundle import ExportRequest, export
 from sbkit.export.layout import Config
 from sbkit.export.runners import open_runner
 from sbkit.export.windows import Windows
-from sbkit.tasks.recognise import exported as recogniser
 from sbkit.tasks.recognise import streams
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
@@ -42,11 +40,7 @@ def made(shared):
 
 @pytest.fixture
 def traced_before(made, monkeypatch):
-    """The run is not traced and turned into ONNX again: the bundle has what comes of it."""
-    monkeypatch.setattr(recogniser, "trace", lambda _: made / layout.MODELS["onnx"])
-    monkeypatch.setattr(StreamingGraph, "trace", lambda _: made / layout.STREAMS["onnx"])
-    monkeypatch.setattr(graph, "least_samples", lambda _: Config.read(made).min_samples)
-    monkeypatch.setattr(graph, "to_onnx", lambda program, *_: onnx.load(program))
+    put_for_traces(made, monkeypatch)
 
 
 def test_the_bundle_has_it_in_every_format_and_says_how_to_run_it(made):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from random_joint import Joint, drawn
 from run_folders import corpus
+from streaming_bundles import put_for_traces
 from streaming_runs import RECIPE, trained
 
 from sbkit.cli import main
@@ -62,25 +63,30 @@ def test_other_words_are_excused_where_the_search_parts_at_a_tie_alone(theirs, e
     assert comparison.tied((None, mine), (None, np.array(theirs, np.float32))) == excused
 
 
+@pytest.fixture(scope="module")
+def bundle(run):
+    to = run.with_name("bundle")
+    assert main(["export", str(run), "--to", str(to), "--clips", "3", "--formats", "onnx"]) == 0
+    return to
+
+
 @pytest.mark.slow
-def test_all_three_graphs_are_compared_and_the_bundle_is_used(run, tmp_path, capsys):
-    assert main(["export", str(run), "--to", str(tmp_path / "bundle"), "--clips", "3", "--formats", "onnx"]) == 0
-    facts = json.loads((tmp_path / "bundle" / "parity.json").read_text())
+def test_all_three_graphs_are_compared_and_the_bundle_is_used(bundle):
+    facts = json.loads((bundle / "parity.json").read_text())
     assert facts["formats"]["onnx"]["difference"] < 1e-3 and facts["formats"]["onnx"]["words_changed"] == 0
     assert set(facts["stream"]) == {"320 ms", "640 ms", "1280 ms"}
     assert {"model.onnx", "decoder.onnx", "joiner.onnx", "stream.onnx", "tokens.txt"} <= \
-        {path.name for path in (tmp_path / "bundle").iterdir()}
-    with load(tmp_path / "bundle", device="cpu") as model:
-        signal = np.random.default_rng(0).normal(scale=0.1, size=32_000).astype(np.float32)
-        whole = model.transcribe(signal)
-        assert whole.duration == 2.0 and model.engine.config.kind == "transducer"
-    page = (tmp_path / "bundle" / "README.md").read_text()
+        {path.name for path in bundle.iterdir()}
+    page = (bundle / "README.md").read_text()
     code = [part.split("```")[0] for part in page.split("```python\n")[1:]]
     search = next(part for part in code if "def text(states)" in part)
     names = {}
-    exec(search.replace('("decoder.onnx", "joiner.onnx")', repr(tuple(str(tmp_path / "bundle" / name) for name in (
-        "decoder.onnx", "joiner.onnx")))).replace('"tokens.txt"', repr(str(tmp_path / "bundle" / "tokens.txt"))), names)
-    with load(tmp_path / "bundle", device="cpu") as model:
+    exec(search.replace('("decoder.onnx", "joiner.onnx")', repr(tuple(str(bundle / name) for name in (
+        "decoder.onnx", "joiner.onnx")))).replace('"tokens.txt"', repr(str(bundle / "tokens.txt"))), names)
+    with load(bundle, device="cpu") as model:
+        signal = np.random.default_rng(0).normal(scale=0.1, size=32_000).astype(np.float32)
+        whole = model.transcribe(signal)
+        assert whole.duration == 2.0 and model.engine.config.kind == "transducer"
         [states] = model.engine.run([signal])
         assert names["text"](states) == whole.text
 
@@ -104,7 +110,8 @@ def test_a_test_is_searched_with_a_tuned_language_model_whole_and_in_chunks(run,
 
 
 @pytest.mark.slow
-def test_a_joint_network_that_was_written_wrongly_is_not_published(run, tmp_path, capsys, monkeypatch):
+def test_a_joint_network_that_was_written_wrongly_is_not_published(run, bundle, tmp_path, capsys, monkeypatch):
+    put_for_traces(bundle, monkeypatch)
     monkeypatch.setattr(exported.Joiner, "forward",
                         lambda self, encoded, predicted: self.head.join(encoded, 1.01 * predicted))
     assert main(["export", str(run), "--to", str(tmp_path / "bundle"), "--clips", "3", "--formats", "onnx"]) == 2
