@@ -145,7 +145,9 @@ def predict(steps: Steps, runs: Sequence[FinishedRun], peak: float | None, trial
                        trial)
     if len(kinds := kinds_of(runs)) >= LEAST:
         rule = fit(kinds, steps)
-        each = max(rule.step_seconds, steps.operations / peak if peak else 0.0)
+        # A peak that is measured while others compute is too low, but no run was faster than the true one.
+        fastest = max(peak, *(run.steps.operations / run.step_seconds for run in runs)) if peak else math.inf
+        each = max(rule.step_seconds, steps.operations / fastest)
         return _within(each, run_hours(steps, each, rule.evaluation), width(left_out(kinds)) ** rule.distance, "fit",
                        len(runs))
     if peak is None:

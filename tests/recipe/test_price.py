@@ -115,7 +115,9 @@ def test_enough_runs_are_fitted_and_their_errors_make_the_interval():
     assert price.NARROWEST < said.high / said.hours < 1.06
     far = price.predict(finished(3000, 1.0).steps, runs, peak=1e12)
     assert far.step_seconds == pytest.approx(30.0) and far.high / far.hours > 1.1
-    assert price.predict(finished(30, 1.0).steps, runs, peak=50e9).step_seconds == pytest.approx(0.6)  # at the peak
+    growing = [finished(gflop, 0.05 * gflop**0.5) for gflop in (5, 10, 20, 40)]  # at up to 126 GFLOP a second
+    for peak, seconds in ((200e9, 15.0), (30e9, 3000 / (40**0.5 / 0.05))):  # at the peak; one measured on a busy core
+        assert price.predict(finished(3000, 1.0).steps, growing, peak).step_seconds == pytest.approx(seconds)
     apart = [finished(gflop, seconds) for gflop, seconds in ((5, 0.05), (10, 0.2), (20, 0.1), (40, 0.4))]
     assert price.predict(finished(30, 1.0).steps, apart, peak=1e12).high / said.hours > 1.5
 
