@@ -67,10 +67,12 @@ def _check(words: list[str]) -> int:
     if given.json:
         print(report.json())
     else:
-        if report.facts():
-            print(report.facts(), flush=True)
+        misspelt = any(each.code == "unknown-override" for each in report.errors)  # tables would be of another recipe
+        facts = "" if misspelt else report.facts()
+        if facts:
+            print(facts, flush=True)
         if report.problems():
-            print(f"{chr(10) if report.facts() else ''}{report.problems()}", file=sys.stderr, flush=True)
+            print(f"{chr(10) if facts else ''}{report.problems()}", file=sys.stderr, flush=True)
         print(f"\n{report.verdict()}", file=sys.stderr if report.errors else sys.stdout)
     return 1 if report.errors else 0
 
@@ -86,6 +88,7 @@ def _rate(text: str) -> float:
 def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     """Rehearse the run, print the page and return the exit code."""
     from sbkit.recipe import arguments
+    from sbkit.recipe.load import check_overrides
     from sbkit.rehearsal.cards import parse_cards
     from sbkit.rehearsal.report import DRIVER, assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
@@ -95,6 +98,7 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     if html is not None:
         disk.check_writable(html, "--html")
     request, started = arguments.parse([*words, "--device", "cuda"]), time.perf_counter()
+    check_overrides(request.path, request.overrides)
     report = assemble(str(request.path), rehearse(words, count, card), count, card, time.perf_counter() - started)
     if given.price is not None:
         from sbkit.recipe.check import check

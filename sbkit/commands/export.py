@@ -17,7 +17,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--average", type=int, default=1, metavar="N",
                         help="export the mean of the N best (or last) checkpoints")
     parser.add_argument("--mean", type=share, metavar="SHARE",
-                        help="export the mean of these weights, which count SHARE, and those that the run began with")
+                        help="export a mean with the weights that the run began with, in which the trained ones count "
+                             "SHARE, from 0 to 1: 0.75 keeps three quarters of what was learnt")
     parser.add_argument("--accept-worse", action="store_true",
                         help="export a model that is worse on what it was to keep (replay) than before")
     parser.add_argument("--formats", type=several_of("onnx", "int8", "torch", "speechbrain"), metavar="A,B",

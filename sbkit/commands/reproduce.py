@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if (args.to / RECIPE).exists():
         raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
-    print(f"steps whose recorded loss is compared: {listed(map(str, wanted))}", flush=True)
+    steps = f"step{'s' if len(wanted) > 1 else ''} {listed(map(str, wanted))}"
+    print(f"the recorded losses that are compared: those of {steps}", flush=True)
     before = recipe.read_text(encoding="utf-8") if folder.exists() and recipe.is_file() else None
     args.to.mkdir(parents=True, exist_ok=True)
     with atomic_write(recipe) as out:
@@ -78,6 +79,6 @@ def run(args: argparse.Namespace) -> int:
             reproduction.require_same(f"test {name}", figure, figures.get(name, float("nan")), not other)
         print(table(["figure", "recorded", "found"],
                     [[name, f"{figure:.6g}", f"{figures[name]:.6g}"] for name, figure in recorded["figures"].items()]))
-    print(f"reproduced {'within rounding' if other else 'to the bit'}: the loss of steps {listed(map(str, wanted))}"
+    print(f"reproduced {'within rounding' if other else 'to the bit'}: the recorded loss of {steps}"
           + (", and the test" if args.full else ""))
     return 0

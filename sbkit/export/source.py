@@ -52,9 +52,9 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     recipe = restore.read_run(Path(run))
     brain = restore.build(recipe, "cpu")
     used = restore.take_weights(brain, checkpoint, mean_of)
-    old_set.guard(recipe, brain, (checkpoint, mean_of), mean, accept_worse)
+    old_test = old_set.guard(recipe, brain, (checkpoint, mean_of), mean, accept_worse)
     averaged = any(isinstance(each, EMA) for each in brain.checkpointer.recoverables.values())
-    return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged, mean), bundles)
+    return of_brain(brain, Path(run), _facts(recipe.keys, brain, used, averaged, mean, old_test), bundles)
 
 
 def of_brain(brain: Task, run: Path, facts: dict[str, Any], bundles: Bundles | None = None) -> Trained:
@@ -92,11 +92,11 @@ def _take_recogniser(brain: Task, folder: str, bundles: Bundles) -> None:
 
 
 def _facts(keys: TaskKeys, brain: Brain, used: Sequence[Checkpoint], averaged: bool, mean: float | None,
-           ) -> dict[str, Any]:
+           old_test: str = "") -> dict[str, Any]:
     best = used[0]
     meta = {key: value for key, value in best.meta.items() if key in ("epoch", brain.metric.name, "loss")}
     return {
         "experiment": keys.experiment or "", "checkpoint": Path(best.path).name,
-        "mean_of": len(used), "moving_average": averaged,
+        "mean_of": len(used), "moving_average": averaged, **({"old_test": old_test} if old_test else {}),
         **({"mean_with_start": mean} if mean is not None else {} if len(used) > 1 else {"valid": meta}),
     }

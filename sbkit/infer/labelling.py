@@ -38,8 +38,8 @@ from sbkit.infer.pieces import cut_at_pauses
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcription import LEFT_OUT, claim, print_first
-from sbkit.score.calibration import Calibration, reliability, word_accuracy
-from sbkit.score.run_files import MANIFESTS
+from sbkit.score.calibration import MIN_UTTERANCES, Calibration, reliability, word_accuracy
+from sbkit.score.run_files import MANIFESTS, RECIPE
 from sbkit.system import disk, untrusted
 from sbkit.system.console import atomic_write, progress, table
 
@@ -162,7 +162,10 @@ def _calibration(request: LabelRequest, pipeline: Pipeline) -> Calibration:
 
 def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     recordings = [each for each in collect([request.calibrate], None, request.schemes) if each.reference]
-    _refuse_trained_on(request, recordings)
+    if len(recordings) < MIN_UTTERANCES:
+        raise SbkitError(f"{request.calibrate}: {len(recordings)} recordings with a transcript can't show how reliable "
+                         "confidences are", hint=f"give at least {MIN_UTTERANCES}")
+    _refuse_trained_on(request, recordings, pipeline.engine.config.trained.get("checkpoint"))
     rules = TextRules.for_language(pipeline.engine.config.language)
     references, hypotheses, confidences = [], [], []
     for done in sorted(_run(pipeline, recordings, "calibrating"), key=lambda each: each.index):
@@ -183,9 +186,15 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
     return asdict(Calibration.fit(np.array(confidences), accuracy, words)) | found._asdict()
 
 
-def _refuse_trained_on(request: LabelRequest, recordings: Sequence[Recording]) -> None:
-    """Refuse recordings that the model was trained on, as far as its bundle lies in the folder of its run."""
-    train = request.bundle.resolve().parent / MANIFESTS / "train.csv"
+def _refuse_trained_on(request: LabelRequest, recordings: Sequence[Recording], checkpoint: object) -> None:
+    """Refuse recordings that the model was trained on, as far as its bundle or the list lies in the folder of its run.
+
+    checkpoint : the name of that which was exported, by which that folder is known
+    """
+    run, of_list = request.bundle.resolve().parent, Path(request.calibrate).resolve().parent.parent
+    if (of_list / RECIPE).is_file() and any(each.name == checkpoint for each in of_list.glob("*/CKPT*")):
+        run = of_list
+    train = run / MANIFESTS / "train.csv"
     if not train.is_file():
         return
     learnt = Manifest.read(train)

@@ -85,8 +85,10 @@ def import_beside(recipe: Path) -> None:
 
 
 def _raise(message: str) -> None:
-    message = message.replace("the following arguments are required: param_file", "no recipe given")
-    raise SbkitError(message, hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
+    if message.endswith("required: param_file"):
+        raise SbkitError("no recipe given", hint="name it first: hparams/ctc.yaml [--key value ...]; --help says more")
+    raise SbkitError(message.replace("invalid int value:", "write a whole number, such as 5, not"),
+                     hint="--help says more")
 
 
 def locate(name: str) -> Path:

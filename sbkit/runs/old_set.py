@@ -64,8 +64,8 @@ def compare(brain: Brain, device: torch.device) -> None:
         known.write(folder)
 
 
-def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None, accept_worse: bool) -> None:
-    """Refuse weights that are worse on the old test than before the run, beyond its interval.
+def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None, accept_worse: bool) -> str:
+    """Refuse weights that are worse on the old test than before the run, beyond its interval; returns what it gave.
 
     Arguments
     ---------
@@ -74,16 +74,29 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
     mean : take the mean of them, which count so much, and those of before; None: take them alone
     accept_worse : refuse nothing
     """
-    keys, folder = recipe.keys, recipe.keys.folder
+    keys = recipe.keys
     if mean is not None:
         if keys.init_from is None:
-            raise SbkitError(f"--mean {mean:g}: {folder} began from nothing (init_from: null)", hint="leave it out")
+            raise SbkitError(f"--mean {mean:g}: {keys.folder} began from nothing (init_from: null)",
+                             hint="leave it out")
         initial.MeanWithSource(brain).take(mean)
-    if accept_worse or not isinstance(keys.corpus, Replay):
-        return
+    if not isinstance(keys.corpus, Replay):
+        return ""
+    try:
+        said = _judged(recipe, brain, weights, mean)
+    except SbkitError as error:
+        if not accept_worse:
+            raise
+        said = error.message
+    print(said, file=sys.stderr)
+    return said
+
+
+def _judged(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None) -> str:
+    keys, folder = recipe.keys, recipe.keys.folder
     known = OldSet.read(folder)
     if known is None:
-        raise SbkitError(f"{folder} replays its source's corpus, and lacks {OLD_SET}: what its old test was before is "
+        raise SbkitError(f"the run replays its source's corpus, and lacks {OLD_SET}: what its old test was before is "
                          "unknown", hint="--accept-worse exports it nevertheless")
     as_tested = mean is None and weights == (restore.BEST, keys.average_checkpoints)
     value = _tested(folder, known.metric) if as_tested else None
@@ -93,7 +106,7 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
         raise SbkitError(f"the model forgot: {known.describe(value)}",
                          hint=f"{known.offer(folder, keys.average_checkpoints)}; ".removeprefix("; ")
                          + "--accept-worse exports it nevertheless")
-    print(known.describe(value), file=sys.stderr)
+    return known.describe(value)
 
 
 def _tested(folder: Path, metric: str) -> float | None:
@@ -120,9 +133,10 @@ def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain)
     mean, rates = initial.MeanWithSource(brain), {}
     for share in SHARES:
         mean.take(share)
-        each = [_score(recipe, brain, part, "dev").stats[known.metric] for part in (OLD, NEW)]
-        rates[share] = sum(each) if known.lower_is_better else -sum(each)
-    best = min(rates, key=lambda share: rates[share])
+        rates[share] = [_score(recipe, brain, part, "dev").stats[known.metric] for part in (OLD, NEW)]
+    logger.info("Means with the weights of before, %s on the dev sets: %s", known.metric, "; ".join(
+        f"{share:g} of the new weights: old {old:.2f}, new {new:.2f}" for share, (old, new) in rates.items()))
+    best = (min if known.lower_is_better else max)(rates, key=lambda share: sum(rates[share]))
     mean.take(best)
     old, new = (_score(recipe, brain, part, "test").stats[known.metric] for part in (OLD, NEW))
     return dataclasses.replace(known, **(dict.fromkeys(("share", "old", "new")) if known.is_worse(old) else

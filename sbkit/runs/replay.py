@@ -112,6 +112,15 @@ def _run_of(keys: TaskKeys) -> Path | None:
                  (folder / RECIPE).is_file()), None) if path.exists() else None
 
 
+def _began(keys: TaskKeys) -> str:
+    """How the run that is in the output folder is resumed; empty if there is none that replays."""
+    folder = Path(str(vars(keys).get("output_folder")))
+    began = load.tree(folder / RECIPE).texts() if (folder / RECIPE).is_file() else {}
+    given = [f"--{name} {began[name]}" for name in ("init_from", "replay", "replay_from")
+             if began.get(name, "null") != "null"]
+    return f"the run in {folder} began with {' '.join(given)}: the same command resumes it" if len(given) > 1 else ""
+
+
 def problems(keys: TaskKeys) -> Iterator[Problem]:
     """What is wrong with the keys about replay."""
     if keys.replay is None:
@@ -121,7 +130,7 @@ def problems(keys: TaskKeys) -> Iterator[Problem]:
         return
     if keys.init_from is None:
         yield Problem("replay", f"it is {keys.replay:g}, and there is no model that has learnt something before",
-                      "write init_from: RUN")
+                      _began(keys) or "write init_from: RUN")
         return
     if not isinstance(keys.corpus, Replay):
         try:

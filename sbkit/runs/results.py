@@ -80,7 +80,8 @@ def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> Non
     dev, test = (3600 * keys.corpus.manifest(split).hours for split in ("dev", "test"))
     finished_runs.record(log, keys.brain, torch.get_num_threads(), keys.batching.max_batch_seconds, dev, test)
     with atomic_write(keys.folder / TESTED) as out:
-        json.dump({**results.stats, "said": results.headline(), "files": results.files("test"),
+        said = "; ".join(f"{part}: {each.headline()}" for part, each in results.parts.items()) or results.headline()
+        json.dump({**results.stats, "said": said, "files": results.files("test"),
                    "of": _of(keys, request)}, out, indent=1)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,9 +211,14 @@ def test_a_list_that_can_t_calibrate_is_refused(home, tmp_path, refused):
     (tmp_path / "short.jsonl").write_text("".join(lines[:30]))
     (tmp_path / "without.jsonl").write_text(json.dumps({"audio_filepath": f"{home}/dev/1.wav"}) + "\n")
     assert "name a list with transcripts, such as manifests/dev.csv of the run" in refused(calibrate="nothing.csv")
-    assert "nothing was heard in any recording that has a transcript" in refused(calibrate=tmp_path / "without.jsonl")
-    few = "30 utterances with words can't show how reliable confidences are; give at least 40"
-    assert f"{tmp_path}/short.jsonl: {few}" in refused(calibrate=tmp_path / "short.jsonl")
+    silent = {"audio_filepath": f"{home}/audio/silent.wav", "text": "alpha"}
+    (tmp_path / "silent.jsonl").write_text("".join(json.dumps({"id": f"{i}", **silent}) + "\n" for i in range(40)))
+    assert "nothing was heard in any recording that has a transcript" in refused(calibrate=tmp_path / "silent.jsonl")
+    few = "recordings with a transcript can't show how reliable confidences are; give at least 40"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sbkit.infer.pipeline.Pipeline.run", None)  # nothing is heard for what is refused
+        for name, count in (("short", 30), ("without", 0)):
+            assert f"{tmp_path}/{name}.jsonl: {count} {few}" in refused(calibrate=tmp_path / f"{name}.jsonl")
     assert label(home, tmp_path / "labels", "--beam", 4, audio=["audio/1.wav"]) == 0, "nothing stands in the way"
 
 
@@ -227,6 +233,17 @@ def test_a_list_that_the_bundle_s_run_was_trained_on_is_refused(home, tmp_path, 
     Manifest(ids=wavs, durations=[1.0] * 17, wavs=wavs, texts=["alpha"] * 17, starts=[9.0] * 17).write(
         run / "manifests" / "train.csv")
     assert label(home, tmp_path / "labels", bundle=run / "bundle", audio=["audio/1.wav"]) == 0, "other stretches"
+    Manifest(ids=wavs[:7] * 6, durations=[1.0] * 42, wavs=wavs[:7] * 6, texts=["alpha"] * 42).write(
+        run / "manifests" / "train.csv")
+    (run / "save" / "CKPT+1").mkdir(parents=True)
+    (run / "hyperparams.yaml").touch()
+    learnt, bundle = run / "manifests" / "train.csv", bundles.make(tmp_path / "sent", trained={"checkpoint": "CKPT+1"})
+    assert f"the model was trained on 42 of its 42 recordings ({learnt})" in refused(
+        "other", bundle=bundle, calibrate=learnt)
+    (run / "save" / "CKPT+1").rename(run / "save" / "CKPT+2")
+    dev = shutil.copy(home / "dev.jsonl", run / "manifests" / "dev.jsonl")
+    dev.write_text(dev.read_text().replace("dev/", f"{home}/dev/"))
+    assert label(home, tmp_path / "others", bundle=bundle, audio=["audio/1.wav"], calibrate=dev) == 0, "another run's"
 
 
 def test_a_folder_of_others_is_left_alone(tmp_path, refused):

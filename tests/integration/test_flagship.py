@@ -113,7 +113,10 @@ def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
     ("train hparams/ctc.yaml --device gpu", "gpu"),
     ("train hparams/ctc.yaml --precision fp8", "fp8"),
     ("train hparams/ctc.yaml --output_folder /proc/nowhere", "/proc/nowhere"),
-    ("train", "no recipe given"),
+    ("train", "no recipe given; name it first"),
+    ("train hparams/ctc.yaml --ckpt_interval_minutes 0.03",
+     "--ckpt_interval_minutes: write a whole number, such as 5, not '0.03'; --help says more"),
+    ("check hparams/ctc.yaml --as 2xH100 --prise 2.5", "has no key prise; did you mean --price?"),
     ("trian hparams/ctc.yaml", "invalid choice: 'trian'"),
     ("prepare hparams/ctc.yaml --output_folder {tmp}/o --data_folder {tmp}", "is not a corpus that sbkit recognises"),
 ])

@@ -87,12 +87,15 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
     assert json.loads((run / "bundle" / "config.json").read_text())["trained"]["mean_with_start"] == 0
     assert "of the weights that the run began with" in (run / "bundle" / "README.md").read_text()
     assert exported(run, "--accept-worse", "--force")[0] == 0
+    assert "the model forgot: WER" in (run / "bundle" / "README.md").read_text()
+    assert "beyond the interval" in (run / "README.md").read_text() and "| WER new |" in (run / "README.md").read_text()
     OldSet("WER", True, 99.0, (0.0, 99.9)).write(run)  # of an easier judge, who takes any mean that hears a word
     done = program(command, "train", *given, "--test_only", timeout=300)
     known = OldSet.read(run)
     assert known.share and known.old <= 99.9 and f"--mean {known.share:g}" in done.stderr, done.stderr[-2000:]
     code, said = exported(run, "--mean", known.share, "--force")
     assert code == 0 and f"WER {known.old:.2f} on the old test, within" in said
+    assert f"{known.share:g} of the new weights: old " in done.stderr
     (run / "old_set.json").unlink()
     code, said = exported(run, "--force")
     assert code == 2 and "lacks old_set.json" in said

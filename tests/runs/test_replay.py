@@ -88,6 +88,15 @@ def test_a_source_that_is_not_there_is_the_mistake_of_init_from(run, monkeypatch
     assert (problem.key, problem.message) == ("init_from", f"{source} doesn't exist")
 
 
+def test_a_run_that_replays_is_resumed_with_both_keys(run):
+    there = keys(run.parent, init_from=None, output_folder=str(run))
+    for began, hint in (("", "write init_from: RUN"), ("init_from: en\nreplay: 0.1\nreplay_from: null\n", "the run in "
+                        f"{run} began with --init_from en --replay 0.1: the same command resumes it")):
+        (run / "hyperparams.yaml").write_text(f"sample_rate: 16000\n{began}")
+        (problem,) = problems(there)
+        assert (problem.key, problem.hint) == ("replay", hint)
+
+
 def test_an_old_corpus_without_a_test_is_refused(run):
     for split in ("dev", "test"):
         (run.parent / "en" / f"{split}.csv").unlink()

@@ -143,7 +143,8 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
         assert f"--to: {tmp_path}/out is the folder of a run" in capsys.readouterr().err
     assert main([*again, "--steps", "10"]) == 0
     said = capsys.readouterr().out
-    assert "steps whose recorded loss is compared: 10\n" in said and said.endswith("to the bit: the loss of steps 10\n")
+    assert "the recorded losses that are compared: those of step 10\n" in said
+    assert said.endswith("to the bit: the recorded loss of step 10\n")
     assert main([*again, "--steps", "10"]) == 2  # of an earlier call's losses nothing follows
     assert "holds an earlier call's run" in capsys.readouterr().err
     mine = tmp_path / "again" / "recipe.yaml"

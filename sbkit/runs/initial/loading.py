@@ -33,7 +33,7 @@ from sbkit.train.distributed import ranks
 logger = logging.getLogger(__name__)
 
 #: Keys that name what a run begins with, for good once it has a checkpoint.
-_SOURCES = "init_from", "replay_from"
+_SOURCES = "init_from", "replay", "replay_from"
 
 
 def fresh(keys: TaskKeys) -> bool:
@@ -58,14 +58,17 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
             _find_source(keys)
         return
     elsewhere = {change for name, change in changed.items() if name not in _SOURCES and name.isidentifier()}
+    began = " ".join(f"--{key} {changed[key][0]}" for key in _SOURCES
+                     if changed.get(key, ("null",))[0] not in ("null", "nothing"))
     for key in _SOURCES:
         if changed.get(key) in elsewhere:  # it refers to another key, such as a voice's codec, which may have moved
             continue
         before, now = ("null" if value == "nothing" else value for value in changed.get(key, ("null", "null")))
-        if (key, now) == ("init_from", "null"):  # its weights were read long ago
-            continue
+        if (key, now) == ("init_from", "null") or (key == "replay" and "null" not in (before, now)):
+            continue  # its weights were read long ago; another share is no other source
         if Path(before).expanduser().resolve() != Path(now).expanduser().resolve():
-            same = f"without --{key}" if before == "null" else f"with --{key} {before}, which need not exist any more"
+            gone = "" if key == "replay" else ", which need not exist any more"
+            same = f"without --{key}" if before == "null" else f"with {began}{gone}"
             raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} began with {before}",
                              hint=f"resume it {same}, or start a new run in another --output_folder")
 

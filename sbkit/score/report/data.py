@@ -18,6 +18,7 @@ from sbkit.data.manifest import replace_data_root
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.estimate import MetricEstimate
+from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, ScoredRecording, SoundSample
 from sbkit.score.run_files import (
@@ -120,6 +121,23 @@ class RunData:
         paths = [*self.run.glob(f"{MANIFESTS}/*.csv"), *around.glob(f"{CORPORA}/*/*.csv")]
         columns = [(path.parent, read_delimited(path, only={"wav"}).find("wav")) for path in paths]
         return [replace_data_root(wavs, folder) for folder, wavs in columns if wavs is not None]
+
+    @cached_property
+    def parts(self) -> dict[str, ScoredRun]:
+        """The results of each part of a mixture by its name; those of another corpus have none."""
+        if self.results is None or self.prepared is None or self.prepared["source"]["kind"] != "mixture":
+            return {} if self.results is None else {"": self.results}
+        found: dict[str, list[ScoredUtterance]] = {}
+        for one in self.results.heard:
+            found.setdefault(one.meta.get("corpus", ""), []).append(one)
+        return {part: ScoredRun(some) for part, some in found.items()}
+
+    @cached_property
+    def old_test(self) -> tuple[OldSet, float] | None:
+        """What the test of what a run replays was before, and what it is; None if it replays nothing."""
+        known = OldSet.read(self.run)
+        value = None if known is None else self.tested.get(f"test_{known.metric} {OLD}")
+        return None if known is None or value is None else (known, value)
 
     @cached_property
     def words(self) -> frozenset[str]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.groups import UtteranceGroup, breakdown
 
@@ -115,9 +114,8 @@ def _warnings(run: RunData) -> Iterator[RunFinding]:
 
 def _forgot(run: RunData) -> Iterator[RunFinding]:
     """Yield that a model is worse on what it had learnt before this run."""
-    known = OldSet.read(run.run)
-    value = run.tested.get(f"test_{known.metric} {OLD}") if known is not None else None
-    if known is not None and value is not None and known.is_worse(value):
+    known, value = run.old_test or (None, math.nan)
+    if known is not None and known.is_worse(value):
         yield RunFinding(math.inf, "The model forgot what it had learnt before", f"{known.describe(value)}. A larger "
                          "replay may help, or a mean with the old weights, which the end of log.txt offers if that "
                          "saves it.", "curves")

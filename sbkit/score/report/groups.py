@@ -68,11 +68,14 @@ def by_duration(results: ScoredRun) -> list[UtteranceGroup]:
 
 
 def columns(results: ScoredRun) -> dict[str, list[str]]:
-    """The corpus columns with more than one value: name -> N values."""
+    """The corpus columns with more than one value, without one that divides as another does: name -> N values."""
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.heard for key in one.meta)]):
         values = [one.meta.get(name, "") for one in results.heard]
-        if 2 <= len(set(values)) <= _MAX_VALUES or (name == "accent" and len(set(values)) > 1):
+        count = len(set(values))
+        if any(len(set(other)) == count == len({*zip(values, other, strict=True)}) for other in found.values()):
+            continue
+        if 2 <= count <= _MAX_VALUES or (name == "accent" and count > 1):
             found[name] = values
     return found
 

@@ -43,16 +43,17 @@ def of_run(run: RunData) -> str:
     shown = [f"# {_key(run, 'experiment') or run.folder.resolve().name}",
              "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, "
              "and `sbkit export` makes what can be used elsewhere."]
-    return "\n\n".join([_front(run), *shown, *_sections(run)]) + "\n"
+    return "\n\n".join([_front(run), *shown, *_sections(run, _old_test(run))]) + "\n"
 
 
 def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpoint: str = "best",
-              mean_of: int = 1, mean: float | None = None) -> str:
+              mean_of: int = 1, mean: float | None = None, old_test: str = "") -> str:
     """Complete the README of a bundle by what its run's folder says.
 
     pipeline_tag : what the Hub calls its task, if it has a name for it
     checkpoint, mean_of : which of the run's was exported
     mean : what it counts in a mean with the weights that the run began with; None: it is exported alone
+    old_test : what became of what the run replayed, if it did
     """
     try:
         run = data.read(folder)
@@ -63,7 +64,7 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpo
     same = (checkpoint, mean_of, mean) == ("best", tested, None)
     remark = "" if same else (f"The run tested {_checkpoints('best', tested)}, and this bundle has "
                               f"{_checkpoints(checkpoint, mean_of, mean)}.")
-    return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *_sections(run, remark)]) + "\n"
+    return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *_sections(run, remark, old_test)]) + "\n"
 
 
 def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:
@@ -87,10 +88,10 @@ def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     return "\n".join(["---", _OURS, *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
 
 
-def _sections(run: RunData, remark: str = "") -> list[str]:
+def _sections(run: RunData, *remarks: str) -> list[str]:
     parts = []
     if figures := _figures(run):
-        parts += ["## Figures", figures, *([remark] if remark else [])]
+        parts += ["## Figures", figures, *filter(None, remarks)]
     if run.prepared:
         rows = [(name, f"{part['kept']:,}", f"{part['hours']:.2f}") for name, part in run.prepared["splits"].items()]
         source = run.prepared["source"]
@@ -110,13 +111,19 @@ def _sections(run: RunData, remark: str = "") -> list[str]:
 def _figures(run: RunData) -> str:
     """The table of what the test gave, each with the interval that is 95 % sure."""
     rows: list[tuple[str, ...]] = []
-    if run.results is not None:
-        for name, rates in (("WER", run.results.words), ("CER", run.results.characters)):
-            rows.append((name, f"{rates.rate:.2f} %", "{:.2f} to {:.2f} %".format(*interval(rates))))
+    for part, results in run.parts.items():
+        for name, rates in (("WER", results.words), ("CER", results.characters)):
+            low, high = interval(rates)
+            rows.append((f"{name} {part}".rstrip(), f"{rates.rate:.2f} %", f"{low:.2f} to {high:.2f} %"))
     for name, value in run.stats.items():
         between = run.estimate.interval if run.estimate is not None and run.estimate.name == name else None
         rows.append((name, f"{value:.4g}", "{:.4g} to {:.4g}".format(*between) if between else ""))
     return _table(("test", "figure", "95 % interval"), rows) if rows else ""
+
+
+def _old_test(run: RunData) -> str:
+    known, value = run.old_test or (None, 0.0)
+    return f"{known.describe(value)}." if known is not None else ""
 
 
 def _training(run: RunData) -> list[tuple[str, ...]]:

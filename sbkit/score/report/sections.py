@@ -55,18 +55,18 @@ def tiles(run: RunData) -> Markup:
     """Show the most important numbers."""
     cells = []
     if run.results is not None:
-        words, characters = run.results.words, run.results.characters
-        low, high = interval(words)
-        summary = words.summary()
+        for part, results in run.parts.items():
+            of, (low, high) = part and f" of {part}", interval(results.words)
+            cells += [_tile(f"Word error rate{of}{_heard_in(run)}", rate(results.words.rate),
+                            f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)", big=True),
+                      _tile(f"Character error rate{of}", rate(results.characters.rate),
+                            "{:.2f} to {:.2f}".format(*interval(results.characters)))]
+        summary = run.results.words.summary()
         cells += [
-            _tile("Word error rate" + _heard_in(run), rate(words.rate),
-                  f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)", big=True),
-            _tile("Character error rate", rate(characters.rate),
-                  "{:.2f} to {:.2f}".format(*interval(characters))),
             _tile("Sentences right", percent(1 - summary["SER"] / 100, 1),
-                  f"{summary['num_scored_sents'] - summary['num_erroneous_sents']} of {len(words)}"),
-            _tile("Test set", _hours(run.results.hours * 3600), f"{len(words)} utterances, "
-                                                                f"{summary['num_scored_tokens']} words"),
+                  f"{summary['num_scored_sents'] - summary['num_erroneous_sents']} of {len(run.results)}"),
+            _tile("Test set", _hours(run.results.hours * 3600),
+                  f"{len(run.results)} utterances, {summary['num_scored_tokens']} words"),
         ]
     sure = run.estimate
     for name, value in run.stats.items():

@@ -470,7 +470,6 @@ class Checkpointer(stock.Checkpointer):
             while True:
                 chosen = ranks.run_on_main(choose)
                 if chosen is None:
-                    logger.info("Would load a checkpoint here, but none found yet.")
                     return None
                 problem: str | None = None
                 try:

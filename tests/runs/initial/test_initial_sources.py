@@ -469,14 +469,17 @@ BEGUN = SimpleNamespace(list_checkpoints=lambda: ["one"])
 
 @pytest.mark.parametrize("key, before, now", [
     *((key, *pair) for key in ("init_from", "replay_from") for pair in (("a", "b"), ("null", "runs/b"))),
-    ("replay_from", "runs/a", "null"), ("replay_from", "runs/a", "nothing")])
+    *((key, "0.2", now) for key in ("replay", "replay_from") for now in ("null", "nothing")),
+    ("replay", "null", "0.2")])
 def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, now):
     keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
+    gone = {"init_from": ("runs/b", "null")} if key == "replay" else {}
     with pytest.raises(SbkitError) as refused:
-        initial.open_source(keys, {"lr": ("1", "2"), key: (before, now)})
+        initial.open_source(keys, {"lr": ("1", "2"), **gone, key: (before, now)})
     said = now.replace("nothing", "null")
     assert refused.value.message == f"{key}: it is {said}, and the run in {tmp_path} began with {before}"
-    same = f"without --{key}" if before == "null" else f"with --{key} {before}, which need not exist any more"
+    same = f"without --{key}" if before == "null" else f"with --init_from runs/b --replay {before}" if gone else \
+        f"with --{key} {before}, which need not exist any more"
     assert refused.value.hint == f"resume it {same}, or start a new run in another --output_folder"
 
 
@@ -484,7 +487,7 @@ def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, no
     ("runs/a", "./runs/a/"), ("nothing", "null"), ("runs/a", "nothing"), ("~/runs/a", str(Path.home() / "runs" / "a"))])
 def test_the_same_source_in_other_words_or_none_is_no_other(tmp_path, before, now):
     keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
-    initial.open_source(keys, {"init_from": (before, now)})
+    initial.open_source(keys, {"init_from": (before, now), "replay": ("0.2", "0.3")})
 
 
 def test_a_source_that_another_key_names_is_left_to_those_who_read_that(tmp_path):

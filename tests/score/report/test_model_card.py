@@ -1,12 +1,17 @@
 """The README.md of a run and of its bundle: figures, data, what it started from, and no path of this machine."""
 
+import dataclasses
+import json
+
 import huggingface_hub
 import pytest
 import run_folders
 import yaml
 
+from sbkit.score import utterances
+from sbkit.score.old_set import OldSet
 from sbkit.score.report import model_card, write_report
-from sbkit.score.report.data import read
+from sbkit.score.report.data import ScoredRun, read
 
 
 def front(text):
@@ -51,6 +56,27 @@ def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypat
         monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *given, found=found, **named: found)
         told = front(model_card.of_run(read(run)))
         assert told["base_model"] == ["openai/whisper-base"] and told.get("license") == licence
+
+
+def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_said(run):
+    heard = [dataclasses.replace(one, hypothesis=one.hypothesis if i % 2 else "no",
+                                 meta={"corpus": ("old", "new")[i % 2], "language": ("en", "de")[i % 2]})
+             for i, one in enumerate(read(run).results.heard)]
+    utterances.write(run / "test_utterances.jsonl", heard)
+    assert "| WER | " in model_card.of_run(read(run)), "the column of another corpus names no parts"
+    prepared = run / "manifests" / "prepare_report.json"
+    prepared.write_text(prepared.read_text().replace("Common Voice", "mixture"))
+    OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"time": 1.8e9, "kind": "test", "test_WER old": 90.0}) + "\n")
+    write_report(run)
+    card, page = (run / "README.md").read_text(), (run / "report.html").read_text()
+    assert "WER 90.00 on the old test, beyond the interval of what it was before: 5.00 (4.00 to 6.00)." in card
+    for part in ("old", "new"):
+        value = ScoredRun([one for one in heard if one.meta["corpus"] == part]).words.rate
+        assert f"| WER {part} | {value:.2f} % |" in card and f"Word error rate of {part}" in page
+    assert "| WER | " not in card and "Corpus “old”" in page and "Language “en”" not in page
+    assert "The model forgot" in model_card.of_bundle("# words\n", run, None, old_test="The model forgot")
 
 
 def test_a_bundles_readme_goes_on_with_it(run):
