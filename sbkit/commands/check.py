@@ -98,7 +98,8 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     if html is not None:
         disk.check_writable(html, "--html")
     request, started = arguments.parse([*words, "--device", "cuda"]), time.perf_counter()
-    check_overrides(request.path, request.overrides)
+    if not given.json:  # which has it among its findings
+        check_overrides(request.path, request.overrides)
     report = assemble(str(request.path), rehearse(words, count, card), count, card, time.perf_counter() - started)
     if given.price is not None:
         from sbkit.recipe.check import check
@@ -106,9 +107,7 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
 
         figures = report.sections["figures"].values if "figures" in report.sections else {}
         host_seconds = DRIVER * figures.get("host_ms", 0.0) / 1000
-        asked = Asked(given.price, count, card.name,
-                      {"bf16": card.bf16_flops, "fp16": card.bf16_flops, "fp32": card.fp32_flops},
-                      {card.name: card.watts}, host_seconds)
+        asked = Asked(given.price, count, card.name, {card.name: card.watts}, host_seconds)
         priced = check(request.path, request.overrides, run_opts=request.run_opts, asked=asked)
         report.sections |= {name: each for name, each in priced.sections.items() if name == "price"}
         report.notes += [note for note in priced.notes if note.startswith("the price")]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.lengths import N
+from sbkit.nn.tf32 import without_tf32
 
 _FLOOR = 1.1920928955078125e-07  # smallest energy that Kaldi takes the logarithm of
 _POVEY = 0.85  # Povey's window is Hann's to this power
@@ -102,9 +104,16 @@ class FilterBank(nn.Module):
 
 
 def full_precision(signals: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Return a context without autocast, since spectral power exceeds the range of half precision."""
+    """Return a context without autocast, since spectral power exceeds the range of half precision, and without TF32."""
     kind = signals.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    wide = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return wide if torch.compiler.is_compiling() else _exact(wide)
+
+
+@contextlib.contextmanager
+def _exact(wide: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    with wide, without_tf32():
+        yield
 
 
 def mirrored(signals: Tensor, lengths: Tensor, before: int, after: int) -> Tensor:

@@ -43,7 +43,7 @@ from sbkit.recipe.reading import read
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node
-from sbkit.recipe.speed import native_precision, peak_of
+from sbkit.recipe.speed import native_precision, peak_of, peak_of_card
 from sbkit.system.environment import describe
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def _price(traced: trace.Trace, owned: ownership.Owned, device: torch.device, pr
     name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else
                             finished_runs.cpu_model(describe()))
     setting = finished_runs.Setting(name, precision, threads, asked.processes)
-    peak = asked.peaks.get(precision) if asked.device else peak_of(device, precision)[0]
+    peak = (peak_of_card(name, precision) if asked.device else peak_of(device, precision))[0]
     trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
     said = price.predict(steps, finished_runs.read(setting), peak, trial, asked.host_seconds)
     if said is None:

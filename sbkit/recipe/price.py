@@ -101,7 +101,7 @@ def fit(kinds: Sequence[Sequence[FinishedRun]], steps: Steps) -> Fitted:
         return mean - offset @ slopes, math.sqrt(1 + offset @ covariance @ offset)
 
     errors = [np.mean([math.log(run.step_seconds / run.steps.micro_batches) for run in kind]) - rule(kind[0].steps)[0]
-              for kind in kinds if kind[0].steps.task == steps.task != ""]
+              for kind in kinds if kind[-1].steps.task == steps.task != ""]
     found, distance = rule(steps)
     evaluation = float(np.median([np.median([run.evaluation for run in kind]) for kind in kinds]))
     return Fitted(steps.micro_batches * math.exp(found + sum(errors) / max(1, len(errors))), evaluation, distance)
@@ -186,15 +186,13 @@ class Asked:
     rate : the price of a device for an hour
     processes : the number of devices
     device : the name of a card that isn't here; None: this machine's
-    peak : its operations per second by precision
     watts : the most that a device takes, by its data sheet; None: unknown
-    host_seconds : of a step, as rehearsed
+    host_seconds : of a step, as it is to be expected with the card's driver
     """
 
     rate: float
     processes: int = 1
     device: str | None = None
-    peaks: Mapping[str, float] = dataclasses.field(default_factory=dict)
     watts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     host_seconds: float = 0.0
 
@@ -236,9 +234,9 @@ def _why(setting: Setting, said: RunEstimate) -> str:
     wide = f"the interval is a guess, a factor of {GUESS:g}"
     if said.by == "fit":
         far = "; they are far from these steps in size" if said.high > GUESS * said.hours else ""
-        return ("the seconds of a micro-batch are c * FLOPs^a * audio^b, times what runs of its task took of that, "
-                f"fitted to {_some(said.runs, 'finished run')} on {on}{far}; the interval holds {COVERAGE:.0%} of the "
-                "errors on runs that were left out of the fit")
+        return ("the seconds of a micro-batch are c * FLOPs^a * audio^b, times what runs of its task, if any, took of "
+                f"that, fitted to {_some(said.runs, 'finished run')} on {on}{far}; the interval holds {COVERAGE:.0%} "
+                "of the errors on runs that were left out of the fit")
     if said.by == "trial":
         how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so predicted have finished"
         if said.runs and said.trial:
@@ -246,7 +244,8 @@ def _why(setting: Setting, said: RunEstimate) -> str:
                    f"the interval holds {COVERAGE:.0%} of the errors on runs that were left out of this")
         return f"measured: a few steps of the planned size on {on}; {how}"
     return (f"{_some(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): a step takes "
-            f"its FLOPs at {EFFICIENCY:.0%} of the peak, or the host's time in the rehearsal if that is longer; {wide}")
+            f"its FLOPs at {EFFICIENCY:.0%} of the peak, or, if that is longer, what its launches take by the "
+            f"rehearsal, with a card's driver; {wide}")
 
 
 def summary(runs: Sequence[FinishedRun]) -> str:

@@ -53,7 +53,7 @@ def _check_declared(root: Node, known: Declared, value: object, findings: Findin
         if known.plain:
             _report(root, known.name, f"it is {_shown(value)}, and must be {known.wanted}", findings)
     elif known.name not in BY_PART and (problem := known.problem(given)):
-        hint = COMPLETE if given is None and known.needed else f"give {known.what}" if given is True else ""
+        hint = COMPLETE if given is None and known.needed else f"it is for: {known.what}" if given is True else ""
         _report(root, known.name, f"it {problem}", findings, hint)
     elif known.built and isinstance(value, (str, bool)) and value != "None":  # which is told for any key
         null = "" if known.needed else " or null"

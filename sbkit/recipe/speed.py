@@ -24,6 +24,7 @@ PEAKS = {
     "L40S": (362, 183, 91.6), "L40": (181, 90.5, 90.5), "L4": (121, 60, 30.3),
     "RTX 5090": (209.5, 104.8, 104.8), "RTX 4090": (165.2, 82.6, 82.6), "RTX 3090": (71, 35.6, 35.6),
     "RTX 6000 Ada": (364.2, 182.1, 91.1), "RTX A6000": (154.8, 77.4, 38.7),
+    "V100": (125, 15.7, 15.7), "T4": (65, 8.1, 8.1),
     "MI325X": (1307, 654, 163.4), "MI300X": (1307, 654, 163.4),
 }
 
@@ -39,7 +40,11 @@ def peak_of(device: torch.device, precision: str) -> tuple[float | None, str]:
     """
     if device.type != "cuda":
         return speed_of(device, precision), "a large matrix product here"
-    name = torch.cuda.get_device_name(device)
+    return peak_of_card(torch.cuda.get_device_name(device), precision)
+
+
+def peak_of_card(name: str, precision: str) -> tuple[float | None, str]:
+    """The same of a card by its name, which need not be here; fp32 is TF32 where that is allowed."""
     column = 0 if precision in ("bf16", "fp16") else 2 if torch.get_float32_matmul_precision() == "highest" else 1
     for words, peaks in PEAKS.items():
         if re.search(rf"\b{words}\b(?! (?:Ti|D|Laptop)\b)", name) and "MIG" not in name:  # MIG: a slice of a card

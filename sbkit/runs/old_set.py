@@ -83,16 +83,24 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
     if not isinstance(keys.corpus, Replay):
         return ""
     try:
-        said = _judged(recipe, brain, weights, mean)
+        known, value = _old_rate(recipe, brain, weights, mean)
     except SbkitError as error:
         if not accept_worse:
             raise
-        said = error.message
+        print(f"the old test was not scored: {error.message}", file=sys.stderr)
+        return "What became of the old test is not known."
+    said = known.describe(value)
+    if known.is_worse(value):
+        said = f"the model forgot: {said}"
+        if not accept_worse:
+            raise SbkitError(said, hint=f"{known.offer(keys.folder, keys.average_checkpoints)}; ".removeprefix("; ")
+                             + "--accept-worse exports it nevertheless")
     print(said, file=sys.stderr)
-    return said
+    return f"{said[0].upper()}{said[1:]}."
 
 
-def _judged(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None) -> str:
+def _old_rate(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None) -> tuple[OldSet, float]:
+    """What is known of the old test, and what these weights make of it."""
     keys, folder = recipe.keys, recipe.keys.folder
     known = OldSet.read(folder)
     if known is None:
@@ -102,11 +110,7 @@ def _judged(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float 
     value = _tested(folder, known.metric) if as_tested else None
     if value is None:
         value = _score(recipe, brain, OLD, "test").stats[known.metric]
-    if known.is_worse(value):
-        raise SbkitError(f"the model forgot: {known.describe(value)}",
-                         hint=f"{known.offer(folder, keys.average_checkpoints)}; ".removeprefix("; ")
-                         + "--accept-worse exports it nevertheless")
-    return known.describe(value)
+    return known, value
 
 
 def _tested(folder: Path, metric: str) -> float | None:

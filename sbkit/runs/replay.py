@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from sbkit.score.run_files import MANIFESTS, PREPARED, RECIPE
 
 NEW = "new"
 _REPORT = Path(PREPARED).name
+#: Keys that say what a run begins with, for good once it has a checkpoint.
+SOURCES = "init_from", "replay", "replay_from"
 
 
 class Replay(Mixture):
@@ -112,13 +115,17 @@ def _run_of(keys: TaskKeys) -> Path | None:
                  (folder / RECIPE).is_file()), None) if path.exists() else None
 
 
+def arguments_of(values: Mapping[str, str]) -> str:
+    """The arguments that say what a run begins with, from its recipe's values as texts."""
+    return shlex.join(word for key in SOURCES if values.get(key, "null") not in ("null", "nothing")
+                      for word in (f"--{key}", values[key]))
+
+
 def _began(keys: TaskKeys) -> str:
     """How the run that is in the output folder is resumed; empty if there is none that replays."""
-    folder = Path(str(vars(keys).get("output_folder")))
-    began = load.tree(folder / RECIPE).texts() if (folder / RECIPE).is_file() else {}
-    given = [f"--{name} {began[name]}" for name in ("init_from", "replay", "replay_from")
-             if began.get(name, "null") != "null"]
-    return f"the run in {folder} began with {' '.join(given)}: the same command resumes it" if len(given) > 1 else ""
+    recipe = Path(str(vars(keys).get("output_folder") or "")) / RECIPE
+    began = load.tree(recipe).texts() if recipe.is_file() else {}
+    return f"resume the run in {recipe.parent} with {arguments_of(began)}" if "replay" in began else ""
 
 
 def problems(keys: TaskKeys) -> Iterator[Problem]:

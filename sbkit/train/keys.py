@@ -20,7 +20,7 @@ class TrainKeys(Keys):
     seed: int | None = key("what random numbers of training are drawn from", 0, Range(whole=True))
     accelerate: bool = key("run SpeechBrain's layers by faster equivalents with the same outputs", True)
     tf32: bool = key("let a GPU round the inputs of what is computed in fp32 to 10 bits, as SpeechBrain does, which is "
-                     "faster; the features of a recogniser stay exact, unless they are compiled", True)
+                     "faster; features and spectra stay exact, unless they are compiled", True)
     ema: Any = key(  # an EMA, whose module imports this one
         "a sbkit.train.averaging.EMA: a moving average of the weights that is validated and tested", None)
     fsdp: Any = key(  # true, a name, a class, or a list of these

@@ -224,8 +224,8 @@ class Trainer:
             begun, steps = state.epoch_steps, train_set.steps(epoch)
             if state.epoch_step and begun not in (None, steps):
                 logger.warning(
-                    "Epoch %s started with %d steps and now has %d, because of the changed values above, or of "
-                    "another corpus, device or --compile (for round_seconds): some utterances of this epoch are used "
+                    "Epoch %s started with %d steps and now has %d, because of changed values, or of another "
+                    "corpus, device or --compile (for round_seconds): some utterances of this epoch are used "
                     "twice or not at all.", epoch, begun, steps)
             state.epoch_steps = steps
             batches = train_set.at(epoch, min(state.epoch_step, steps))

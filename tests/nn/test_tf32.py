@@ -6,6 +6,7 @@ import torch
 from toys import brain
 
 from sbkit.infer.engine import Engine
+from sbkit.nn.kaldi import full_precision
 from sbkit.nn.tf32 import allow_tf32
 from sbkit.tasks.recognise.recognizer import Recognizer
 
@@ -37,6 +38,13 @@ class Features(torch.nn.Module):
     def forward(self, signals):
         self.allowed = allowed()
         return signals.unfold(1, 400, 160)
+
+
+def test_a_spectrum_is_exact_within_autocast_too():
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), full_precision(torch.ones(1)):
+            assert allowed() == (False, False) and not torch.is_autocast_enabled("cpu")
+        assert allowed() == (True, True)
 
 
 def test_features_are_exact_where_the_rest_rounds():

@@ -90,8 +90,8 @@ def test_a_source_that_is_not_there_is_the_mistake_of_init_from(run, monkeypatch
 
 def test_a_run_that_replays_is_resumed_with_both_keys(run):
     there = keys(run.parent, init_from=None, output_folder=str(run))
-    for began, hint in (("", "write init_from: RUN"), ("init_from: en\nreplay: 0.1\nreplay_from: null\n", "the run in "
-                        f"{run} began with --init_from en --replay 0.1: the same command resumes it")):
+    for began, hint in (("", "write init_from: RUN"), ("init_from: en\nreplay: 0.1\nreplay_from: null\n", "resume "
+                        f"the run in {run} with --init_from en --replay 0.1")):
         (run / "hyperparams.yaml").write_text(f"sample_rate: 16000\n{began}")
         (problem,) = problems(there)
         assert (problem.key, problem.hint) == ("replay", hint)

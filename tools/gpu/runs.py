@@ -84,35 +84,43 @@ def _judge(bench: Bench, found: list[dict[str, Any]]) -> None:
 
 def precisions(bench: Bench) -> None:
     """Check bf16 and fp16; a dry run has bf16 in place of fp16, which a CPU can't train in."""
-    good, seen = learns(_short(bench, "bf16", "bf16"))
+    good, seen = learns(_plain(bench))
     bench.found("bf16", seen, good)
     long = dict.fromkeys(("max_batch_seconds", "step_seconds"), bench.size(2000, 8))
-    lines = _short(bench, "fp16", bench.size("fp16", "bf16"), count=5, **long)
-    losses = [line["train_loss"] for line in lines]
+    lines = _short(bench, bench.folder / "fp16", bench.size("fp16", "bf16"), count=5, **long)
+    losses, skipped = ([line[name] for line in lines] for name in ("train_loss", "skipped_steps"))
     falls = None not in losses and losses[-1] < losses[0]
-    bench.found("fp16", learns(lines)[1], falls and sum(line["skipped_steps"] for line in lines) <= MAX_SKIPPED)
+    bench.found("fp16", learns(lines)[1], falls and sum(skipped) <= MAX_SKIPPED and not skipped[-1])
 
 
 def compiled(bench: Bench) -> None:
     """Check layers that are compiled, and run as CUDA graphs, against bf16 without; a dry run compiles nothing."""
-    plain = _short(bench, "plain", "bf16")
+    plain = _plain(bench)
+    without = plain[-1]["train_loss"]
     for name, words in (("compile", ["--compile"]), ("graphs", ["--compile", "--compile_mode", "reduce-overhead"])):
         try:
-            lines = _short(bench, name, "bf16", *words)
+            lines = _short(bench, bench.folder / name, "bf16", *words)
         except ProgramFailed as failed:  # the other may work
             bench.found(name, str(failed), False)
             continue
         good, seen = learns(lines)
         late = sum(line.get("graphs_compiled", 0) for line in lines[1:])
-        near = good and abs(lines[-1]["train_loss"] / plain[-1]["train_loss"] - 1) < LOSS_APART
+        near = good and without and abs(lines[-1]["train_loss"] / without - 1) < LOSS_APART
         bench.found(name, f"{late} graphs after the first epoch; {seen}; without: {learns(plain)[1]}",
-                    near and not late, **{f"{which}, audio s/s": each[-1]["audio_s_per_s"]
+                    bool(near) and not late, **{f"{which}, audio s/s": each[-1]["audio_s_per_s"]
                                           for which, each in (("compiled", lines), ("without", plain))})
 
 
-def _short(bench: Bench, name: str, precision: str, *words: str, count: int = 3, **keys: Any) -> list[dict[str, Any]]:
-    """Train a few epochs of 30 steps of 120 s, as far as sums and compilers matter; returns what each recorded."""
-    folder = bench.folder / name
+def _plain(bench: Bench) -> list[dict[str, Any]]:
+    """The run in bf16, which the first check trains and the other reuses."""
+    return _short(bench, bench.home / "bf16", "bf16")
+
+
+def _short(bench: Bench, folder: Path, precision: str, *words: str, count: int = 3, **keys: Any
+           ) -> list[dict[str, Any]]:
+    """Train a few epochs, of steps of 120 s unless keys say otherwise; returns what each recorded."""
+    if (folder / TESTED).exists():
+        return epochs(folder)
     bench.needed(bench.run("flagship", folder, "--precision", precision, *words, epochs=bench.size(count, 2),
                            **{"step_seconds": bench.size(120, 8), **keys}))
     return epochs(folder)

@@ -27,13 +27,11 @@ from sbkit.runs.initial.matching import Match, ParameterOutcome
 from sbkit.runs.initial.published import find
 from sbkit.runs.initial.source import WeightSource
 from sbkit.runs.keys import TaskKeys
+from sbkit.runs.replay import SOURCES, arguments_of
 from sbkit.system.console import table
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
-
-#: Keys that name what a run begins with, for good once it has a checkpoint.
-_SOURCES = "init_from", "replay", "replay_from"
 
 
 def fresh(keys: TaskKeys) -> bool:
@@ -57,18 +55,17 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
         if keys.init_from is not None:
             _find_source(keys)
         return
-    elsewhere = {change for name, change in changed.items() if name not in _SOURCES and name.isidentifier()}
-    began = " ".join(f"--{key} {changed[key][0]}" for key in _SOURCES
-                     if changed.get(key, ("null",))[0] not in ("null", "nothing"))
-    for key in _SOURCES:
-        if changed.get(key) in elsewhere:  # it refers to another key, such as a voice's codec, which may have moved
-            continue
+    elsewhere = {change for name, change in changed.items() if name not in SOURCES and name.isidentifier()}
+    began = arguments_of({key: before for key, (before, _) in changed.items()})
+    for key in SOURCES:
         before, now = ("null" if value == "nothing" else value for value in changed.get(key, ("null", "null")))
-        if (key, now) == ("init_from", "null") or (key == "replay" and "null" not in (before, now)):
-            continue  # its weights were read long ago; another share is no other source
-        if Path(before).expanduser().resolve() != Path(now).expanduser().resolve():
-            gone = "" if key == "replay" else ", which need not exist any more"
-            same = f"without --{key}" if before == "null" else f"with {began}{gone}"
+        if key == "replay":  # another share is no other source
+            other = (before == "null") != (now == "null")
+        else:  # one that refers to another key, such as a voice's codec, may have moved; weights were read long ago
+            other = changed.get(key) not in elsewhere and (key, now) != ("init_from", "null") and \
+                Path(before).expanduser().resolve() != Path(now).expanduser().resolve()
+        if other:
+            same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
             raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} began with {before}",
                              hint=f"resume it {same}, or start a new run in another --output_folder")
 

@@ -473,13 +473,13 @@ BEGUN = SimpleNamespace(list_checkpoints=lambda: ["one"])
     ("replay", "null", "0.2")])
 def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, now):
     keys = SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=now)
-    gone = {"init_from": ("runs/b", "null")} if key == "replay" else {}
+    gone = {"init_from": ("runs/b", "null"), "consistency": ("0.2", "null")} if key == "replay" else {}
     with pytest.raises(SbkitError) as refused:
         initial.open_source(keys, {"lr": ("1", "2"), **gone, key: (before, now)})
     said = now.replace("nothing", "null")
     assert refused.value.message == f"{key}: it is {said}, and the run in {tmp_path} began with {before}"
-    same = f"without --{key}" if before == "null" else f"with --init_from runs/b --replay {before}" if gone else \
-        f"with --{key} {before}, which need not exist any more"
+    began = f"{'--init_from runs/b ' if gone else ''}--{key} {before}"
+    same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
     assert refused.value.hint == f"resume it {same}, or start a new run in another --output_folder"
 
 
