@@ -43,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
                          hint=f"--steps {min(recorded['losses'])} compares the first that it holds")
     if (args.to / RECIPE).exists():
         raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
+    if recorded.get("commands", 1) != 1:
+        print("the run was resumed with another command, and this recipe is of the last: losses of before may be of "
+              "other values", flush=True)
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
     steps = f"step{'s' if len(wanted) > 1 else ''} {listed(map(str, wanted))}"
     print(f"the recorded losses that are compared: those of {steps}", flush=True)

@@ -59,7 +59,8 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
     """Write ``reproduce.json`` of a run that has just been tested; ``log``: the lines of its metrics.jsonl."""
     folder = keys.folder
     lines = _recipe((folder / RECIPE).read_text(encoding="utf-8"))
-    run = [line for line in log if line["kind"] == "run"][-1]
+    starts = [line for line in log if line["kind"] == "run"]
+    run = starts[-1]
     options = request.run_opts
     found = {
         "format": FORMAT, "recipe": lines, "recipe_lines": _checksums(lines),
@@ -69,7 +70,7 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
         "corpus": {split: hashes(manifest, split) for split, manifest in keys.corpus.load().items()},
         "losses": {str(line["step"]): line["loss"] for line in log
                    if line["kind"] == "loss" and line["loss"] is not None},
-        "figures": results.stats,
+        "figures": results.stats, "commands": len({line["command"] for line in starts}),
     }
     with atomic_write(folder / REPRODUCE) as out:
         json.dump(found, out, indent=1, default=str)

@@ -128,7 +128,7 @@ def test_another_machine_is_compared_within_rounding(manifest):
 
 
 @pytest.mark.slow
-def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_path, capsys):
+def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_path, capsys, monkeypatch):
     run_folders.corpus(tmp_path / "data", train=16, dev=2, test=2)
     words = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
     assert main(["train", str(RECIPE), *words, "--data_folder", f"{tmp_path}/data", "--output_folder",
@@ -144,7 +144,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert main([*again, "--steps", "10"]) == 0
     said = capsys.readouterr().out
     assert "the recorded losses that are compared: those of step 10\n" in said
-    assert said.endswith("to the bit: the recorded loss of step 10\n")
+    assert said.endswith("to the bit: the recorded loss of step 10\n") and "another command" not in said
     assert main([*again, "--steps", "10"]) == 2  # of an earlier call's losses nothing follows
     assert "holds an earlier call's run" in capsys.readouterr().err
     mine = tmp_path / "again" / "recipe.yaml"
@@ -160,3 +160,9 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     flip(recording)
     assert main(again) == 1
     assert f"the audio of {recording.stem}" in capsys.readouterr().err
+    monkeypatch.setattr("sys.orig_argv", ["sbkit", "train", "--lr", "0.5"])
+    assert main(["train", str(RECIPE), *words, "--data_folder", f"{tmp_path}/data", "--output_folder",
+                 f"{tmp_path}/out", "--no-check", "--lr", "0.5"]) == 0  # all is trained: it only tests again
+    capsys.readouterr()
+    main([*again, "--to", f"{tmp_path}/third", "--steps", "10"])
+    assert "resumed with another command, and this recipe is of the last" in capsys.readouterr().out
