@@ -187,6 +187,7 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
             report.notes.append("the price: the corpus is not prepared, so how long the run is isn't known; "
                                 "sbkit prepare does that, with the same arguments")
         elif (priced := _price(traced, owned, device, precision, asked, planned, measured)) is not None:
+            section.rows = [row for row in section.rows if not row[0].startswith("hours")]  # the price knows better
             sections["price"] = priced
         else:
             report.notes.append(f"the price: nothing is known of how fast {device} is; --measure runs a few steps")

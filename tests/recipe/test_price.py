@@ -195,7 +195,9 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys):
     assert cli.main(["prepare", *words]) == 0
     capsys.readouterr()
     assert cli.main(["check", *words, "--price", "2.5", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["sections"]["price"]["values"]
+    sections = json.loads(capsys.readouterr().out)["sections"]
+    assert not [row for row in sections["bill"]["rows"] if row[0].startswith("hours")], "they are the price's"
+    said = sections["price"]["values"]
     assert said["by"] == "peak" and said["cost"] == 2.5 * said["hours"] and said["kwh_at_most"] is None
     subprocess.run([sys.executable, "-m", "sbkit", "train", *words, "--no-check"], check=True, capture_output=True)
     lines = [json.loads(line) | {"core_wait_share": 0.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
