@@ -87,7 +87,7 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
     assert json.loads((run / "bundle" / "config.json").read_text())["trained"]["mean_with_start"] == 0
     assert "of the weights that the run began with" in (run / "bundle" / "README.md").read_text()
     assert exported(run, "--accept-worse", "--force")[0] == 0
-    assert "the model forgot: WER" in (run / "bundle" / "README.md").read_text()
+    assert "The model forgot: WER" in (run / "bundle" / "README.md").read_text()
     assert "beyond the interval" in (run / "README.md").read_text() and "| WER new |" in (run / "README.md").read_text()
     OldSet("WER", True, 99.0, (0.0, 99.9)).write(run)  # of an easier judge, who takes any mean that hears a word
     done = program(command, "train", *given, "--test_only", timeout=300)
