@@ -110,4 +110,5 @@ def test_the_end_of_the_terminal_saves_and_stops_and_the_next_start_goes_on(word
     assert done.returncode == 129, log
     assert len(re.findall(r"INFO - error: stopped by SIGHUP after step \d+, checkpoint saved at", log)) == 1, log
     (done,) = programs(1, command, str(ROOT), *words, timeout=400)
-    assert done.returncode == 0 and steps(tmp_path) == steps(undisturbed), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert steps(tmp_path) == steps(undisturbed), log + done.stderr
