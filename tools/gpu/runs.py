@@ -84,13 +84,15 @@ def _judge(bench: Bench, found: list[dict[str, Any]]) -> None:
 
 def precisions(bench: Bench) -> None:
     """Check bf16 and fp16; a dry run has bf16 in place of fp16, which a CPU can't train in."""
-    good, seen = learns(_plain(bench))
-    bench.found("bf16", seen, good)
+    plain = _plain(bench)
+    good, seen = learns(plain)
+    bench.found("bf16", seen, good, audio_s_per_s=plain[-1]["audio_s_per_s"])
     long = dict.fromkeys(("max_batch_seconds", "step_seconds"), bench.size(2000, 8))
     lines = _short(bench, bench.folder / "fp16", bench.size("fp16", "bf16"), count=5, **long)
     losses, skipped = ([line[name] for line in lines] for name in ("train_loss", "skipped_steps"))
     falls = None not in losses and losses[-1] < losses[0]
-    bench.found("fp16", learns(lines)[1], falls and sum(skipped) <= MAX_SKIPPED and not skipped[-1])
+    bench.found("fp16", learns(lines)[1], falls and sum(skipped) <= MAX_SKIPPED and not skipped[-1],
+                audio_s_per_s=lines[-1]["audio_s_per_s"])
 
 
 def compiled(bench: Bench) -> None:

@@ -21,7 +21,7 @@ LABELS = (5, 40, 130, 300, 1023)
 LOSSES, GRADIENTS = 1e-4, 5e-3
 LAYERS = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 #: Lengths of attention; roundings of lengths, and the factor by which the chosen one may be slower than the best.
-LENGTHS, ROUNDINGS, NEAR = 12, (0.0, 0.32, 1.28), 1.15
+LENGTHS, ROUNDINGS, NEAR = 24, (0.0, 0.32, 1.28), 1.15
 NOT_FUSED = "none that is fused"
 
 
