@@ -141,7 +141,8 @@ def _figures(figures: Line, card: Card) -> Section:
     if "collectives" in figures:
         rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
     remarks = ["the card waits for the host in each step: a larger max_batch_seconds (and step_seconds)"
-               + (" helps" if figures.get("compiled") else ", or --compile")] if late and needs >= LITTLE else []
+               + (" helps" if figures.get("compiled") else
+                  ", or --compile --compile_mode reduce-overhead")] if late and needs >= LITTLE else []
     return Section("Figures", ["what", "how much"], rows, remarks, values={
         name: value for name, value in figures.items() if name not in ("timeline", "exports", "data")})
 
