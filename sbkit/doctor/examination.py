@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.doctor import cards, folders, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, Scope, run_check
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, Check, MachineFinding, Scope, run_check
 from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs, price
 from sbkit.system.cores import usable_cores
@@ -34,7 +34,7 @@ def python(scope: Scope) -> Iterator[MachineFinding]:
     from packaging.specifiers import SpecifierSet
 
     found = f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
-    wanted = metadata.metadata("sbkit")["Requires-Python"]
+    wanted = metadata.metadata("sbkit")["Requires-Python"] if version_of("sbkit") else ""
     if SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
         yield MachineFinding("Python", found)
     else:
@@ -45,7 +45,13 @@ def needed(scope: Scope) -> Iterator[MachineFinding]:
     """Check the packages that sbkit requires besides torch and torchaudio, by its metadata."""
     from packaging.requirements import Requirement
 
-    wanted = [Requirement(line) for line in metadata.requires("sbkit") or [] if "extra ==" not in line]
+    try:
+        lines = metadata.requires("sbkit") or []
+    except metadata.PackageNotFoundError:
+        yield MachineFinding("packages", "sbkit is imported from its folder and not installed, so what it needs is not "
+                             "known here", NOTE, "pip install -e . in its folder, or make install")
+        return
+    wanted = [Requirement(line) for line in lines if "extra ==" not in line]
     fits = []
     for each in wanted:
         version = version_of(each.name)
@@ -203,7 +209,10 @@ def language(scope: Scope) -> Iterator[MachineFinding]:
 
 def predictions(scope: Scope) -> Iterator[MachineFinding]:
     """Report how right ``sbkit check --price`` has been about this machine's finished runs."""
-    yield MachineFinding("predictions", price.summary(finished_runs.read()))
+    found, right = price.summary(finished_runs.read())
+    yield MachineFinding("predictions", found, OK if right else NOTE, "" if right else
+                         f"they are to be within {price.RIGHT:.0%}: until more runs have finished, expect the upper "
+                         "end of the interval, and add --measure")
 
 
 #: The checks in the order of the table, with their names in case they fail.

@@ -187,7 +187,7 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
             report.notes.append("the price: the corpus is not prepared, so how long the run is isn't known; "
                                 "sbkit prepare does that, with the same arguments")
         elif (priced := _price(traced, owned, device, precision, asked, planned, measured)) is not None:
-            section.rows = [row for row in section.rows if not row[0].startswith("hours")]  # the price knows better
+            section.rows = [row for row in section.rows if not row[0].startswith("time ")]  # the price knows better
             sections["price"] = priced
         else:
             report.notes.append(f"the price: nothing is known of how fast {device} is; --measure runs a few steps")
@@ -373,8 +373,10 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
     if not traced.complete:
         return None, "labels: the model or the vocabulary could not be looked at"
     paths = {split: corpus.manifest_path(split) for split in SPLITS}
-    if not any(path.exists() for path in paths.values()) or not traced.task.is_prepared(traced.keys):
-        return None, "labels: they are looked at when the run starts, which prepares the corpus"
+    if not any(path.exists() for path in paths.values()):
+        return None, "labels: the corpus is not prepared; sbkit prepare does that, with the same arguments"
+    if not traced.task.is_prepared(traced.keys):
+        return None, f"labels: {_unlike_prepared(getattr(traced.keys, 'tokenizer', None))}"
     if any(f.code == "vocabulary" for f in findings):
         return None, "labels: the vocabulary is wrong"
     try:
@@ -386,3 +388,15 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
         node = traced.built.nodes["corpus"]
         findings.error("labels", node.place, "corpus", error.message, error.hint or "")
         return None, ""
+
+
+def _unlike_prepared(tokenizer: Any) -> str:  # a Tokenizer, if the task has one: a room above
+    """Why the labels of a prepared corpus are not checked by these keys, and what to do."""
+    if getattr(tokenizer, "model_type", "") == "char":
+        sizes = [each.name.partition("_")[0] for each in tokenizer.path.parent.glob("*_char.model")]
+        if len(sizes) == 1:
+            return (f"the corpus was prepared for the {sizes[0]} tokens of its characters and the recipe has "
+                    f"{tokenizer.vocab_size}, which a run changes by itself; --output_neurons {sizes[0]} checks them "
+                    "now")
+    return ("the corpus is prepared, but not what a run makes of it by these keys, such as the tokenizer; sbkit "
+            "prepare makes that, with the same arguments, and a run checks them as it starts")

@@ -24,11 +24,12 @@ from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
 from sbkit.recipe.price import EFFICIENCY
-from sbkit.recipe.report import Section, few
+from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.speed import speed_of
 from sbkit.recipe.trace import Trace, build_brain, gpu_stand_ins
 from sbkit.recipe.values import unwrapped
+from sbkit.system.console import time_span
 
 GIB = 2**30
 #: Memory of common GPUs in GB, for planning without one.
@@ -75,6 +76,8 @@ class Measured:
     peak_bytes: int | None = None
     planned: float | None = None
     """Seconds for a second of audio in steps as long as those of the run, if they were measured too."""
+    planned_seconds: float | None = None
+    """The audio of such a step."""
 
 
 class Alive(Arithmetic):
@@ -259,8 +262,8 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
     device = torch.device(estimate.device).type
     rows += [[f"the same, tried by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
     if estimate.hours_per_100 is not None:
-        amounts = {"hours per 100 hours of audio": 100.0} if hours is None else _amounts(hours, passes, epochs)
-        rows += [[f"{what}, one {device}", few(estimate.hours_per_100 * amount / 100)] for what,
+        amounts = {"time for 100 hours of audio": 100.0} if hours is None else _amounts(hours, passes, epochs)
+        rows += [[f"{what}, one {device}", time_span(36 * estimate.hours_per_100 * amount)] for what,
                  amount in amounts.items()]
     values = {
         "parameters": estimate.parameters, "frozen": estimate.frozen, "weights_bytes": estimate.weights,
@@ -279,9 +282,9 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
 
 def _amounts(hours: float, passes: int, epochs: int) -> dict[str, float]:
     """Hours of audio by what takes them."""
-    times = f", {passes} times {few(hours)} h" if passes > 1 else ""
-    return {f"hours per epoch, {few(hours * passes)} h of audio{times}": hours * passes,
-            f"hours of the run, {epochs} epochs": hours * passes * epochs}
+    times = f", {passes} times {time_span(3600 * hours)}" if passes > 1 else ""
+    return {f"time of an epoch, {time_span(3600 * hours * passes)} of audio{times}": hours * passes,
+            f"time of the run, {epochs} epochs": hours * passes * epochs}
 
 
 def _remarks(estimate: CostEstimate) -> list[str]:
@@ -290,8 +293,12 @@ def _remarks(estimate: CostEstimate) -> list[str]:
         amount = estimate.cost.operations / estimate.cost.batch_seconds / 1e9
         return [f"memory is counted on stand-ins; the time is an estimate from {amount:.2g} GFLOP a second of audio "
                 "(--measure runs a few steps)", *estimate.inexact, *_unfreezing(estimate)]
-    remarks = [f"measured: a step of {measured.batch_seconds:g} s of audio takes {measured.step_seconds:.2f} s on "
-               f"{measured.device}"]
+    remarks = [f"measured on {measured.device}: the largest micro-batch that max_batch_seconds allows, "
+               f"{measured.batch_seconds:.3g} s of audio, takes {time_span(measured.step_seconds)}"
+               + ("; the times are this one, scaled to all audio" if measured.planned is None else "")]
+    if measured.planned is not None and measured.planned_seconds is not None:
+        remarks.append(f"measured for the price: a step of {measured.planned_seconds:.3g} s of audio takes "
+                       f"{time_span(measured.planned * measured.planned_seconds)}")
     if measured.peak_bytes:
         remarks.append(f"measured: {_gib(measured.peak_bytes)} at once")
     return remarks + _unfreezing(estimate)

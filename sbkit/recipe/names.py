@@ -75,9 +75,10 @@ def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findin
     unknown = [key for key in new if key not in declared or type(overrides[key]) is dict]
     options = *filter(_is_text, there), *declared, *RUN_OPTIONS, *COMMAND_OPTIONS
     for key in unknown:
-        near = did_you_mean(key, (name for name in options if name not in unknown))
+        known = [name for name in options if name not in unknown]
+        near = did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75)
         findings.error("unknown-override", Place(), f"--{key}", f"{files[0][0]} has no key {key}",
-                       f"did you mean --{near}?" if near else "define that key in the YAML first")
+                       f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first")
     return unknown
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
 from sbkit.recipe.report import Section, few
+from sbkit.system.console import time_span
 
 if TYPE_CHECKING:
     from sbkit.data.plan import Plan
@@ -34,6 +35,8 @@ EFFICIENCY, GUESS = 0.35, 3.0
 TRIED, NARROWEST = 1.5, 1.05
 #: Seconds of a validation or test for those of training on the same audio, until finished runs say so.
 EVALUATION = 1.0
+#: A prediction that is off by more than this, in the median of all, is not right.
+RIGHT = 0.2
 #: Steps of an epoch from whose sizes those of the whole run are known.
 SAMPLED = 200
 
@@ -202,9 +205,9 @@ def section(asked: Asked, setting: Setting, steps: Steps, said: RunEstimate) -> 
     devices = setting.processes
     each = said.hours / said.low
     training = steps.steps * said.step_seconds / 3600
-    rows = [[f"hours of training, {steps.steps:,} steps of {said.step_seconds:.3g} s", *_spread(training, each)],
-            ["hours of validations and the test", *_spread(said.hours - training, each)],
-            ["hours of the run", *_spread(said.hours, each)],
+    rows = [[f"time of training, {steps.steps:,} steps of {time_span(said.step_seconds)}", *_times(training, each)],
+            ["time of validations and the test", *_times(said.hours - training, each)],
+            ["time of the run", *_times(said.hours, each)],
             [f"cost of {_some(devices, 'device')} at {asked.rate:g} an hour each",
              *_spread(said.hours * devices * asked.rate, each)]]
     watts = asked.watts.get(setting.device)
@@ -216,7 +219,11 @@ def section(asked: Asked, setting: Setting, steps: Steps, said: RunEstimate) -> 
         "kwh_at_most": watts and said.hours * devices * watts / 1000, "device": setting.device,
         "threads": setting.threads, "steps": steps.steps, "operations_per_step": steps.operations,
         "micro_batches_per_step": steps.micro_batches}
-    return Section("Price of the run", ["what", "how much", "from", "to"], rows, [_why(setting, said)], values)
+    return Section("Price of the run", ["what", "how much", "from", "to"], rows, [_why(setting, steps, said)], values)
+
+
+def _times(hours: float, factor: float) -> tuple[str, str, str]:
+    return time_span(3600 * hours), time_span(3600 * hours / factor), time_span(3600 * hours * factor)
 
 
 def _spread(value: float, factor: float) -> tuple[str, str, str]:
@@ -227,7 +234,7 @@ def _some(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
 
 
-def _why(setting: Setting, said: RunEstimate) -> str:
+def _why(setting: Setting, steps: Steps, said: RunEstimate) -> str:
     """Say in one sentence what a prediction follows from."""
     threads = f", {_some(setting.threads, 'thread')}" if setting.threads else ""
     on = f"{setting.device} in {setting.precision}{threads}"
@@ -242,18 +249,20 @@ def _why(setting: Setting, said: RunEstimate) -> str:
         if said.runs and said.trial:
             how = (f"times {said.step_seconds / said.trial:.3g}, as those of {_some(said.runs, 'finished run')} took; "
                    f"the interval holds {COVERAGE:.0%} of the errors on runs that were left out of this")
-        return f"measured: a few steps of the planned size on {on}; {how}"
+        return (f"measured: a few steps of the planned size on {on}, scaled to the {steps.audio:.3g} s of audio that a "
+                f"step of this run has on average, padding included; {how}")
     return (f"{_some(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): a step takes "
             f"its FLOPs at {EFFICIENCY:.0%} of the peak, or, if that is longer, what its launches take by the "
             f"rehearsal, with a card's driver; {wide}")
 
 
-def summary(runs: Sequence[FinishedRun]) -> str:
-    """How right the predictions of finished runs were."""
+def summary(runs: Sequence[FinishedRun]) -> tuple[str, bool]:
+    """How right the predictions of finished runs were, in words and as whether they are within ``RIGHT``."""
     said = [(run.hours, run.predicted) for run in runs if run.predicted is not None]
     if not said:
-        return f"{_some(len(runs), 'finished run')}, none of them predicted by sbkit check --price"
-    errors = [abs(hours / each.hours - 1) for hours, each in said]
+        return f"{_some(len(runs), 'finished run')}, none of them predicted by sbkit check --price", True
+    error = float(np.median([abs(hours / each.hours - 1) for hours, each in said]))
     within = sum(each.low <= hours <= each.high for hours, each in said)
-    return (f"{_some(len(runs), 'finished run')}, {len(said)} predicted: median error {np.median(errors):.0%}, "
-            f"{within} of {len(said)} within their interval")
+    how = "off by" if len(said) == 1 else "median error"
+    return (f"{_some(len(runs), 'finished run')}, {len(said)} predicted: {how} {error:.0%}, "
+            f"{within} of {len(said)} within their interval"), error <= RIGHT

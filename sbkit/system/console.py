@@ -48,6 +48,17 @@ def _cell(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
+def time_span(seconds: float) -> str:
+    """A time with two digits, in the unit in which a person would say it.
+
+    >>> time_span(0.2772), time_span(75), time_span(1200), time_span(27 * 3600)
+    ('0.28 s', '75 s', '20 min', '27 h')
+    """
+    unit, size = next(((unit, size) for unit, size in (("h", 3600), ("min", 60)) if seconds >= 1.5 * size), ("s", 1))
+    value = seconds / size
+    return f"{value:,.0f} {unit}" if value >= 9.95 or not value else f"{max(value, 0.001):.2g} {unit}"
+
+
 def _is_number(text: str) -> bool:
     return text.rstrip("%x").replace(",", "").replace(".", "", 1).lstrip("-").isdigit()
 

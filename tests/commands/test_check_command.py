@@ -22,15 +22,16 @@ def test_a_good_recipe_is_told_on_stdout(capsys):
 
 
 def test_mistakes_go_to_stderr_with_exit_code_1(capsys):
-    words = ["--d_modl", "8", "--ctc_lin.input_size=3", "--prise", "2.5"]
+    words = ["--d_modl", "8", "--ctc_lin.input_size=3", "--prise", "2.5", "--at", "8xH100"]
     assert cli.main(["check", str(SMALL), *words]) == 1
     out, err = capsys.readouterr()
     lines = err.strip().splitlines()
     assert out == "", "tables would be those of another recipe"
-    assert lines[:2] == [f"command line: error: --d_modl: {SMALL} has no key d_modl; did you mean --d_model?",
-                         f"command line: error: --prise: {SMALL} has no key prise; did you mean --price?"]
-    assert "command line: error: ctc_lin.input_size: 16 values per frame come in and 3 are expected" in lines[2]
-    assert lines[-1].startswith(f"{SMALL}: 3 errors (")
+    assert lines[:3] == [f"command line: error: --d_modl: {SMALL} has no key d_modl; did you mean --d_model?",
+                         f"command line: error: --prise: {SMALL} has no key prise; did you mean --price?",
+                         f"command line: error: --at: {SMALL} has no key at; did you mean --as?"]
+    assert "command line: error: ctc_lin.input_size: 16 values per frame come in and 3 are expected" in lines[3]
+    assert lines[-1].startswith(f"{SMALL}: 4 errors (")
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from sbkit.doctor import cards, examination, finding, folders, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, MachineFinding, Scope, run_check
+from sbkit.recipe import finished_runs
 
 SMI = """\
 | NVIDIA-SMI 550.54.14    Driver Version: 550.54.14    CUDA Version: 12.4     |
@@ -107,6 +108,34 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed,
     assert numpy == MachineFinding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
     assert soxr == MachineFinding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
     assert rest.found.endswith("1 of the 3 that it needs fit: tqdm 4.70")
+
+
+def test_a_checkout_that_is_not_installed_says_so_in_words(installed, monkeypatch):
+    def missing(name):
+        raise examination.metadata.PackageNotFoundError(name)
+
+    installed()
+    for asked in ("requires", "metadata"):
+        monkeypatch.setattr(examination.metadata, asked, missing)
+    found = only(examination.needed)
+    assert (found.verdict, found.fix) == (NOTE, "pip install -e . in its folder, or make install")
+    assert "not installed, so what it needs is not known" in found.found
+    assert only(examination.python).verdict == OK
+
+
+@pytest.mark.parametrize(("hours", "verdict", "said"), [
+    ((), OK, "0 finished runs, none of them predicted"),
+    ((1.15,), OK, "1 finished run, 1 predicted: off by 15%, 1 of 1 within their interval"),
+    ((1.46,), NOTE, "1 finished run, 1 predicted: off by 46%, 1 of 1 within their interval"),
+    ((1.46, 1.1, 0.9), OK, "3 finished runs, 3 predicted: median error 10%, 3 of 3 within their interval")])
+def test_predictions_are_right_within_what_the_page_says(monkeypatch, hours, verdict, said):
+    steps = finished_runs.Steps(20e9, 1, 20.0, 100, 400.0, "CTC")
+    runs = [finished_runs.FinishedRun(finished_runs.Setting("a CPU", "bf16", 1, 1), steps, 1.0, each,
+                                      finished_runs.RunEstimate(1.0, 1.0, 0.5, 2.0, "trial")) for each in hours]
+    monkeypatch.setattr(finished_runs, "read", lambda: runs)
+    found = only(examination.predictions)
+    assert found.verdict == verdict and found.found.startswith(said)
+    assert ("within 20%" in found.fix) == (verdict == NOTE)
 
 
 def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(says, monkeypatch):

@@ -46,17 +46,27 @@ def test_one_that_was_tried_and_fits_is_not(needs_nine):
 
 
 @pytest.mark.parametrize("audio, shown", [
-    ((), {"hours per 100 hours of audio, one cpu": "50.0"}),
-    ((2000.0, 1, 10), {"hours per epoch, 2,000.0 h of audio, one cpu": "1,000.0",
-                       "hours of the run, 10 epochs, one cpu": "10,000.0"}),
-    ((0.03, 33, 4), {"hours per epoch, 0.99 h of audio, 33 times 0.03 h, one cpu": "0.49",
-                     "hours of the run, 4 epochs, one cpu": "2.0"}),
+    ((), {"time for 100 hours of audio, one cpu": "50 h"}),
+    ((2000.0, 1, 10), {"time of an epoch, 2,000 h of audio, one cpu": "1,000 h",
+                       "time of the run, 10 epochs, one cpu": "10,000 h"}),
+    ((0.03, 33, 4), {"time of an epoch, 59 min of audio, 33 times 1.8 min, one cpu": "30 min",
+                     "time of the run, 4 epochs, one cpu": "2 h"}),
 ])
-def test_hours_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_through_its_corpus(audio, shown):
+def test_times_are_those_of_an_epoch_and_of_the_run_however_often_it_goes_through_its_corpus(audio, shown):
     made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), 50.0, "cpu")
     section = cost.section(made, (), *audio)
-    assert {what: much for what, much in section.rows if what.startswith("hours")} == shown
+    assert {what: much for what, much in section.rows if what.startswith("time")} == shown
     assert section.values["audio_hours_per_epoch"] == (audio[0] * audio[1] if audio else None)
+
+
+@pytest.mark.parametrize(("planned", "said"), [
+    ((None, None), ["116 s of audio, takes 2.3 s; the times are this one, scaled to all audio"]),
+    ((0.02, 15.0), ["116 s of audio, takes 2.3 s", "for the price: a step of 15 s of audio takes 0.3 s"])])
+def test_what_was_measured_is_said_with_what_it_is_scaled_to(planned, said):
+    measured = cost.Measured("cpu", 116.0, 2.3, None, *planned)
+    made = cost.CostEstimate(1, 0, cost.GIB, cost.BatchCost(3, 20.0, 8 * cost.GIB, 1e9), 2.0, "cpu", measured)
+    remarks = cost.section(made).remarks
+    assert len(remarks) == len(said) and all(each.endswith(end) for each, end in zip(remarks, said, strict=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA card")

@@ -68,7 +68,7 @@ def test_a_run_is_joined_with_the_last_prediction_for_it():
     assert recorded(log())
     assert finished_runs.read()[0].predicted.hours == 0.0080
     assert price.summary(finished_runs.read()) == \
-        "1 finished run, 1 predicted: median error 3%, 1 of 1 within their interval"
+        ("1 finished run, 1 predicted: off by 3%, 1 of 1 within their interval", True)
 
 
 def test_lines_that_cannot_be_read_are_left_out():

@@ -157,11 +157,14 @@ def test_cost_and_energy_are_of_all_devices():
     card = Setting("Card", "bf16", 0, 8)
     said = RunEstimate(3.6, 10.0, 5.0, 20.0, "peak")
     table = price.section(Asked(2.5, 8, "Card", watts={"Card": 700}), card, Steps(1e12, 1, 12.0, 9000, 1.0), said)
-    assert table.rows[2:] == [["hours of the run", "10.0", "5.0", "20.0"],
+    assert table.rows[2:] == [["time of the run", "10 h", "5 h", "20 h"],
                               ["cost of 8 devices at 2.5 an hour each", "200.0", "100.0", "400.0"],
                               ["kWh at most, with 700 W a device all the time", "56.0", "28.0", "112.0"]]
     assert table.values["cost"] == 200.0 and table.values["kwh_at_most"] == 56.0
     assert "too few to fit" in table.remarks[0]
+    tiny = price.section(Asked(2.5), CPU, Steps(1e9, 1, 2.74, 26, 1.0), RunEstimate(0.005, 7.7e-5, 5e-5, 1e-4, "trial"))
+    assert [row[1] for row in tiny.rows] == ["0.13 s", "0.15 s", "0.28 s", "under 0.01"]
+    assert "scaled to the 2.74 s of audio that a step of this run has" in tiny.remarks[0]
     here = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
     assert not any("kWh" in row[0] for row in here.rows) and here.values["kwh_at_most"] is None
     for high, far in ((14.0, False), (130.0, True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import yaml
 
 from sbkit.data.audio import split_member
 from sbkit.data.delimited import read_delimited
@@ -133,6 +135,31 @@ class RunData:
         return {part: ScoredRun(some) for part, some in found.items()}
 
     @cached_property
+    def prepared_parts(self) -> dict[str, dict[str, Any]]:
+        """How each part of a mixture was prepared, by its name; empty for another corpus, and if that is gone."""
+        names = ((self.prepared or {}).get("options") or {}).get("parts") or {}
+        found = {name: _json(self.run / MANIFESTS / name / Path(PREPARED).name) for name in names}
+        return {name: part for name, part in found.items() if part is not None}
+
+    @cached_property
+    def heard(self) -> dict[str, tuple[float, float]]:
+        """The hours of each part of a mixture that training heard, and how often it went through them; those of the
+        last epoch count."""
+        return {key.removeprefix("hours "): (hours, epoch[key.replace("hours", "epochs", 1)])
+                for epoch in self.epochs for key, hours in epoch.items() if key.startswith("hours ")}
+
+    @property
+    def replayed(self) -> str:
+        """What the parts of a run are that replays what its source had learnt; empty if it doesn't."""
+        return "" if OldSet.read(self.run) is None else (
+            "Part new is what this run learns; part old is what the model that it began with had learnt, heard again "
+            "so that it isn't forgotten.")
+
+    def key(self, name: str) -> str:
+        """The value of a recipe's key as its text; empty if it has none."""
+        return plain_values(self.recipe).get(name, "")
+
+    @cached_property
     def old_test(self) -> tuple[OldSet, float] | None:
         """What the test of what a run replays was before, and what it is; None if it replays nothing."""
         known = OldSet.read(self.run)
@@ -157,6 +184,21 @@ class RunData:
     def name(self) -> str:
         """The last parts of the folder's path, enough to tell runs apart."""
         return "/".join(self.folder.resolve().parts[-3:]).lstrip("/")
+
+
+@functools.lru_cache(maxsize=4)
+def plain_values(recipe: str) -> dict[str, str]:
+    """The plain values of a recipe, which may stand under ``recipe``, where another is included."""
+    try:
+        root = yaml.compose(recipe, yaml.SafeLoader)
+    except yaml.YAMLError:
+        return {}
+    found: dict[str, str] = {}
+    for key, node in root.value if isinstance(root, yaml.MappingNode) else ():
+        inside = node.value if key.value == "recipe" and isinstance(node, yaml.MappingNode) else [(key, node)]
+        found |= {each.value: given.value for each, given in inside if isinstance(given, yaml.ScalarNode)
+                  and given.tag.startswith("tag:yaml.org,2002:") and not given.tag.endswith(":null")}
+    return found
 
 
 def percent(share: float, digits: int = 0) -> str:

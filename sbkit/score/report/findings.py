@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from sbkit.score.old_set import OLD
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.groups import UtteranceGroup, breakdown
 
@@ -94,12 +95,13 @@ class RunFinding(NamedTuple):
 
 def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFinding]:
     """List what stands out in a run, the most important first."""
-    found = [*_warnings(run), *_forgot(run), *_training(run), *_data(run)]
+    forgot = list(_forgot(run))
+    found = [*_warnings(run), *forgot, *_training(run), *_data(run)]
     if run.results is not None and run.results.characters.rate >= _DEAF:
         found += _recognises_nothing(run, run.results)
     elif run.results is not None and run.results.edits.sum():
-        found += [*_labels(run.results, suspects), *_groups(run.results), *_kinds(run.results), *_words(run.results),
-                  *_non_words(run, run.results)]
+        found += [*_labels(run.results, suspects), *_groups(run.results, {OLD} if forgot else ()),
+                  *_kinds(run.results), *_words(run.results), *_non_words(run, run.results)]
     return sorted(found, key=lambda finding: -finding.weight)[:MOST]
 
 
@@ -116,9 +118,10 @@ def _forgot(run: RunData) -> Iterator[RunFinding]:
     """Yield that a model is worse on what it had learnt before this run."""
     known, value = run.old_test or (None, math.nan)
     if known is not None and known.is_worse(value):
+        average = run.key("average_checkpoints")
+        offer = known.offer(run.run, int(average) if average.isdecimal() else 1)
         yield RunFinding(math.inf, "The model forgot what it had learnt before", f"{known.describe(value)}. A larger "
-                         "replay may help, or a mean with the old weights, which the end of log.txt offers if that "
-                         "saves it.", "curves")
+                         "replay may help" + (f"; {offer}." if offer else "."), "curves")
 
 
 def _recognises_nothing(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
@@ -141,11 +144,13 @@ def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[Ru
             100 * errors * results.totals[0] / results.totals[1])
 
 
-def _groups(results: ScoredRun) -> Iterator[RunFinding]:
+def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
+    """Yield the groups that stand out; ``known``: parts of a mixture of which another finding says more."""
     found = breakdown(results)
     total = results.totals[0]
     for kind, groups in {"duration": found.durations, **found.values}.items():
-        worst = max((group for group in groups if _stands_out(group, total)), key=lambda g: _excess(g), default=None)
+        worst = max((group for group in groups if _stands_out(group, total) and
+                     not (kind == "corpus" and group.label in known)), key=lambda g: _excess(g), default=None)
         if worst is not None and worst.rest is not None:
             share, words = worst.edits / total, worst.words / results.totals[1]
             label = worst.label if kind == "duration" else f"{kind} “{worst.label}”"

@@ -47,13 +47,15 @@ class Breakdown(NamedTuple):
     durations: list[UtteranceGroup]
     values: dict[str, list[UtteranceGroup]]  # by column name of the corpus
     speakers: list[UtteranceGroup]  # the hardest first
+    alike: dict[str, list[str]]  # by column name: further columns that divide the test set in the same groups
 
 
 @lru_cache(maxsize=4)
 def breakdown(results: ScoredRun) -> Breakdown:
     """Compute all groups, once for all sections of the page."""
-    values = {name: by_value(results, column, name) for name, column in columns(results).items()}
-    return Breakdown(by_duration(results), values, by_speaker(results))
+    found, alike = columns(results)
+    values = {name: by_value(results, column, name) for name, column in found.items()}
+    return Breakdown(by_duration(results), values, by_speaker(results), alike)
 
 
 def by_duration(results: ScoredRun) -> list[UtteranceGroup]:
@@ -67,17 +69,20 @@ def by_duration(results: ScoredRun) -> list[UtteranceGroup]:
     return groups
 
 
-def columns(results: ScoredRun) -> dict[str, list[str]]:
-    """The corpus columns with more than one value, without one that divides as another does: name -> N values."""
+def columns(results: ScoredRun) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The corpus columns with more than one value, name -> N values, and those that divide as one of these does."""
     found: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.heard for key in one.meta)]):
         values = [one.meta.get(name, "") for one in results.heard]
         count = len(set(values))
-        if any(len(set(other)) == count == len({*zip(values, other, strict=True)}) for other in found.values()):
-            continue
-        if 2 <= count <= _MAX_VALUES or (name == "accent" and count > 1):
+        same = next((name for name, other in found.items()
+                     if len(set(other)) == count == len({*zip(values, other, strict=True)})), None)
+        if same is not None:
+            alike.setdefault(same, []).append(name)
+        elif 2 <= count <= _MAX_VALUES or (name == "accent" and count > 1):
             found[name] = values
-    return found
+    return found, alike
 
 
 def by_value(results: ScoredRun, values: Sequence[str], name: str = "") -> list[UtteranceGroup]:

@@ -5,21 +5,20 @@ It has no paths of the machine that trained, since it is made to be shown.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import yaml
-
+from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 from sbkit.score.report import data
 from sbkit.score.report.data import RunData
 from sbkit.score.significance import interval
 from sbkit.system import untrusted
-from sbkit.system.console import atomic_write
+from sbkit.system.console import atomic_write, time_span
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def write(run: RunData) -> None:
 
 def of_run(run: RunData) -> str:
     """Make the README.md of a run's folder."""
-    shown = [f"# {_key(run, 'experiment') or run.folder.resolve().name}",
+    shown = [f"# {run.key('experiment') or run.folder.resolve().name}",
              "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, "
              "and `sbkit export` makes what can be used elsewhere."]
     return "\n\n".join([_front(run), *shown, *_sections(run, _old_test(run))]) + "\n"
@@ -60,7 +59,7 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpo
     except SbkitError as error:  # of its log or its test: the model is compared and whole
         logger.warning("The bundle's model card has nothing of its training: %s", error.message)
         return readme
-    tested = int(_key(run, "average_checkpoints") or 1)
+    tested = int(run.key("average_checkpoints") or 1)
     same = (checkpoint, mean_of, mean) == ("best", tested, None)
     remark = "" if same else (f"The run tested {_checkpoints('best', tested)}, and this bundle has "
                               f"{_checkpoints(checkpoint, mean_of, mean)}.")
@@ -74,7 +73,7 @@ def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:
 
 def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     """The front matter, as the Hub reads it: JSON's texts and lists are YAML's."""
-    language, started = _key(run, "language"), [name for name, _ in _started_from(run) if _on_hub(name)]
+    language, started = run.key("language"), [name for name, _ in _started_from(run) if _on_hub(name)]
     licences = {licence for _, licence in _started_from(run)}
     values: dict[str, object] = {"tags": ["sbkit", "speechbrain"]}
     if re.fullmatch(r"[a-z]{2,3}", language):
@@ -93,11 +92,7 @@ def _sections(run: RunData, *remarks: str) -> list[str]:
     if figures := _figures(run):
         parts += ["## Figures", figures, *filter(None, remarks)]
     if run.prepared:
-        rows = [(name, f"{part['kept']:,}", f"{part['hours']:.2f}") for name, part in run.prepared["splits"].items()]
-        source = run.prepared["source"]
-        where = f" ({source['where']})" if _on_hub(source["where"]) else ""
-        parts += ["## Trained and tested on", source["kind"] + where,
-                  _table(("split", "recordings", "hours"), rows)]
+        parts += ["## Trained and tested on", *_corpora(run, run.prepared)]
     if started := _started_from(run):
         parts += ["## Started from", "\n".join(
             f"- {_SOURCES[key]}: {name if _on_hub(name) else Path(name).name}, "
@@ -106,6 +101,30 @@ def _sections(run: RunData, *remarks: str) -> list[str]:
     if facts := _training(run):
         parts += ["## Training", _table(("what", "how much"), facts)]
     return parts
+
+
+def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
+    """What the corpus is; of a mixture what each part is, and how much of it was heard."""
+    def much(part: Mapping[str, Any], split: str) -> str:
+        entry = part["splits"].get(split)
+        return f"{entry['kept']:,} ({time_span(3600 * entry['hours'])})" if entry else ""
+
+    if not run.prepared_parts:
+        return [_source(prepared), _table(("split", "recordings"), [(split, much(prepared, split))
+                                                                    for split in prepared["splits"]])]
+    rows, whole = [], sum(hours for hours, _ in run.heard.values()) or 1
+    for name, part in run.prepared_parts.items():
+        hours, times = run.heard.get(name, (0.0, 0.0))
+        rows.append((name, _source(part), part["options"].get("language") or "",
+                     *(much(part, split) for split in SPLITS),
+                     f"{time_span(3600 * hours)}, {times:.1f} times, {100 * hours / whole:.0f} % of the audio"))
+    said = [f"{run.replayed} Its share of every step (replay) is {run.key('replay')}."] if run.replayed else []
+    return [*said, _table(("part", "corpus", "language", *SPLITS, "heard in training"), rows)]
+
+
+def _source(prepared: Mapping[str, Any]) -> str:
+    source = prepared["source"]
+    return source["kind"] + (f" ({source['where']})" if _on_hub(source["where"]) else "")
 
 
 def _figures(run: RunData) -> str:
@@ -134,7 +153,7 @@ def _training(run: RunData) -> list[tuple[str, ...]]:
     seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if run.epochs:
         rows += [("epochs", str(len(run.epochs))), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
-                 ("minutes", f"{seconds / 60:.3g}")]
+                 ("time", time_span(seconds))]
     versions = start.get("environment") or {}
     return rows + [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]
 
@@ -143,33 +162,13 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))
 
 
-def _key(run: RunData, name: str) -> str:
-    """The value of a recipe's key as its text; empty if it has none."""
-    return _plain_values(run.recipe).get(name, "")
-
-
-@functools.lru_cache(maxsize=4)
-def _plain_values(recipe: str) -> dict[str, str]:
-    """The plain values of a recipe, which may stand under ``recipe``, where another is included."""
-    try:
-        root = yaml.compose(recipe, yaml.SafeLoader)
-    except yaml.YAMLError:
-        return {}
-    found: dict[str, str] = {}
-    for key, node in root.value if isinstance(root, yaml.MappingNode) else ():
-        inside = node.value if key.value == "recipe" and isinstance(node, yaml.MappingNode) else [(key, node)]
-        found |= {each.value: given.value for each, given in inside if isinstance(given, yaml.ScalarNode)
-                  and given.tag.startswith("tag:yaml.org,2002:") and not given.tag.endswith(":null")}
-    return found
-
-
 def _started_keys(run: RunData) -> list[str]:
-    return [key for key in _SOURCES if _key(run, key)]
+    return [key for key in _SOURCES if run.key(key)]
 
 
 def _started_from(run: RunData) -> list[tuple[str, str]]:
     """What the run started from, each with its licence where a card of it is on this machine."""
-    return [(name, _licence(name)) for name in (_key(run, key) for key in _started_keys(run))]
+    return [(name, _licence(name)) for name in (run.key(key) for key in _started_keys(run))]
 
 
 def _on_hub(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sbkit.score import chunk_size
@@ -18,13 +18,15 @@ from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel
 from sbkit.score.report.groups import UtteranceGroup
 from sbkit.score.results import Player, ScoredRecording
-from sbkit.score.significance import interval
+from sbkit.score.significance import RATES, interval
+from sbkit.system.console import time_span
 
 WORDS_SHOWN = 14
 EXAMPLES_SHOWN = 10
 #: Colours of the parts of a step, the same in every run.
 PARTS = {"data": 2, "copy": 9, "features": 3, "forward": 1, "loss": 5, "backward": 4, "all-reduce": 6, "optimizer": 7,
          "other": 8}
+COLOURS = 9  # of the page
 _OF_EVALUATIONS = ("checkpoints", "manifest", "precision", "device", "devices", "real_time_factor")
 #: Names in the lines of epochs that differ from those in the lines within epochs.
 _OF_EPOCHS = {"loss": "train_loss"}
@@ -65,7 +67,7 @@ def tiles(run: RunData) -> Markup:
         cells += [
             _tile("Sentences right", percent(1 - summary["SER"] / 100, 1),
                   f"{summary['num_scored_sents'] - summary['num_erroneous_sents']} of {len(run.results)}"),
-            _tile("Test set", _hours(run.results.hours * 3600),
+            _tile("Test set", time_span(run.results.hours * 3600),
                   f"{len(run.results)} utterances, {summary['num_scored_tokens']} words"),
         ]
     sure = run.estimate
@@ -77,7 +79,7 @@ def tiles(run: RunData) -> Markup:
     if trained:
         steps = run.epochs[-1].get("step", 0)
         epochs = "1 epoch" if len(run.epochs) == 1 else f"{len(run.epochs)} epochs"
-        cells.append(_tile("Training", _hours(trained), f"{epochs}, {steps:,} steps"))
+        cells.append(_tile("Training", time_span(trained), f"{epochs}, {steps:,} steps"))
     speed = run.epochs[-1].get("audio_s_per_s") if run.epochs else None
     if speed:
         cells.append(_tile("Training speed", f"{speed:.3g}\N{NO-BREAK SPACE}s/s", _speed_details(run.epochs[-1])))
@@ -131,8 +133,7 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
 
     drawn = [
         charts.curves("Loss", curve("loss", "training") + curve("valid_loss", "validation", 2), ticks),
-        charts.curves("Error rates on dev", curve("valid_WER", "WER") + curve("valid_CER", "CER", 3), ticks, unit=" %"),
-        *(charts.curves(f"{name} on dev", curve(f"valid_{name}", name), ticks) for name in _numbers(run)),
+        *_on_dev(run, curve, ticks),
         charts.curves("Learning rate", curve("lr", "learning rate"), ticks),
         charts.curves("Throughput", curve("audio_s_per_s", "audio s/s"), ticks, unit=" s/s",
                       note="Seconds of audio per second of training, all devices together."),
@@ -144,21 +145,33 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
     return section("curves", "Training", tag("div", drawn, class_="charts"), _heard(run), lead=lead) if drawn else None
 
 
+def _on_dev(run: RunData, curve: Callable[[str, str, int], list[Series]],
+            ticks: list[tuple[float, str]]) -> list[Markup | None]:
+    """Chart what validations gave: WER and CER in one, or each number with a curve for each part of a mixture."""
+    names = sorted({key.removeprefix("valid_") for epoch in run.epochs for key in epoch if key.startswith("valid_")}
+                   - {"loss", "unread"}, key=lambda name: (name != "WER", name != "CER", name))
+    parts = {name: found for name in names if (found := [each for each in names if each.startswith(f"{name} ")])}
+    shown: dict[str, list[Series]] = {}
+    for name in names:
+        if name in parts:
+            shown[f"{name} on dev"] = [series for number, each in enumerate(parts[name]) for series in
+                                       curve(f"valid_{each}", each.removeprefix(f"{name} "), 1 + number % COLOURS)]
+        elif name in RATES:
+            shown.setdefault("Error rates on dev", []).extend(curve(f"valid_{name}", name, 1 if name == "WER" else 3))
+        elif not any(name in found for found in parts.values()):
+            shown[f"{name} on dev"] = curve(f"valid_{name}", name, 1)
+    rates = {"Error rates on dev", *(f"{name} on dev" for name in RATES)}
+    return [charts.curves(title, series, ticks, unit=" %" if title in rates else "")
+            for title, series in shown.items()]
+
+
 def _heard(run: RunData) -> Markup | None:
-    """The hours of each part of a mixture that training heard, and how often it went through them."""
-    heard = {key.removeprefix("hours "): (hours, epoch[key.replace("hours", "epochs", 1)])
-             for epoch in run.epochs for key, hours in epoch.items() if key.startswith("hours ")}  # the last of each
-    rows = [tag("tr", tag("th", part, scope="row"), tag("td", f"{hours:.2f}"), tag("td", f"{times:.1f}"))
-            for part, (hours, times) in heard.items()]
-    head = tag("tr", *(tag("th", name) for name in ("part of the mixture", "hours heard", "times gone through")))
-    return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="plain"), class_="scroll") \
-        if rows else None
-
-
-def _numbers(run: RunData) -> list[str]:
-    """The names of validation results that have no chart of their own."""
-    names = {key.removeprefix("valid_") for epoch in run.epochs for key in epoch if key.startswith("valid_")}
-    return sorted(names - {"loss", "WER", "CER", "unread"})
+    """How much of each part of a mixture training heard, and how often it went through it."""
+    rows = [tag("tr", tag("th", part, scope="row"), tag("td", time_span(3600 * hours)), tag("td", f"{times:.1f}"))
+            for part, (hours, times) in run.heard.items()]
+    head = tag("tr", *(tag("th", name) for name in ("part of the mixture", "heard", "times gone through")))
+    return text(tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="plain"), class_="scroll"),
+                run.replayed and tag("p", run.replayed, class_="note")) if rows else None
 
 
 def _curve(run: RunData, key: str, name: str, colour: int, other: bool = False) -> list[Series]:
@@ -226,12 +239,13 @@ def _player(each: Player, clips: AudioEmbedder) -> Markup:
 
 def where(results: ScoredRun, other: ScoredRun | None) -> Markup:
     """Show WER by duration, by the corpus's metadata, and by speaker."""
-    durations, values, speakers = groups.breakdown(results)
+    durations, values, speakers, alike = groups.breakdown(results)
     before = None if other is None else groups.breakdown(other)
     blocks = [charts.bars("By duration", durations, mean=results.words.rate,
                           note="Dashed line: this run's whole test set. Whiskers: 95 % interval.")]
     for name, found in values.items():
-        blocks.append(_table(f"By {name}", found, before.values.get(name, []) if before else []))
+        same = f"The same groups by {', '.join(alike[name])}." if name in alike else ""
+        blocks.append(_table(f"By {name}", found, before.values.get(name, []) if before else [], same))
     if speakers:
         few = len(speakers) <= groups.SPEAKERS_SHOWN
         title = "By speaker" if few else f"The {groups.SPEAKERS_SHOWN} hardest of {len(speakers)} speakers"
@@ -243,7 +257,8 @@ def where(results: ScoredRun, other: ScoredRun | None) -> Markup:
     return section("where", "Where the errors are", tag("div", blocks, class_="columns"), lead=lead)
 
 
-def _table(title: str, rows: Sequence[UtteranceGroup], before: Sequence[UtteranceGroup] = ()) -> Markup:
+def _table(title: str, rows: Sequence[UtteranceGroup], before: Sequence[UtteranceGroup] = (),
+           note: str = "") -> Markup:
     shown = {group.label for group in rows}
     earlier = {group.label: group.rate for group in before if group.label in shown}
     top = max([group.high or group.rate for group in rows] + [*earlier.values(), 1e-9])
@@ -261,7 +276,8 @@ def _table(title: str, rows: Sequence[UtteranceGroup], before: Sequence[Utteranc
                          tag("td", f"{group.rate:.1f}"), tag("td", group.utterances, class_="dim")))
     head = tag("tr", tag("th"), tag("th"), tag("th", "WER %"), tag("th", "n"))
     return tag("figure", tag("figcaption", title),
-               tag("table", tag("thead", head), tag("tbody", lines), class_="groups"))
+               tag("table", tag("thead", head), tag("tbody", lines), class_="groups"),
+               note and tag("p", note, class_="note"))
 
 
 def confused(results: ScoredRun) -> Markup | None:
@@ -351,9 +367,9 @@ def data(run: RunData) -> Markup | None:
         return None
     splits = run.prepared["splits"]
     rows = [tag("tr", tag("th", name, scope="row"), tag("td", f"{entry['rows']:,}"), tag("td", f"{entry['kept']:,}"),
-                tag("td", f"{entry['hours']:.2f}"), tag("td", f"{entry['rows'] - entry['kept']:,}"))
+                tag("td", time_span(3600 * entry["hours"])), tag("td", f"{entry['rows'] - entry['kept']:,}"))
             for name, entry in splits.items()]
-    head = tag("tr", *(tag("th", name) for name in ("split", "rows", "kept", "hours", "left out")))
+    head = tag("tr", *(tag("th", name) for name in ("split", "rows", "kept", "length", "left out")))
     reasons = [_reason(split, reason, entry, run.prepared.get("options", {}))
                for split, part in splits.items() for reason, entry in part["left_out"].items()]
     strange = [tag("p", f"{split}: outside the alphabet: ", _counted(part["outside_alphabet"]), class_="note")
@@ -366,7 +382,7 @@ def data(run: RunData) -> Markup | None:
 
 def _reason(split: str, reason: str, entry: dict[str, Any], options: dict[str, Any]) -> Markup:
     examples = [tag("li", example) for example in entry["examples"][:EXAMPLES_SHOWN]]
-    much = f": {entry['count']:,} rows, {entry['hours']:.2f} h"
+    much = f": {entry['count']:,} rows, {time_span(3600 * entry['hours'])}"
     limits = {"min_duration": "?", "max_duration": "?", "short_text": "?", **options}
     what = REASONS.get(reason, reason).format_map(limits)
     return tag("details", tag("summary", f"{split}, ", tag("b", what), much), tag("ul", examples, class_="examples"))
@@ -410,9 +426,3 @@ def _plain(value: object) -> object:
 def _facts(facts: dict[str, Any]) -> Markup:
     return tag("dl", [text(tag("dt", name.replace("_", " ")), tag("dd", value)) for name, value in facts.items()],
                class_="facts-list")
-
-
-def _hours(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

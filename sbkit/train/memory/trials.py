@@ -225,12 +225,14 @@ def measurement(request: arguments.CommandLine, planned: bool = False) -> Callab
             seconds = made.edges[-1]
             batch = made.batch(max(1, int(made.batching.max_batch_seconds / seconds)), seconds)
             measured = time_steps(made.brain.try_batch, batch, device)
-            return replace(measured, planned=_time_planned(made)) if planned else measured
+            each, audio = _time_planned(made) if planned else (None, None)
+            return replace(measured, planned=each, planned_seconds=audio)
     return measure
 
 
-def _time_planned(made: Trial) -> float:
-    """Return the seconds for a second of audio in steps of one micro-batch of the run, without waiting for a core.
+def _time_planned(made: Trial) -> tuple[float, float]:
+    """Return the seconds for a second of audio in steps of one micro-batch of the run, without waiting for a core, and
+    the audio of these steps.
 
     The fastest cycle counts.
     """
@@ -248,7 +250,7 @@ def _time_planned(made: Trial) -> float:
             made.brain.try_batch(batch)
         wait()
         times.append((time.perf_counter() - started) * (1 - (contention.share() or 0.0)))
-    return min(times[1:]) / CYCLE / batch.padded_seconds
+    return min(times[1:]) / CYCLE / batch.padded_seconds, batch.padded_seconds
 
 
 def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device) -> Measured:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import huggingface_hub
 import pytest
@@ -65,17 +66,37 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
     utterances.write(run / "test_utterances.jsonl", heard)
     assert "| WER | " in model_card.of_run(read(run)), "the column of another corpus names no parts"
     prepared = run / "manifests" / "prepare_report.json"
-    prepared.write_text(prepared.read_text().replace("Common Voice", "mixture"))
+    whole = json.loads(prepared.read_text())
+    for part, language in (("old", "en"), ("new", "de")):
+        (run / "manifests" / part).mkdir()
+        (run / "manifests" / part / prepared.name).write_text(json.dumps(whole | {"options": {"language": language}}))
+    prepared.write_text(json.dumps(whole | {"source": {"kind": "mixture", "where": "new, old"},
+                                            "options": {"parts": {"new": {}, "old": {}}}}))
+    (run / "hyperparams.yaml").write_text("replay: 0.25\naverage_checkpoints: 5\n")
     OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"time": 1.8e9, "kind": "test", "test_WER old": 90.0}) + "\n")
+        for epoch in (1, 2):
+            file.write(json.dumps({"kind": "epoch", "epoch": epoch, "step": 20 * epoch, "hours new": 1.5 * epoch,
+                                   "epochs new": epoch, "hours old": 0.5 * epoch, "epochs old": 0.3 * epoch,
+                                   "valid_WER new": 9.0, "valid_WER old": 19.0, "valid_CER new": 2.0}) + "\n")
     write_report(run)
     card, page = (run / "README.md").read_text(), (run / "report.html").read_text()
     assert "WER 90.00 on the old test, beyond the interval of what it was before: 5.00 (4.00 to 6.00)." in card
     for part in ("old", "new"):
         value = ScoredRun([one for one in heard if one.meta["corpus"] == part]).words.rate
         assert f"| WER {part} | {value:.2f} % |" in card and f"Word error rate of {part}" in page
-    assert "| WER | " not in card and "Corpus “old”" in page and "Language “en”" not in page
+    assert "| WER | " not in card and "Corpus “old”" not in page, "it is said that it forgot"
+    assert "| new | Common Voice | de | 90 (1.5 h) |  |  | 3 h, 2.0 times, 75 % of the audio |" in card
+    assert "| old | Common Voice | en | 90 (1.5 h) |  |  | 60 min, 0.6 times, 25 % of the audio |" in card
+    assert "part old is what the model that it began with had learnt" in card and "(replay) is 0.25." in card
+    assert "part old is what the model that it began with had learnt" in page
+    titles = re.findall(r"<figcaption>([^<]*)", page)
+    assert [title for title in titles if title.endswith("on dev")] == ["WER on dev", "CER on dev"]
+    assert "The same groups by language." in page and "--mean" not in page
+    OldSet("WER", True, 5.0, (4.0, 6.0), 0.5, 5.5, 9.0).write(run)
+    write_report(run)
+    assert f"sbkit export {run} --to BUNDLE --mean 0.5 --average 5 exports" in (run / "report.html").read_text()
     assert "The model forgot" in model_card.of_bundle("# words\n", run, None, old_test="The model forgot")
 
 

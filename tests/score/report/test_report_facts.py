@@ -32,7 +32,7 @@ def results():
 
 def test_groups_hold_every_utterance_once(results):
     kinds = [groups.by_duration(results), groups.by_speaker(results),
-             *(groups.by_value(results, values, name) for name, values in groups.columns(results).items())]
+             *(groups.by_value(results, values, name) for name, values in groups.columns(results)[0].items())]
     assert len(kinds) == 5
     for found in kinds:
         assert sum(group.utterances for group in found) == len(results)
@@ -40,6 +40,14 @@ def test_groups_hold_every_utterance_once(results):
         assert sum(group.edits for group in found) == results.edits.sum()
         for group in found:
             assert group.low is None or group.low <= group.rate <= group.high
+
+
+def test_a_column_that_divides_as_another_is_named_with_it():
+    heard = [dataclasses.replace(one, meta={"corpus": ("new", "old")[i % 2], "language": ("de", "en")[i % 2],
+                                            "age": ("teens", "fifties", "")[i % 3]})
+             for i, one in enumerate(run_folders.told(30))]
+    found = groups.breakdown(ScoredRun(heard))
+    assert (list(found.values), found.alike) == (["age", "corpus"], {"corpus": ["language"]})
 
 
 def test_durations_lie_in_their_group():

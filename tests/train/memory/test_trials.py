@@ -104,4 +104,4 @@ def test_measured_steps_stand_in_the_bill(capsys, monkeypatch):
 
     monkeypatch.setattr(trials, "STEPS", 1)
     assert cli.main(["check", str(SMALL), "--measure", "--device", "cpu"]) == 0
-    assert "measured: a step of 40 s of audio takes" in capsys.readouterr().out
+    assert "the largest micro-batch that max_batch_seconds allows, 40 s of audio, takes" in capsys.readouterr().out
