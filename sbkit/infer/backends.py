@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -89,9 +91,7 @@ class Torch:
 
         attention_kernel.leave_cudnn()
         tf32.allow_tf32(False)  # as for ONNX Runtime
-        # torch 2.11 crashes in a later backward, of whichever thread, if a program is loaded by one that ends and no
-        # gradient was computed there before.
-        torch.ones(1, requires_grad=True).sum().backward()
+        _use_stand_ins_first()
         if threads:
             torch.set_num_threads(threads)
         else:
@@ -178,6 +178,24 @@ def compiled(module: torch.nn.Module, mode: str, worker: Worker) -> Callable[...
                              hint="load the bundle before anything else compiles, or in a separate process") from None
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _SHAPES)
     return torch.compile(module, mode=mode, dynamic=False)
+
+
+@functools.cache
+def _use_stand_ins_first() -> None:
+    """Let a thread that never ends be the first to use torch's stand-ins.
+
+    If that one, which loads a program, has ended, torch 2.11 crashes in a later load or backward of any thread.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def stay() -> None:
+        with FakeTensorMode():
+            used.set()
+        threading.Event().wait()
+
+    used = threading.Event()
+    threading.Thread(target=stay, name="sbkit-stand-ins", daemon=True).start()
+    used.wait()
 
 
 def _loaded(path: Path) -> torch.export.ExportedProgram:

@@ -79,12 +79,12 @@ def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
 
 
 @pytest.mark.slow
-def test_a_process_can_train_after_a_program_was_closed(bundle):
-    """Without a gradient in the worker before it loads, torch 2.11 crashes in about every other process."""
-    code = (f"import torch; from sbkit.infer.engine import Engine; Engine({str(bundle)!r}, 'torch', 'cpu').close(); "
-            "torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()")
-    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
-    assert [each.wait() for each in running] == [0, 0, 0]
+def test_a_process_can_load_and_train_after_a_program_was_closed(bundle):
+    """torch 2.11 crashes there if the thread that was the first to use its stand-ins has ended."""
+    code = f"""import torch; from sbkit.infer.engine import Engine
+for _ in range(2): Engine({str(bundle)!r}, 'torch', 'cpu').close()
+torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_an_engine_that_is_forgotten_ends_its_thread(bundle):
