@@ -59,7 +59,8 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
     """Write ``reproduce.json`` of a run that has just been tested; ``log``: the lines of its metrics.jsonl."""
     folder = keys.folder
     lines = _recipe((folder / RECIPE).read_text(encoding="utf-8"))
-    starts = [line for line in log if line["kind"] == "run"]
+    trained = max((i for i, line in enumerate(log) if line["kind"] == "epoch"), default=len(log))
+    starts = [line for line in log[:trained] if line["kind"] == "run"]  # later ones tested only
     run = starts[-1]
     options = request.run_opts
     found = {

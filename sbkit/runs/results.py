@@ -15,7 +15,9 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs
 from sbkit.recipe.arguments import CommandLine
 from sbkit.runs import reproduction
+from sbkit.runs.begun import steps_begun
 from sbkit.runs.keys import TaskKeys
+from sbkit.runs.start_guard import StartGuard
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, describe_unread
 from sbkit.score.run_files import METRICS, RECIPE, TESTED
@@ -51,9 +53,19 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
 _SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config"}
 
 
-def finished(keys: TaskKeys, request: CommandLine) -> str:
-    """The message for a run that was tested and has not changed since; empty if it has."""
+def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
+    """The message for a run that was tested and has not changed since; empty if it has.
+
+    Raises an error if all epochs are trained, but with other values of keys, whose record would be lost.
+    """
     folder = keys.folder
+    epochs = keys.epoch_counter.limit
+    wanted, _ = guard.changed().get("epoch_counter.limit", (epochs, epochs))  # when it was started before
+    if (changes := guard.changes()) and not request.run_opts.test_only and \
+            steps_begun(keys.checkpointer, keys.epoch_counter).finished >= max(int(wanted), epochs):
+        raise SbkitError(f"{folder} is finished, and these keys would change nothing of it: {'; '.join(changes)}",
+                         hint="choose another --output_folder, train on with a larger --number_of_epochs, or test with "
+                              "them by --test_only")
     try:
         there = json.loads((folder / TESTED).read_text(encoding="utf-8"))
     except (OSError, ValueError):

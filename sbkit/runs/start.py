@@ -86,7 +86,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
         ranks.run_on_main(preparation.save_recipe, folder, request)
     if request.check:
         ranks.run_on_main(training.before_training, recipe)
-    done = ranks.run_on_main(results.finished, recipe.keys, request)
+    done = ranks.run_on_main(results.finished, recipe.keys, request, guard)
     test_only = request.run_opts.test_only
     if done and not test_only:
         if ranks.is_main():
@@ -101,6 +101,8 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
         ranks.run_on_main(results.mark_finished, recipe.keys, request, brain.tested)
+    elif test_only:
+        guard.take_back()
     old_set.compare(brain, device)
 
 

@@ -38,8 +38,17 @@ class StartGuard:
             _drop(self.folder)
             self._here = False
 
+    def take_back(self) -> None:
+        """Restore what made the run after a test with other keys, whose results are not recorded as the run's."""
+        if self._here:
+            (self.aside / TESTED).unlink(missing_ok=True)
+            restore_previous(self.folder)
+
     def changed(self) -> dict[str, tuple[str, str]]:
-        """Each recipe value that differs from the run's previous start, before and now; none once it ``begins``."""
+        """Each recipe value that differs from the run's previous start, before and now; none once it ``begins``.
+
+        Paths in an output folder that has moved don't differ.
+        """
         if not self._here:
             return {}
         try:
@@ -47,7 +56,9 @@ class StartGuard:
         except SbkitError:  # there is no backup, or it is not readable
             return {}
         changes = {key: (before.get(key, "nothing"), now.get(key, "nothing")) for key in before | now}
-        return {key: change for key, change in changes.items() if change[0] != change[1]}
+        moved = changes.get("output_folder", ("", ""))
+        return {key: change for key, change in changes.items()
+                if change[0] != change[1] and change[0].replace(*moved) != change[1]}
 
     def changes(self) -> list[str]:
         """Descriptions of what ``changed``, keys with the same change in one."""
@@ -110,7 +121,7 @@ def restore_previous(folder: Path) -> None:
             _link(aside / path, between)
             os.replace(between, folder / path)
             between.unlink(missing_ok=True)  # still there if both were already the same file
-        logger.info("%s was restored to what it was before a start that failed", folder)
+        logger.info("%s has the recipe and the corpus again that it had before a start that trained nothing", folder)
     _drop(folder)
 
 

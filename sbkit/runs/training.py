@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
-import yaml
-from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, Checkpoint
 from speechbrain.utils.epoch_loop import EpochCounter
 
 from sbkit.data.columns import BatchColumns
@@ -26,14 +21,12 @@ from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set
+from sbkit.runs.begun import steps_begun, warn_of_lost_steps
 from sbkit.runs.keys import Bundles
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
-from sbkit.train.checkpoint import Checkpointer
-from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
 from sbkit.train.distributed import ranks
-from sbkit.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +74,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     with train_set, valid_set:
         resumed = not initial.fresh(keys)
         if not resumed:
+            warn_of_lost_steps(brain, len(plan))
             initial.load(brain)
             old_set.score_before(recipe, brain)
         brain.fit(_from_here_on(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
@@ -127,51 +121,6 @@ def _log_setup(brain: Brain, device: torch.device) -> None:
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(device),
             precision=brain.precision, parameters=parameters, environment=describe(),
         )
-
-
-class Begun(NamedTuple):
-    """What a run has done; one that only begins has done nothing.
-
-    epochs : ``number_of_epochs`` when it began. ``least_steps`` are spread over these for good, so an epoch keeps its
-        length when there are to be more of them
-    done : optimizer steps
-    finished : epochs
-    within : steps of the epoch after these
-    """
-
-    epochs: int
-    done: int = 0
-    finished: int = 0
-    within: int = 0
-
-    def steps(self, epoch_steps: int, epochs: int) -> int:
-        """The steps of the whole run if an epoch has so many from now on and ``epochs`` are wanted in all.
-
-        What is done counts as it was: with another corpus or batching, those epochs had other lengths.
-        """
-        left = epochs - self.finished
-        return self.done + (left * epoch_steps - min(self.within, epoch_steps) if left > 0 else 0)
-
-
-def steps_begun(checkpointer: Checkpointer, counter: EpochCounter) -> Begun:
-    """Read what a run has done, before anything of it is loaded.
-
-    If the newest checkpoint turns out to be damaged, an older one is loaded. The length is the same then: what is done
-    less is left more.
-    """
-    name = next((name for name, each in checkpointer.recoverables.items() if each is counter), "")
-    for checkpoint in checkpointer.find_checkpoints():
-        with contextlib.suppress(AttributeError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, NotLoaded):
-            return _read(checkpoint, name, counter)  # all these: it is damaged
-    return Begun(counter.limit)
-
-
-def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> Begun:
-    ended = checkpoint.meta.get("end-of-epoch", True)
-    state, at = TrainState(), copy.copy(counter)
-    state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
-    load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"), ended)
-    return Begun(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
 
 
 def before_run(request: CommandLine) -> None:

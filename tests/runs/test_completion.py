@@ -38,12 +38,12 @@ def started(tmp_path):
     run_folders.corpus(tmp_path / "data", train=8, dev=2, test=2)
 
     def start(*more, until=None):
-        """Its exit code, the epochs and tests it added to metrics.jsonl, and what it printed."""
+        """Its exit code, the epochs and tests it added to metrics.jsonl, and what it said."""
         before = kinds(tmp_path / "out")
         ended = program(train, str(tmp_path), *more) if until is None else program(
             train_until, until, str(tmp_path), *more)
         added = kinds(tmp_path / "out")[len(before):]
-        return ended.returncode, (added.count("epoch"), added.count("test")), ended.stdout
+        return ended.returncode, (added.count("epoch"), added.count("test")), ended.stdout or ended.stderr
 
     return start
 
@@ -71,7 +71,28 @@ def test_done_is_said_once_all_is_done_and_only_then(started, tmp_path):
     assert started("--number_of_epochs", "2")[1] == (0, 0)
     (out / "wer_test.txt").unlink()
     assert started("--number_of_epochs", "2")[1] == (0, 1)
-    assert started("--number_of_epochs", "2", "--average_checkpoints", "2")[1] == (0, 1)
+    assert started("--number_of_epochs", "2", "--average_checkpoints", "2", "--test_only")[:2] == (0, (0, 1))
+
+
+@pytest.mark.slow
+def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
+    out = tmp_path / "out"
+
+    def record():
+        made = json.loads((out / "reproduce.json").read_text())
+        return (out / "hyperparams.yaml").read_text(), made["recipe"], made["commands"], made["losses"]
+
+    assert started()[0] == 0
+    before = record()
+    code, added, said = started("--lr", "0.5")
+    assert (code, added) == (2, (0, 0)) and record() == before and (out / "tested.json").exists()
+    assert (f"{out} is finished, and these keys would change nothing of it: lr, opt_class.lr, schedule.peak: "
+            "0.003 -> 0.5; choose another --output_folder, train on with a larger --number_of_epochs") in said
+    assert started("--lr", "0.5", "--test_only")[:2] == (0, (0, 1)) and record() == before
+    assert started("--lr", "0.5")[:2] == (2, (0, 0)), "though the test was of other values"
+    assert started()[:2] == (0, (0, 1)) and record() == before
+    assert started("--number_of_epochs", "2", "--lr", "0.5")[:2] == (0, (2, 1))
+    assert "\nlr: 0.5" in record()[0] and "lr: 0.5" in record()[1] and record()[2] == 3
 
 
 @pytest.mark.slow
@@ -79,7 +100,7 @@ def test_done_is_said_once_all_is_done_and_only_then(started, tmp_path):
 def test_killed_in_its_test_it_tests_when_started_again(started, place):
     assert started("--number_of_epochs", "2")[0] == 0
     assert started("--number_of_epochs", "3", until=place)[0] == -signal.SIGKILL
-    assert started("--number_of_epochs", "2")[1] == (0, 1), "what was tested before is not what is there"
+    assert started("--number_of_epochs", "2")[:2] == (2, (0, 0)), "what was tested before is not what is there"
     assert started("--number_of_epochs", "3")[1] == (0, 1)
     assert started("--number_of_epochs", "3")[1] == (0, 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def source_of(keys: TaskKeys) -> WeightSource | None:
 
 
 def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse, before a corpus is prepared, a source that isn't there or is none, or another than the run began with.
+    """Refuse, before a corpus is prepared, a source that isn't there or is none, or another than the run had before.
 
     changed : recipe values that differ from the run's previous start, before and now
     """
@@ -55,6 +56,11 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
         if keys.init_from is not None:
             _find_source(keys)
         return
+    given = [before for name, (before, _) in changed.items()
+             if re.match(r"data_folder\b", name) and before != "nothing"]
+    if given and changed.get("data_folder", ("", ""))[1] == "null":
+        raise SbkitError(f"data_folder: it is left out, and the run in {keys.folder} was last started with "
+                         f"{', '.join(given)}", hint="give it again, or start a new run in another --output_folder")
     elsewhere = {change for name, change in changed.items() if name not in SOURCES and name.isidentifier()}
     began = arguments_of({key: before for key, (before, _) in changed.items()})
     for key in SOURCES:
@@ -66,7 +72,7 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
                 Path(before).expanduser().resolve() != Path(now).expanduser().resolve()
         if other:
             same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
-            raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} began with {before}",
+            raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} was last started with {before}",
                              hint=f"resume it {same}, or start a new run in another --output_folder")
 
 

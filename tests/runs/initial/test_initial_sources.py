@@ -477,10 +477,27 @@ def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, no
     with pytest.raises(SbkitError) as refused:
         initial.open_source(keys, {"lr": ("1", "2"), **gone, key: (before, now)})
     said = now.replace("nothing", "null")
-    assert refused.value.message == f"{key}: it is {said}, and the run in {tmp_path} began with {before}"
+    assert refused.value.message == f"{key}: it is {said}, and the run in {tmp_path} was last started with {before}"
     began = f"{'--init_from runs/b ' if gone else ''}--{key} {before}"
     same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
     assert refused.value.hint == f"resume it {same}, or start a new run in another --output_folder"
+
+
+@pytest.mark.parametrize("changed, given", [
+    ({"data_folder": ("/data/fr", "null")}, "/data/fr"),
+    ({"data_folder": ("nothing", "null"), "data_folder.train": ("a.csv", "nothing"),
+      "data_folder.test[1]": ("b.csv", "nothing")}, "a.csv, b.csv")])
+def test_a_run_that_began_does_not_go_on_by_the_default_corpus(tmp_path, changed, given):
+    with pytest.raises(SbkitError) as refused:
+        initial.open_source(SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=None), changed)
+    assert refused.value.message == (f"data_folder: it is left out, and the run in {tmp_path} was last started with "
+                                     f"{given}")
+
+
+@pytest.mark.parametrize("changed", [{}, {"data_folder": ("nothing", "null")}, {"data_folder": ("/data/fr", "/new/fr")},
+                                     {"data_folder": ("null", "/data/fr"), "data_folders": ("a", "b")}])
+def test_a_corpus_that_moved_or_never_was_named_is_no_other(tmp_path, changed):
+    initial.open_source(SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=None), changed)
 
 
 @pytest.mark.parametrize("before, now", [

@@ -1,4 +1,7 @@
-"""The length of a run is known before it resumes, whatever was stopped, extended or changed."""
+"""The length of a run is known before it resumes, whatever was stopped, extended or changed, and what was lost."""
+
+import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -7,7 +10,7 @@ from speechbrain.utils.epoch_loop import EpochCounter
 from toys import ToyBrain, ToyEvalLoader, ToyTrainLoader, brain
 
 from sbkit.data.plan import Batching, Plan
-from sbkit.runs.training import Begun, steps_begun
+from sbkit.runs.begun import Begun, steps_begun, warn_of_lost_steps
 from sbkit.train.checkpoint import Checkpointer
 
 BEGAN = 3  # epochs, of 5 steps
@@ -102,3 +105,21 @@ def test_a_checkpoint_that_does_not_say_with_how_many_epochs_it_began_is_taken_b
 def test_a_counter_that_is_not_saved_begins_anew(tmp_path):
     stopped(tmp_path, 9)
     assert steps_begun(Checkpointer(tmp_path), EpochCounter(4)) == Begun(4)
+
+
+@pytest.mark.parametrize("minutes, batches, first", [
+    (10.0, 0, "after 10 minutes (ckpt_interval_minutes), or at the end of epoch 1, after 247 steps"),
+    (0, 500, "after 500 batches (ckpt_interval_steps), or at the end of epoch 1, after 247 steps"),
+    (-1, 0, "saved at the end of epoch 1, after 247 steps")])
+@pytest.mark.parametrize("lines, lost", [
+    ([("run", None), ("loss", 1), ("step", 90), ("loss", 10)], 90), ([("run", None), ("test", 40)], None),
+    (None, None)])
+def test_what_a_start_did_that_left_no_checkpoint_is_said(tmp_path, caplog, minutes, batches, first, lines, lost):
+    toy = SimpleNamespace(keys=SimpleNamespace(folder=tmp_path), ckpt_interval_minutes=minutes,
+                          ckpt_interval_steps=batches)
+    if lines is not None:
+        (tmp_path / "metrics.jsonl").write_text("".join(
+            json.dumps({"time": 1.5, "kind": kind, "step": step}) + "\n" for kind, step in lines))
+    warn_of_lost_steps(toy, 247)
+    said = f"An earlier start of this run came to step {lost} at least and left no checkpoint"
+    assert (said in caplog.text and first in caplog.text) if lost else not caplog.text

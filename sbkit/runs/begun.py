@@ -1,0 +1,83 @@
+"""What earlier starts of a run have done: read from its checkpoints, or lost with none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+from typing import NamedTuple
+
+import yaml
+from speechbrain.utils.checkpoints import DEFAULT_LOAD_HOOKS, Checkpoint
+from speechbrain.utils.epoch_loop import EpochCounter
+
+from sbkit.score.run_files import METRICS
+from sbkit.train.brain import Brain
+from sbkit.train.checkpoint import Checkpointer
+from sbkit.train.checkpoint.state import NotLoaded, hook_for, load_recoverable
+from sbkit.train.distributed import ranks
+from sbkit.train.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+#: The step in a line of the metrics that a run writes while it trains.
+_STEP = re.compile(r'"kind": "(?:step|loss|epoch)".*?"step": (\d+)')
+
+
+class Begun(NamedTuple):
+    """What a run has done; one that only begins has done nothing.
+
+    epochs : ``number_of_epochs`` when it began. ``least_steps`` are spread over these for good, so an epoch keeps its
+        length when there are to be more of them
+    done : optimizer steps
+    finished : epochs
+    within : steps of the epoch after these
+    """
+
+    epochs: int
+    done: int = 0
+    finished: int = 0
+    within: int = 0
+
+    def steps(self, epoch_steps: int, epochs: int) -> int:
+        """The steps of the whole run if an epoch has so many from now on and ``epochs`` are wanted in all.
+
+        What is done counts as it was: with another corpus or batching, those epochs had other lengths.
+        """
+        left = epochs - self.finished
+        return self.done + (left * epoch_steps - min(self.within, epoch_steps) if left > 0 else 0)
+
+
+def steps_begun(checkpointer: Checkpointer, counter: EpochCounter) -> Begun:
+    """Read what a run has done, before anything of it is loaded.
+
+    If the newest checkpoint turns out to be damaged, an older one is loaded. The length is the same then: what is done
+    less is left more.
+    """
+    name = next((name for name, each in checkpointer.recoverables.items() if each is counter), "")
+    for checkpoint in checkpointer.find_checkpoints():
+        with contextlib.suppress(AttributeError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, NotLoaded):
+            return _read(checkpoint, name, counter)  # all these: it is damaged
+    return Begun(counter.limit)
+
+
+def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> Begun:
+    ended = checkpoint.meta.get("end-of-epoch", True)
+    state, at = TrainState(), copy.copy(counter)
+    state.load_state_dict(yaml.safe_load(checkpoint.paramfiles["brain"].read_text(encoding="utf-8")), ended)
+    load_recoverable(at, name, checkpoint.paramfiles[name], hook_for(at, None, DEFAULT_LOAD_HOOKS, "load"), ended)
+    return Begun(state.epochs or counter.limit, state.optimizer_step, at.current, state.epoch_step)
+
+
+def warn_of_lost_steps(brain: Brain, epoch_steps: int) -> None:
+    """Warn if an earlier start of a run that has no checkpoint has trained, and say when the first one comes."""
+    path = brain.keys.folder / METRICS
+    lost = [int(step) for step in _STEP.findall(path.read_text(encoding="utf-8"))] if path.is_file() else []
+    if lost and ranks.is_main():
+        minutes, batches = brain.ckpt_interval_minutes, brain.ckpt_interval_steps
+        within = f"after {minutes:g} minutes (ckpt_interval_minutes), or " if minutes > 0 else (
+            f"after {batches} batches (ckpt_interval_steps), or " if batches > 0 else "")
+        logger.warning("An earlier start of this run came to step %d at least and left no checkpoint, so that is lost "
+                       "and the run begins anew. The first checkpoint is saved %sat the end of epoch 1, after %d steps",
+                       max(lost), within, epoch_steps)
