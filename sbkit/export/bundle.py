@@ -175,7 +175,7 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
                        "utterance's end; so each will run alone")
     readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
     readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average,
-                                  request.mean, trained.facts.get("old_test", ""))
+                                  request.mean, trained.facts)
     _describe(folder, config, comparison, request.tolerance, readme)
     return comparison, config
 

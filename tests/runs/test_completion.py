@@ -80,7 +80,7 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
 
     def record():
         made = json.loads((out / "reproduce.json").read_text())
-        return (out / "hyperparams.yaml").read_text(), made["recipe"], made["commands"], made["losses"]
+        return (out / "hyperparams.yaml").read_text(), made["recipe"], made["losses"]
 
     assert started()[0] == 0
     before = record()
@@ -92,7 +92,7 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     assert started("--lr", "0.5")[:2] == (2, (0, 0)), "though the test was of other values"
     assert started()[:2] == (0, (0, 1)) and record() == before
     assert started("--number_of_epochs", "2", "--lr", "0.5")[:2] == (0, (2, 1))
-    assert "\nlr: 0.5" in record()[0] and "lr: 0.5" in record()[1] and record()[2] == 3
+    assert "\nlr: 0.5" in record()[0] and "lr: 0.5" in record()[1]
 
 
 @pytest.mark.slow

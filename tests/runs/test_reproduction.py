@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,3 +167,20 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     capsys.readouterr()
     main([*again, "--to", f"{tmp_path}/third", "--steps", "10"])
     assert "resumed with another command, and this recipe is of the last" in capsys.readouterr().out
+
+
+def test_the_machine_and_the_commands_are_those_of_starts_that_trained(tmp_path):
+    (tmp_path / "hyperparams.yaml").write_text("lr: 1\n")
+    keys = SimpleNamespace(folder=tmp_path, corpus=SimpleNamespace(load=dict))
+    request = SimpleNamespace(run_opts=SimpleNamespace(overridden_args=()))
+
+    def start(command, device="cuda:0"):
+        return {"kind": "run", "command": command, "device": device, "devices": 2, "precision": "bf16",
+                "environment": {}}
+
+    trained = [start("train"), {"kind": "loss", "step": 1, "loss": 4.0}, {"kind": "epoch"}]
+    for log, device, commands in ((trained, "cuda", 1), ([*trained, start("train --test_only", "cpu")], "cuda", 1),
+                                  ([start("killed"), *trained], "cuda", 2), ([start("all", "cpu")], "cpu", 1)):
+        reproduction.record(keys, request, SimpleNamespace(stats={}), log)
+        made = json.loads((tmp_path / "reproduce.json").read_text())
+        assert (made["device"], made["commands"]) == (device, commands)

@@ -10,12 +10,15 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
+from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.report import data
 from sbkit.score.report.data import RunData
+from sbkit.score.run_files import EVALUATIONS, MANIFESTS, RESULT
 from sbkit.score.significance import interval
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write, time_span
@@ -42,17 +45,17 @@ def of_run(run: RunData) -> str:
     shown = [f"# {run.key('experiment') or run.folder.resolve().name}",
              "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, "
              "and `sbkit export` makes what can be used elsewhere."]
-    return "\n\n".join([_front(run), *shown, *_sections(run, _old_test(run))]) + "\n"
+    return "\n\n".join([_front(run), *shown, *_sections(run, _figures(run), _old_test(run))]) + "\n"
 
 
 def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpoint: str = "best",
-              mean_of: int = 1, mean: float | None = None, old_test: str = "") -> str:
-    """Complete the README of a bundle by what its run's folder says.
+              mean_of: int = 1, mean: float | None = None, facts: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Complete the README of a bundle by what its run's folder says, with figures of the bundle's own weights only.
 
     pipeline_tag : what the Hub calls its task, if it has a name for it
     checkpoint, mean_of : which of the run's was exported
     mean : what it counts in a mean with the weights that the run began with; None: it is exported alone
-    old_test : what became of what the run replayed, if it did
+    facts : the name of that checkpoint, of how many there were, and what became of what the run replayed
     """
     try:
         run = data.read(folder)
@@ -60,10 +63,34 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpo
         logger.warning("The bundle's model card has nothing of its training: %s", error.message)
         return readme
     tested = int(run.key("average_checkpoints") or 1)
-    same = (checkpoint, mean_of, mean) == ("best", tested, None)
-    remark = "" if same else (f"The run tested {_checkpoints('best', tested)}, and this bundle has "
-                              f"{_checkpoints(checkpoint, mean_of, mean)}.")
-    return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *_sections(run, remark, old_test)]) + "\n"
+    figures, remark = _figures(run), ""
+    if figures and (checkpoint, mean_of, mean) != ("best", tested, None):
+        remark = (f"The run tested {_checkpoints('best', tested)}, and this bundle has "
+                  f"{_checkpoints(checkpoint, mean_of, mean)}")
+        figures, how = _own_figures(run, checkpoint, mean_of, mean, tested, facts)
+        remark += f"{how}."
+    sections = _sections(run, figures, remark, facts.get("old_test", ""))
+    return "\n\n".join([_front(run, pipeline_tag), readme.rstrip(), *sections]) + "\n"
+
+
+def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None, tested: int,
+                 facts: Mapping[str, Any]) -> tuple[str, str]:
+    """The table of figures of other weights than the run tested, empty without any, and where they are from or why."""
+    known = OldSet.read(run.folder)
+    if mean is not None:
+        if known is None or (checkpoint, mean_of, mean) != ("best", tested, known.share):
+            return "", ", which nobody has tested" + (" on the new test" if known else "")
+        return _table(("test", "figure"), [(f"{known.metric} {part}", f"{value:.2f}") for part, value in (
+            (OLD, known.old), ("new", known.new))]), ", which it tested too: these figures are theirs"
+    label = (checkpoint if checkpoint in ("best", "last") else str(facts.get("checkpoint"))) + (
+        f"-mean-of-{facts.get('mean_of')}" if mean_of > 1 else "")
+    for path in sorted(run.folder.glob(f"{EVALUATIONS}/*/{RESULT}")):
+        there = json.loads(path.read_text(encoding="utf-8"))
+        if (there["checkpoint"], there["checkpoints"][0]) == (label, facts.get("checkpoint")) and \
+                there["corpus"] is None and there["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own test
+            return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these figures are theirs"
+    words = "RUN" + f" --checkpoint {checkpoint}" * (checkpoint != "best") + f" --average {mean_of}" * (mean_of > 1)
+    return "", f", which nobody has tested: `sbkit evaluate {words}` does, and the next export shows it"
 
 
 def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:
@@ -87,10 +114,10 @@ def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     return "\n".join(["---", _OURS, *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
 
 
-def _sections(run: RunData, *remarks: str) -> list[str]:
+def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
     parts = []
-    if figures := _figures(run):
-        parts += ["## Figures", figures, *filter(None, remarks)]
+    if said := [*filter(None, (figures, *remarks))]:
+        parts += ["## Figures", *said]
     if run.prepared:
         parts += ["## Trained and tested on", *_corpora(run, run.prepared)]
     if started := _started_from(run):

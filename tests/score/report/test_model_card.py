@@ -97,7 +97,7 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
     OldSet("WER", True, 5.0, (4.0, 6.0), 0.5, 5.5, 9.0).write(run)
     write_report(run)
     assert f"sbkit export {run} --to BUNDLE --mean 0.5 --average 5 exports" in (run / "report.html").read_text()
-    assert "The model forgot" in model_card.of_bundle("# words\n", run, None, old_test="The model forgot")
+    assert "The model forgot" in model_card.of_bundle("# words\n", run, None, facts={"old_test": "The model forgot"})
 
 
 def test_a_bundles_readme_goes_on_with_it(run):
@@ -147,11 +147,44 @@ def test_a_run_that_is_gone_is_no_name_on_the_hub(run, tmp_path, monkeypatch):
 def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
     recipe = run / "hyperparams.yaml"
     recipe.write_text(f"{recipe.read_text()}\naverage_checkpoints: 3\n")
-    assert "this bundle has" not in model_card.of_bundle("# words\n", run, None, "best", 3)
-    assert ("The run tested the mean of 3 checkpoints (`best`), and this bundle has the checkpoint `last`."
-            in model_card.of_bundle("# words\n", run, None, "last", 1))
-    assert ("has 0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the weights that the run began with."
-            in model_card.of_bundle("# words\n", run, None, "best", 3, 0.25))
+    card = model_card.of_bundle("# words\n", run, None, "best", 3)
+    assert "this bundle has" not in card and "| WER | " in card
+    tested = "The run tested the mean of 3 checkpoints (`best`), and this bundle has "
+    for given, has in ((("last", 1), "the checkpoint `last`, which nobody has tested: `sbkit evaluate RUN --checkpoint "
+                                     "last` does, and the next export shows it."),
+                       (("best", 2), "the mean of 2 checkpoints (`best`), which nobody has tested: `sbkit evaluate RUN "
+                                     "--average 2` does, and the next export shows it."),
+                       (("best", 3, 0.25), "0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the weights that "
+                                           "the run began with, which nobody has tested.")):
+        card = model_card.of_bundle("# words\n", run, None, *given)
+        assert f"{tested}{has}" in card and "| WER | " not in card, "the figures of other weights"
+
+
+def test_a_bundle_of_other_weights_has_their_own_figures_where_they_were_measured(run):
+    recipe = run / "hyperparams.yaml"
+    recipe.write_text(f"{recipe.read_text()}\naverage_checkpoints: 3\n")
+    own = run_folders.told(seed=7, wrong=0.5)
+    made = {"run": str(run), "checkpoint": "best-mean-of-2", "checkpoints": ["CKPT+b", "CKPT+a"], "corpus": None,
+            "manifest": f"{run}/manifests/test.csv"}
+    facts = {"checkpoint": "CKPT+b", "mean_of": 2}
+
+    def figures(mean=None, average=2, **other):
+        folder = run / "evaluations" / "test-best-mean-of-2"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").write_text(json.dumps(made | other))
+        utterances.write(folder / "utterances.jsonl", own)
+        return model_card.of_bundle("# words\n", run, None, "best", average, mean, facts)
+
+    row = f"| WER | {ScoredRun(own).words.rate:.2f} % |"
+    assert row in figures() and "which `sbkit evaluate` tested: these figures are theirs." in figures()
+    for other in ({"checkpoint": "best-mean-of-2-beam10"}, {"checkpoint": "last-mean-of-2"}, {"corpus": "/data/other"},
+                  {"checkpoints": ["CKPT+c", "CKPT+a"]}, {"manifest": f"{run}/manifests/dev.csv"}, {"mean": 0.5}):
+        assert "| WER | " not in figures(**{"mean": None} | other), other
+    OldSet("WER", True, 5.0, (4.0, 6.0), 0.5, 5.5, 9.0).write(run)
+    assert "| WER old | 5.50 |\n| WER new | 9.00 |" in figures(0.5, 3)
+    for mean, average in ((0.25, 3), (0.5, 2)):
+        card = figures(mean, average)
+        assert "| WER" not in card and "which nobody has tested on the new test." in card
 
 
 def test_a_readme_that_somebody_wrote_stays_and_a_card_is_written_again(run):
