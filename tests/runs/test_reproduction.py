@@ -163,7 +163,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert f"the audio of {recording.stem}" in capsys.readouterr().err
     monkeypatch.setattr("sys.orig_argv", ["sbkit", "train", "--lr", "0.5"])
     assert main(["train", str(RECIPE), *words, "--data_folder", f"{tmp_path}/data", "--output_folder",
-                 f"{tmp_path}/out", "--no-check", "--lr", "0.5"]) == 0  # all is trained: it only tests again
+                 f"{tmp_path}/out", "--no-check", "--lr", "0.5", "--number_of_epochs", "13"]) == 0
     capsys.readouterr()
     main([*again, "--to", f"{tmp_path}/third", "--steps", "10"])
     assert "resumed with another command, and this recipe is of the last" in capsys.readouterr().out
