@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import yaml
@@ -72,7 +73,7 @@ def _read(checkpoint: Checkpoint, name: str, counter: EpochCounter) -> Begun:
 
 def warn_of_lost_steps(brain: Brain, epoch_steps: int) -> None:
     """Warn if an earlier start of a run that has no checkpoint has trained, and say when the first one comes."""
-    path = brain.keys.folder / METRICS
+    path = Path(brain.keys.output_folder or ".", METRICS)
     lost = [int(step) for step in _STEP.findall(path.read_text(encoding="utf-8"))] if path.is_file() else []
     if lost and ranks.is_main():
         minutes, batches = brain.ckpt_interval_minutes, brain.ckpt_interval_steps

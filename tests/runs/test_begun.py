@@ -115,7 +115,7 @@ def test_a_counter_that_is_not_saved_begins_anew(tmp_path):
     ([("run", None), ("loss", 1), ("step", 90), ("loss", 10)], 90), ([("run", None), ("test", 40)], None),
     (None, None)])
 def test_what_a_start_did_that_left_no_checkpoint_is_said(tmp_path, caplog, minutes, batches, first, lines, lost):
-    toy = SimpleNamespace(keys=SimpleNamespace(folder=tmp_path), ckpt_interval_minutes=minutes,
+    toy = SimpleNamespace(keys=SimpleNamespace(output_folder=tmp_path), ckpt_interval_minutes=minutes,
                           ckpt_interval_steps=batches)
     if lines is not None:
         (tmp_path / "metrics.jsonl").write_text("".join(
