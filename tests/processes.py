@@ -191,7 +191,10 @@ def killed(when: Callable[[], bool], *words: object, cwd: Path, timeout: float =
 def command(cwd: str, *words: str) -> None:
     """Run a command of sbkit in a folder and leave this process."""
     from sbkit.cli import main
+    from sbkit.recipe import flops
 
+    if words[0] == "train":  # counting its operations is a tenth of what a small run takes
+        flops.operations_per_second = lambda *_: 1e6
     os.chdir(cwd)
     sys.path.insert(0, cwd)
     sys.argv[:] = ["sbkit", *words]

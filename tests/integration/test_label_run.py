@@ -30,9 +30,10 @@ def test_a_run_labels_what_the_next_one_learns_from(tmp_path):
         soundfile.write(tmp_path / "found" / f"{i}.wav", tone(TONES[i % 3], 0.6 + 0.05 * (i % 7), i), 16_000)
     train = ("train", ROOT / "hparams" / "ctc.yaml", *SMALL)
     sbkit(tmp_path, *train, "--data_folder", "data", "--output_folder", "first")
-    sbkit(tmp_path, "export", "first", "--to", "first/bundle", "--formats", "onnx", "--clips", 4)
+    sbkit(tmp_path, "export", "first", "--to", "first/bundle", "--formats", "torch", "--clips", 4)
     assert "expected calibration error" in sbkit(
-        tmp_path, "label", "first/bundle", "found", "--to", "labels", "--calibrate", "data/dev.csv", "--keep", 0.6)
+        tmp_path, "label", "first/bundle", "found", "--to", "labels", "--calibrate", "data/dev.csv", "--keep", 0.6,
+        "--model", "torch")
     rows = [json.loads(line) for line in (tmp_path / "labels/train.jsonl").read_text().splitlines()]
     right = sum(row["text"] == said[row["id"]] for row in rows)
     assert len(rows) >= 10 and right >= 0.7 * len(rows), "of what is kept most is right"

@@ -38,7 +38,7 @@ def words(folder: Path, data: Path, **keys: object) -> list[str]:
 
 
 def exported(run: Path, *options: object) -> tuple[int, str]:
-    done = program(command, "export", run, "--to", run / "bundle", "--formats", "torch", "--clips", 2, *options,
+    done = program(command, "export", run, "--to", run / "bundle", "--formats", "speechbrain", "--clips", 2, *options,
                    timeout=300)
     return done.returncode, done.stdout + done.stderr
 

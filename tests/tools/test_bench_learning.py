@@ -1,6 +1,8 @@
 """The comparison of what systems learn: which runs there are, what is counted, and what the table and the plot say."""
 
 import json
+import os
+import runpy
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -8,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import soundfile
 
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from tools.bench import corpora, learning, systems
+from tools.bench import corpora, harness, learning, systems
 from tools.bench.figure import figure, log_ticks, points
 from tools.bench.harness import read_lines
 from tools.bench.learning import Asked, Length, Results, as_markdown, matrix
@@ -287,17 +290,28 @@ def test_the_axis_of_rates_holds_them_all(low, high):
     assert ticks[0] <= max(low, 0.1) and ticks[-1] >= high
 
 
+def module(*words):
+    """``python -m WORDS`` with its imports done."""
+    os.chdir(ROOT)
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__")
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1600)  # a minute on two cores that are free
-def test_sbkit_and_stock_are_trained_and_scored(tmp_path):
+def test_sbkit_and_stock_are_trained_and_scored(tmp_path, monkeypatch, capsys):
     """The real programs, with a model of one small layer; NeMo isn't there."""
-    asked = ["--corpora", "en:0.02", "--seeds", "1", "--epochs", "1", "--minutes", "", "--threads", "1"]
-    small = ["--num_encoder_layers", "1", "--d_model", "32", "--d_ffn", "32", "--num_workers", "0"]
-    command = [sys.executable, "-m", "tools.bench.learning", "--out", str(tmp_path), *asked,
-               "--nemo", str(tmp_path / "none"), *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "without nemo" in done.stderr
+    def call(name, command, log, threads):
+        words = list(map(str, command))
+        if "torch.distributed.run" in words:
+            return harness.call(name, command, log, threads)
+        done = processes.program(module, *words[2:], timeout=400, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr
+
+    monkeypatch.setattr(systems, "call", call)
+    assert bench(tmp_path, monkeypatch, "--corpora", "en:0.02", "--epochs", "1", "--minutes", "", "--threads", "1",
+                 "--systems", ",".join(systems.SYSTEMS), "--nemo", str(tmp_path / "none"), "--num_encoder_layers", "1",
+                 "--d_model", "32", "--d_ffn", "32", "--num_workers", "0") == 0
+    assert "without nemo" in capsys.readouterr().err
     runs = [json.loads(path.read_text()) for path in (tmp_path / "results").glob("*.json")]
     found = {run["system"]: run for run in runs}
     assert sorted(found) == ["sbkit", "stock"]
