@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 
+from tools.bench import replay
 from tools.bench.replay import row
 
-ROOT = Path(__file__).parents[2]
 BEFORE = {"metric": "WER", "lower_is_better": True, "before": 8.1, "interval": [6.09, 10.22]}
 
 
@@ -20,9 +18,9 @@ def test_a_line_has_what_the_old_test_was_and_became_and_the_mean_that_saves_it(
     assert row("es", "way", saved, replayed)[-1] == "0.5 of the new: new WER 31.0, old 10.0 %"
 
 
-def test_a_folder_that_is_missing_and_epochs_that_are_no_number_are_refused(tmp_path):
+def test_a_folder_that_is_missing_and_epochs_that_are_no_number_are_refused(tmp_path, monkeypatch, capsys):
     for corpora in (f"es={tmp_path / 'nowhere'}:3", f"es={tmp_path}:many"):
-        command = [sys.executable, "-m", "tools.bench.replay", "--out", tmp_path / "out", "--source", tmp_path,
-                   "--corpora", corpora]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and "no such folder, or no number of epochs" in done.stderr, done.stderr
+        monkeypatch.setattr(sys, "argv", ["replay", "--out", str(tmp_path / "out"), "--source", str(tmp_path),
+                                          "--corpora", corpora])
+        assert replay.main() == 2
+        assert "no such folder, or no number of epochs" in capsys.readouterr().err
