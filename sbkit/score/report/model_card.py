@@ -79,7 +79,7 @@ def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None
     known = OldSet.read(run.folder)
     if mean is not None:
         if known is None or (checkpoint, mean_of, mean) != ("best", tested, known.share):
-            return "", ", which nobody has tested" + (" on the new test" if known else "")
+            return "", f", whose figures{' on the new test' if known else ''} are not recorded"
         return _table(("test", "figure"), [(f"{known.metric} {part}", f"{value:.2f}") for part, value in (
             (OLD, known.old), ("new", known.new))]), ", which it tested too: these figures are theirs"
     label = (checkpoint if checkpoint in ("best", "last") else str(facts.get("checkpoint"))) + (
@@ -90,7 +90,7 @@ def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None
                 there["corpus"] is None and there["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own test
             return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these figures are theirs"
     words = "RUN" + f" --checkpoint {checkpoint}" * (checkpoint != "best") + f" --average {mean_of}" * (mean_of > 1)
-    return "", f", which nobody has tested: `sbkit evaluate {words}` does, and the next export shows it"
+    return "", f", whose figures are not recorded: `sbkit evaluate {words}` measures them, and the next export shows them"
 
 
 def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:

@@ -150,12 +150,12 @@ def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
     card = model_card.of_bundle("# words\n", run, None, "best", 3)
     assert "this bundle has" not in card and "| WER | " in card
     tested = "The run tested the mean of 3 checkpoints (`best`), and this bundle has "
-    for given, has in ((("last", 1), "the checkpoint `last`, which nobody has tested: `sbkit evaluate RUN --checkpoint "
-                                     "last` does, and the next export shows it."),
-                       (("best", 2), "the mean of 2 checkpoints (`best`), which nobody has tested: `sbkit evaluate RUN "
-                                     "--average 2` does, and the next export shows it."),
+    for given, has in ((("last", 1), "the checkpoint `last`, whose figures are not recorded: `sbkit evaluate RUN "
+                                     "--checkpoint last` measures them, and the next export shows them."),
+                       (("best", 2), "the mean of 2 checkpoints (`best`), whose figures are not recorded: `sbkit evaluate "
+                                     "RUN --average 2` measures them, and the next export shows them."),
                        (("best", 3, 0.25), "0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the weights that "
-                                           "the run began with, which nobody has tested.")):
+                                           "the run began with, whose figures are not recorded.")):
         card = model_card.of_bundle("# words\n", run, None, *given)
         assert f"{tested}{has}" in card and "| WER | " not in card, "the figures of other weights"
 
@@ -184,7 +184,7 @@ def test_a_bundle_of_other_weights_has_their_own_figures_where_they_were_measure
     assert "| WER old | 5.50 |\n| WER new | 9.00 |" in figures(0.5, 3)
     for mean, average in ((0.25, 3), (0.5, 2)):
         card = figures(mean, average)
-        assert "| WER" not in card and "which nobody has tested on the new test." in card
+        assert "| WER" not in card and "whose figures on the new test are not recorded." in card
 
 
 def test_a_readme_that_somebody_wrote_stays_and_a_card_is_written_again(run):
