@@ -90,7 +90,8 @@ def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None
                 there["corpus"] is None and there["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own test
             return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these figures are theirs"
     words = "RUN" + f" --checkpoint {checkpoint}" * (checkpoint != "best") + f" --average {mean_of}" * (mean_of > 1)
-    return "", f", whose figures are not recorded: `sbkit evaluate {words}` measures them, and the next export shows them"
+    return "", (f", whose figures are not recorded: `sbkit evaluate {words}` measures them, and the next export shows "
+                "them")
 
 
 def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:

@@ -152,8 +152,8 @@ def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
     tested = "The run tested the mean of 3 checkpoints (`best`), and this bundle has "
     for given, has in ((("last", 1), "the checkpoint `last`, whose figures are not recorded: `sbkit evaluate RUN "
                                      "--checkpoint last` measures them, and the next export shows them."),
-                       (("best", 2), "the mean of 2 checkpoints (`best`), whose figures are not recorded: `sbkit evaluate "
-                                     "RUN --average 2` measures them, and the next export shows them."),
+                       (("best", 2), "the mean of 2 checkpoints (`best`), whose figures are not recorded: `sbkit "
+                                     "evaluate RUN --average 2` measures them, and the next export shows them."),
                        (("best", 3, 0.25), "0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the weights that "
                                            "the run began with, whose figures are not recorded.")):
         card = model_card.of_bundle("# words\n", run, None, *given)
