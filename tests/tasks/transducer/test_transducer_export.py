@@ -1,18 +1,22 @@
 """A transducer's export: three graphs that are held against the checkpoint, and words of all of them together."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+import soundfile
+import torch
 from random_joint import Joint, drawn
 from run_folders import corpus
-from streaming_bundles import put_for_traces
-from streaming_runs import RECIPE, trained
+from streaming_bundles import put_for_traces, sherpa_hears_streams
+from streaming_runs import RECIPE, saved
 
 from sbkit.cli import main
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
 from sbkit.decode.transducer import MOST_IN_A_FRAME, TransducerSearch
+from sbkit.export import layout
 from sbkit.infer import load
 from sbkit.tasks.transducer import exported
 from sbkit.tasks.transducer.exported import SearchPath, TransducerComparison
@@ -20,12 +24,30 @@ from sbkit.tasks.transducer.exported import SearchPath, TransducerComparison
 TRANSDUCER = RECIPE.with_name("transducer.yaml")
 
 
+def says_something(brain):
+    brain.recognizer.normalize.take(torch.full((80,), -5.0), torch.full((80,), 2.0))
+    torch.manual_seed(11)
+    for weights in brain.recognizer.head.parameters():
+        weights.data.normal_(std=2.0)
+    out = brain.keys.transducer.out
+    out.weight.data.normal_()
+    out.bias.data[0] = 3.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_in_a_frame():
+    """Drawn weights say more in one than sherpa-onnx takes, and speech doesn't."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sbkit.decode.transducer.MOST_IN_A_FRAME", 10)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     home = tmp_path_factory.mktemp("transducer")
     (home / "run").mkdir()
-    return trained(home / "run", corpus(home / "data", train=6, dev=2, test=3), TRANSDUCER, num_encoder_layers=1,
-                   joint_size=12)
+    return saved(home / "run", corpus(home / "data", train=6, dev=2, test=3), says_something, TRANSDUCER,
+                 num_encoder_layers=1, joint_size=12)
 
 
 class Recorder:
@@ -66,7 +88,8 @@ def test_other_words_are_excused_where_the_search_parts_at_a_tie_alone(theirs, e
 @pytest.fixture(scope="module")
 def bundle(run):
     to = run.with_name("bundle")
-    assert main(["export", str(run), "--to", str(to), "--clips", "3", "--formats", "onnx"]) == 0
+    target = ["--target", "sherpa"] if sherpa_hears_streams() else []
+    assert main(["export", str(run), "--to", str(to), "--clips", "3", "--formats", "onnx", *target]) == 0
     return to
 
 
@@ -89,6 +112,29 @@ def test_all_three_graphs_are_compared_and_the_bundle_is_used(bundle):
         assert whole.duration == 2.0 and model.engine.config.kind == "transducer"
         [states] = model.engine.run([signal])
         assert names["text"](states) == whole.text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sherpa_hears_streams(), reason="sherpa-onnx is missing, or computes other features for streams")
+def test_sherpa_hears_the_words_of_the_checkpoint_and_the_readme_says_how(bundle, tmp_path, capsys, monkeypatch):
+    parity = json.loads((bundle / "parity.json").read_text())["sherpa stream"]
+    assert list(parity) == ["640 ms"] and parity["640 ms"]["sherpa"]["words_changed"] == 0
+    listed = json.loads((bundle / layout.CONFIG).read_text())["files"]
+    assert {"stream.sherpa.onnx", "decoder.sherpa.onnx", "joiner.sherpa.onnx", "tokens.sherpa.txt"} <= set(listed)
+    [code] = [part.split("```")[0] for part in (bundle / "README.md").read_text().split("```python\n")[1:]
+              if "import sherpa_onnx" in part or "sherpa_onnx," in part]
+    made = shutil.copytree(bundle, tmp_path / "bundle")
+    monkeypatch.chdir(made)
+    signal = (np.sin(np.arange(40_007) * 0.1) * 0.2 + 0.02 * np.random.default_rng(0).standard_normal(40_007))
+    soundfile.write("clip.wav", signal.astype(np.float32), 16_000, subtype="FLOAT")
+    capsys.readouterr()
+    exec(code, {})
+    heard = "".join(capsys.readouterr().out.split())
+    with load(bundle, device="cpu") as model:
+        stream = model.stream(chunk=640)
+        ours = stream.feed(np.pad(signal, (0, 10_240)).astype(np.float32)) + stream.finish()
+    ours = "".join(word.text for each in ours for word in each.settled)
+    assert heard and ours.startswith(heard), "which hears whole chunks alone"
 
 
 @pytest.mark.slow
