@@ -126,7 +126,7 @@ def test_pairs_of_voicebanks_layout_are_learnt_from(tmp_path):
 def test_it_wins_decibels(data, tmp_path):
     """Of a voice that it has never heard, in noises that it has never heard."""
     out = tmp_path / "out"
-    processes.sbkit(*words(out, data, "--channels", "48", "--hidden", "96", "--layers", "4", "--least_steps", "400",
+    processes.sbkit(*words(out, data, "--channels", "48", "--hidden", "96", "--layers", "4", "--least_steps", "200",
                            "--number_of_epochs", "1", "--ckpt_interval_steps", "0"), cwd=ROOT, **ENVIRONMENT)
     stats = json.loads((out / "test_results.json").read_text())["stats"]
     assert stats["SI_SNRi"] > 6 and stats["STOI"] > stats["STOI_of_noisy"]

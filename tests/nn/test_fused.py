@@ -531,6 +531,6 @@ def test_a_model_without_such_layers_compiles_nothing(fresh):
 @pytest.mark.slow
 def test_processes_that_start_together_all_get_them(fresh):
     start = "from sbkit.nn.native import library; import sys; sys.exit(library.load() and 1)"
-    running = [subprocess.Popen([sys.executable, "-c", start]) for _ in range(3)]
-    assert [process.wait(120) for process in running] == [0, 0, 0]
+    running = [subprocess.Popen([sys.executable, "-c", start]) for _ in range(2)]
+    assert [process.wait(120) for process in running] == [0, 0]
     assert len(list((fresh / "kernels").iterdir())) == 1
