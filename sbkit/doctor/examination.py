@@ -211,8 +211,8 @@ def predictions(scope: Scope) -> Iterator[MachineFinding]:
     """Report how right ``sbkit check --price`` has been about this machine's finished runs."""
     found, right = price.summary(finished_runs.read())
     yield MachineFinding("predictions", found, OK if right else NOTE, "" if right else
-                         f"they are to be within {price.RIGHT:.0%}: until more runs have finished, expect the upper "
-                         "end of the interval, and add --measure")
+                         f"they should be within {price.ALLOWED_ERROR:.0%}: until more runs have finished, expect the "
+                         "upper end of the interval, and add --measure")
 
 
 #: The checks in the order of the table, with their names in case they fail.

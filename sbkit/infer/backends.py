@@ -91,7 +91,7 @@ class Torch:
 
         attention_kernel.leave_cudnn()
         tf32.allow_tf32(False)  # as for ONNX Runtime
-        _use_stand_ins_first()
+        _use_fake_tensors_first()
         if threads:
             torch.set_num_threads(threads)
         else:
@@ -181,8 +181,8 @@ def compiled(module: torch.nn.Module, mode: str, worker: Worker) -> Callable[...
 
 
 @functools.cache
-def _use_stand_ins_first() -> None:
-    """Let a thread that never ends be the first to use torch's stand-ins.
+def _use_fake_tensors_first() -> None:
+    """Let a thread that never ends be the first to use torch's fake tensors.
 
     If that one, which loads a program, has ended, torch 2.11 crashes in a later load or backward of any thread.
     """
@@ -194,7 +194,7 @@ def _use_stand_ins_first() -> None:
         threading.Event().wait()
 
     used = threading.Event()
-    threading.Thread(target=stay, name="sbkit-stand-ins", daemon=True).start()
+    threading.Thread(target=stay, name="sbkit-fake-tensors", daemon=True).start()
     used.wait()
 
 

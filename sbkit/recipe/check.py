@@ -376,7 +376,7 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
     if not any(path.exists() for path in paths.values()):
         return None, "labels: the corpus is not prepared; sbkit prepare does that, with the same arguments"
     if not traced.task.is_prepared(traced.keys):
-        return None, f"labels: {_unlike_prepared(getattr(traced.keys, 'tokenizer', None))}"
+        return None, f"labels: {_why_unchecked(getattr(traced.keys, 'tokenizer', None))}"
     if any(f.code == "vocabulary" for f in findings):
         return None, "labels: the vocabulary is wrong"
     try:
@@ -390,7 +390,7 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
         return None, ""
 
 
-def _unlike_prepared(tokenizer: Any) -> str:  # a Tokenizer, if the task has one: a room above
+def _why_unchecked(tokenizer: Any) -> str:  # a Tokenizer, if the task has one: a room above
     """Why the labels of a prepared corpus are not checked by these keys, and what to do."""
     if getattr(tokenizer, "model_type", "") == "char":
         sizes = [each.name.partition("_")[0] for each in tokenizer.path.parent.glob("*_char.model")]
@@ -398,5 +398,5 @@ def _unlike_prepared(tokenizer: Any) -> str:  # a Tokenizer, if the task has one
             return (f"the corpus was prepared for the {sizes[0]} tokens of its characters and the recipe has "
                     f"{tokenizer.vocab_size}, which a run changes by itself; --output_neurons {sizes[0]} checks them "
                     "now")
-    return ("the corpus is prepared, but not what a run makes of it by these keys, such as the tokenizer; sbkit "
-            "prepare makes that, with the same arguments, and a run checks them as it starts")
+    return ("the corpus is prepared, but its tokenizer (or symbols, or statistics) was not made with these keys; sbkit "
+            "prepare makes it, with the same arguments, and a run checks the labels as it starts")

@@ -219,7 +219,7 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
     cost = count(traced, owned, precision, float(batch_seconds))
     hours: float | None
     if measured is not None:
-        hours = measured.step_seconds / measured.batch_seconds * 100
+        hours = (measured.planned or measured.step_seconds / measured.batch_seconds) * 100
     else:
         speed = speed_of(device, precision)
         hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
@@ -293,14 +293,16 @@ def _remarks(estimate: CostEstimate) -> list[str]:
         amount = estimate.cost.operations / estimate.cost.batch_seconds / 1e9
         return [f"memory is counted on stand-ins; the time is an estimate from {amount:.2g} GFLOP a second of audio "
                 "(--measure runs a few steps)", *estimate.inexact, *_unfreezing(estimate)]
-    remarks = [f"measured on {measured.device}: the largest micro-batch that max_batch_seconds allows, "
-               f"{measured.batch_seconds:.3g} s of audio, takes {time_span(measured.step_seconds)}"
-               + ("; the times are this one, scaled to all audio" if measured.planned is None else "")]
-    if measured.planned is not None and measured.planned_seconds is not None:
-        remarks.append(f"measured for the price: a step of {measured.planned_seconds:.3g} s of audio takes "
-                       f"{time_span(measured.planned * measured.planned_seconds)}")
+    largest = "the largest micro-batch that max_batch_seconds allows"
+    if measured.planned is not None and measured.planned_seconds is not None:  # the price is by this one
+        said = (f"a micro-batch of typical utterances, {measured.planned_seconds:.3g} s of audio, takes "
+                f"{time_span(measured.planned * measured.planned_seconds)}")
+    else:
+        said = (f"{largest}, {measured.batch_seconds:.3g} s of audio, takes {time_span(measured.step_seconds)}; the "
+                "times scale this to all audio")
+    remarks = [f"measured on {measured.device}: {said}"]
     if measured.peak_bytes:
-        remarks.append(f"measured: {_gib(measured.peak_bytes)} at once")
+        remarks.append(f"measured: {_gib(measured.peak_bytes)} at once with {largest}")
     return remarks + _unfreezing(estimate)
 
 

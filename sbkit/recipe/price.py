@@ -36,7 +36,7 @@ TRIED, NARROWEST = 1.5, 1.05
 #: Seconds of a validation or test for those of training on the same audio, until finished runs say so.
 EVALUATION = 1.0
 #: A prediction that is off by more than this, in the median of all, is not right.
-RIGHT = 0.2
+ALLOWED_ERROR = 0.2
 #: Steps of an epoch from whose sizes those of the whole run are known.
 SAMPLED = 200
 
@@ -257,7 +257,7 @@ def _why(setting: Setting, steps: Steps, said: RunEstimate) -> str:
 
 
 def summary(runs: Sequence[FinishedRun]) -> tuple[str, bool]:
-    """How right the predictions of finished runs were, in words and as whether they are within ``RIGHT``."""
+    """How right the predictions of finished runs were, in words and as whether they are within ``ALLOWED_ERROR``."""
     said = [(run.hours, run.predicted) for run in runs if run.predicted is not None]
     if not said:
         return f"{_some(len(runs), 'finished run')}, none of them predicted by sbkit check --price", True
@@ -265,4 +265,4 @@ def summary(runs: Sequence[FinishedRun]) -> tuple[str, bool]:
     within = sum(each.low <= hours <= each.high for hours, each in said)
     how = "off by" if len(said) == 1 else "median error"
     return (f"{_some(len(runs), 'finished run')}, {len(said)} predicted: {how} {error:.0%}, "
-            f"{within} of {len(said)} within their interval"), error <= RIGHT
+            f"{within} of {len(said)} within their interval"), error <= ALLOWED_ERROR

@@ -44,8 +44,8 @@ class Finding:
 
 
 def few(value: float) -> str:
-    """An amount of money or energy: 1,234.5, 0.42, under 0.01."""
-    return f"{value:,.1f}" if value >= 1 else f"{value:.2f}" if value >= 0.01 else "under 0.01"
+    """An amount of money or energy: 1,234.5, 0.42, under 0.01, 0."""
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2f}" if value >= 0.01 else "under 0.01" if value else "0"
 
 
 @dataclass

@@ -164,6 +164,8 @@ def test_cost_and_energy_are_of_all_devices():
     assert "too few to fit" in table.remarks[0]
     tiny = price.section(Asked(2.5), CPU, Steps(1e9, 1, 2.74, 26, 1.0), RunEstimate(0.005, 7.7e-5, 5e-5, 1e-4, "trial"))
     assert [row[1] for row in tiny.rows] == ["0.13 s", "0.15 s", "0.28 s", "under 0.01"]
+    free = price.section(Asked(0.0), CPU, Steps(1e9, 1, 2.74, 26, 1.0), RunEstimate(0.005, 1.0, 0.5, 2.0, "trial"))
+    assert free.rows[-1][1:] == ["0", "0", "0"]
     assert "scaled to the 2.74 s of audio that a step of this run has" in tiny.remarks[0]
     here = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
     assert not any("kWh" in row[0] for row in here.rows) and here.values["kwh_at_most"] is None

@@ -133,6 +133,17 @@ def test_collectives_are_counted_in_all_launches(tmp_path, monkeypatch):
     assert figures.values["collectives"] == 8 and ["collectives", "8, the same on all ranks"] in figures.rows
 
 
+@pytest.mark.parametrize(("compiled", "graphs", "advice"), [
+    (False, False, "(and step_seconds), or --compile --compile_mode reduce-overhead, helps"),
+    (True, False, "(and step_seconds), or --compile_mode reduce-overhead, helps"),
+    (True, True, "(and step_seconds) helps")])
+def test_a_card_that_waits_for_the_host_is_given_what_is_left_to_do(compiled, graphs, advice):
+    figures = FIGURES | {"card_ms": 12.0, "compiled": compiled, "graphs": graphs}
+    lines = [{"launch": "train", "rank": 0, "stage": "steps", "at": 1.0, "figures": figures}]
+    [remark] = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0).sections["figures"].remarks
+    assert remark.endswith(advice)
+
+
 @pytest.mark.slow
 def test_a_rank_whose_children_compute_does_not_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "IDLE", 2.5)

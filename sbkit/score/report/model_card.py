@@ -81,14 +81,17 @@ def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None
         if known is None or (checkpoint, mean_of, mean) != ("best", tested, known.share):
             return "", f", whose figures{' on the new test' if known else ''} are not recorded"
         return _table(("test", "figure"), [(f"{known.metric} {part}", f"{value:.2f}") for part, value in (
-            (OLD, known.old), ("new", known.new))]), ", which it tested too: these figures are theirs"
+            (OLD, known.old), ("new", known.new))]), ", which it tested too: these are its figures"
     label = (checkpoint if checkpoint in ("best", "last") else str(facts.get("checkpoint"))) + (
         f"-mean-of-{facts.get('mean_of')}" if mean_of > 1 else "")
     for path in sorted(run.folder.glob(f"{EVALUATIONS}/*/{RESULT}")):
-        there = json.loads(path.read_text(encoding="utf-8"))
-        if (there["checkpoint"], there["checkpoints"][0]) == (label, facts.get("checkpoint")) and \
-                there["corpus"] is None and there["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own test
-            return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these figures are theirs"
+        try:
+            there = untrusted.read_json(path, _MAX_BYTES)
+            if (there["checkpoint"], there["checkpoints"][0]) == (label, facts.get("checkpoint")) and \
+                    there["corpus"] is None and there["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own
+                return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these are its figures"
+        except (SbkitError, OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged, or an older one's
+            logger.warning("The bundle's model card leaves out %s, which can't be read", path)
     words = "RUN" + f" --checkpoint {checkpoint}" * (checkpoint != "best") + f" --average {mean_of}" * (mean_of > 1)
     return "", (f", whose figures are not recorded: `sbkit evaluate {words}` measures them, and the next export shows "
                 "them")
@@ -140,12 +143,13 @@ def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
     if not run.prepared_parts:
         return [_source(prepared), _table(("split", "recordings"), [(split, much(prepared, split))
                                                                     for split in prepared["splits"]])]
-    rows, whole = [], sum(hours for hours, _ in run.heard.values()) or 1
+    rows, whole = [], sum(hours for hours, _ in run.heard.values())
     for name, part in run.prepared_parts.items():
         hours, times = run.heard.get(name, (0.0, 0.0))
         rows.append((name, _source(part), part["options"].get("language") or "",
                      *(much(part, split) for split in SPLITS),
-                     f"{time_span(3600 * hours)}, {times:.1f} times, {100 * hours / whole:.0f} % of the audio"))
+                     f"{time_span(3600 * hours)}, {times:.1f} times, {100 * hours / whole:.0f} % of the audio"
+                     if whole else ""))
     said = [f"{run.replayed} Its share of every step (replay) is {run.key('replay')}."] if run.replayed else []
     return [*said, _table(("part", "corpus", "language", *SPLITS, "heard in training"), rows)]
 

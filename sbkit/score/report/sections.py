@@ -154,8 +154,10 @@ def _on_dev(run: RunData, curve: Callable[[str, str, int], list[Series]],
     shown: dict[str, list[Series]] = {}
     for name in names:
         if name in parts:
-            shown[f"{name} on dev"] = [series for number, each in enumerate(parts[name]) for series in
-                                       curve(f"valid_{each}", each.removeprefix(f"{name} "), 1 + number % COLOURS)]
+            found = [series for number, each in enumerate(parts[name]) for series in
+                     curve(f"valid_{each}", each.removeprefix(f"{name} "), 1 + number % COLOURS)]
+            mean = curve(f"valid_{name}", "mean", 1 + len(parts[name]) % COLOURS)  # that of one part with best_by
+            shown[f"{name} on dev"] = found + [one for one in mean if all(one.y != each.y for each in found)]
         elif name in RATES:
             shown.setdefault("Error rates on dev", []).extend(curve(f"valid_{name}", name, 1 if name == "WER" else 3))
         elif not any(name in found for found in parts.values()):
@@ -244,7 +246,7 @@ def where(results: ScoredRun, other: ScoredRun | None) -> Markup:
     blocks = [charts.bars("By duration", durations, mean=results.words.rate,
                           note="Dashed line: this run's whole test set. Whiskers: 95 % interval.")]
     for name, found in values.items():
-        same = f"The same groups by {', '.join(alike[name])}." if name in alike else ""
+        same = f"Grouping by {', '.join(alike[name])} gives the same groups." if name in alike else ""
         blocks.append(_table(f"By {name}", found, before.values.get(name, []) if before else [], same))
     if speakers:
         few = len(speakers) <= groups.SPEAKERS_SHOWN

@@ -1,6 +1,7 @@
 """The README.md of a run and of its bundle: figures, data, what it started from, and no path of this machine."""
 
 import dataclasses
+import html
 import json
 import re
 
@@ -76,10 +77,13 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
     OldSet("WER", True, 5.0, (4.0, 6.0)).write(run)
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"time": 1.8e9, "kind": "test", "test_WER old": 90.0}) + "\n")
-        for epoch in (1, 2):
-            file.write(json.dumps({"kind": "epoch", "epoch": epoch, "step": 20 * epoch, "hours new": 1.5 * epoch,
-                                   "epochs new": epoch, "hours old": 0.5 * epoch, "epochs old": 0.3 * epoch,
-                                   "valid_WER new": 9.0, "valid_WER old": 19.0, "valid_CER new": 2.0}) + "\n")
+    assert "| new | Common Voice | de | 90 (1.5 h) |  |  |  |" in model_card.of_run(read(run)), "no hours in the log"
+    with open(run / "metrics.jsonl", "a") as file:
+        for epoch in range(1, 7):
+            file.write(json.dumps({"kind": "epoch", "epoch": epoch, "step": 20 * epoch, "hours new": 0.5 * epoch,
+                                   "epochs new": epoch / 3, "hours old": epoch / 6, "epochs old": 0.1 * epoch,
+                                   "valid_WER": 14.0, "valid_WER new": 9.0, "valid_WER old": 19.0,
+                                   "valid_CER": 2.0, "valid_CER new": 2.0}) + "\n")
     write_report(run)
     card, page = (run / "README.md").read_text(), (run / "report.html").read_text()
     assert "WER 90.00 on the old test, beyond the interval of what it was before: 5.00 (4.00 to 6.00)." in card
@@ -93,7 +97,10 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
     assert "part old is what the model that it began with had learnt" in page
     titles = re.findall(r"<figcaption>([^<]*)", page)
     assert [title for title in titles if title.endswith("on dev")] == ["WER on dev", "CER on dev"]
-    assert "The same groups by language." in page and "--mean" not in page
+    drawn = [json.loads(html.unescape(each)) for each in re.findall(r'data-chart="([^"]*)"', page)]
+    assert [[one["name"] for one in each["series"]] for each in drawn if any(
+        one["name"] == "new" for one in each["series"])] == [["new", "old", "mean"], ["new"]]
+    assert "Grouping by language gives the same groups." in page and "--mean" not in page
     OldSet("WER", True, 5.0, (4.0, 6.0), 0.5, 5.5, 9.0).write(run)
     write_report(run)
     assert f"sbkit export {run} --to BUNDLE --mean 0.5 --average 5 exports" in (run / "report.html").read_text()
@@ -176,10 +183,17 @@ def test_a_bundle_of_other_weights_has_their_own_figures_where_they_were_measure
         return model_card.of_bundle("# words\n", run, None, "best", average, mean, facts)
 
     row = f"| WER | {ScoredRun(own).words.rate:.2f} % |"
-    assert row in figures() and "which `sbkit evaluate` tested: these figures are theirs." in figures()
+    assert row in figures() and "which `sbkit evaluate` tested: these are its figures." in figures()
     for other in ({"checkpoint": "best-mean-of-2-beam10"}, {"checkpoint": "last-mean-of-2"}, {"corpus": "/data/other"},
                   {"checkpoints": ["CKPT+c", "CKPT+a"]}, {"manifest": f"{run}/manifests/dev.csv"}, {"mean": 0.5}):
         assert "| WER | " not in figures(**{"mean": None} | other), other
+    figures()
+    odd = run / "evaluations" / "a" / "result.json"
+    odd.parent.mkdir()
+    for text in ("{broken", "[]", "{}", json.dumps(made | {"checkpoints": []}), json.dumps(made | {"manifest": None}),
+                 json.dumps({key: value for key, value in made.items() if key != "corpus"})):
+        odd.write_text(text)
+        assert row in figures(), text
     OldSet("WER", True, 5.0, (4.0, 6.0), 0.5, 5.5, 9.0).write(run)
     assert "| WER old | 5.50 |\n| WER new | 9.00 |" in figures(0.5, 3)
     for mean, average in ((0.25, 3), (0.5, 2)):
