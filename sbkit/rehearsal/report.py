@@ -140,7 +140,7 @@ def _figures(figures: Line, card: Card) -> Section:
             f"; {short(wait[0], wait[1]) if wait[0] else 'in a backward of torch'}" for wait in figures["waits"][:2])])
     if "collectives" in figures:
         rows.append(["collectives", f"{figures['collectives']:,}, the same on all ranks"])
-    graphs = "" if figures.get("graphs") else \
+    graphs = "" if figures.get("cuda_graphs") else \
         f", or{'' if figures.get('compiled') else ' --compile'} --compile_mode reduce-overhead,"
     remarks = ["the card waits for the host in each step: a larger max_batch_seconds (and step_seconds)"
                f"{graphs} helps"] if late and needs >= LITTLE else []

@@ -138,7 +138,7 @@ def test_collectives_are_counted_in_all_launches(tmp_path, monkeypatch):
     (True, False, "(and step_seconds), or --compile_mode reduce-overhead, helps"),
     (True, True, "(and step_seconds) helps")])
 def test_a_card_that_waits_for_the_host_is_given_what_is_left_to_do(compiled, graphs, advice):
-    figures = FIGURES | {"card_ms": 12.0, "compiled": compiled, "graphs": graphs}
+    figures = FIGURES | {"card_ms": 12.0, "compiled": compiled, "cuda_graphs": graphs}
     lines = [{"launch": "train", "rank": 0, "stage": "steps", "at": 1.0, "figures": figures}]
     [remark] = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0).sections["figures"].remarks
     assert remark.endswith(advice)

@@ -154,10 +154,10 @@ def _on_dev(run: RunData, curve: Callable[[str, str, int], list[Series]],
     shown: dict[str, list[Series]] = {}
     for name in names:
         if name in parts:
-            found = [series for number, each in enumerate(parts[name]) for series in
+            drawn = [series for number, each in enumerate(parts[name]) for series in
                      curve(f"valid_{each}", each.removeprefix(f"{name} "), 1 + number % COLOURS)]
             mean = curve(f"valid_{name}", "mean", 1 + len(parts[name]) % COLOURS)  # that of one part with best_by
-            shown[f"{name} on dev"] = found + [one for one in mean if all(one.y != each.y for each in found)]
+            shown[f"{name} on dev"] = drawn + [one for one in mean if all(one.y != part.y for part in drawn)]
         elif name in RATES:
             shown.setdefault("Error rates on dev", []).extend(curve(f"valid_{name}", name, 1 if name == "WER" else 3))
         elif not any(name in found for found in parts.values()):
