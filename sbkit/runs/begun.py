@@ -79,6 +79,7 @@ def warn_of_lost_steps(brain: Brain, epoch_steps: int) -> None:
         minutes, batches = brain.ckpt_interval_minutes, brain.ckpt_interval_steps
         within = f"after {minutes:g} minutes (ckpt_interval_minutes), or " if minutes > 0 else (
             f"after {batches} batches (ckpt_interval_steps), or " if batches > 0 else "")
-        logger.warning("An earlier start of this run came to step %d at least and left no checkpoint, so that is lost "
-                       "and the run begins anew. The first checkpoint is saved %sat the end of epoch 1, after %d steps",
+        logger.warning("An earlier start of this run reached step %d or later but saved no checkpoint: that work is "
+                       "lost, and the run starts from the beginning. The first checkpoint is saved %sat the end of "
+                       "epoch 1, after %d steps",
                        max(lost), within, epoch_steps)

@@ -48,7 +48,7 @@ _NAMED = 5
 _QUICK = 10_000  # recordings, read in seconds
 WHOLE = 200_000  # recordings, read in minutes
 #: Run options that change nothing that is trained.
-_SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config", "device", "local_rank"}
+SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config", "device", "local_rank"}
 #: What has to be the same for equal bits.
 _BITS = "torch", "speechbrain", "numpy"
 #: How far losses and figures may be apart where bits can't be equal: differences of rounding grow with the steps.
@@ -58,23 +58,33 @@ ROUNDING = 0.05
 def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence[Mapping[str, Any]]) -> None:
     """Write ``reproduce.json`` of a run that has just been tested; ``log``: the lines of its metrics.jsonl."""
     folder = keys.folder
+    losses = {str(line["step"]): line["loss"] for line in log if line["kind"] == "loss" and line["loss"] is not None}
+    trained = max((i for i, line in enumerate(log) if line["kind"] == "epoch"), default=len(log) - 1)
+    what = {"losses": losses, "steps": log[trained].get("step", 0)}
+    if what.items() <= _recorded(folder).items():
+        return  # it has what trained this, by whatever values it was tested since
     lines = _recipe((folder / RECIPE).read_text(encoding="utf-8"))
-    trained = max((i for i, line in enumerate(log) if line["kind"] == "epoch"), default=len(log))
-    starts = [line for line in log[:trained] if line["kind"] == "run"]  # later ones tested only
+    starts = [line for line in log[:trained + 1] if line["kind"] == "run"]  # later ones tested only
     run = starts[-1]
     options = request.run_opts
     found = {
         "format": FORMAT, "recipe": lines, "recipe_lines": _checksums(lines),
-        "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - _SHOW)},
-        "device": torch.device(run["device"]).type, "processes": run["devices"], "threads": torch.get_num_threads(),
+        "options": {name: getattr(options, name) for name in sorted(set(options.overridden_args) - SHOW)},
+        "device": torch.device(run["device"]).type, "processes": run["devices"],
+        "threads": run.get("threads") or torch.get_num_threads(),  # older lines have none
         "precision": run["precision"], "environment": run["environment"],
         "corpus": {split: hashes(manifest, split) for split, manifest in keys.corpus.load().items()},
-        "losses": {str(line["step"]): line["loss"] for line in log
-                   if line["kind"] == "loss" and line["loss"] is not None},
-        "figures": results.stats, "commands": len({line["command"] for line in starts}),
+        **what, "figures": results.stats, "commands": len({line["command"] for line in starts}),
     }
     with atomic_write(folder / REPRODUCE) as out:
         json.dump(found, out, indent=1, default=str)
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / REPRODUCE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _recipe(text: str) -> list[str]:

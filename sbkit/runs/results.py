@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +57,21 @@ _SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_co
 def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
     """The message for a run that was tested and has not changed since; empty if it has.
 
-    Raises an error if all epochs are trained, but with other values of keys, whose record would be lost.
+    Raises an error if all epochs are trained and tested, but by other values, which would be recorded as the run's.
     """
     folder = keys.folder
-    epochs = keys.epoch_counter.limit
-    wanted, _ = guard.changed().get("epoch_counter.limit", (epochs, epochs))  # when it was started before
-    if (changes := guard.changes()) and not request.run_opts.test_only and \
-            steps_begun(keys.checkpointer, keys.epoch_counter).finished >= max(int(wanted), epochs):
-        raise SbkitError(f"{folder} is finished, and these keys would change nothing of it: {'; '.join(changes)}",
-                         hint="choose another --output_folder, train on with a larger --number_of_epochs, or test with "
-                              "them by --test_only")
     try:
         there = json.loads((folder / TESTED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    if there.get("of") != _of(keys, request) or not all((folder / name).exists() for name in there.get("files", ())):
+    was, now = there.get("of") or {}, _of(keys, request)
+    if was != now or not all((folder / name).exists() for name in there.get("files", ())):
+        changes = [*guard.changes(), *_options_changed(was.get("options") or {}, now["options"])]
+        if changes and not request.run_opts.test_only and \
+                steps_begun(keys.checkpointer, keys.epoch_counter).finished >= keys.epoch_counter.limit:
+            raise SbkitError(f"{folder} is finished, and this would change nothing of it: {'; '.join(changes)}",
+                             hint="choose another --output_folder, train on with a larger --number_of_epochs, or test "
+                                  "with them by --test_only")
         return ""
     said = there.get("said", "done")
     where = f" ({folder / there['files'][0]})" if there.get("files") else ""
@@ -78,9 +79,17 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
             "on, --test_only tests again")
 
 
-def mark_unfinished(keys: TaskKeys) -> None:
-    """Mark the run as incomplete until ``mark_finished`` is called."""
-    (keys.folder / TESTED).unlink(missing_ok=True)
+def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Descriptions of run options with other values, of those that change what is trained."""
+    values = {name: (was.get(name, "not given"), now.get(name, "not given")) for name in sorted({*was, *now})}
+    return [f"{name}: {before} -> {after}" for name, (before, after) in values.items()
+            if before != after and name not in reproduction.SHOW]
+
+
+def mark_unfinished(keys: TaskKeys, guard: StartGuard, test_only: bool) -> None:
+    """Mark the run as incomplete until ``mark_finished`` is called; after a test alone it stays so, even if killed."""
+    for folder in (keys.folder, *[guard.aside] * test_only):
+        (folder / TESTED).unlink(missing_ok=True)
 
 
 def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> None:

@@ -92,7 +92,7 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
         if ranks.is_main():
             print(done)
         return
-    ranks.run_on_main(results.mark_unfinished, recipe.keys)
+    ranks.run_on_main(results.mark_unfinished, recipe.keys, guard, test_only)
     corpus = recipe.keys.corpus
     manifests = corpus.load()
     pretrained.load(recipe.keys.pretrainer, _filled(recipe))
@@ -101,8 +101,6 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
         ranks.run_on_main(results.mark_finished, recipe.keys, request, brain.tested)
-    elif test_only:
-        guard.take_back()
     old_set.compare(brain, device)
 
 

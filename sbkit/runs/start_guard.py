@@ -38,12 +38,6 @@ class StartGuard:
             _drop(self.folder)
             self._here = False
 
-    def take_back(self) -> None:
-        """Restore what made the run after a test with other keys, whose results are not recorded as the run's."""
-        if self._here:
-            (self.aside / TESTED).unlink(missing_ok=True)
-            restore_previous(self.folder)
-
     def changed(self) -> dict[str, tuple[str, str]]:
         """Each recipe value that differs from the run's previous start, before and now; none once it ``begins``.
 
@@ -57,8 +51,7 @@ class StartGuard:
             return {}
         changes = {key: (before.get(key, "nothing"), now.get(key, "nothing")) for key in before | now}
         moved = changes.get("output_folder", ("", ""))
-        return {key: change for key, change in changes.items()
-                if change[0] != change[1] and change[0].replace(*moved) != change[1]}
+        return {key: (was, now) for key, (was, now) in changes.items() if now not in (was, _moved(was, *moved))}
 
     def changes(self) -> list[str]:
         """Descriptions of what ``changed``, keys with the same change in one."""
@@ -101,6 +94,11 @@ class StartGuard:
         self.begins()
 
 
+def _moved(path: str, before: str, now: str) -> str:
+    """What a path in the folder ``before`` is in ``now``; another text is returned as it is."""
+    return now + path.removeprefix(before) if before and f"{path}/".startswith(f"{before}/") else path
+
+
 def restore_previous(folder: Path) -> None:
     """Restore a run's folder to what it was before a start that was refused or killed, and drop the backup.
 
@@ -121,7 +119,7 @@ def restore_previous(folder: Path) -> None:
             _link(aside / path, between)
             os.replace(between, folder / path)
             between.unlink(missing_ok=True)  # still there if both were already the same file
-        logger.info("%s has the recipe and the corpus again that it had before a start that trained nothing", folder)
+        logger.info("Restored the recipe and the manifests in %s: the start that wrote others trained nothing", folder)
     _drop(folder)
 
 

@@ -119,7 +119,7 @@ def _log_setup(brain: Brain, device: torch.device) -> None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
         brain.metrics_log.write(
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(device),
-            precision=brain.precision, parameters=parameters, environment=describe(),
+            precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
         )
 
 

@@ -121,5 +121,5 @@ def test_what_a_start_did_that_left_no_checkpoint_is_said(tmp_path, caplog, minu
         (tmp_path / "metrics.jsonl").write_text("".join(
             json.dumps({"time": 1.5, "kind": kind, "step": step}) + "\n" for kind, step in lines))
     warn_of_lost_steps(toy, 247)
-    said = f"An earlier start of this run came to step {lost} at least and left no checkpoint"
+    said = f"An earlier start of this run reached step {lost} or later but saved no checkpoint"
     assert (said in caplog.text and first in caplog.text) if lost else not caplog.text

@@ -176,11 +176,15 @@ def test_the_machine_and_the_commands_are_those_of_starts_that_trained(tmp_path)
 
     def start(command, device="cuda:0"):
         return {"kind": "run", "command": command, "device": device, "devices": 2, "precision": "bf16",
-                "environment": {}}
+                "threads": 3, "environment": {}}
 
     trained = [start("train"), {"kind": "loss", "step": 1, "loss": 4.0}, {"kind": "epoch"}]
     for log, device, commands in ((trained, "cuda", 1), ([*trained, start("train --test_only", "cpu")], "cuda", 1),
                                   ([start("killed"), *trained], "cuda", 2), ([start("all", "cpu")], "cpu", 1)):
+        (tmp_path / "reproduce.json").unlink(missing_ok=True)
         reproduction.record(keys, request, SimpleNamespace(stats={}), log)
         made = json.loads((tmp_path / "reproduce.json").read_text())
-        assert (made["device"], made["commands"]) == (device, commands)
+        assert (made["device"], made["commands"], made["threads"]) == (device, commands, 3)
+    (tmp_path / "hyperparams.yaml").write_text("lr: 2\n")
+    reproduction.record(keys, request, SimpleNamespace(stats={"WER": 1}), [*log, start("train --lr 2")])
+    assert json.loads((tmp_path / "reproduce.json").read_text()) == made, "a test alone is of what was trained"

@@ -213,16 +213,8 @@ def test_an_output_folder_that_moved_changes_no_other_value(folder):
     text = "output_folder: {0}\nsave: {0}/save\nlr: {1}\n"
     assert changes(folder, text.format("old/run", 1), text.format("new", 1)) == []
     assert changes(folder, text.format("old/run", 1), text.format("new", 2)) == ["lr: 1 -> 2"]
-
-
-def test_a_test_by_other_keys_leaves_what_made_the_run_and_no_record_of_a_test(folder):
-    with StartGuard(folder) as kept:
-        written_over(folder)
-        (folder / "tested.json").write_text("now")
-        (folder / "wer_test.txt").write_text("now")
-        kept.take_back()
-    assert texts(folder) == {"hyperparams.yaml": "before", "tested.json": "now", "manifests/train.csv": "before",
-                             "wer_test.txt": "now"}
+    there = "output_folder: {0}\nlanguage: {0}\ndata_folder: data/{0}\n"
+    assert changes(folder, there.format("en"), there.format("de")) == ["data_folder: data/en -> data/de"]
 
 
 def test_a_recipe_that_cannot_be_read_has_no_changes(folder):
