@@ -50,10 +50,11 @@ def test_every_command_of_sbkit_is_on_a_page():
 
 def test_a_figure_that_leads_to_a_run_is_that_runs():
     page = Path("recipes/CommonVoice/ASR/CTC/RESULTS.md")
-    figures = re.findall(r"\[([\d.]+) %\]\((reproduce/\w+\.json)\)", prose(page))
+    figures = re.findall(r"\[\+?([\d.]+) (%|dB)\]\((reproduce/\w+\.json)\)", prose(page))
     assert len(figures) == len(list((ROOT / page.parent / "reproduce").iterdir()))
-    for figure, name in figures:
-        assert json.loads(prose(page.parent / name))["figures"]["WER"] == pytest.approx(float(figure), abs=0.005)
+    for figure, unit, name in figures:
+        found = json.loads(prose(page.parent / name))["figures"]["WER" if unit == "%" else "SI_SNRi"]
+        assert found == pytest.approx(float(figure), abs=0.005)
 
 
 @pytest.mark.parametrize("words", COMMANDS)
