@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
                          hint=f"--steps {min(recorded['losses'])} compares the first that it holds")
     if (args.to / RECIPE).exists():
         raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
-    if recorded.get("commands", 1) != 1:
+    resumed = recorded.get("commands", 1) != 1
+    if resumed:
         print("the run was resumed with another command, and this recipe is of the last: losses of before may be of "
               "other values", flush=True)
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
@@ -73,13 +74,14 @@ def run(args: argparse.Namespace) -> int:
     print(f"not compared to the bit: {'; '.join(other)}" if other else "same device and versions: compared to the bit",
           flush=True)
     command = launch.command(recorded, [str(recipe), *words])
-    found = reproduction.train(command, launch.threads, folder, wanted, exact=not other, to_the_end=args.full)
+    found = reproduction.train(command, launch.threads, folder, wanted, exact=not other, resumed=resumed,
+                               to_the_end=args.full)
     print(table(["step", "recorded", "found"], [[step, f"{loss:.6f}", f"{found[step]:.6f}"]
                                                 for step, loss in list(wanted.items())[-10:]]))
     if args.full:
         figures = reproduction.figures_of(folder)
         for name, figure in recorded["figures"].items():
-            reproduction.require_same(f"test {name}", figure, figures.get(name, float("nan")), not other)
+            reproduction.require_same(f"test {name}", figure, figures.get(name, float("nan")), not other, resumed)
         print(table(["figure", "recorded", "found"],
                     [[name, f"{figure:.6g}", f"{figures[name]:.6g}"] for name, figure in recorded["figures"].items()]))
     print(f"reproduced {'within rounding' if other else 'to the bit'}: the recorded loss of {steps}"

@@ -4,6 +4,7 @@ is made of them is written."""
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import shutil
@@ -19,6 +20,8 @@ from sbkit.infer.recordings import Recording
 from sbkit.system import disk
 from sbkit.system.untrusted import standard_input
 
+logger = logging.getLogger(__name__)
+
 STDIN = "-"
 
 
@@ -32,8 +35,13 @@ def collect(names: Sequence[str], references: str | None = None, schemes: Sequen
         raise SbkitError("no recordings were given",
                          hint="give files, folders, a manifest.csv, JSON lines, or - for stdin")
     found: list[Recording] = []
+    empty = []
     for name in names:
-        found += _behind(name, allowed)
+        behind = list(_behind(name, allowed))
+        found += behind
+        empty += [] if behind else [name]
+    if found and empty:
+        logger.warning("There is no audio in %s: looked for %s", ", ".join(empty), ", ".join(SUFFIXES))
     if not found:
         raise SbkitError(f"there is no audio in {', '.join(names)}", hint=f"looked for {', '.join(SUFFIXES)}")
     _make_unique(found)

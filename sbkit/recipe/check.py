@@ -185,7 +185,7 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     if asked is not None and not wrong:
         if planned is None:
             report.notes.append("the price: the corpus is not prepared, so how long the run is isn't known; "
-                                "sbkit prepare does that, with the same arguments")
+                                "sbkit prepare does that, with the same recipe and keys")
         elif (priced := _price(traced, owned, device, precision, asked, planned, measured)) is not None:
             section.rows = [row for row in section.rows if not row[0].startswith("time ")]  # the price knows better
             sections["price"] = priced
@@ -374,7 +374,7 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
         return None, "labels: the model or the vocabulary could not be looked at"
     paths = {split: corpus.manifest_path(split) for split in SPLITS}
     if not any(path.exists() for path in paths.values()):
-        return None, "labels: the corpus is not prepared; sbkit prepare does that, with the same arguments"
+        return None, "labels: the corpus is not prepared; sbkit prepare does that, with the same recipe and keys"
     if not traced.task.is_prepared(traced.keys):
         return None, f"labels: {_why_unchecked(getattr(traced.keys, 'tokenizer', None))}"
     if any(f.code == "vocabulary" for f in findings):

@@ -258,19 +258,24 @@ def figures_of(folder: Path) -> dict[str, float]:
         raise SbkitError(f"{folder} was not tested", hint="its log.txt says why", exit_code=1) from None
 
 
-def require_same(what: str, recorded: float, found: float, exact: bool) -> None:
-    """Raise an error unless two figures are the same, to the bit or within rounding."""
+def require_same(what: str, recorded: float, found: float, exact: bool, resumed: bool = False) -> None:
+    """Raise an error unless two figures are the same, to the bit or within rounding.
+
+    resumed : with another command, whose recipe alone is recorded
+    """
     same = recorded == found if exact else math.isclose(recorded, found, rel_tol=ROUNDING, abs_tol=1e-3)
     if not same and not (math.isnan(recorded) and math.isnan(found)):
         within = "to the bit" if exact else f"within {100 * ROUNDING:.0f} %"
         raise SbkitError(f"{what} is {found!r}, recorded as {recorded!r}: not the same {within}", exit_code=1,
-                         hint="corpus, recipe and versions are those recorded; is sbkit's own code?" if exact else
+                         hint="the run was resumed with another command, and what it had trained with before is not "
+                         "recorded" if resumed else
+                         "corpus, recipe and versions are those recorded, so sbkit's code is another" if exact else
                          "of another device or version, rounding grows with the steps: compare the final figures "
                          "(--full)")
 
 
 def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[int, float], *, exact: bool,
-          to_the_end: bool) -> dict[int, float]:
+          resumed: bool, to_the_end: bool) -> dict[int, float]:
     """Train in processes of their own, up to the last wanted step or to the end; compare losses as they come.
 
     folder : of the run; what it prints goes to ``train.log`` beside it
@@ -288,7 +293,7 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
                 ended = process.poll() is not None
                 found = losses_of(folder)
                 for step in sorted(set(wanted) & set(found)):
-                    require_same(f"the loss of step {step}", wanted[step], found[step], exact)
+                    require_same(f"the loss of step {step}", wanted[step], found[step], exact, resumed)
                     bar.update(step - bar.n)
                 if ended or (not to_the_end and set(wanted) <= set(found)):
                     break

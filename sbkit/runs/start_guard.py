@@ -119,7 +119,7 @@ def restore_previous(folder: Path) -> None:
             _link(aside / path, between)
             os.replace(between, folder / path)
             between.unlink(missing_ok=True)  # still there if both were already the same file
-        logger.info("Restored the recipe and the manifests in %s: the start that wrote others trained nothing", folder)
+        logger.debug("Restored the recipe and the manifests in %s: the start that wrote others trained nothing", folder)
     _drop(folder)
 
 

@@ -67,7 +67,7 @@ def average(
     if not used:
         raise SbkitError(f"no checkpoint in {checkpointer.checkpoints_dir} holds {recoverable!r} to average")
     if len(used) < n:
-        logger.warning("Averaging %d checkpoints, because there are no more (%d were requested)", len(used), n)
+        logger.warning("Averaging %d of %d requested checkpoints: there are no more to choose from", len(used), n)
     for key, value in mean.items():
         if _is_float(like[key]):
             mean[key] = (value / len(used)).to(like[key].dtype)

@@ -92,6 +92,12 @@ def test_another_model_s_transcripts_are_not_mixed_in(bundle, clips, tmp_path, c
     assert run(other, clips / "one.wav", "--output", out, "--overwrite") == 0
 
 
+def test_a_folder_without_audio_is_named_beside_one_with(clips, tmp_path, caplog):
+    (none := tmp_path / "none").mkdir()
+    assert len(collect([str(clips / "one.wav"), str(none)])) == 1
+    assert f"There is no audio in {none}: looked for " in caplog.text
+
+
 def test_clips_of_one_name_get_files_of_their_own(bundle, clips, tmp_path):
     again = tmp_path / "again" / "one.wav"
     again.parent.mkdir()

@@ -126,6 +126,8 @@ def test_another_machine_is_compared_within_rounding(manifest):
     for found, exact in ((2.0 + 1e-12, True), (2.5, False), (float("nan"), False)):
         with pytest.raises(SbkitError, match=r"the loss is .*, recorded as 2.0: not the same"):
             reproduction.require_same("the loss", 2.0, found, exact)
+    with pytest.raises(SbkitError, match="what it had trained with before is not recorded"):
+        reproduction.require_same("the loss", 2.0, 2.5, exact=True, resumed=True)
 
 
 @pytest.mark.slow

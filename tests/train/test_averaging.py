@@ -65,7 +65,7 @@ def test_damaged_ones_are_left_out_and_replaced_by_the_next_best(tmp_path, caplo
 
 def test_fewer_than_asked_for_is_said(tmp_path, caplog):
     ckpt, _ = saved(tmp_path, [1.0])
-    assert len(average(ckpt, "model", 10)[1]) == 1 and "there are no more (10 were requested)" in caplog.text
+    assert len(average(ckpt, "model", 10)[1]) == 1 and "Averaging 1 of 10 requested checkpoints" in caplog.text
 
 
 def test_what_can_not_be_averaged_is_an_error(tmp_path):
