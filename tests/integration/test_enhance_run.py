@@ -35,7 +35,7 @@ def words(out, data, *more, recipe="hparams/enhance.yaml"):
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "out"
-    said = processes.sbkit(*words(out, data), cwd=ROOT, **ENVIRONMENT)
+    said = processes.sbkit(*words(out, data), cwd=ROOT, COUNT_FLOPS="1", **ENVIRONMENT)
     assert "48    48" in re.sub(r" +", "    ", said.stderr), "no row is left out for want of a text"
     return out
 

@@ -283,7 +283,7 @@ def test_a_card_for_which_torch_has_no_kernels_is_an_error(home):
 @pytest.mark.slow
 def test_the_flagship_runs_from_start_to_end_on_two_ranks(tmp_path):
     page = tmp_path / "page.html"
-    report = rehearse(ROOT, "hparams/ctc.yaml", "--num_encoder_layers", "1", "--html", str(page), cards="8xH100")
+    report = rehearse(ROOT, "hparams/ctc.yaml", "--num_encoder_layers", "4", "--html", str(page), cards="8xH100")
     assert set(stages(report).values()) == {"ok"} and not report["errors"]
     figures = report["sections"]["figures"]["values"]
     assert figures["estimated_bytes"] == pytest.approx(figures["peak_bytes"], rel=0.05)

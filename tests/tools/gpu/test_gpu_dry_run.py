@@ -13,18 +13,19 @@ import pytest
 
 from sbkit.cli import main as sbkit
 from sbkit.doctor import examination, probe
+from sbkit.recipe import arguments
 from tools.gpu import __main__ as gpu
+from tools.gpu import speed
+from tools.gpu.bench import RECIPES, Bench
 from tools.gpu.check import CHECKS, NOT_RUN, OK, left_out
 
 COMMAND = [sys.executable, "-m", "tools.gpu", "--dry-run"]
-#: What large and training do with another recipe.
-TWINS = ("flagship", "joint")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)  # two minutes on a core that is free
-def test_every_check_runs_on_a_cpu(tmp_path):
-    out, asked = tmp_path / "report", [check.name for check in CHECKS if check.name not in TWINS]
+def test_every_check_runs_on_a_cpu_but_the_slow_twin_of_large(tmp_path):
+    out, asked = tmp_path / "report", [check.name for check in CHECKS if check.name != "flagship"]
     done = subprocess.run([*COMMAND, "--minutes", "25", "--only", ",".join(asked), "--out", str(out)], cwd=gpu.CHECKOUT,
                           capture_output=True, text=True)
     page = out.with_suffix(".md").read_text()
@@ -35,6 +36,20 @@ def test_every_check_runs_on_a_cpu(tmp_path):
     assert verdicts == {"as expected", "dry run"} and told["ok"], page
     ended = [line for line in done.stderr.splitlines() if line.startswith("[")]
     assert len(ended) == len(asked) and told["verdict"] in done.stderr
+
+
+def test_the_comparison_of_the_flagship_reports_each_of_its_lines(tmp_path):
+    class Canned(Bench):
+        def call(self, function, words):
+            assert arguments.parse(words[words.index("--recipe") + 1:]).path == RECIPES["flagship"]
+            sides = {"sbkit fp32": [3.0], "stock fp32": [1.0]}
+            Path(words[words.index("--json") + 1]).write_text(json.dumps(
+                {"audio_s_per_s": dict.fromkeys(speed.TARGETS, sides), "peak_mib": {}}))
+
+    speed.flagship(Canned("flagship", "cpu", False, 1, None, tmp_path, tmp_path))
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    expected = next(check.expects for check in CHECKS if check.name == "flagship")
+    assert [(line["key"], line["verdict"]) for line in seen] == [(each.key, OK) for each in expected]
 
 
 @pytest.mark.slow
