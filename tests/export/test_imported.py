@@ -46,8 +46,8 @@ def corpus_of(folder, text_of):
 class Imported:
     """A kind's model and the bundle that the command made of it.
 
-    Of nearly all kinds in all formats: compared on recordings of something else, since a model of random weights would
-    change its mind in 8 bits. Of MMS, a corpus's words are held against a model of capitals in capitals.
+    Of most kinds in all formats: compared on recordings of something else, since a model of random weights would
+    change its mind in 8 bits. Of others, a corpus's words are held against a model of capitals in capitals.
     """
 
     def __init__(self, home, kind):
@@ -61,7 +61,7 @@ class Imported:
         assert main(self.words) == 0
 
 
-WHOLE = ("wav2vec2", "hubert", "wavlm", "w2v-bert", "parakeet", "lasr")
+WHOLE = ("wav2vec2", "hubert", "wavlm", "w2v-bert-adapter", "parakeet", "lasr")
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +129,10 @@ def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path):
 
 @pytest.mark.slow
 def test_recordings_may_be_what_is_compared_on(imported):
-    facts = json.loads((imported("mms").bundle / layout.PARITY).read_text())
+    facts = json.loads((imported("wav2vec2-layer").bundle / layout.PARITY).read_text())
     assert facts["clips"]["origin"] == "4 utterances of the test split"
-    assert facts["formats"]["transformers"]["wer"] < 50, "what is left is what the corpus's text rules change"
-    assert layout.Config.read(imported("mms").bundle).language == "en"
+    assert facts["formats"]["transformers"]["wer"] < 30, "what is left is what the corpus's text rules change"
+    assert layout.Config.read(imported("wav2vec2-layer").bundle).language == "en"
 
 
 @pytest.mark.slow
