@@ -35,7 +35,7 @@ $(STAMP): setup.cfg pyproject.toml
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/torchrun --standalone --nproc_per_node=1 train.py hparams/ctc.yaml --output_folder $(OUT)
+	$(BIN)/sbkit train hparams/ctc.yaml --output_folder $(OUT)
 	$(BIN)/sbkit export $(OUT) --to $(OUT)/bundle --force
 	@$(BIN)/python tools/demo_end.py $(OUT)
 
@@ -44,10 +44,10 @@ $(OUT)/bundle/config.json:
 	$(MAKE) demo OUT=$(OUT)
 
 demo-speech: $(STAMP) $(OUT)/bundle/config.json
-	$(BIN)/torchrun --standalone --nproc_per_node=1 train.py hparams/codec.yaml --output_folder $(SPEECH)/codec \
+	$(BIN)/sbkit train hparams/codec.yaml --output_folder $(SPEECH)/codec \
 	  --recogniser $(OUT)/bundle
 	$(BIN)/sbkit export $(SPEECH)/codec --to $(SPEECH)/codec/bundle --force
-	$(BIN)/torchrun --standalone --nproc_per_node=1 train.py hparams/tts.yaml --output_folder $(SPEECH)/voice \
+	$(BIN)/sbkit train hparams/tts.yaml --output_folder $(SPEECH)/voice \
 	  --codec $(SPEECH)/codec/bundle --recogniser $(OUT)/bundle
 	$(BIN)/sbkit export $(SPEECH)/voice --to $(SPEECH)/voice/bundle --force
 	$(BIN)/python tools/demo_speech_end.py $(SPEECH)/voice $(SPEECH)/voice/bundle $(OUT)/bundle
