@@ -376,7 +376,7 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
     if not any(path.exists() for path in paths.values()):
         return None, "labels: the corpus is not prepared; sbkit prepare does that, with the same recipe and keys"
     if not traced.task.is_prepared(traced.keys):
-        return None, f"labels: {_why_unchecked(getattr(traced.keys, 'tokenizer', None))}"
+        return None, f"labels: {_why_unchecked(traced.built.hparams.get('tokenizer'))}"
     if any(f.code == "vocabulary" for f in findings):
         return None, "labels: the vocabulary is wrong"
     try:
@@ -399,4 +399,4 @@ def _why_unchecked(tokenizer: Any) -> str:  # a Tokenizer, if the task has one: 
                     f"{tokenizer.vocab_size}, which a run changes by itself; --output_neurons {sizes[0]} checks them "
                     "now")
     return ("the corpus is prepared, but its tokenizer (or symbols, or statistics) was not made with these keys; sbkit "
-            "prepare makes it, with the same arguments, and a run checks the labels as it starts")
+            "prepare makes it, with the same recipe and keys, and a run checks the labels as it starts")
