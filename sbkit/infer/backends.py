@@ -189,7 +189,10 @@ def _use_fake_tensors_first() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def stay() -> None:
-        with FakeTensorMode():
+        try:
+            with FakeTensorMode():
+                pass
+        finally:  # an error must not leave the caller waiting
             used.set()
         threading.Event().wait()
 

@@ -51,7 +51,7 @@ def show(results: Results, folder: Path, manifest: Manifest, left_out: str | Non
 
 
 #: Run options that change neither what is trained nor what is tested.
-_SHOW = {"param_file", "test_only", "noprogressbar", "tqdm_colored_bar", "log_config"}
+_SHOW = reproduction.SHOW - {"device", "local_rank"}
 
 
 def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
