@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from speechbrain.utils.epoch_loop import EpochCounter
@@ -26,6 +26,7 @@ from sbkit.runs.keys import Bundles
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
+from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     if brain.recogniser is not None:
         brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
     brain.utilisation = _utilisation(brain, device, train)
-    _log_setup(brain, device)
     batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)
     reading = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
@@ -77,7 +77,13 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
             warn_of_lost_steps(brain, len(plan))
             initial.load(brain)
             old_set.score_before(recipe, brain)
-        brain.fit(_from_here_on(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
+        try:
+            brain.fit(_from_here_on(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
+        except OtherModel as error:
+            if not (changes := guard.changes()):
+                raise
+            raise SbkitError(f"the checkpoints in {keys.folder} are of another model: {'; '.join(changes)}",
+                             hint=error.hint) from error
     with test_set:
         brain.evaluate(test_set, **brain.metric.order)
     return brain
@@ -95,6 +101,7 @@ def _from_here_on(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed
         state = brain.train_state
         done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
         logger.info("Going on with epoch %d of %d%s", epochs.current + 1, epochs.limit, done)
+    _log_start(brain, changes if resumed and epochs.current < epochs.limit else [])
     guard.begins()
     yield from epochs
 
@@ -113,13 +120,14 @@ def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Util
     return found
 
 
-def _log_setup(brain: Brain, device: torch.device) -> None:
-    """Record how the run was started and on what machine, for its report."""
+def _log_start(brain: Brain, changes: Sequence[str]) -> None:
+    """Record how the run was started, with what changed values, and on what machine, for its report."""
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
         brain.metrics_log.write(
-            "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(device),
+            "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(brain.device),
             precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
+            **({"changed": changes, "after_step": brain.optimizer_step} if changes else {}),
         )
 
 

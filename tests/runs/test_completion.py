@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -94,6 +95,8 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     assert started()[:2] == (0, (0, 1)) and record() == before
     assert started("--number_of_epochs", "2", "--lr", "0.5")[:2] == (0, (2, 1))
     assert "\nlr: 0.5" in record()[0] and "lr: 0.5" in record()[1]
+    [change] = re.findall(r"Steps after (\d+) ran with changed values: ([^<]*)\.<", (out / "report.html").read_text())
+    assert change[0] == "2" and "lr, opt_class.lr, schedule.peak: 0.003 -&gt; 0.5" in change[1]
 
 
 @pytest.mark.slow
@@ -127,7 +130,11 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):
     before = {path: path.read_bytes() for path in kept}
     lines = (tmp_path / "data" / "train.csv").read_text().splitlines()
     (tmp_path / "data" / "train.csv").write_text("\n".join(lines[:-2]) + "\n")
-    assert started("--d_model", "24")[0] == 2
+    log = (out / "metrics.jsonl").read_bytes()
+    code, _, said = started("--d_model", "24")
+    assert code == 2 and f"the checkpoints in {out} are of another model: d_model, " in said
+    assert " -> 24; use the recipe that this run started with" in said
+    assert (out / "metrics.jsonl").read_bytes() == log, "and it is no start of the run"
     assert {path: path.read_bytes() for path in kept} == before and not (out / ".before-this-start").exists()
     (tmp_path / "data" / "train.csv").write_text("\n".join(lines) + "\n")
     assert started()[:2] == (0, (0, 0)), "and it is still done"

@@ -27,6 +27,7 @@ EXAMPLES_SHOWN = 10
 PARTS = {"data": 2, "copy": 9, "features": 3, "forward": 1, "loss": 5, "backward": 4, "all-reduce": 6, "optimizer": 7,
          "other": 8}
 COLOURS = 9  # of the page
+_BESIDE_FACTS = ("time", "kind", "command", "environment", "changed", "after_step")  # of a start
 _OF_EVALUATIONS = ("checkpoints", "manifest", "precision", "device", "devices", "real_time_factor")
 #: Names in the lines of epochs that differ from those in the lines within epochs.
 _OF_EPOCHS = {"loss": "train_loss"}
@@ -406,10 +407,12 @@ def making(run: RunData) -> Markup:
     for start in run.starts[-1:]:
         when = datetime.datetime.fromtimestamp(start["time"]).astimezone().strftime("%Y-%m-%d %H:%M %Z")
         facts = {"started": when, **{name: value for name, value in start.items()
-                                     if name not in ("time", "kind", "command", "environment")},
+                                     if name not in _BESIDE_FACTS},
                  **({"parameters": f"{start['parameters']:,}"} if "parameters" in start else {}),
                  **(start.get("environment") or {})}
         parts += [tag("pre", start.get("command", ""), class_="command"), _facts(facts)]
+    parts += [tag("p", f"Steps after {start['after_step']:,} ran with changed values: {'; '.join(start['changed'])}.")
+              for start in run.starts if start.get("changed")]
     if len(run.starts) > 1:
         parts.append(tag("p", f"The run was started {len(run.starts)} times; this is the last.", class_="note"))
     if not run.starts:

@@ -161,6 +161,10 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
         ) from error
 
 
+class OtherModel(CheckpointError):
+    """Raised if a checkpoint belongs to another model."""
+
+
 class NotLoaded(CheckpointError):
     """Raised if a file can't be loaded by its hook."""
 
@@ -227,10 +231,10 @@ def _load_attributes(obj: object, path: str | Path, end_of_epoch: bool) -> None:
 DEFAULT_LOAD_HOOKS.setdefault(InverseSquareRootScheduler, _load_attributes)
 
 
-def other_model(path: str | Path, name: str, found: str) -> CheckpointError:
+def other_model(path: str | Path, name: str, found: str) -> OtherModel:
     """Return the error for a checkpoint that belongs to another model."""
     path = Path(path)
-    return CheckpointError(
+    return OtherModel(
         f"{path.parent} is a checkpoint of another model: {name!r} ({path.name}) differs: {found}",
         hint="use the recipe that this run started with, or another output_folder",
     )
