@@ -23,7 +23,6 @@ from sbkit.data.plan import Plan
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, summary
 from sbkit.nn import attention_kernel
-from sbkit.nn.accelerate import restore
 from sbkit.recipe import (
     batch_size,
     cost,
@@ -165,8 +164,10 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         precision = "bf16" if absent else native_precision(device)
     wrong = any(f.severity == "error" for f in findings)
     measured = measure() if measure is not None and not wrong else None
+    planned = _plan(traced, device)
+    typical = None if planned is None or starting else flops.typical_seconds(planned[0].durations)
     try:
-        made = cost.make(traced, owned, device, precision, measured)
+        made = cost.make(traced, owned, device, precision, measured, typical)
     except Exception as error:  # such as an operation without support for stand-ins; the run itself may work
         logger.debug("no cost", exc_info=True)
         report.notes.append(f"the cost: {trace.without_stand_in(error) or summary(error)}")
@@ -176,7 +177,6 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         return {}
     tried = batch_size.cached(batch_size.result_file(batch_size.model_of(owned.roots), traced.keys, precision, device))
     made.check_fits(findings, built.nodes.get("batching"), tried)
-    planned = _plan(traced, device)
     audio = () if planned is None else (
         mixture.hours_of_pass(planned[0]), planned[1].passes, traced.keys.epoch_counter.limit)
     section = cost.section(made, tried, *audio)
@@ -186,7 +186,7 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
         if planned is None:
             report.notes.append("the price: the corpus is not prepared, so how long the run is isn't known; "
                                 "sbkit prepare does that, with the same recipe and keys")
-        elif (priced := _price(traced, owned, device, precision, asked, planned, measured)) is not None:
+        elif (priced := _price(traced, made, device, precision, asked, planned[1], measured)) is not None:
             section.rows = [row for row in section.rows if not row[0].startswith("time ")]  # the price knows better
             sections["price"] = priced
         else:
@@ -194,18 +194,13 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     return sections
 
 
-def _price(traced: trace.Trace, owned: ownership.Owned, device: torch.device, precision: str, asked: price.Asked,
-           planned: tuple[Manifest, Plan], measured: cost.Measured | None) -> Section | None:
+def _price(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, precision: str, asked: price.Asked,
+           plan: Plan, measured: cost.Measured | None) -> Section | None:
     """The price of the whole run; None if nothing is known of the device's speed."""
-    keys, (train, plan) = traced.keys, planned
-    brain = trace.build_brain(type(traced.brain), traced.built.hparams, precision=precision)
-    try:
-        operations = flops.operations_per_second(brain, flops.typical_seconds(train.durations))
-    finally:
-        restore(torch.nn.ModuleDict(owned.roots))
+    keys = traced.keys
     epochs, (dev, test) = keys.epoch_counter.limit, (keys.corpus.manifest(split).hours for split in ("dev", "test"))
     steps = finished_runs.steps_of(
-        traced.task, operations, price.padded_seconds(plan, asked.processes), keys.batching.max_batch_seconds,
+        traced.task, made.cost.operations, price.padded_seconds(plan, asked.processes), keys.batching.max_batch_seconds,
         epochs * len(plan), 3600 * (epochs * dev + test) / asked.processes)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else

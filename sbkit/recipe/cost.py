@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from sbkit.data.augment import planned_seconds
 from sbkit.nn.accelerate import restore
-from sbkit.recipe import flops
+from sbkit.recipe import flops, speed
 from sbkit.recipe.batch_size import BatchSize
 from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
@@ -26,7 +26,6 @@ from sbkit.recipe.parts import flattened
 from sbkit.recipe.price import EFFICIENCY
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
-from sbkit.recipe.speed import speed_of
 from sbkit.recipe.trace import Trace, build_brain, gpu_stand_ins
 from sbkit.recipe.values import unwrapped
 from sbkit.system.console import time_span
@@ -59,7 +58,9 @@ class BatchCost:
     memory: int
     """Peak bytes besides weights, gradients and optimizer states."""
     operations: float
-    """Number of floating point operations."""
+    """FLOPs of training on a second of audio."""
+    typical: float | None = None
+    """The duration of the utterances in which that is counted: the corpus's, as a run does; None: ``seconds``."""
 
     @property
     def batch_seconds(self) -> float:
@@ -125,17 +126,22 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
-def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float) -> BatchCost:
-    """Count the cost of one micro-batch of the longest utterances by running it on stand-ins."""
+def count(traced: Trace, owned: Owned, precision: str, batch_seconds: float, typical: float | None = None) -> BatchCost:
+    """Count the cost of one micro-batch of the longest utterances by running it on stand-ins.
+
+    typical : what ``flops.typical_seconds`` gives for the corpus, if that is known
+    """
     hparams = traced.built.hparams
     longest = min(longest_utterance(hparams), batch_seconds)
     utterances = max(1, int(batch_seconds / longest))
     brain = build_brain(type(traced.brain), hparams, precision="fp32" if precision == "fp32" else "bf16")
     try:
         counted = flops.run(brain, utterances, longest, Alive, gpu=gpu_stand_ins())
+        operations = (flops.operations_per_second(brain, typical) if typical is not None else
+                      counted.operations / (utterances * longest))
     finally:
         restore(nn.ModuleDict(owned.roots))
-    return BatchCost(utterances, longest, counted.peak, float(counted.operations))
+    return BatchCost(utterances, longest, counted.peak, operations, typical)
 
 
 def longest_utterance(hparams: Mapping[str, Any]) -> float:
@@ -205,7 +211,7 @@ class CostEstimate:
 
 
 def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
-         measured: Measured | None = None) -> CostEstimate | None:
+         measured: Measured | None = None, typical: float | None = None) -> CostEstimate | None:
     """The cost estimate of a recipe whose forward was traced; None if it can't be made."""
     hparams = traced.built.hparams
     batch_seconds = getattr(hparams.get("batching"), "max_batch_seconds", None)
@@ -216,13 +222,13 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
     held = sum(t.numel() * t.element_size() for root in owned.roots.values() for t in root.state_dict().values())
     copies = 1 + states_per_parameter(hparams.get("opt_class")) + (traced.keys.average is not None)
     weights = held + trained * copies + WORKSPACE
-    cost = count(traced, owned, precision, float(batch_seconds))
+    cost = count(traced, owned, precision, float(batch_seconds), typical)
     hours: float | None
     if measured is not None:
         hours = (measured.planned or measured.step_seconds / measured.batch_seconds) * 100
     else:
-        speed = speed_of(device, precision)
-        hours = None if speed is None else cost.operations / cost.batch_seconds * 100 / (speed * EFFICIENCY)
+        peak = speed.speed_of(device, precision)
+        hours = None if peak is None else cost.operations * 100 / (peak * EFFICIENCY)
     freeze = hparams.get("freeze")
     turns = [value for value in flattened(freeze).values() if value is not True] if freeze else []
     layers = [layer for root in owned.roots.values() for layer in root.modules()]
@@ -268,7 +274,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
     values = {
         "parameters": estimate.parameters, "frozen": estimate.frozen, "weights_bytes": estimate.weights,
         "batch_bytes": cost.memory,
-        "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations / cost.batch_seconds,
+        "batch_seconds": cost.batch_seconds, "operations_per_second_of_audio": cost.operations,
         "step_bytes": estimate.step_memory, "largest_here": total and estimate.largest(total),
         "largest_max_batch_seconds": {f"{size} GB": int(estimate.largest(size * 1e9)) for size in SIZES},
         "tried_max_batch_seconds": {f"{one.gib:g} GiB": one.seconds for one in tried},
@@ -284,15 +290,16 @@ def _amounts(hours: float, passes: int, epochs: int) -> dict[str, float]:
     """Hours of audio by what takes them."""
     times = f", {passes} times {time_span(3600 * hours)}" if passes > 1 else ""
     return {f"time of an epoch, {time_span(3600 * hours * passes)} of audio{times}": hours * passes,
-            f"time of the run, {epochs} epochs": hours * passes * epochs}
+            f"time of the run, {epochs} epoch{'s' if epochs > 1 else ''}": hours * passes * epochs}
 
 
 def _remarks(estimate: CostEstimate) -> list[str]:
     measured = estimate.measured
     if measured is None:
-        amount = estimate.cost.operations / estimate.cost.batch_seconds / 1e9
-        return [f"memory is counted on stand-ins; the time is an estimate from {amount:.2g} GFLOP a second of audio "
-                "(--measure runs a few steps)", *estimate.inexact, *_unfreezing(estimate)]
+        cost = estimate.cost
+        return ["memory is counted on stand-ins, and the time is an estimate (--measure runs a few steps): a second of "
+                f"audio takes {speed.flops(cost.operations)} in training, in utterances of "
+                f"{cost.typical or cost.seconds:.3g} s", *estimate.inexact, *_unfreezing(estimate)]
     largest = "the largest micro-batch that max_batch_seconds allows"
     if measured.planned is not None and measured.planned_seconds is not None:  # the price is by this one
         said = (f"a micro-batch of typical utterances, {measured.planned_seconds:.3g} s of audio, takes "

@@ -17,6 +17,7 @@ from sbkit.recipe import finished_runs, price
 from sbkit.recipe.check import check
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
 from sbkit.recipe.price import Asked
+from sbkit.recipe.speed import flops
 from sbkit.tasks.ctc import CTC
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +205,10 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys):
     assert not [row for row in sections["bill"]["rows"] if row[0].startswith("hours")], "they are the price's"
     said = sections["price"]["values"]
     assert said["by"] == "peak" and said["cost"] == 2.5 * said["hours"] and said["kwh_at_most"] is None
-    subprocess.run([sys.executable, "-m", "sbkit", "train", *words, "--no-check"], check=True, capture_output=True)
+    trained = subprocess.run([sys.executable, "-m", "sbkit", "train", *words, "--no-check"], check=True,
+                             capture_output=True, text=True)
+    per_second = flops(sections["bill"]["values"]["operations_per_second_of_audio"])
+    assert f"a second of audio takes {per_second} in training" in trained.stderr
     lines = [json.loads(line) | {"core_wait_share": 0.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert finished_runs.record(lines, CTC, said["threads"], 120.0, 3.5, 3.5)  # again: the core may have been shared
     run = finished_runs.read()[-1]
