@@ -80,7 +80,8 @@ class Clash(NamedTuple):
     key: str
     """The argument to blame."""
     message: str
-    suggestion: str
+    """With the names of arguments in braces, for their values."""
+    suggestion: str | Callable[[Mapping[str, Any]], str]
     fails: bool = True
     """False if it runs nevertheless, or only the decoder fails; then it is a warning."""
 
@@ -92,8 +93,8 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
               "SpeechBrain's Branchformer has no attention_type 'RoPEMHA', it has regularMHA, RelPosMHAXL, hypermixing",
               "write RelPosMHAXL, or encoder_module: conformer"),
         Clash(lambda a: _indivisible(a["d_model"], a["nhead"]), "nhead",
-              "each attention head gets an equal share of d_model, and nhead doesn't divide it",
-              "choose an nhead that does, or another d_model"),
+              "each attention head gets an equal share of d_model, and nhead {nhead} doesn't divide {d_model}",
+              lambda a: f"write nhead: {_near_heads(a['d_model'], a['nhead'])}, or choose another d_model"),
         Clash(lambda a: a["attention_type"] == "RoPEMHA" and _odd_heads(a["d_model"], a["nhead"]), "nhead",
               "RoPEMHA rotates pairs of values, and d_model / nhead is an odd number",
               "choose nhead so that it is an even one, or attention_type: RelPosMHAXL"),
@@ -132,6 +133,12 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
 
 def _indivisible(size: object, parts: object) -> bool:
     return isinstance(size, int) and isinstance(parts, int) and parts > 0 and size % parts != 0
+
+
+def _near_heads(size: int, heads: int) -> str:
+    """The one or two numbers of heads nearest to ``heads`` whose shares are equal, and even if ``size`` is."""
+    fit = (n for n in range(1, 257) if size % n == 0 and (size // n + size) % 2 == 0)
+    return " or ".join(map(str, sorted(sorted(fit, key=lambda n: abs(n - heads))[:2])))
 
 
 def _numbers(*values: object) -> bool:
@@ -174,7 +181,8 @@ def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings
         if clash.applies(given):
             tell = findings.error if clash.fails else findings.warning
             place = node.blame(clash.key) if clash.fails else node.place_of(clash.key)
-            tell("wrong-value", place, node.key_of(clash.key), clash.message, clash.suggestion)
+            hint = clash.suggestion if isinstance(clash.suggestion, str) else clash.suggestion(given)
+            tell("wrong-value", place, node.key_of(clash.key), clash.message.format_map(given), hint)
 
 
 def _problem(name: str, key: str, value: object, wanted: tuple[str, ...] | Range) -> tuple[str, str] | None:
