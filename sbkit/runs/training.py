@@ -137,8 +137,8 @@ def before_run(request: CommandLine) -> None:
 
     report = check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
     if report.errors:  # one message, so that torchrun's last lines contain it all
-        raise SbkitError(f"{report.verdict()}; --no-check skips this check\n{report.problems()}",
-                         exit_code=1)
+        problems = report.problems().replace(": error: ", ": ", 1)  # the command writes that in front
+        raise SbkitError(f"{problems}\n{report.verdict()}; --no-check skips this check", exit_code=1)
     if report.problems():
         print(report.problems(), file=sys.stderr, flush=True)
     print(report.verdict(), file=sys.stderr, flush=True)
