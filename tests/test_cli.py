@@ -56,8 +56,8 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
                                               "see sbkit export --help"),
     ("import owner/model --to bundle --formats onnx,", "'' (choose from onnx, int8, torch); see sbkit import --help"),
     ("clean hparams/ctc.yaml --fold 3", "has no key fold; did you mean --folds?"),
-    ("check hparams/ctc.yaml --price 2,5", "'2,5' is no price of a device for an hour; such as --as 8xH100 --html "
-                                           "rehearsal.html --price 2.5"),
+    ("check hparams/ctc.yaml --price 2,5", "'2,5' is no price of an hour of a device, such as 2.5; see sbkit check "
+                                           "--help"),
 ])
 def test_a_misspelt_word_gets_the_one_that_was_meant(words, told, capsys):
     assert main(words.split()) == 2

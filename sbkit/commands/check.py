@@ -37,7 +37,7 @@ def _check(words: list[str]) -> int:
     from sbkit.recipe import arguments
     from sbkit.recipe.check import check
 
-    given, words = arguments.own_options(words, "such as --as 8xH100 --html rehearsal.html --price 2.5", FLAGS,
+    given, words = arguments.own_options(words, "see sbkit check --help", FLAGS,
                                          as_=str, html=Path, price=_rate)
     if given.price is not None and given.no_run:
         raise SbkitError("--price counts what a step computes, and --no-run builds nothing", hint="drop one of them")
@@ -67,8 +67,8 @@ def _check(words: list[str]) -> int:
     if given.json:
         print(report.json())
     else:
-        misspelt = any(each.code == "unknown-override" for each in report.errors)  # tables would be of another recipe
-        facts = "" if misspelt else report.facts()
+        misread = {"unknown-override", "no-value"} & {each.code for each in report.errors}  # tables of another recipe
+        facts = "" if misread else report.facts()
         if facts:
             print(facts, flush=True)
         if report.problems():
@@ -82,7 +82,7 @@ def _rate(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= (rate := float(text)) < float("inf"):
             return rate
-    raise argparse.ArgumentTypeError(f"{text!r} is no price of a device for an hour")
+    raise argparse.ArgumentTypeError(f"{text!r} is no price of an hour of a device, such as 2.5")
 
 
 def _rehearse(words: list[str], given: argparse.Namespace) -> int:

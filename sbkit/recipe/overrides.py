@@ -86,7 +86,11 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
     """Apply overrides to a tree."""
     for key, new in given.value.items():
         target = root.value.get(key)
-        if target is None or new.tag or new.whole or not isinstance(new.value, dict):
+        if new.value is True and new.place == _COMMAND_LINE and target is not None and not target.tag \
+                and isinstance(target.value, (int, float, str)) and not isinstance(target.value, bool):
+            findings.error("no-value", new.place, target.key, "it has no value",
+                           f"write one behind it, such as --{target.key} {target.value or 'VALUE'}")
+        elif target is None or new.tag or new.whole or not isinstance(new.value, dict):
             if key not in declared:
                 _report_typo(root, key, new, findings)
             root.value[key] = new
