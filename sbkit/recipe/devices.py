@@ -26,7 +26,8 @@ def section(built: Built, owned: Owned) -> Section:
 
     The column of the device is empty until ``prove`` fills it.
     """
-    saved = {name: saved_by(obj) for name, obj in (recoverables(built) or {}).items()}
+    found = recoverables(built)
+    saved = {name: saved_by(obj) for name, obj in (found or {}).items()}
     trains = {"opt_class": "yes", "": "no"}.get(by := optimized_by(built), by)
     rows = [_row(key, module, saved, trains) for key, module in _listed(built, owned)]
     total = [p for root in owned.roots.values() for p in root.parameters()]
@@ -34,6 +35,9 @@ def section(built: Built, owned: Owned) -> Section:
     count = sum(p.numel() for p in distinct)
     columns = ["key", "class", "parameters", "trained", "after the move", "optimizer", "checkpoint"]
     remarks = [f"{count:,} parameters; moved to the meta device to prove where each tensor goes"]
+    if found is None:
+        rows = [[*row[:-1], "-"] for row in rows]
+        remarks.append("what checkpoints hold is not known: the checkpointer is missing or could not be built")
     if any(isinstance(each, _BatchNorm) for root in owned.roots.values() for each in root.modules()):
         remarks.append("BatchNorm normalises by what all devices compute at once, so where a step takes several "
                        "micro-batches the number of devices and max_batch_seconds change what is learnt")

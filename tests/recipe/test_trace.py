@@ -160,6 +160,11 @@ def test_a_constant_that_stays_on_the_cpu_is_an_error_where_the_forward_meets_it
     assert next(row for row in report.sections["devices"].rows if row[0] == "ctc_lin")[4] == "1 tensors stay on cpu"
 
 
+def test_without_a_checkpointer_the_table_does_not_say_what_checkpoints_hold():
+    table = check(SMALL, {"checkpointer": {"checkpoints_dir": [1]}}).sections["devices"]
+    assert {row[-1] for row in table.rows} == {"-"} and table.remarks[-1].startswith("what checkpoints hold is not")
+
+
 def test_a_forward_that_reads_values_is_no_mistake(tmp_path):
     report = check(head(tmp_path, "Reading"))
     assert report.errors == []
