@@ -66,10 +66,24 @@ def _is_number(text: str) -> bool:
 def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | None = None, unit: str = "it",
              show: bool = True) -> tqdm:
     """Show a progress bar on stderr; without a terminal only one line is printed at the end."""
-    return tqdm(
-        iterable, desc=what, total=total, unit=unit, disable=not show, dynamic_ncols=True, file=sys.stderr,
-        mininterval=0.2 if sys.stderr.isatty() else 10.0, leave=True,
-    )
+    return _Bar(iterable, desc=what, total=total, unit=unit, unit_scale=unit == "B", disable=not show,
+                dynamic_ncols=True, file=sys.stderr, mininterval=0.2)
+
+
+class _Bar(tqdm):
+    """Looks as that of training (``StageDisplay``)."""
+
+    def display(self, *args: Any, **kwargs: Any) -> None:  # as tqdm's
+        closing, terminal = self.disable, self.fp.isatty()
+        time = "took {elapsed}" if closing or not self.total else "{remaining} left"
+        if terminal:
+            bar, done = ("{percentage:3.0f}%|{bar}| ", "{n_fmt}/{total_fmt}") if self.total else ("", "{n_fmt}")
+            self.bar_format = f"{{desc}} {bar}{done}, {time}, {{rate_fmt}}{{postfix}}"
+            super().display(*args, **kwargs)
+        elif closing:
+            done = "{n_fmt}/{total_fmt} ({percentage:.0f} %)" if self.total else "{n_fmt}"
+            self.bar_format = f"{{desc}}: {done}, {time}, {{rate_fmt}}"
+            self.fp.write(str(self))
 
 
 class LastingStream(io.FileIO):

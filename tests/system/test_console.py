@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sbkit.system.console import LastingStream, LogFile
+from sbkit.system.console import LastingStream, LogFile, progress
 
 SCRIPT = """
 import logging, os, sys, time
@@ -126,3 +126,13 @@ def test_what_no_log_takes_has_bounds(tmp_path):
     log = LogFile(tmp_path / "log.txt")
     assert len(lines(log)) <= 10_000
     log.close()
+
+
+@pytest.mark.parametrize("total, said", [(3, "3/3 (100 %)"), (None, "3")])
+def test_a_bar_without_a_terminal_is_one_line(total, said, capsys):
+    with progress(what="speaking", total=total, unit="clip") as bar:
+        for _ in range(3):
+            bar.update()
+            bar.refresh()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"speaking: {said}, took 00:00, ") and line.endswith("clip/s")
