@@ -24,9 +24,9 @@ from sbkit.recipe.source import Findings
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.ctc.parts import has_its_decoder, has_layers_between, stack, tapped
-from sbkit.tasks.ctc.search import Live, joint
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.recognise.parts import parts_fit
+from sbkit.tasks.recognise.search import options
 from sbkit.tasks.recognise.task import RecognitionTask
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
@@ -43,7 +43,7 @@ class Scores(NamedTuple):
     attention: Tensor | None = None  # [B, U + 1, V] scores of the decoder, in joint training
     intermediate: Sequence[Tensor] = ()  # [B, T, V] each: scores of inner layers of the encoder, in training
     encoded: Tensor | None = None  # [B, T, D] encoder states, for a search with the decoder
-    live: Sequence[Tensor] = ()  # [B, T, V] each: what ``Live.scores`` returns, in a test in chunks
+    live: Sequence[Tensor] = ()  # [B, T, V] each: what ``LiveTest.scores`` returns, in a test in chunks
 
 
 class CTC(RecognitionTask):
@@ -63,7 +63,6 @@ class CTC(RecognitionTask):
     Keys: ClassVar[type[TaskKeys]] = CTCKeys
     parts = ("ctc_lin", "modules")
     heads = ("ctc_lin", "seq_lin")
-    live_test = Live
     Search = BeamSearch
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: CTCKeys
@@ -128,7 +127,7 @@ class CTC(RecognitionTask):
         if stage == Stage.TRAIN:
             return Loss(total, tokens, {self.loss_of_tokens: (ctc.total, tokens)})
         more = () if scores.encoded is None else (self.next_token(scores),)
-        self.transcribe(scores.ctc.float().log_softmax(-1), scores.frames, batch, stage, scores.live, *more)
+        self.transcribe(self.searched(scores.ctc), scores.frames, batch, stage, scores.live, *more)
         return Loss(total, tokens)
 
     @property
@@ -185,14 +184,28 @@ class CTC(RecognitionTask):
 
     # ------------------------------------------------------------ transcripts
 
+    def searched(self, scores: Tensor) -> Tensor:
+        return scores.float().log_softmax(-1)
+
     def greedy(self, scores: Tensor, frames: Tensor) -> Hypotheses:
         return greedy(scores, frames, blank_id=self.keys.blank_index)
 
     def take_search(self, request: EvaluateRequest) -> None:
-        if request.joint:
-            self.decoder = joint(request, self.keys)
-        else:
+        if not request.joint:
             super().take_search(request)
+            return
+        given, weight = options(request, self.keys), self.keys.ctc_weight
+        if set(given) - {"beam", "nbest"} or request.tune_lm:
+            raise SbkitError("the joint search takes no language model, no word score and no hot words",
+                             hint="leave out these, or --joint")
+        if not self.joint:
+            raise SbkitError(f"{request.run} has no trained attention decoder: its recipe says ctc_weight: {weight}",
+                             hint="train with less than 1, such as --ctc_weight 0.3, or leave out --joint")
+        if request.ctc_weight is not None:
+            given["ctc_weight"] = request.ctc_weight
+        begin, end = self.keys.ends
+        self.decoder = JointSearch(self.keys.tokenizer, blank_id=self.keys.blank_index, bos_id=begin, eos_id=end,
+                                   **given)
 
     def exported(self, run: Path) -> Recogniser:
         from sbkit.tasks.ctc.exported import Recogniser

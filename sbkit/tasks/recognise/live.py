@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +24,9 @@ from sbkit.tasks.asr import Choice, TranscribedUtterance, choices
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transcripts import Transcripts
+
+if TYPE_CHECKING:
+    from sbkit.tasks.recognise.search import SearchingTask
 
 Scored = Any  # a tensor, or several: what the task finds transcripts in
 
@@ -47,7 +49,7 @@ def _shown(words: Sequence[Word], space: str) -> Text:
     return Text(space.join(word.text for word in words), confidence)
 
 
-class LiveTest(ABC):
+class LiveTest:
     """Hears each utterance of a test in chunks of each size that was asked for.
 
     The encoder hears the utterances of a batch at once, as if each came chunk by chunk, which gives a stream's scores.
@@ -55,15 +57,17 @@ class LiveTest(ABC):
 
     Arguments
     ---------
+    task : whose model hears
     chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
     """
 
-    def __init__(self, model: Recognizer, keys: EncoderKeys, chunk: Sequence[int | None]):
+    def __init__(self, task: SearchingTask, chunk: Sequence[int | None]):
+        keys = task.keys
         if keys.chunks is None:
             raise SbkitError("--chunk needs a model that was trained in chunks, and the recipe has no chunks",
                              hint="train one with hparams/streaming.yaml, or leave out --chunk")
-        self.model, self.keys, self.chunk = model, keys, tuple(chunk)
-        self.frame_seconds = frame_seconds(model, keys)
+        self.task, self.keys, self.chunk = task, keys, tuple(chunk)
+        self.frame_seconds = frame_seconds(task.recognizer, keys)
         sizes = keys.chunks.in_milliseconds(self.frame_seconds)
         self._sizes = {one: self._size(one, sizes) for one in (*self.chunk, None)}
         self._ahead = keys.chunks.ahead
@@ -81,32 +85,17 @@ class LiveTest(ABC):
         return None if size is None else self.keys.chunks.config(size)
 
     def scores(self, feats: Tensor, frames: Tensor, first: Scored) -> list[Scored]:
-        """Compute what :meth:`scored` gives for features [B, T', F] and each size in order, and for whole utterances
-        at the end.
+        """Compute the task's ``scored`` of features [B, T', F] for each size in order, and for whole utterances at the
+        end.
 
         first : that of the first size
         """
         found: dict[int | None, Scored] = {self.chunk[0]: first}
         for chunk in self._sizes:
             if chunk not in found:
-                found[chunk] = self.scored(self.model.encode(feats, frames, self.config(chunk))[0])
+                encoded, _ = self.task.recognizer.encode(feats, frames, self.config(chunk))
+                found[chunk] = self.task.scored(encoded)
         return [found[chunk] for chunk in (*self.chunk, None)]
-
-    def scored(self, encoded: Tensor) -> Scored:
-        """Compute what transcripts are found in, from encoder states [B, T, D]."""
-        return self.model.head(encoded)
-
-    def of_ctc(self, scores: Scored) -> Tensor | None:
-        """Return a CTC head's part of ``scores`` [B, T, V], by which words are aligned; None if there is none."""
-        return scores
-
-    @abstractmethod
-    def searched(self, scores: Scored) -> Tensor:
-        """Return what a search takes, of what :meth:`scored` gave."""
-
-    @abstractmethod
-    def greedy(self, searched: Tensor, frames: Tensor) -> Iterable[TokenSpans]:
-        """Decode that without a search."""
 
     def texts(self, scores: Scored, frames: Tensor, cuts: Sequence[Sequence[int]], search: TokenSearch | None,
               live: bool) -> list[list[Text]]:
@@ -115,9 +104,9 @@ class LiveTest(ABC):
         search : finds the transcripts; None: they are decoded greedily
         live : decode as a stream, whose words settle; False: there is one cut, and the whole utterance is known
         """
-        searched = self.searched(scores)
+        searched = self.task.searched(scores)
         if search is None:
-            return self._beginnings(self.greedy(searched, frames), cuts)
+            return self._beginnings(self.task.greedy(searched, frames), cuts)
         if live:
             return self._by_streams(search, searched, cuts)
         return [[Text(best[0].text, best[0].confidence, choices(best))] for best in search.decode(searched, frames)]
@@ -148,7 +137,7 @@ class LiveTest(ABC):
         frames : [B], frames of each utterance
         search : as for :meth:`texts`
         """
-        ctc = self.of_ctc(scores[-1])
+        ctc = self.task.of_ctc(scores[-1])
         ends = [None] * len(batch.ids) if ctc is None else \
             self._word_ends(ctc.float().log_softmax(-1), frames, batch)
         seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()

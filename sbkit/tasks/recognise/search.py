@@ -29,7 +29,8 @@ from sbkit.score.edits import count
 from sbkit.system.cores import usable_cores
 from sbkit.tasks.asr import ASR, TranscribedUtterance, choices
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.live import LiveTest
+from sbkit.tasks.recognise.live import LiveTest, Scored
+from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -127,10 +128,23 @@ class SearchingTask(ASR):
 
     Search: ClassVar[type[TokenSearch]]
     keys: EncoderKeys
+    recognizer: Recognizer
     decoder: Any  # of any kind
     """A search, a recorder in its place, or a recipe's own; None: none."""
     live: LiveTest | None
     """Hears tests in chunks; None: none does."""
+
+    def scored(self, encoded: Tensor) -> Scored:
+        """Compute what transcripts are found in, from encoder states [B, T, D]."""
+        return self.recognizer.head(encoded)
+
+    def of_ctc(self, scores: Scored) -> Tensor | None:
+        """Return a CTC head's part of these [B, T, V], by which words are aligned; None if there is none."""
+        return scores
+
+    @abstractmethod
+    def searched(self, scores: Scored) -> Tensor:
+        """Return what a ``Search`` takes of these."""
 
     @abstractmethod
     def greedy(self, scores: Tensor, frames: Tensor) -> Iterable[TokenSpans]:

@@ -45,7 +45,6 @@ class RecognitionTask(SearchingTask):
     """The keys of what gives scores of tokens."""
     scores_tokens: ClassVar[bool] = True
     """Whether ``head`` gives scores of tokens, frame by frame."""
-    live_test: ClassVar[type[LiveTest]]
     keys: EncoderKeys
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -151,7 +150,7 @@ class RecognitionTask(SearchingTask):
         if self.decoder is not None and self.decoder.nbest > 1 and chunk[0] is not None:
             raise SbkitError("--nbest lists the transcripts of the first size of --chunk, and a stream has just one",
                              hint="name whole first, as in --chunk whole,320, or leave out --nbest")
-        self.live = self.live_test(self.recognizer, self.keys, chunk)
+        self.live = LiveTest(self, chunk)
         self.tested_in = self.live.config(chunk[0])
 
     def results(self, rows: Sequence[TranscribedUtterance], loss: float, unread: Mapping[str, str]) -> Transcripts:

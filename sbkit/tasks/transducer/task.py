@@ -23,7 +23,6 @@ from sbkit.recipe.source import Findings, Node
 from sbkit.runs.initial.source import TokenTables
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.recognise.labels import check_labels
-from sbkit.tasks.recognise.live import LiveTest
 from sbkit.tasks.recognise.parts import parts_fit
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.task import RecognitionTask
@@ -47,24 +46,6 @@ class TransducerScores(NamedTuple):
     live: Sequence[tuple[Tensor, Tensor | None]] = ()  # what ``LiveTest.scores`` returns, in a test in chunks
 
 
-class TransducerLive(LiveTest):
-    """Hears each utterance of a test in chunks of each size that was asked for."""
-
-    keys: TransducerKeys
-
-    def scored(self, encoded: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.model.head(encoded), None if self.keys.ctc_lin is None else self.keys.ctc_lin(encoded)
-
-    def of_ctc(self, scores: tuple[Tensor, Tensor | None]) -> Tensor | None:
-        return scores[1]
-
-    def searched(self, scores: tuple[Tensor, Tensor | None]) -> Tensor:
-        return scores[0].float()
-
-    def greedy(self, searched: Tensor, frames: Tensor) -> list[TokenSpans]:
-        return decoded(self.keys, searched, frames)
-
-
 class Transducer(RecognitionTask):
     """The Brain of ``hparams/transducer.yaml``.
 
@@ -75,7 +56,6 @@ class Transducer(RecognitionTask):
     Keys: ClassVar[type[TaskKeys]] = TransducerKeys
     parts = ("transducer", "modules")
     heads, scores_tokens = ("ctc_lin",), False
-    live_test = TransducerLive
     Search = TransducerBeam
     loss_of_tokens: ClassVar[str] = "ctc"
     keys: TransducerKeys
@@ -139,6 +119,12 @@ class Transducer(RecognitionTask):
         return Loss(total, tokens)
 
     # ------------------------------------------------------------ transcripts
+
+    def of_ctc(self, scores: tuple[Tensor, Tensor | None]) -> Tensor | None:
+        return scores[1]
+
+    def searched(self, scores: tuple[Tensor, Tensor | None]) -> Tensor:
+        return scores[0].float()
 
     def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
         return decoded(self.keys, scores, frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -20,7 +21,8 @@ from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Chunks
 from sbkit.score import utterances
 from sbkit.score.latency import stable_words
-from sbkit.tasks.ctc.search import Live
+from sbkit.tasks.ctc.task import CTC
+from sbkit.tasks.recognise.live import LiveTest
 
 PIECES = ["<unk>", "▁", "a", "b", "c"]
 
@@ -45,7 +47,10 @@ def listener(chunk, chunks=CHUNKS, encode=None):
     """Its frames are 40 ms long."""
     model = SimpleNamespace(subsampling=4, hop_samples=160, encode=encode, head=lambda states: states)
     keys = SimpleNamespace(chunks=chunks, sample_rate=16_000, blank_index=0, tokenizer=Letters())
-    return Live(model, keys, chunk)
+    task = SimpleNamespace(recognizer=model, keys=keys)
+    for name in ("scored", "of_ctc", "searched", "greedy"):
+        setattr(task, name, functools.partial(getattr(CTC, name), task))
+    return LiveTest(task, chunk)
 
 
 def said(path):
