@@ -10,11 +10,14 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from speechbrain.core import Stage
+
+from sbkit.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -100,3 +103,27 @@ class Clock:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class SpeechTask(Task):
+    """A task whose tests make speech, which a recogniser may hear, and of which a few clips are kept."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.heard: Callable[[Sequence[np.ndarray]], list[str]] | None = None
+        """Transcribes waveforms [S] at the recipe's sample rate."""
+        self.clock, self.drawn = Clock(), Drawn()
+
+    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
+        """Let a recogniser hear the recordings of a test, and what was made."""
+        self.heard = heard
+
+    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
+        """Begin to listen anew."""
+        self.clock, self.drawn = Clock(), Drawn()
+        super().open_stage(stage, epoch)
+
+    def hear(self, wanted: Sequence[np.ndarray], made: Sequence[np.ndarray]) -> Iterable[tuple[str | None, str | None]]:
+        """Transcribe recordings and what was made of each; None without a recogniser."""
+        heard = [None] * 2 * len(made) if self.heard is None else self.heard([*wanted, *made])
+        return zip(heard[:len(made)], heard[len(made):], strict=True)

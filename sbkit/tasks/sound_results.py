@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import soundfile
@@ -40,6 +40,12 @@ class SoundResults(Results):
     def made(self, row: Row) -> Mapping[str, np.ndarray]:
         """Return the sounds of a clip by their labels: with one alone, the report has its recording too."""
         return {self.maker: row.sound}
+
+    def intervals(self) -> dict[str, Any]:
+        """Return the intervals of both error rates, if they were measured."""
+        if self.before is None or self.after is None:
+            return {}
+        return {"WER_interval": interval(self.after), "WER_of_recordings_interval": interval(self.before)}
 
     def figures(self, name: str) -> Mapping[str, float]:
         found = super().figures(name)

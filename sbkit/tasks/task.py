@@ -343,7 +343,7 @@ class Task(Brain):
     @property
     def recogniser(self) -> str | None:
         """The bundle of a recogniser that hears this task's tests, if its recipe names one."""
-        return None
+        return vars(self.keys).get("recogniser")
 
     def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
         """Use a recogniser in tests, which transcribes waveforms [S] at the recipe's sample rate."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from sbkit.score.results import Table
-from sbkit.score.significance import interval
-from sbkit.tasks.listening import Clock, Drawn, measure_of, stoi
+from sbkit.tasks.listening import measure_of
 from sbkit.tasks.sound_results import SoundResults, word_rates
 
 
@@ -107,12 +106,9 @@ class Resyntheses(SoundResults):
         return ", ".join([*said, f"{self.books.bit_rate:.0f} bit/s", f"{self.utterances} utterances"])
 
     def facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = {**self.stats, "codebooks": [
+        return {**self.stats, "codebooks": [
             {"entries": len(counts), "used": int((counts > 0).sum()), "perplexity": perplexity(counts),
-             "entropy_bits": entropy(counts)} for counts in used(self.rows, self.books)]}
-        if self.before is not None and self.after is not None:
-            found |= {"WER_interval": interval(self.after), "WER_of_recordings_interval": interval(self.before)}
-        return found
+             "entropy_bits": entropy(counts)} for counts in used(self.rows, self.books)], **self.intervals()}
 
     def columns(self) -> list[tuple[str, Any]]:
         names = [name for name in self.stats if name not in ("loss", "coding_real_time_factor")]
@@ -167,32 +163,6 @@ class Resyntheses(SoundResults):
 
 #: Rates at which PESQ is defined, and the names of its two kinds.
 _PESQ = {8_000: "nb", 16_000: "wb"}
-
-
-class Listener:
-    """Measures each clip of a test, and keeps a few of them."""
-
-    def __init__(self, sample_rate: int):
-        self.sample_rate = sample_rate
-        self.recogniser: Callable[[Sequence[np.ndarray]], list[str]] | None = None
-        """Transcribes waveforms [S] at the codec's sample rate."""
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the clips of an earlier test."""
-        self.clock, self._drawn = Clock(), Drawn()
-
-    def measure(self, rows: Sequence[CodecRow], wanted: np.ndarray, made: np.ndarray) -> list[CodecRow]:
-        """Return rows with all measures, for the recordings and what was made of them, [B, S] each."""
-        whole = sum(row.samples for row in rows)
-        pairs = [(wanted[i, :row.samples], made[i, :row.samples]) for i, row in enumerate(rows)]
-        heard: Sequence[str | None] = [None] * 2 * len(rows)
-        if self.recogniser is not None:
-            heard = self.recogniser([*(before for before, _ in pairs), *(after for _, after in pairs)])
-        return [row._replace(seconds=self.clock.seconds * row.samples / whole, stoi=stoi(*pair, self.sample_rate),
-                             pesq=pesq(*pair, self.sample_rate), heard=heard[i], heard_again=heard[len(rows) + i],
-                             sound=self._drawn.take(row.id, pair[1]))
-                for i, (row, pair) in enumerate(zip(rows, pairs, strict=True))]
 
 
 def pesq(wanted: np.ndarray, made: np.ndarray, sample_rate: int) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,11 +19,11 @@ from sbkit.recipe.build import Built
 from sbkit.recipe.choices import COUNT, Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.recipe.source import Findings
-from sbkit.tasks.codec.results import CodecFacts, CodecRow, Listener, Resyntheses, measures
+from sbkit.tasks.codec.results import CodecFacts, CodecRow, Resyntheses, measures, pesq
 from sbkit.tasks.fit import Fit, all_fit
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.listening import first_drawn
-from sbkit.tasks.task import Metric, Task
+from sbkit.tasks.listening import SpeechTask, first_drawn, stoi
+from sbkit.tasks.task import Metric
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class CodecKeys(TaskKeys):
 FRAME, HOP, BANDS = 0.04, 0.01, 80
 
 
-class Codec(Task):
+class Codec(SpeechTask):
     """The Brain of ``hparams/codec.yaml``.
 
     - The loss is the distance of spectra at several resolutions, a mean over code frames.
@@ -87,7 +87,6 @@ class Codec(Task):
         keys, rate = self.keys, self.keys.sample_rate
         self.coder = Coder(keys.compute_features, keys.encoder, keys.quantiser, keys.decoder, keys.head)
         self.ruler = MelDistance(rate, round(FRAME * rate), round(HOP * rate), BANDS).to(self.device)
-        self.listener = Listener(rate)
         self.books = CodecFacts(keys.quantiser.sizes, self.coder.bit_rate, rate)
 
     @classmethod
@@ -107,7 +106,7 @@ class Codec(Task):
         """Code waveforms [B, S], and make waveforms of the codes."""
         if stage != Stage.TEST:
             return self.coder(batch.signals, batch.signal_lengths)
-        with self.listener.clock.timed(batch.signals.device):
+        with self.clock.timed(batch.signals.device):
             return self.coder(batch.signals, batch.signal_lengths)
 
     def compute_objectives(self, made: Resynthesis, batch: Batch, stage: Stage) -> Loss:
@@ -143,19 +142,6 @@ class Codec(Task):
 
     # ------------------------------------------------------------ validation and test
 
-    @property
-    def recogniser(self) -> str | None:
-        return self.keys.recogniser
-
-    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
-        """Let a recogniser hear the recordings of a test, and what was made of them."""
-        self.listener.recogniser = heard
-
-    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
-        """Begin to listen anew."""
-        self.listener.begin()
-        super().open_stage(stage, epoch)
-
     def _rows(self, made: Resynthesis, sound: Tensor, batch: Batch, stage: Stage) -> list[CodecRow]:
         """Return what became of each utterance of a batch."""
         apart = DECIBELS * self.ruler(sound, batch.signals, batch.signal_lengths)
@@ -165,7 +151,14 @@ class Codec(Task):
                 for name, text, samples, mel, frames, codes in facts]
         if stage != Stage.TEST:
             return rows
-        return self.listener.measure(rows, batch.signals.cpu().numpy(), sound.cpu().numpy())
+        wanted, again = ([wave[:row.samples] for row, wave in zip(rows, waves.cpu().numpy(), strict=True)]
+                         for waves in (batch.signals, sound))
+        rate, whole = self.keys.sample_rate, sum(map(len, again))
+        return [row._replace(seconds=self.clock.seconds * row.samples / whole, stoi=stoi(before, after, rate),
+                             pesq=pesq(before, after, rate), heard=heard, heard_again=heard_again,
+                             sound=self.drawn.take(row.id, after))
+                for row, before, after, (heard, heard_again) in zip(rows, wanted, again, self.hear(wanted, again),
+                                                                    strict=True)]
 
     def stats(self, rows: Sequence[CodecRow]) -> dict[str, float]:
         """Compute the mel distance and the use of the codebooks."""

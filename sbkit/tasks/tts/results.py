@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from sbkit.score.results import Table
-from sbkit.score.significance import interval
 from sbkit.tasks.sound_results import SoundResults, word_rates
 
 #: Texts in the table of those in which most was misheard.
@@ -67,10 +66,7 @@ class Spoken(SoundResults):
                           f"{self.utterances} utterances"])
 
     def facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = dict(self.stats)
-        if self.before is not None and self.after is not None:
-            found |= {"WER_interval": interval(self.after), "WER_of_recordings_interval": interval(self.before)}
-        return found
+        return {**self.stats, **self.intervals()}
 
     def columns(self) -> list[tuple[str, Any]]:
         shown = {"WER": "WER %", "WER_of_recordings": "of recordings %"}

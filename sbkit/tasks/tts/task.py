@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from speechbrain.core import Stage
 from torch import Tensor
@@ -27,8 +26,8 @@ from sbkit.recipe.trace import Trace
 from sbkit.runs.keys import Bundles
 from sbkit.tasks.fit import Fit, all_fit
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.listening import Clock, Drawn, first_drawn
-from sbkit.tasks.task import Metric, Task
+from sbkit.tasks.listening import SpeechTask, first_drawn
+from sbkit.tasks.task import Metric
 from sbkit.tasks.tts import codec_parts, labels
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.tasks.tts.labels import Label, Targets, VoiceLabels
@@ -56,7 +55,7 @@ class Said(NamedTuple):
     samples: Tensor | None = None  # [B]
 
 
-class TTS(Task):
+class TTS(SpeechTask):
     """The Brain of ``hparams/tts.yaml``.
 
     - Before training, the corpus is labelled: the codec's codes are what is learnt, and when the recogniser heard each
@@ -76,9 +75,7 @@ class TTS(Task):
         self.voice = VoiceModel(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
                                 keys.decoder, keys.head)
         self._refuse_training_the_codec()
-        self.heard: Callable[[Sequence[np.ndarray]], list[str]] | None = None
         self._told = False
-        self.clock, self.drawn = Clock(), Drawn()
 
     def _refuse_training_the_codec(self) -> None:
         """Raise if parts that no loss goes through are not frozen for good."""
@@ -199,19 +196,6 @@ class TTS(Task):
 
     # ------------------------------------------------------------ validation and test
 
-    @property
-    def recogniser(self) -> str | None:
-        return self.keys.recogniser
-
-    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
-        """Let a recogniser hear the recordings of a test, and what the voice says."""
-        self.heard = heard
-
-    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
-        """Begin to listen anew."""
-        self.clock, self.drawn = Clock(), Drawn()
-        super().open_stage(stage, epoch)
-
     def _rows(self, said: Said, batch: Batch, right: Tensor, lengths: Tensor, stage: Stage) -> list[SpokenRow]:
         """Return what became of each utterance of a batch."""
         rate, targets = self.keys.sample_rate, said.targets
@@ -224,16 +208,12 @@ class TTS(Task):
         if stage != Stage.TEST:
             return rows
         assert said.sound is not None and said.samples is not None, "a test speaks"
-        samples = said.samples.tolist()
-        made = [sound[:size] for sound, size in zip(said.sound.cpu().numpy(), samples, strict=True)]
-        heard: Sequence[str | None] = [None] * 2 * len(rows)
-        if self.heard is not None:
-            wanted = [signal[:size] for signal, size in zip(batch.signals.cpu().numpy(), batch.signal_lengths.tolist(),
-                                                            strict=True)]
-            heard = self.heard([*wanted, *made])
-        return [row._replace(spoken=size / rate, seconds=self.clock.seconds * size / sum(samples), heard=heard[i],
-                             heard_again=heard[len(rows) + i], sound=self.drawn.take(row.id, made[i]))
-                for i, (row, size) in enumerate(zip(rows, samples, strict=True))]
+        wanted, made = ([wave[:size] for wave, size in zip(waves.cpu().numpy(), sizes.tolist(), strict=True)]
+                        for waves, sizes in ((batch.signals, batch.signal_lengths), (said.sound, said.samples)))
+        whole = sum(map(len, made))
+        return [row._replace(spoken=len(sound) / rate, seconds=self.clock.seconds * len(sound) / whole, heard=heard,
+                             heard_again=heard_again, sound=self.drawn.take(row.id, sound))
+                for row, sound, (heard, heard_again) in zip(rows, made, self.hear(wanted, made), strict=True)]
 
     def stats(self, rows: Sequence[SpokenRow]) -> dict[str, float]:
         """Compute how many choices are the recordings', and how far durations are off."""
