@@ -38,23 +38,19 @@ def leave_cudnn() -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def kernel(capability: tuple[int, int], dtype: torch.dtype, head: int, masked: bool = True, dropout: float = 0.0,
-           cudnn: bool = False) -> Kernel:
-    """Return the kernel that torch chooses.
+def kernel(capability: tuple[int, int], dtype: torch.dtype, head: int, cudnn: bool = False) -> Kernel:
+    """Return the kernel that torch chooses where there is a mask.
 
     Arguments
     ---------
     capability : the GPU's compute capability
     dtype : of queries and keys
     head : values per head
-    masked : whether there is a mask
     cudnn : whether torch may choose cuDNN's kernel
     """
     half = dtype in _HALF
-    if cudnn and half and capability >= (8, 0) and head % 8 == 0 and head <= 128 and dropout * 16 % 1 == 0:
+    if cudnn and half and capability >= (8, 0) and head % 8 == 0 and head <= 128:
         return Kernel("cuDNN's", f"{CUDNN}=1 allows it", True)
-    if half and not masked and capability >= (8, 0) and head <= 256:
-        return Kernel("flash", "half precision without a mask", True)
     if dtype == torch.bfloat16 and capability < (8, 0):
         return Kernel("math", "the card does not compute in bf16", False, "use --precision fp16")
     whole = (8 if half else 4) if capability >= (8, 0) else (8 if half and capability >= (7, 0) else 1)

@@ -63,7 +63,6 @@ def ctc_loss(
     target_lengths: torch.Tensor,
     blank: int = 0,
     from_logits: bool = True,
-    host_lengths: tuple[torch.Tensor, torch.Tensor] | None = None,
     ids: Sequence[str] | None = None,
 ) -> CTCLoss:
     """Compute the negative log-likelihood of ``targets`` under CTC.
@@ -81,17 +80,14 @@ def ctc_loss(
         computed in fp32 (fp64 when given fp64)
     targets: [B, U] int64 labels; padding may have any value. Blanks and labels outside [0, V) are reported by
         ``sbkit.nn.guard``
-    input_lengths, target_lengths: [B] int64, numbers of frames and of labels
-    host_lengths: copies of both lengths on the CPU, if there are any: then impossible lengths raise at once, and
-        torch's kernels need no copy. Without them, an impossible length on a device makes the loss NaN
+    input_lengths, target_lengths: [B] int64, numbers of frames and of labels. Impossible ones raise if both are on the
+        CPU; on a device they make the loss NaN
     ids: the utterances, for the guard's messages
     """
     width, depth = log_probs.shape[1], targets.shape[1]
-    if host_lengths is None and input_lengths.device.type == target_lengths.device.type == "cpu":
-        host_lengths = input_lengths, target_lengths
-    if host_lengths is not None and has_values(host_lengths[0]):
-        _check_lengths("input_lengths", host_lengths[0], width)
-        _check_lengths("target_lengths", host_lengths[1], depth)
+    if input_lengths.device.type == target_lengths.device.type == "cpu" and has_values(input_lengths):
+        _check_lengths("input_lengths", input_lengths, width)
+        _check_lengths("target_lengths", target_lengths, depth)
     device = log_probs.device
     frames = input_lengths.to(device, non_blocking=True)
     labels = target_lengths.to(device, non_blocking=True)
@@ -107,8 +103,7 @@ def ctc_loss(
         elif use_kernels(log_probs, targets):
             losses = by_kernels(log_probs, targets, frames, labels, blank)
         else:
-            on_host = host_lengths if host_lengths is not None else (input_lengths, target_lengths)
-            losses = by_torch(log_probs, targets, *on_host, blank)
+            losses = by_torch(log_probs, targets, input_lengths, target_lengths, blank)
         feasible = ctc_frames_needed(targets, labels) <= frames
         return CTCLoss(torch.where(feasible, losses, torch.zeros_like(losses)), feasible)
 

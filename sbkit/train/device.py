@@ -9,10 +9,7 @@ import torch
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn import attention_kernel
-from sbkit.recipe.speed import native_precision
 from sbkit.train.memory import host
-
-__all__ = ["described", "device_type", "native_precision", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +17,6 @@ logger = logging.getLogger(__name__)
 Device = torch.device | str | int
 # Device types with numbered devices.
 _NUMBERED = ("cuda", "xpu", "hpu", "npu", "mlu")
-
-
-def device_type(device: Device) -> str:
-    """Return the device type, as ``torch.autocast`` takes it.
-
-    >>> [device_type(d) for d in ("cpu", "cuda:10", torch.device("xpu", 1), "mps")]
-    ['cpu', 'cuda', 'xpu', 'mps']
-    """
-    return _parse(device).type
 
 
 def resolve(device: Device | None = None) -> torch.device:
@@ -43,7 +31,7 @@ def resolve(device: Device | None = None) -> torch.device:
         asked = found if found is not None else torch.device("cpu")
         asked = torch.device(asked.type)  # the index is chosen below
     else:
-        asked = _parse(device)
+        asked = parse(device)
     if asked.type == "cpu":
         return torch.device("cpu")
     if asked.type == "meta":
@@ -80,7 +68,7 @@ def described(device: Device) -> str:
     >>> described("meta")
     'meta'
     """
-    device = _parse(device)
+    device = parse(device)
     name, size = device.type, 0
     if device.type == "cpu" and host.can_bound():
         size = host.total()
@@ -90,7 +78,8 @@ def described(device: Device) -> str:
     return f"{name}, {size / 2**30:.0f} GiB" if size else name
 
 
-def _parse(device: object) -> torch.device:
+def parse(device: object) -> torch.device:
+    """Return the device that any form of a name means, whether or not this machine has it."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, bool) or not isinstance(device, (str, int)):

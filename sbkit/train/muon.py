@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.speed import native_precision
 from sbkit.system.renamed import FORMER, argument
-from sbkit.train.device import native_precision
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)

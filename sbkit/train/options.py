@@ -11,6 +11,7 @@ import torch
 from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
+from sbkit.recipe.speed import native_precision
 from sbkit.train import device as devices
 
 # SpeechBrain's parser leaves an option with the default None as text.
@@ -35,7 +36,7 @@ def clean(run_opts: RunOptions | Mapping[str, Any] | None, hparams: Mapping[str,
     for name in ("precision", "eval_precision"):
         value = pick(opts, hparams, name)
         if value == "auto":
-            value = devices.native_precision(torch.device(device))
+            value = native_precision(torch.device(device))
             if name in opts.overridden_args or hparams is None:
                 changed[name] = value
             else:

@@ -16,14 +16,14 @@ from sbkit.train import device as devices
     ("cpu", "cpu"), ("cuda", "cuda"), ("cuda:0", "cuda"), ("cuda:10", "cuda"), ("mps", "mps"), ("xpu:1", "xpu"),
     (torch.device("cuda", 3), "cuda"), (torch.device("cpu"), "cpu"), (1, "cuda"), ("1", "cuda"), (" cpu ", "cpu"),
 ])
-def test_autocast_gets_the_type_of_any_form(form, kind):
-    assert devices.device_type(form) == kind
+def test_any_form_of_a_name_is_understood(form, kind):
+    assert devices.parse(form).type == kind
 
 
 @pytest.mark.parametrize("form", ["gpu", "cuda:x", "cuda:-3", True, 1.5, object()])
 def test_what_is_no_device_is_refused(form):
     with pytest.raises(SbkitError, match="not a device"):
-        devices.device_type(form)
+        devices.parse(form)
 
 
 @pytest.mark.parametrize("form", ["cpu", torch.device("cpu"), "cpu:0"])

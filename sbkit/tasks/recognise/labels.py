@@ -35,11 +35,8 @@ class LabelProblems(NamedTuple):
 
 
 def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Recognizer, size: int, sample_rate: int,
-                   blank: int = 0, repeats: bool = True) -> LabelProblems:
-    """Compare the labels of a split with the vocabulary and with the frames of its audio.
-
-    repeats : whether a label that is the same as the one before needs a frame more, as with CTC
-    """
+                   blank: int = 0) -> LabelProblems:
+    """Compare the labels of a split with the vocabulary and with the frames that CTC needs of its audio."""
     if len(manifest) > MOST:  # the fastest speech runs out of frames first
         density = pc.binary_length(manifest.texts.arrow).to_numpy(zero_copy_only=False) / manifest.durations
         manifest = manifest.select(np.sort(np.argpartition(-density, MOST)[:MOST]))
@@ -55,7 +52,7 @@ def count_problems(manifest: Manifest, tokenizer: SupportsEncode, recognizer: Re
         owner = np.repeat(np.arange(len(encoded)), counts)
         same = np.zeros(len(flat), bool)
         same[1:] = (flat[1:] == flat[:-1]) & (owner[1:] == owner[:-1])
-        needed = counts + repeats * np.bincount(owner[same], minlength=len(encoded))
+        needed = counts + np.bincount(owner[same], minlength=len(encoded))
         frames = recognizer.frames(torch.from_numpy(samples)).numpy()
         wrong = np.unique(owner[(flat < 0) | (flat >= size) | (flat == blank)])
         outside += [ids[int(i)] for i in wrong]

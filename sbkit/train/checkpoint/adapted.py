@@ -67,20 +67,16 @@ class Adapted(nn.Module):
             self._hashed = versions, _hash_of(self._base)
         return self._hashed[1]
 
-    def base_file(self, named: str) -> Path:
-        """Return the file of the base with this hash."""
-        return base_file(self.folder, named)
-
     def start_afresh(self) -> None:
         """Write the base at the start of a run, unless its file exists."""
-        path = self.base_file(self.base_hash())
+        path = base_file(self.folder, self.base_hash())
         if ranks.is_main() and not path.exists():
             with atomic_write(path, "wb") as out:
                 out.write(save({name: p.detach().cpu().contiguous() for name, p in self._base.items()}))
 
     @torch.no_grad()
     def _take_base(self, named: str) -> None:
-        path = self.base_file(named)
+        path = base_file(self.folder, named)
         if not path.is_file():
             raise SbkitError(f"the checkpoint was trained on another base model, and {path} doesn't exist",
                              hint="copy it from the run's save folder, or start from the same encoder as the run")

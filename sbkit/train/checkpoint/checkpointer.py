@@ -19,7 +19,7 @@ from sbkit.system import disk
 from sbkit.train.checkpoint import files
 from sbkit.train.checkpoint.files import CheckpointError
 from sbkit.train.checkpoint.pending import BackgroundWriter, PendingCheckpoint, plain
-from sbkit.train.checkpoint.state import TENSORS, Hook, NotLoaded, hook_for, load_recoverable, outside, unsaved
+from sbkit.train.checkpoint.state import TENSORS, Hook, NotLoaded, hook_for, load_recoverable, outside
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -250,10 +250,6 @@ class Checkpointer(stock.Checkpointer):
     def raise_pending_error(self) -> None:
         """Raise an error that occurred in the background, on the rank that writes, without waiting."""
         self._writer.raise_pending_error()
-
-    def unsaved(self, objects: Mapping[str, Any]) -> list[str]:
-        """Return the names of objects, such as a recipe's, with state to save that are not among the recoverables."""
-        return unsaved(self.recoverables, objects)
 
     def _path(self, name: str | None) -> Path:
         return self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)

@@ -61,14 +61,6 @@ def outside(recoverables: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def unsaved(recoverables: Mapping[str, Any], objects: Mapping[str, Any]) -> list[str]:
-    """Return the names of objects with state to save that are not among the recoverables."""
-    known = set(map(id, recoverables.values()))
-    hooks = {name: get_default_hook(obj, DEFAULT_SAVE_HOOKS) for name, obj in objects.items()
-             if not isinstance(obj, type) and id(obj) not in known}
-    return [name for name, hook in hooks.items() if hook is not None and hook not in TENSORS]
-
-
 # ---------------------------------------------------------------- copying
 
 

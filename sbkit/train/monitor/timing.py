@@ -71,13 +71,12 @@ class StepBudget:
         budget.line()   # "step 412 ms: data 1 %, copy 0 %, features 6 %, forward 31 %, ..."
     """
 
-    def __init__(self, device: torch.device | str = "cpu", enabled: bool = True):
+    def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self.enabled = enabled
         self.clock: _HostClock | _CudaClock = (
-            _CudaClock(self.device) if self.device.type == "cuda" and enabled else _HostClock()
+            _CudaClock(self.device) if self.device.type == "cuda" else _HostClock()
         )
-        self.waits = HostWaits(self.device, enabled)
+        self.waits = HostWaits(self.device)
         self.contention = Contention(self.device)
         self._sections = {name: _Section(self, name) for name in SECTIONS}
         self._open: list[str] = []
@@ -109,7 +108,7 @@ class StepBudget:
             _current = before
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager[object]:
-        if not self.enabled or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
             return _NOTHING
         if self._open and self._open[-1] in _WHOLE:
             return _NOTHING
@@ -117,8 +116,6 @@ class StepBudget:
 
     def step(self) -> None:
         """Record the end of an optimizer step."""
-        if not self.enabled:
-            return
         self._mark()
         self.waits.step()
         self.contention.step()
@@ -134,12 +131,11 @@ class StepBudget:
             with self.waits.pause():
                 yield
         finally:
-            if self.enabled:
-                self._marks.append((self.clock.now(), None))
+            self._marks.append((self.clock.now(), None))
 
     def exposed_all_reduce(self, loss: torch.Tensor) -> None:
         """Mark the end of backward's computations; call it in ``budget("backward")`` before ``loss.backward()``."""
-        if not self.enabled or not loss.requires_grad:
+        if not loss.requires_grad:
             return
 
         def computed() -> None:  # runs once the last gradient is computed, before DDP waits for its buckets
@@ -193,8 +189,7 @@ class StepBudget:
         self._open.pop()
 
     def _mark(self) -> None:
-        if self.enabled:
-            self._marks.append((self.clock.now(), self._open[-1] if self._open else "other"))
+        self._marks.append((self.clock.now(), self._open[-1] if self._open else "other"))
 
     def _drain(self, wait: bool) -> None:
         marks = self._marks

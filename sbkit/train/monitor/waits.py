@@ -42,8 +42,8 @@ class HostWaits:
     was already set, which is then kept.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True):
-        self._counts = enabled and device.type == "cuda"
+    def __init__(self, device: torch.device):
+        self._counts = device.type == "cuda"
         self._thread = threading.get_ident()
         self._within = self._looking = self._paused = False
         self.reset()

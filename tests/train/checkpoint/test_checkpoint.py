@@ -382,13 +382,6 @@ def test_state_outside_the_state_dict_is_said_once(tmp_path, caplog):
     assert "has state" not in caplog.text
 
 
-def test_objects_left_out_of_the_recoverables_are_found(tmp_path):
-    run = Run(tmp_path)
-    objects = {"counter": run.counter, "noam": NoamScheduler(1.0, 3), "model": run.model, "lr": 1.0,
-               "kind": NoamScheduler}
-    assert run.checkpointer.unsaved(objects) == ["noam"]
-
-
 # ------------------------------------------------------------------ which ones are kept
 
 
