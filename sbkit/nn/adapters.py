@@ -15,7 +15,7 @@ import fnmatch
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,17 +28,29 @@ LORA, HOULSBY = "lora", "adapter"
 _NAMED = 12  # layers that a message lists
 
 
-class _Adapted(nn.Module):
-    """Base of the classes of adapted layers, which also derive from the layer's own class (see ``_class``)."""
+@functools.cache
+def derived(added: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    """Derive a class from ``kind`` whose forward is that of ``added``, for existing layers to change to."""
+    return type(kind.__name__, (added, kind), {"__module__": kind.__module__})
 
 
-class _WithLoRA(_Adapted):
+class _WithLoRA(nn.Module):
     lora: nn.Module
     lora_scale: float
 
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out + self.lora_scale * self.lora(x)
 
-class _WithAdapter(_Adapted):
+
+class _WithAdapter(nn.Module):
     adapter: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # what the layer itself returns
+        out = super().forward(*args, **kwargs)
+        if isinstance(out, tuple):
+            return out[0] + self.adapter(out[0]), *out[1:]
+        return out + self.adapter(out)
 
 
 class Adapters(ABC):
@@ -121,7 +133,7 @@ class LoRA(Adapters):
         added = nn.Sequential(nn.Dropout(self.dropout), down, up)
         layer.add_module(LORA, added)
         layer.lora_scale = self.alpha / self.rank  # type: ignore[assignment]  # a new attribute of the layer
-        layer.__class__ = _class(_WithLoRA, type(layer))  # type: ignore[arg-type,assignment]  # mypy takes a class for unhashable
+        layer.__class__ = derived(_WithLoRA, type(layer))  # type: ignore[arg-type,assignment]  # mypy takes a class for unhashable
 
 
 class Houlsby(Adapters):
@@ -155,7 +167,7 @@ class Houlsby(Adapters):
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         layer.add_module(HOULSBY, nn.Sequential(nn.LayerNorm(width, device=device), down, nn.GELU(), up))
-        layer.__class__ = _class(_WithAdapter, type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+        layer.__class__ = derived(_WithAdapter, type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
 def is_added(name: str) -> bool:
@@ -183,31 +195,6 @@ def merge(module: nn.Module) -> int:
 def with_product(weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
     """Return a weight with the scaled product of a LoRA's two matrices added in double precision."""
     return (weight.double() + scale * (up.double() @ down.double())).to(weight.dtype)
-
-
-@functools.cache
-def _class(added: type[_Adapted], kind: type[nn.Module]) -> type[nn.Module]:
-    """Derive a class from ``kind`` that also runs the adapter, for existing layers to change to."""
-    forward = _lora_forward if added is _WithLoRA else _adapter_forward
-    body = {"forward": forward(kind), "__module__": kind.__module__}
-    return type(kind.__name__, (added, kind), body)
-
-
-def _lora_forward(kind: type[nn.Module]) -> Callable[..., Tensor]:
-    def forward(self: _WithLoRA, x: Tensor) -> Tensor:
-        return kind.forward(self, x) + self.lora_scale * self.lora(x)
-
-    return forward
-
-
-def _adapter_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    def forward(self: _WithAdapter, *args: Any, **kwargs: Any) -> Any:  # what the layer itself returns
-        out = kind.forward(self, *args, **kwargs)
-        if isinstance(out, tuple):
-            return out[0] + self.adapter(out[0]), *out[1:]
-        return out + self.adapter(out)
-
-    return forward
 
 
 def _width(layer: nn.Module) -> int | None:

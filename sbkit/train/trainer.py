@@ -27,6 +27,7 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
+from sbkit.recipe.report import listed
 from sbkit.train import loaders, rng
 from sbkit.train.averaging import EMA
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, length
@@ -557,12 +558,11 @@ class Trainer:
         self.state.graph_changes = True
         self.wrap.search()
         if ranks.is_main():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             logger.warning(
-                "The loss uses other parameters than in the first step (%s%s). From now on each backward searches for "
+                "The loss uses other parameters than in the first step (%s). From now on each backward searches for "
                 "unused parameters, which makes it wait for the device; with --find_unused_parameters it does so from "
                 "the first step",
-                ", ".join(name.removeprefix("owned.") for name in names[:3]), more)
+                listed((name.removeprefix("owned.") for name in names), 3))
 
     # ------------------------------------------------------------ saving and leaving
 

@@ -197,7 +197,7 @@ def precision(asked: str, device: str) -> str:
         return asked
     import torch
 
-    from sbkit.train.device import native_precision
+    from sbkit.recipe.speed import native_precision
 
     return native_precision(torch.device(device))
 

@@ -1,7 +1,5 @@
 """A codec of speech: modules that turn waveforms into few small numbers a second, and those into waveforms again."""
 
-from __future__ import annotations
-
 from sbkit.nn.codec.coder import CodecDecoder, CodecEncoder, Coder, ConvNeXt
 from sbkit.nn.codec.discriminators import Discriminators
 from sbkit.nn.codec.fourier import LogMel, WaveHead

@@ -1,7 +1,5 @@
 """Modules of speech enhancement that a recipe names."""
 
-from __future__ import annotations
-
 from sbkit.nn.enhance.enhancer import CausalConvolutions, Enhancer
 from sbkit.nn.enhance.transform import FourierFrames, LearnedFrames
 

@@ -45,8 +45,6 @@ class Conformer(Network):
             self.add_module(name, part)
         self.layers = lowest(encoder.layers, options.layers)
         self.dropout: float = config.dropout
-        for parameter in self.front:
-            parameter.requires_grad_(not options.freeze_front)
 
     @property
     def stack(self) -> nn.ModuleList:

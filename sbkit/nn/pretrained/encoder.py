@@ -251,6 +251,8 @@ def build_network(settings: Settings, options: EncoderOptions) -> Network:
         raise SbkitError(f"{settings.source}: its config.json describes no encoder: {first_line(error)}",
                          hint="fetch it again, or take an encoder that transformers can build") from error
     replace_layers(network)
+    for parameter in network.front:
+        parameter.requires_grad_(not options.freeze_front)
     return network
 
 

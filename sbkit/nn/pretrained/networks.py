@@ -197,8 +197,6 @@ class Wav2Vec2(Network):
         self.norm_first: bool = config.do_stable_layer_norm
         self._add_mask()
         self._add_adapter(model, config)
-        if options.freeze_front:
-            self.feature_extractor.requires_grad_(False)
 
     @property
     def front(self) -> list[nn.Parameter]:

@@ -45,8 +45,6 @@ class Whisper(Network):
         self.max_frames: int = config.max_source_positions
         self.longest_seconds = self.max_frames * _STRIDE * HOP / _RATE
         self.whole_window = options.whole_window
-        for parameter in self.front:
-            parameter.requires_grad_(not options.freeze_front)
 
     @property
     def front(self) -> list[nn.Parameter]:

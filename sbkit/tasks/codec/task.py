@@ -91,7 +91,21 @@ class Codec(SpeechTask):
 
     @classmethod
     def check_parts(cls, keys: CodecKeys, built: Built, findings: Findings) -> bool:
-        return parts_fit(keys, built, findings)
+        """Report each number of a part that another part contradicts; returns whether there is none."""
+        features, encoder, quantiser, decoder, head = (keys.compute_features, keys.encoder, keys.quantiser,
+                                                       keys.decoder, keys.head)
+        wanted = [
+            Fit("compute_features", "sample_rate", features.sample_rate, keys.sample_rate,
+                "recordings are read at {}"),
+            Fit("encoder", "fold", encoder.fold, features.fold, "compute_features makes {} frames for each code"),
+            Fit("encoder", "output_size", encoder.output_size, quantiser.size,
+                "the quantiser takes {} numbers a frame"),
+            Fit("decoder", "input_size", decoder.input_size, quantiser.size, "the quantiser gives {} numbers a frame"),
+            Fit("head", "input_size", head.input_size, decoder.size, "the decoder's states have {} numbers"),
+            Fit("head", "hop", head.hop * decoder.fold, features.stride,
+                "a code stands for {} samples, which are decoder's fold times head's hop"),
+        ]
+        return all_fit(wanted, built, findings)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
         """Say how many codes a second has, and how many bits."""
@@ -179,19 +193,3 @@ def trimmed(sound: Tensor, batch: Batch) -> Tensor:
     """Cut waveforms [B, T * stride] to the recordings' samples: [B, S], 0 beyond an utterance's end."""
     width = batch.signals.shape[1]
     return sound[:, :width] * lengths_to_mask(batch.signal_lengths, width)
-
-
-def parts_fit(keys: CodecKeys, built: Built, findings: Findings) -> bool:
-    """Report each number of a part that another part contradicts; returns whether there is none."""
-    features, encoder, quantiser, decoder, head = (keys.compute_features, keys.encoder, keys.quantiser, keys.decoder,
-                                                   keys.head)
-    wanted = [
-        Fit("compute_features", "sample_rate", features.sample_rate, keys.sample_rate, "recordings are read at {}"),
-        Fit("encoder", "fold", encoder.fold, features.fold, "compute_features makes {} frames for each code"),
-        Fit("encoder", "output_size", encoder.output_size, quantiser.size, "the quantiser takes {} numbers a frame"),
-        Fit("decoder", "input_size", decoder.input_size, quantiser.size, "the quantiser gives {} numbers a frame"),
-        Fit("head", "input_size", head.input_size, decoder.size, "the decoder's states have {} numbers"),
-        Fit("head", "hop", head.hop * decoder.fold, features.stride,
-             "a code stands for {} samples, which are decoder's fold times head's hop"),
-    ]
-    return all_fit(wanted, built, findings)

@@ -9,7 +9,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.build import Built
-from sbkit.recipe.source import Findings, Node
+from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.runs.initial.source import TokenRows, TokenTables
 from sbkit.tasks.recognise.keys import ENCODERS, EncoderKeys
@@ -81,17 +81,12 @@ def _check_embedding(built: Built, size: int, findings: Findings) -> None:
     """Check that the decoder's embedding has a row for each token."""
     for key in ENCODERS:
         target = getattr(built.hparams.get(key), "custom_tgt_module", None)
-        if isinstance(target, nn.Module):
-            _check_tables(target, built.nodes[key], size, findings)
-
-
-def _check_tables(target: nn.Module, node: Node, size: int, findings: Findings) -> None:
-    for table in target.modules():
-        if isinstance(table, nn.Embedding) and table.num_embeddings != size:
-            tell = findings.error if table.num_embeddings < size else findings.warning
-            tell("vocabulary", node.place_of("tgt_vocab"), node.key_of("tgt_vocab"),
-                 f"the decoder knows {table.num_embeddings} tokens, output_neurons is {size}",
-                 "write `tgt_vocab: !ref <output_neurons>`")
+        for table in target.modules() if isinstance(target, nn.Module) else ():
+            if isinstance(table, nn.Embedding) and table.num_embeddings != size:
+                node, tell = built.nodes[key], findings.error if table.num_embeddings < size else findings.warning
+                tell("vocabulary", node.place_of("tgt_vocab"), node.key_of("tgt_vocab"),
+                     f"the decoder knows {table.num_embeddings} tokens, output_neurons is {size}",
+                     "write `tgt_vocab: !ref <output_neurons>`")
 
 
 def _check_tokenizer(built: Built, size: int, findings: Findings) -> None:

@@ -32,8 +32,6 @@ from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from sbkit.export.exported import Exported
 
 

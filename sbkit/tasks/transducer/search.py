@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from sbkit.decode.spans import TokenSpans
-from sbkit.decode.transducer import Joint, TransducerSearch
+from sbkit.decode.transducer import Joint
 from sbkit.nn.transducer import TransducerHead
-from sbkit.tasks.transducer.keys import TransducerKeys
 
 
 class TorchJoint(Joint):
@@ -35,10 +32,3 @@ class TorchJoint(Joint):
         with torch.autocast(self._device.type, enabled=False):  # as the bundle's graphs compute
             joined = self.head.join(*(torch.from_numpy(each).to(self._device) for each in (encoded, predicted)))
             return joined.float().log_softmax(-1).cpu().numpy()
-
-
-def decoded(keys: TransducerKeys, states: Tensor, frames: Tensor) -> list[TokenSpans]:
-    """Decode encoder states [B, T, J] greedily."""
-    rows = states.float().cpu().numpy()
-    search = TransducerSearch(TorchJoint(keys.transducer, keys.blank_index), len(rows))
-    return search.feed([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])

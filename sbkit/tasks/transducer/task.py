@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.decode.spans import TokenSpans
+from sbkit.decode.transducer import TransducerSearch
 from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.nn.ctc import ctc_loss
 from sbkit.nn.guard import guard_indices
@@ -28,7 +29,7 @@ from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.task import RecognitionTask
 from sbkit.tasks.recognise.vocabulary import token_tables
 from sbkit.tasks.transducer.keys import TransducerKeys
-from sbkit.tasks.transducer.search import TorchJoint, decoded
+from sbkit.tasks.transducer.search import TorchJoint
 from sbkit.train.monitor.timing import section
 from sbkit.train.step import Loss
 
@@ -127,7 +128,9 @@ class Transducer(RecognitionTask):
         return scores[0].float()
 
     def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
-        return decoded(self.keys, scores, frames)
+        rows = scores.float().cpu().numpy()
+        search = TransducerSearch(TorchJoint(self.keys.transducer, self.keys.blank_index), len(rows))
+        return search.feed([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])
 
     def equip(self, search: TransducerBeam) -> TransducerBeam:
         search.joint = TorchJoint(self.keys.transducer, self.keys.blank_index)

@@ -114,7 +114,25 @@ class TTS(SpeechTask):
 
     @classmethod
     def check_parts(cls, keys: TTSKeys, built: Built, findings: Findings) -> bool:
-        return parts_fit(keys, built, findings)
+        """Report each number of a part that another part contradicts; returns whether there is none."""
+        text, frames, codec, head = keys.text_encoder, keys.frame_decoder, keys.decoder, keys.head
+        states = "the text encoder's states have {} numbers"
+        fits = [
+            Fit("durations", "input_size", keys.durations.input_size, text.size, states),
+            Fit("frame_decoder", "input_size", frames.input_size, text.size, states),
+            Fit("code_head", "input_size", keys.code_head.input_size, frames.size,
+                "the frames' states have {} numbers"),
+            Fit("decoder", "input_size", codec.input_size, keys.quantiser.size,
+                "the quantiser gives {} numbers a frame"),
+            Fit("head", "input_size", head.input_size, codec.size, "the decoder's states have {} numbers"),
+        ]
+        same = keys.code_head.choices == keys.quantiser.choices
+        if not same:
+            node = built.nodes["code_head"]
+            findings.error("shape-mismatch", node.place_of("quantiser"), node.key_of("quantiser"),
+                           "it is not the recipe's quantiser, so its codes differ",
+                           "write quantiser: !ref <quantiser> under code_head")
+        return all_fit(fits, built, findings) and same
 
     @classmethod
     def check_start(cls, trace: Trace, findings: Findings) -> Section | None:
@@ -228,23 +246,3 @@ class TTS(SpeechTask):
         from sbkit.tasks.tts.exported import ExportedVoice
 
         return ExportedVoice.of(self.voice, self.keys, self.heard)
-
-
-def parts_fit(keys: TTSKeys, built: Built, findings: Findings) -> bool:
-    """Report each number of a part that another part contradicts; returns whether there is none."""
-    text, frames, codec, head = keys.text_encoder, keys.frame_decoder, keys.decoder, keys.head
-    states = "the text encoder's states have {} numbers"
-    fits = [
-        Fit("durations", "input_size", keys.durations.input_size, text.size, states),
-        Fit("frame_decoder", "input_size", frames.input_size, text.size, states),
-        Fit("code_head", "input_size", keys.code_head.input_size, frames.size, "the frames' states have {} numbers"),
-        Fit("decoder", "input_size", codec.input_size, keys.quantiser.size, "the quantiser gives {} numbers a frame"),
-        Fit("head", "input_size", head.input_size, codec.size, "the decoder's states have {} numbers"),
-    ]
-    same = keys.code_head.choices == keys.quantiser.choices
-    if not same:
-        node = built.nodes["code_head"]
-        findings.error("shape-mismatch", node.place_of("quantiser"), node.key_of("quantiser"),
-                       "it is not the recipe's quantiser, so its codes differ",
-                       "write quantiser: !ref <quantiser> under code_head")
-    return all_fit(fits, built, findings) and same

@@ -26,6 +26,7 @@ from speechbrain.utils.checkpoints import (
 )
 
 from sbkit.errors import SbkitError, summary
+from sbkit.recipe.report import listed
 from sbkit.train.checkpoint.files import CheckpointError
 
 T = TypeVar("T")
@@ -248,7 +249,7 @@ def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     ]
     kinds = {"missing in the checkpoint": missing, "only in the checkpoint": extra,
              "of another shape": shapes}
-    return "; ".join(f"{len(keys)} {what} ({_some(keys)})" for what, keys in kinds.items() if keys)
+    return "; ".join(f"{len(keys)} {what} ({listed(keys, NAMED)})" for what, keys in kinds.items() if keys)
 
 
 def _group_differences(optimizer: torch.optim.Optimizer, state: object) -> str:
@@ -266,7 +267,7 @@ def _group_differences(optimizer: torch.optim.Optimizer, state: object) -> str:
             if _is_like_param(key, value) and value.shape != param.shape:
                 shapes.append(f"{key} of tensor {index}: {_shape(value)} saved, {_shape(param)} here")
                 break
-    return f"{len(shapes)} of another shape ({_some(shapes)})" if shapes else ""
+    return f"{len(shapes)} of another shape ({listed(shapes, NAMED)})" if shapes else ""
 
 
 def _is_like_param(key: object, value: object) -> bool:
@@ -280,8 +281,3 @@ def _shape(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return "x".join(map(str, value.shape)) or "scalar"
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -22,6 +22,7 @@ from speechbrain.dataio.batch import PaddedBatch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from sbkit.errors import SbkitError, first_line
+from sbkit.recipe.report import listed
 from sbkit.score.run_files import CULPRITS
 from sbkit.system import disk
 from sbkit.system.console import table
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _BATCHES = "batches.pt"
 _MAX_WEIGHTS = 4 << 30  # bytes; weights of larger models are only in checkpoints
-_NAMED = 12  # utterances named in the text; the file has all
 
 
 def report(
@@ -97,8 +97,8 @@ def report(
     for account in (account for one in ranks.gather_objects(guilty) for account in one):
         lines.append(f"  rank {account['rank']}, micro-batch {account['micro']}: {account['where']}")
         if account["bad_ids"]:
-            lines.append(f"    utterances where it shows: {some(account['bad_ids'])}")
-        lines.append(f"    utterances of the batch: {some(account['ids'])}")
+            lines.append(f"    utterances where it shows: {listed(account['bad_ids'])}")
+        lines.append(f"    utterances of the batch: {listed(account['ids']) or '(no ids)'}")
         lines += [f"    likely: {account['likely']}"] if account["likely"] else []
         saved = culprits / f"step-{step}-rank-{account['rank']}"
         if saved.is_dir():
@@ -112,12 +112,6 @@ def weights_of(context: Mapping[str, Any]) -> str:
     return "of that step" if not late else (
         f"after step {context['step'] + late}, {late} step{'s' * (late > 1)} later: on a GPU the values of a step are "
         "known only then")
-
-
-def some(names: Sequence[str]) -> str:
-    """Join the first names of a long list, and count the others."""
-    shown = ", ".join(names[:_NAMED])
-    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown or "(no ids)"
 
 
 def _save(
@@ -202,7 +196,7 @@ def replay(brain: sb.Brain, folder: str | os.PathLike[str]) -> str:
         found = examine(brain, kept, step, scale * saved.get("sum_scale", 1.0))
         run_utterances_alone(brain, [kept], [found], step)
         lines += ["", layer_table(found.layers), "", f"micro-batch {one['micro']}: {found.where()}"]
-        lines += [f"utterances where it shows: {some(found.bad_ids)}"] if found.bad_ids else []
+        lines += [f"utterances where it shows: {listed(found.bad_ids)}"] if found.bad_ids else []
         lines += [f"likely: {cause}"] if (cause := found.cause(scale)) else []
         if found.utterance_losses:
             losses = [[name, f"{loss:.4g}"] for name, loss in zip(found.ids, found.utterance_losses, strict=True)]
@@ -235,7 +229,7 @@ def _take_weights(modules: torch.nn.Module, culprits: Path, step: int) -> bool:
     differing = [name for name in {*held, *own}
                  if name not in held or name not in own or held[name].shape != own[name].shape]
     if differing:
-        raise SbkitError(f"the culprit belongs to another model: {some(sorted(differing))} differ",
+        raise SbkitError(f"the culprit belongs to another model: {listed(sorted(differing))} differ",
                          hint="replay it with the hyperparams.yaml of its run")
     with torch.no_grad():
         for name, tensor in own.items():

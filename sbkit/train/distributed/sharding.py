@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sbkit.errors import SbkitError
+from sbkit.nn.adapters import derived
 from sbkit.train.checkpoint.files import write_state
 from sbkit.train.checkpoint.state import load_file, load_optimizer
 from sbkit.train.distributed import parallel, ranks
@@ -112,22 +112,14 @@ def checkpoint_activations(modules: nn.Module, wanted: Wanted) -> None:
     """
     for module in find(modules, wanted, "activation_checkpointing"):
         if not isinstance(module, _Recomputed):
-            module.__class__ = _recomputed(type(module))  # type: ignore[arg-type]  # mypy asks objects' __hash__
+            module.__class__ = derived(_Recomputed, type(module))  # type: ignore[arg-type]  # mypy asks objects' __hash__
 
 
-class _Recomputed:
-    pass
-
-
-@functools.cache
-def _recomputed(kind: type[nn.Module]) -> type:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-        run = functools.partial(kind.forward, self)
+class _Recomputed(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> object:
         if not (self.training and torch.is_grad_enabled()):
-            return run(*args, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-    return type(kind.__name__, (_Recomputed, kind), {"forward": forward, "__module__": kind.__module__})
+            return super().forward(*args, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 
 # ------------------------------------------------------------ parameters
