@@ -242,9 +242,8 @@ def kept(keys: RecogniserKeys, texts: Sequence[str], given: Mapping[str, Any]) -
     tokenizer = Tokenizer(path.parent, model=path).load()
     uncovered = tokenizer.coverage(texts)
     if uncovered:
-        shown = ", ".join(f"{char!r} x {times}" for char, times in uncovered.most_common(10))
         raise SbkitError(f"init_tokenizer: keep: that tokenizer has no piece for {len(uncovered)} characters of the "
-                         f"train split: {shown}", hint=_NEW)
+                         f"train split: {_most_common(uncovered)}", hint=_NEW)
     plain = [piece for piece in tokenizer.pieces() if not piece.startswith("<")]
     kind = "char" if all(len(piece) == 1 for piece in plain) else "unigram"
     parts = given.get("tokenizer", {})

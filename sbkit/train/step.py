@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from sbkit.nn.peek import Peek
 from sbkit.train.batches import Objectives
 from sbkit.train.optim import apply, gradients, total_norm
 from sbkit.train.precision import Scaler
+
+V = TypeVar("V", torch.Tensor, torch.Tensor | float)
 
 
 class Loss(NamedTuple):
@@ -107,7 +109,7 @@ class StepAccumulator:
         step.announce(flags)            # for the last one: sums are exchanged while backward runs
         step.scaled(loss).backward()
         step.update(optimizers, max_norm)
-        for facts in step.facts(): ...  # of previous steps
+        for result in step.results(): ...  # of previous steps
 
     Arguments
     ---------
@@ -125,7 +127,8 @@ class StepAccumulator:
         self._sum_scale: torch.Tensor | None = None
         self._extras: list[str] = []
         self._work: dist.Work | None = None
-        self._announced = False
+        self.announced = False
+        """Whether the sums of the step are on their way to the other ranks."""
         self._pending: list[tuple[Peek, StepResult]] = []
         self._normalised = False
         self.number = 0
@@ -135,14 +138,9 @@ class StepAccumulator:
         """Whether micro-batches are waiting for their update."""
         return self._sums is not None
 
-    @property
-    def announced(self) -> bool:
-        """Whether the sums of the step are on their way to the other ranks."""
-        return self._announced
-
     def reset(self) -> None:
         """Discard the micro-batches added so far."""
-        self._sums, self._work, self._announced, self._normalised, self.batches = None, None, False, False, []
+        self._sums, self._work, self.announced, self._normalised, self.batches = None, None, False, False, []
         self._sum_scale = None
 
     def add(self, loss: Loss, batch: object = None) -> None:
@@ -171,7 +169,7 @@ class StepAccumulator:
 
     def announce(self, flags: dict[str, bool] | None = None) -> None:
         """Start exchanging sums and flags between ranks, and return at once; ``update`` waits on the device."""
-        if self._announced or self._sums is None:
+        if self.announced or self._sums is None:
             return
         raised = torch.zeros(len(self.flag_names), device=self.device)
         for i, name in enumerate(self.flag_names):
@@ -180,7 +178,7 @@ class StepAccumulator:
         self._sums = torch.cat([self._sums, raised])
         if self.world > 1:
             self._work = dist.all_reduce(self._sums, async_op=True)
-        self._announced = True
+        self.announced = True
 
     def _sum_scale_of(self, count: torch.Tensor) -> torch.Tensor | None:
         """Return the factor of this step's sums in fp16, the same on all ranks; the first step exchanges counts."""
@@ -295,9 +293,5 @@ class StepAccumulator:
         return result
 
 
-@overload
-def _detached(value: torch.Tensor) -> torch.Tensor: ...
-@overload
-def _detached(value: torch.Tensor | float) -> torch.Tensor | float: ...
-def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
+def _detached(value: V) -> V:
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -211,7 +211,7 @@ def test_facts_are_given_late_where_the_device_runs_behind():
     sums = []
     for n in range(3):
         step._sums = torch.tensor([float(n), 1.0])
-        step._announced = True
+        step.announced = True
         _keep(step)
         sums.append([fact.total for fact in step.results()])
     assert sums == [[], [0.0], [1.0]]

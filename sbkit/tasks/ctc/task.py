@@ -17,7 +17,6 @@ from sbkit.decode.greedy import Hypotheses, greedy
 from sbkit.decode.joint import JointSearch, Step
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import CTCLoss, consistency, ctc_loss
-from sbkit.nn.guard import guard_indices
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.build import Built
 from sbkit.recipe.source import Findings
@@ -97,7 +96,7 @@ class CTC(RecognitionTask):
                                           counted=batch.weight != 0)
         with tapped(model.encoder, self._tapped_layers() if training else []) as states:
             if self.joint:
-                tokens = functional.pad(self._labels(batch), (1, 0), value=self.keys.ends[0])
+                tokens = functional.pad(self.safe_tokens(batch), (1, 0), value=self.keys.ends[0])
                 encoded, frames, decoded = model.encode_and_decode(feats, heard, tokens.repeat(views, 1))
                 attention = self.keys.seq_lin(decoded)
             else:
@@ -161,19 +160,12 @@ class CTC(RecognitionTask):
             scores, batch.tokens, frames, batch.token_lengths, blank=self.keys.blank_index, ids=batch.ids
         )
 
-    def _labels(self, batch: Batch) -> Tensor:
-        """Return the tokens [B, U], safe to look up in an embedding; tokens outside the vocabulary are reported."""
-        return guard_indices(
-            batch.tokens, self.keys.output_neurons, name="tokens", ids=batch.ids, lengths=batch.token_lengths,
-            forbidden=(self.keys.blank_index,),
-        )
-
     def _cross_entropy(self, scores: Tensor, batch: Batch, counted: Tensor) -> Tensor:
         """Sum the label-smoothed cross-entropy of the tokens and the end of sentence: [B, U + 1, V] to a scalar.
 
         counted : [B], which utterances are part of the step's mean
         """
-        target = functional.pad(self._labels(batch), (0, 1))
+        target = functional.pad(self.safe_tokens(batch), (0, 1))
         target = target.scatter(1, batch.token_lengths[:, None], self.keys.ends[1])
         beyond = torch.arange(target.shape[1], device=target.device) > batch.token_lengths[:, None]
         beyond = beyond | ~counted[:, None]

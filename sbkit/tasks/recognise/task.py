@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 from speechbrain.core import Stage
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.nn.global_norm import GlobalNorm
+from sbkit.nn.guard import guard_indices
 from sbkit.nn.streaming import requirements
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node
@@ -130,6 +131,11 @@ class RecognitionTask(SearchingTask):
 
     def token_tables(self) -> TokenTables | None:
         return token_tables(self.keys, [getattr(self.keys, head) for head in self.heads])
+
+    def safe_tokens(self, batch: Batch) -> Tensor:
+        """Return the tokens [B, U], safe to look up in an embedding; tokens outside the vocabulary are reported."""
+        return guard_indices(batch.tokens, self.keys.output_neurons, name="tokens", ids=batch.ids,
+                             lengths=batch.token_lengths, forbidden=(self.keys.blank_index,))
 
     # ------------------------------------------------------------ chunks
 

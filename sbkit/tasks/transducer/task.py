@@ -16,7 +16,6 @@ from sbkit.decode.spans import TokenSpans
 from sbkit.decode.transducer import TransducerSearch
 from sbkit.decode.transducer_beam import TransducerBeam
 from sbkit.nn.ctc import ctc_loss
-from sbkit.nn.guard import guard_indices
 from sbkit.nn.transducer import transducer_loss
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
@@ -93,9 +92,7 @@ class Transducer(RecognitionTask):
                                           counted=batch.weight != 0)
         encoded, frames = model.encode(feats, heard, self.visible_context(stage, batch))
         states, ctc = self.scored(encoded)
-        tokens = guard_indices(batch.tokens, self.keys.output_neurons, name="tokens", ids=batch.ids,
-                               lengths=batch.token_lengths, forbidden=(self.keys.blank_index,))
-        predicted = head.predict(head.begun(tokens))
+        predicted = head.predict(head.begun(self.safe_tokens(batch)))
         joined = head.join(states[:, :, None], predicted[:, None])
         live = self.live.scores(feats, heard, (states, ctc)) if self.live is not None and stage == Stage.TEST else ()
         return TransducerScores(states, frames, joined, ctc, live)
