@@ -79,6 +79,15 @@ def lengths_to_mask(lengths: torch.Tensor, size: int) -> torch.Tensor:
     return torch.arange(size, device=lengths.device)[None, :] < lengths[:, None]
 
 
+def centred(x: torch.Tensor, inside: torch.Tensor, count: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Subtract from ``x`` its mean along ``dim``, over what exists; returns that, and the sum of its squares there.
+
+    inside, count : what exists, and how much of it there is, both with as many dimensions as ``x``
+    """
+    apart = x - x.masked_fill(~inside, 0.0).sum(dim, keepdim=True) / count
+    return apart, apart.masked_fill(~inside, 0.0).square().sum(dim, keepdim=True)
+
+
 def takes_lengths(module: torch.nn.Module) -> bool:
     """Whether a module's forward has a second positional argument, for lengths."""
     places = [p for p in inspect.signature(getattr(module, "forward", module)).parameters.values()

@@ -11,7 +11,6 @@ from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
 
-from sbkit.errors import SbkitError
 from sbkit.train.options import pick
 
 T = TypeVar("T")
@@ -77,16 +76,7 @@ def hide_fp16(run_opts: RunOptions, hparams: Mapping[str, Any] | None, device_ty
 
 def autocast(device_type: str, precision: str) -> TorchAutocast:
     """Return the autocast context for a precision; it does nothing for fp32."""
-    if precision == "fp16" and device_type == "cpu" and not _cpu_has_fp16():
-        raise SbkitError(f"precision is fp16, but torch {torch.__version__} has no fp16 autocast on the CPU",
-                         hint="use bf16")
     return TorchAutocast(device_type=device_type, dtype=AMPConfig.from_name(precision).dtype)
-
-
-def _cpu_has_fp16() -> bool:
-    with torch.autocast("cpu", dtype=torch.float16):
-        probe = torch.ones(2, 2) @ torch.ones(2, 2)
-    return probe.dtype is torch.float16
 
 
 def losses_in_fp32(outputs: T, context: TorchAutocast) -> T:

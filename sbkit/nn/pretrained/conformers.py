@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.nn.kaldi import fourier, framed, full_precision, kaldi_filters, product, slaney_filters, spectrum
-from sbkit.nn.lengths import N, lengths_to_mask
+from sbkit.nn.lengths import N, centred, lengths_to_mask
 from sbkit.nn.pretrained.networks import EncoderOptions, Network, at_least, lowest, make, padded
 from sbkit.nn.pretrained.source import Settings
 
@@ -140,9 +140,8 @@ class Parakeet(Conformer):
         power = self.power(functional.pad(signals, (_SIZE // 2, _SIZE // 2)))[:, :most]
         level = _log1p(product(power, self.mel) / self._FLOOR)
         inside = lengths_to_mask(count[:, 0, 0], most)[..., None]
-        centred = level - level.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
-        spread = (centred.masked_fill(~inside, 0.0).square().sum(1, keepdim=True) / (count - 1)).sqrt()
-        return (centred / (spread + self._EPSILON)).masked_fill(~inside, 0.0)
+        apart, squares = centred(level, inside, count, 1)
+        return (apart / ((squares / (count - 1)).sqrt() + self._EPSILON)).masked_fill(~inside, 0.0)
 
     def subsampled(self, feats: Tensor, counts: Tensor) -> Tensor:
         return self.subsampling(feats, lengths_to_mask(counts, feats.shape[1])) * self.scale

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.kaldi import FilterBank
-from sbkit.nn.lengths import N, lengths_to_mask
+from sbkit.nn.lengths import N, centred, lengths_to_mask
 from sbkit.nn.pretrained.source import Settings
 
 
@@ -287,9 +287,8 @@ class W2vBert(Network):
         feats = self.features(functional.pad(signals, (0, hop)), count=states * _STACKED + 1)
         count = self.features.frames(samples.clamp(min=self.min_samples))[:, None, None]
         inside = lengths_to_mask(count[:, 0, 0], feats.shape[1])[..., None]
-        centred = feats - feats.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
-        variance = centred.masked_fill(~inside, 0.0).square().sum(1, keepdim=True) / (count - 1)
-        feats = (centred * torch.rsqrt(variance + _EPSILON)).masked_fill(~inside, 0.0)
+        apart, squares = centred(feats, inside, count, 1)
+        feats = (apart * torch.rsqrt(squares / (count - 1) + _EPSILON)).masked_fill(~inside, 0.0)
         return feats[:, :states * _STACKED].unflatten(1, (states, _STACKED)).flatten(2), count[:, 0, 0] // _STACKED
 
 
@@ -434,22 +433,16 @@ def padded(signals: Tensor, size: int) -> Tensor:
 
 def normalized(signals: Tensor, samples: Tensor) -> Tensor:
     """Normalise waveforms [B, S] to mean 0 and variance 1 over their own samples [B]; padding becomes zero."""
-    inside = lengths_to_mask(samples, signals.shape[1])
-    count = samples.clamp(min=1)[:, None]
-    signals = signals.float()
-    mean = signals.masked_fill(~inside, 0.0).sum(1, keepdim=True) / count
-    centred = (signals - mean).masked_fill(~inside, 0.0)
-    return centred * torch.rsqrt(centred.square().sum(1, keepdim=True) / count + _EPSILON)
+    inside, count = lengths_to_mask(samples, signals.shape[1]), samples.clamp(min=1)[:, None]
+    apart, squares = centred(signals.float(), inside, count, 1)
+    return (apart * torch.rsqrt(squares / count + _EPSILON)).masked_fill(~inside, 0.0)
 
 
 def _channel_norm(norm: nn.GroupNorm, states: Tensor, frames: Tensor) -> Tensor:
     """Apply a GroupNorm with one channel per group to [B, C, T], over each utterance's own frames [B]."""
-    inside = lengths_to_mask(frames, states.shape[2])[:, None]
     count = frames[:, None, None]
-    states = states.float()
-    centred = states - states.masked_fill(~inside, 0.0).sum(2, keepdim=True) / count
-    variance = centred.masked_fill(~inside, 0.0).square().sum(2, keepdim=True) / count
-    return centred * (torch.rsqrt(variance + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
+    apart, squares = centred(states.float(), lengths_to_mask(frames, states.shape[2])[:, None], count, 2)
+    return apart * (torch.rsqrt(squares / count + norm.eps) * norm.weight[:, None]) + norm.bias[:, None]
 
 
 def _convolved(layers: Iterable[Any], signals: Tensor, counts: Sequence[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,9 +146,7 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 
 def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
     """Label a corpus, unless it was labelled before with the same codec and the same recogniser."""
-    for problem in keys.absent():
-        raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
-    for problem in codec_parts.differing(keys):
+    for problem in itertools.chain(keys.absent(), codec_parts.differing(keys)):
         raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
