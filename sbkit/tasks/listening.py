@@ -63,7 +63,8 @@ class Drawn:
         """Return a clip in 16 bits if it is among those that are kept."""
         self._lots = sorted([*self._lots, lot(name)])[:KEPT]
         self._qualities = sorted([*self._qualities, quality])[:KEPT]
-        return pcm(sound) if lot(name) in self._lots or math.inf > quality <= self._qualities[-1] else None
+        kept = lot(name) in self._lots or math.inf > quality <= self._qualities[-1]
+        return (sound.clip(-1, 1) * 32767).round().astype(np.int16) if kept else None
 
 
 def first_drawn(rows: Sequence[Row], quality: Callable[[Row], float] = lambda row: math.inf) -> list[Row]:
@@ -78,11 +79,6 @@ def first_drawn(rows: Sequence[Row], quality: Callable[[Row], float] = lambda ro
 def lot(name: str) -> str:
     """Draw an utterance's place among all, the same in each run and on any number of ranks."""
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
-
-
-def pcm(sound: np.ndarray) -> np.ndarray:
-    """Round a waveform to 16 bits."""
-    return (sound.clip(-1, 1) * 32767).round().astype(np.int16)
 
 
 class Clock:

@@ -53,7 +53,8 @@ def average(
             continue
         state = weights_in(hook_on_loading_state_dict_checkpoint(load_file(path)))
         if not used:
-            mean = {key: _sum_of(value) for key, value in state.items()}
+            mean = {key: value.to(torch.float64, copy=True) if _is_float(value) else value
+                    for key, value in state.items()}
             like = state
         else:
             unlike = differences(like, state)
@@ -111,10 +112,6 @@ def weights_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_float(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _sum_of(value: object) -> object:
-    return value.to(torch.float64, copy=True) if _is_float(value) else value
 
 
 class EMA:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import speechbrain as sb
 import torch
@@ -49,7 +48,8 @@ class EvaluationLoop:
         mean, share = DeviceMean(brain.device), loaders.is_share(loader)
         colour = brain.tqdm_barcolor[stage.name.lower()] or None
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
-        with self._eval_mode(), trainer.wrap.gathered(), self._averaged_weights(), display:
+        averaged = contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped()
+        with self._eval_mode(), trainer.wrap.gathered(), averaged, display:
             for batch in loaders.on_device(loader, loader, brain.device) if share else loader:
                 if trainer.asked_to_stop:
                     break
@@ -110,10 +110,6 @@ class EvaluationLoop:
             if brain.checkpointer is not None:
                 brain.checkpointer.drop()
         brain.close_stage(Stage.VALID, loss, epoch)
-
-    def _averaged_weights(self) -> contextlib.AbstractContextManager[Any]:
-        ema = self.trainer.ema
-        return contextlib.nullcontext() if ema is None else ema.swapped()
 
     @contextlib.contextmanager
     def _eval_mode(self) -> Iterator[None]:

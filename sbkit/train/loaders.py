@@ -42,10 +42,6 @@ def is_share(loader: object) -> bool:
         hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"))
 
 
-def is_loader(loader: object) -> bool:
-    return isinstance(loader, (DataLoader, LoopedLoader)) or is_share(loader)
-
-
 @partial(register_checkpoint_hooks, save_on_main_only=False)
 class LoaderCounts:
     """A recoverable for what a loader's ``state_dict`` counts on each rank, such as damaged recordings.
@@ -130,7 +126,7 @@ def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: d
         brain.checkpointer.add_recoverable("loader", LoaderCounts(dataset), optional_load=True)
     if dataset is None or planned:
         return dataset
-    if not is_loader(dataset):
+    if not (isinstance(dataset, (DataLoader, LoopedLoader)) or is_share(dataset)):
         if stage is not Stage.TRAIN and brain.shares_validation:
             kwargs = shared(dataset, kwargs)
         dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)

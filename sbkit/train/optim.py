@@ -84,7 +84,9 @@ def fused(opt_class: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     def build(params: Iterable[Any]) -> Optimizer:
         params = list(params)
         try:
-            optimizer = opt_class(params, fused=True) if all(map(_has_kernels, _tensors(params))) else None
+            has_kernels = all(tensor.is_floating_point() and tensor.device.type in _FUSED_ON
+                              for tensor in _tensors(params))
+            optimizer = opt_class(params, fused=True) if has_kernels else None
         except RuntimeError:  # Adagrad's kernel is for the CPU only
             optimizer = None
         if optimizer is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -102,7 +104,3 @@ def _tensors(params: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield from _tensors([inner] if isinstance(inner, torch.Tensor) else inner)
         else:
             yield entry[1] if isinstance(entry, tuple) else entry
-
-
-def _has_kernels(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.device.type in _FUSED_ON

@@ -343,8 +343,6 @@ class Checkpointer(stock.Checkpointer):
             self._writer.wait()
             self._delete(num_to_keep, min_keys or (), max_keys or (), importance_keys, ckpt_predicate, verbosity)
 
-        if num_to_keep < 0:
-            raise ValueError("Number of checkpoints to keep must be positive.")
         ranks.run_on_main(delete)
 
     def _delete(
