@@ -35,11 +35,6 @@ class CTCLoss(NamedTuple):
         """The sum over feasible utterances, a scalar."""
         return self.losses.sum()
 
-    @property
-    def count(self) -> torch.Tensor:  # type: ignore[override]  # hides a method of tuples that is not used
-        """The number of feasible utterances, a scalar int64 tensor on the device."""
-        return self.feasible.sum()
-
 
 def ctc_frames_needed(targets: torch.Tensor, target_lengths: torch.Tensor) -> torch.Tensor:
     """Count the frames that CTC needs at least: one per label, and one for the blank between two equal labels.

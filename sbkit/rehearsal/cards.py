@@ -22,7 +22,6 @@ class Card:
 
     memory : bytes that CUDA reports
     capability : compute capability, major and minor
-    bandwidth : bytes per second from memory
     watts : maximum power
     """
 
@@ -30,7 +29,6 @@ class Card:
     memory: int
     multiprocessors: int
     capability: tuple[int, int]
-    bandwidth: float
     watts: int
 
     @property
@@ -44,26 +42,26 @@ class Card:
         return _THREADS.get(self.capability, 2048)
 
 
-def _card(name: str, gib: float, sms: int, capability: tuple[int, int], gb_per_second: float, watts: int) -> Card:
-    return Card(name, int(gib * GIB), sms, capability, gb_per_second * 1e9, watts)
+def _card(name: str, gib: float, sms: int, capability: tuple[int, int], watts: int) -> Card:
+    return Card(name, int(gib * GIB), sms, capability, watts)
 
 
 #: By the name that a user types.
 CARDS: dict[str, Card] = {
-    "V100": _card("Tesla V100-SXM2-16GB", 15.77, 80, (7, 0), 900, 300),
-    "T4": _card("Tesla T4", 14.56, 40, (7, 5), 320, 70),
-    "A100-40": _card("NVIDIA A100-SXM4-40GB", 39.49, 108, (8, 0), 1555, 400),
-    "A100-80": _card("NVIDIA A100-SXM4-80GB", 79.25, 108, (8, 0), 2039, 400),
-    "A10": _card("NVIDIA A10", 22.06, 72, (8, 6), 600, 150),
-    "A6000": _card("NVIDIA RTX A6000", 47.53, 84, (8, 6), 768, 300),
-    "RTX 3090": _card("NVIDIA GeForce RTX 3090", 23.56, 82, (8, 6), 936, 350),
-    "L4": _card("NVIDIA L4", 22.03, 58, (8, 9), 300, 72),
-    "L40S": _card("NVIDIA L40S", 44.39, 142, (8, 9), 864, 350),
-    "RTX 4090": _card("NVIDIA GeForce RTX 4090", 23.53, 128, (8, 9), 1008, 450),
-    "H100": _card("NVIDIA H100 80GB HBM3", 79.18, 132, (9, 0), 3350, 700),
-    "H200": _card("NVIDIA H200", 139.81, 132, (9, 0), 4800, 700),
-    "B200": _card("NVIDIA B200", 178.35, 148, (10, 0), 8000, 1000),
-    "RTX 5090": _card("NVIDIA GeForce RTX 5090", 31.36, 170, (12, 0), 1792, 575),
+    "V100": _card("Tesla V100-SXM2-16GB", 15.77, 80, (7, 0), 300),
+    "T4": _card("Tesla T4", 14.56, 40, (7, 5), 70),
+    "A100-40": _card("NVIDIA A100-SXM4-40GB", 39.49, 108, (8, 0), 400),
+    "A100-80": _card("NVIDIA A100-SXM4-80GB", 79.25, 108, (8, 0), 400),
+    "A10": _card("NVIDIA A10", 22.06, 72, (8, 6), 150),
+    "A6000": _card("NVIDIA RTX A6000", 47.53, 84, (8, 6), 300),
+    "RTX 3090": _card("NVIDIA GeForce RTX 3090", 23.56, 82, (8, 6), 350),
+    "L4": _card("NVIDIA L4", 22.03, 58, (8, 9), 72),
+    "L40S": _card("NVIDIA L40S", 44.39, 142, (8, 9), 350),
+    "RTX 4090": _card("NVIDIA GeForce RTX 4090", 23.53, 128, (8, 9), 450),
+    "H100": _card("NVIDIA H100 80GB HBM3", 79.18, 132, (9, 0), 700),
+    "H200": _card("NVIDIA H200", 139.81, 132, (9, 0), 700),
+    "B200": _card("NVIDIA B200", 178.35, 148, (10, 0), 1000),
+    "RTX 5090": _card("NVIDIA GeForce RTX 5090", 31.36, 170, (12, 0), 575),
 }
 
 

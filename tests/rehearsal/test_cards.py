@@ -36,9 +36,7 @@ def test_each_card_is_described_in_the_same_units(name):
     assert all(value for value in dataclasses.astuple(card))
     assert 8 << 30 < card.memory < 512 << 30 and card.shared_memory >= 48 << 10 and card.threads in (1024, 1536, 2048)
     half, single = (peak_of_card(card.name, precision)[0] for precision in ("bf16", "fp32"))
-    assert 1e12 < single < half and 1e11 < card.bandwidth < 1e13
-    # From its peak no card computes less than 20 or more than 1,000 operations per byte of memory that it reads.
-    assert 20 < half / card.bandwidth < 1000
+    assert 1e12 < single < half
 
 
 NUMBERS = st.tuples(st.integers(5, 12), st.integers(0, 9))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.errors import SbkitError
+from safetensors import SafetensorError, safe_open
+
+from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
+from sbkit.nn.codec.coder import definition
 from sbkit.recipe.choices import SIZE, Range
 from sbkit.recipe.keys import Problem, key
 from sbkit.tasks.keys import TaskKeys
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 #: What a voice has from its codec.
 CODEC_PARTS = "quantiser", "decoder", "head"
+#: What a part has that matters in the codec's own training only.
+_FREE = {"noise"}
 
 
 @dataclass(kw_only=True)
@@ -69,6 +75,39 @@ class TTSKeys(TaskKeys):
                 elif name == "codec" and found.sample_rate != self.sample_rate:
                     yield Problem("sample_rate", f"it is {self.sample_rate}, and the codec's {found.sample_rate}",
                                   f"--sample_rate {found.sample_rate}")
+
+    def of_another_codec(self) -> Iterator[Problem]:
+        """Yield which parts are others than the codec's: by their numbers, or by names and shapes of their weights."""
+        assert self.codec is not None, "one that is absent is told before"
+        path, as_there = Path(self.codec, layout.WEIGHTS), "write it as in the codec's recipe"
+        if not path.is_file():
+            return  # init_from tells that, since it takes the weights from there
+        try:
+            with safe_open(path, framework="numpy") as file:
+                defined = json.loads((file.metadata() or {}).get("definition", "null"))
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
+            yield Problem("codec", f"{path} cannot be read: {first_line(error)}",
+                          "is it a codec's bundle? export it again")
+            return
+        if not isinstance(defined, dict):
+            yield Problem("codec", f"{path} does not say what its parts are", "is it a codec's bundle? export it again")
+            return
+        for name in CODEC_PARTS:
+            part, theirs = getattr(self, name), defined.get(name)
+            if part is None:
+                continue
+            mine, theirs = json.loads(json.dumps(definition(part))), theirs if isinstance(theirs, dict) else {}
+            numbers = [f"{key} {mine.get(key)} instead of {theirs.get(key)}"
+                       for key in sorted((mine.keys() | theirs.keys()) - _FREE) if mine.get(key) != theirs.get(key)]
+            own = {f"{name}.{key}": tuple(value.shape) for key, value in part.state_dict().items()}
+            there = {key: shape for key, shape in shapes.items() if key.startswith(f"{name}.")}
+            if numbers:
+                yield Problem(name, f"it is not the codec's: {', '.join(numbers)}", as_there)
+            elif own != there:
+                first = sorted(own.items() ^ there.items())[0][0]
+                yield Problem(name, f"it is not the codec's: {first} is in one of them alone, or has another shape",
+                              as_there)
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()

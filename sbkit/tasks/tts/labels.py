@@ -29,7 +29,6 @@ from sbkit.runs import initial
 from sbkit.runs.keys import AlignerBundle, Bundles, CodecBundle
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
-from sbkit.tasks.tts import codec_parts
 from sbkit.tasks.tts.keys import TTSKeys
 
 logger = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 
 def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
     """Label a corpus, unless it was labelled before with the same codec and the same recogniser."""
-    for problem in itertools.chain(keys.absent(), codec_parts.differing(keys)):
+    for problem in itertools.chain(keys.absent(), keys.of_another_codec()):
         raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)

@@ -28,7 +28,7 @@ from sbkit.tasks.fit import Fit, all_fit
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.listening import SpeechTask, first_drawn
 from sbkit.tasks.task import Metric
-from sbkit.tasks.tts import codec_parts, labels
+from sbkit.tasks.tts import labels
 from sbkit.tasks.tts.keys import TTSKeys
 from sbkit.tasks.tts.labels import Label, Targets, VoiceLabels
 from sbkit.tasks.tts.results import Spoken, SpokenRow, measures
@@ -139,7 +139,7 @@ class TTS(SpeechTask):
         if trace.keys is None:
             return None
         keys = trace.keys
-        wrong = list(keys.absent()) or list(keys.of_another_kind()) or list(codec_parts.differing(keys))
+        wrong = list(keys.absent()) or list(keys.of_another_kind()) or list(keys.of_another_codec())
         for problem in wrong:
             findings.error("start", trace.built.nodes[problem.key].place, *problem)
         return super().check_start(trace, findings) if not wrong else None

@@ -10,7 +10,7 @@ import toy_voice
 from safetensors.torch import save_file
 
 from sbkit.nn.codec.coder import definition
-from sbkit.tasks.tts import TTS, codec_parts
+from sbkit.tasks.tts import TTS
 from sbkit.tasks.tts.keys import CODEC_PARTS
 
 
@@ -27,18 +27,18 @@ def keys(tmp_path):
 
 
 def test_the_codecs_own_parts_do_not_differ(keys):
-    assert list(codec_parts.differing(keys)) == []
+    assert list(keys.of_another_codec()) == []
 
 
 def test_other_numbers_of_a_part_are_named(keys):
     keys.written(quantiser=definition(keys.quantiser) | {"levels": [2, 2]})
-    [problem] = codec_parts.differing(keys)
+    [problem] = keys.of_another_codec()
     assert problem.key == "quantiser" and "levels" in problem.message and "[2, 2]" in problem.message
 
 
 def test_a_layer_more_is_named(keys):
     keys.decoder.fast.blocks.append(keys.decoder.fast.blocks[0])
-    [problem] = codec_parts.differing(keys)
+    [problem] = keys.of_another_codec()
     assert problem.key == "decoder" and "decoder.fast.blocks." in problem.message
 
 
@@ -46,7 +46,7 @@ def test_a_layer_more_is_named(keys):
 def test_weights_that_cannot_be_read_are_told(keys, content):
     with open(f"{keys.codec}/model.safetensors", "wb") as file:
         file.write(content)
-    [problem] = codec_parts.differing(keys)
+    [problem] = keys.of_another_codec()
     assert problem.key == "codec" and "cannot be read" in problem.message
 
 
