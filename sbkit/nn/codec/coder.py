@@ -176,7 +176,7 @@ class Encode(nn.Module):
 
     def forward(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         feats, frames = self.features(signals, lengths)
-        codes = self.quantiser.quantise(self.encoder(feats, frames))[1]
+        codes = self.quantiser(self.encoder(feats, frames)).codes
         return codes * lengths_to_mask(frames, codes.shape[1])[..., None], frames
 
 

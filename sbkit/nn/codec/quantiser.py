@@ -36,11 +36,6 @@ class Quantiser(nn.Module, ABC):
         """Bits of a frame."""
         return sum(math.log2(entries) for entries in self.sizes)
 
-    def quantise(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the quantised vectors [B, T, D] and their codes [B, T, Q]."""
-        found = self(vectors)
-        return found.vectors, found.codes
-
     def embed(self, codes: Tensor) -> Tensor:
         """Return the vectors [B, T, D] of codes [B, T, Q]; refuse codes that are in no book.
 

@@ -23,7 +23,7 @@ def test_each_code_of_each_book_is_reached_from_its_own_vector(levels, books):
     codes = torch.arange(entries)[None, :, None].repeat(1, 1, books)
     vectors = quantiser.embed(codes)
     assert len({tuple(vector) for vector in vectors[0].tolist()}) == entries, "no two codes have one vector"
-    found, again = quantiser.quantise(torch.atanh(vectors.clamp(-0.9999, 0.9999)))
+    found, again, _ = quantiser(torch.atanh(vectors.clamp(-0.9999, 0.9999)))
     assert torch.equal(again, codes)
     torch.testing.assert_close(found, vectors)
 
@@ -34,7 +34,7 @@ def test_whatever_comes_in_the_code_is_in_its_book_and_gives_back_its_vector(lev
     quantiser.eval()
     size = quantiser.size
     drawn = data.draw(st.lists(st.lists(NUMBERS, min_size=size, max_size=size), min_size=1, max_size=4))
-    vectors, codes = quantiser.quantise(torch.tensor([drawn]))
+    vectors, codes, _ = quantiser(torch.tensor([drawn]))
     assert codes.dtype == torch.int64 and codes.shape == (1, len(drawn), books)
     assert ((codes >= 0) & (codes < torch.tensor(quantiser.sizes))).all()
     assert vectors.abs().max() <= 1
@@ -44,7 +44,7 @@ def test_whatever_comes_in_the_code_is_in_its_book_and_gives_back_its_vector(lev
 def test_numbers_go_to_the_nearest_level():
     quantiser = FiniteScalars([3, 2])
     for (first, a), (second, b) in itertools.product([(-0.9, 0), (-0.4, 1), (0.4, 1), (0.6, 2)], [(-0.1, 0), (0.1, 1)]):
-        code = quantiser.quantise(torch.atanh(torch.tensor([[[first, second]]])))[1]
+        code = quantiser(torch.atanh(torch.tensor([[[first, second]]]))).codes
         assert code.item() == a + 3 * b
 
 

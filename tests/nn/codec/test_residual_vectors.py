@@ -14,14 +14,14 @@ def quantiser():
 
 
 def test_codes_give_back_the_vectors_they_were_made_with(quantiser):
-    vectors, codes = quantiser.quantise(torch.randn(2, 7, 16))
+    vectors, codes, _ = quantiser(torch.randn(2, 7, 16))
     assert codes.shape == (2, 7, 3) and codes.min() >= 0 and codes.max() < 32
     torch.testing.assert_close(quantiser.embed(codes), vectors)
 
 
 def test_each_book_takes_its_part_of_what_is_left(quantiser):
     vectors, left = torch.randn(2, 7, 16), torch.zeros(2, 7, 16)
-    codes = quantiser.quantise(vectors)[1]
+    codes = quantiser(vectors).codes
     for i, book in enumerate(quantiser.books):
         assert torch.equal(book(vectors - left)[1], codes[..., i])
         left = left + book.lookup(codes[..., i])
