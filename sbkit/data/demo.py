@@ -33,7 +33,7 @@ from sbkit.data import demo_voice
 from sbkit.data.demo_sentences import GRAMMARS, Grammar, expand, numbers_grammar
 from sbkit.errors import SbkitError
 from sbkit.system import disk, helper_process
-from sbkit.system.console import progress
+from sbkit.system.console import progress, stored_json
 from sbkit.system.cores import usable_cores
 
 COLUMNS = (
@@ -169,12 +169,8 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
     """Whether the folder exists and was made with these arguments; an error if it contains something else."""
     if not folder.exists():
         return False
-    note = folder / "demo.json"
-    found = {}
-    with contextlib.suppress(OSError, json.JSONDecodeError):
-        found = json.loads(note.read_text())
-    if not isinstance(found, dict) or any(
-            found.get(key) != value for key, value in {"voices": None, **made_with}.items()):
+    found = stored_json(folder / "demo.json")
+    if any(found.get(key) != value for key, value in {"voices": None, **made_with}.items()):
         raise SbkitError(
             f"{folder} exists already and is not this demo corpus "
             f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",

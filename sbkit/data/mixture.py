@@ -30,7 +30,7 @@ from sbkit.data.splits import SPLITS
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
 from sbkit.system import disk
-from sbkit.system.console import table
+from sbkit.system.console import stored_json, table
 
 logger = logging.getLogger(__name__)
 
@@ -148,12 +148,12 @@ class Mixture(Corpus):
         self._check_splits(found, needed)
         with locked(self.folder / ".lock"):
             fingerprint = self._fingerprint_of_parts()
-            if not self._is_ready(fingerprint):
-                try:
-                    with disk.disk_errors_as_user_error(self.folder):
+            try:
+                with disk.disk_errors_as_user_error(self.folder):
+                    if not self._is_ready(fingerprint):
                         self._join(found, declared, fingerprint)
-                except OSError as error:  # a folder that may not be written
-                    raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
+            except OSError as error:  # a folder that may not be written
+                raise SbkitError(f"{error.filename or self.folder}: {error.strerror or error}") from error
         return self.load()
 
     def _check_splits(self, found: Mapping[str, Mapping[str, Manifest]], needed: Sequence[str]) -> None:
@@ -177,12 +177,10 @@ class Mixture(Corpus):
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _is_ready(self, fingerprint: str) -> bool:
-        try:
-            report = json.loads(self.report_path.read_text(encoding="utf-8"))
-            return bool(report["fingerprint"] == fingerprint and all(
-                disk.sha256(self.manifest_path(split)) == entry["sha256"] for split, entry in report["splits"].items()))
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        report = stored_json(self.report_path)
+        paths = {self.manifest_path(split): entry["sha256"] for split, entry in report.get("splits", {}).items()}
+        return report.get("fingerprint") == fingerprint and all(
+            path.is_file() and disk.sha256(path) == sha256 for path, sha256 in paths.items())
 
     def _join(self, found: Mapping[str, Mapping[str, Manifest]], declared: Declared, fingerprint: str) -> None:
         started = time.monotonic()

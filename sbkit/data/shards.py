@@ -40,7 +40,7 @@ from sbkit.data.presence import file_version
 from sbkit.data.remote import Remote
 from sbkit.errors import SbkitError
 from sbkit.system import disk
-from sbkit.system.console import atomic_write, progress
+from sbkit.system.console import atomic_write, progress, stored_json
 
 #: Files from which the size of a second of copied audio is estimated.
 _SAMPLE = 64
@@ -199,14 +199,11 @@ def _write(job: _Job) -> dict[str, Any]:
 
 
 def _finished(job: _Job, fingerprint: str) -> dict[str, Any] | None:
-    try:
-        index = json.loads(job.index.read_text(encoding="utf-8"))
-        whole = index["fingerprint"] == fingerprint and os.path.getsize(job.path) == index["size"]
-        if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
-            return index
-    except (OSError, ValueError, KeyError):
-        pass  # not written yet, or not a shard's index: it is written again
-    return None
+    index = stored_json(job.index)
+    whole = index.get("fingerprint") == fingerprint and job.path.is_file() and job.path.stat().st_size == index["size"]
+    if whole and all(tuple(version) == file_version(job.rows[i].wav) for i, _, *version in index["left_out"]):
+        return index
+    return None  # not written yet, or not a shard's index: it is written again
 
 
 def encode_row(row: Utterance, encode: str | None, sample_rate: int, remote: Remote) -> tuple[bytes, str, float]:

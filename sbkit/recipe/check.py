@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +42,7 @@ from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.speed import native_precision, peak_of, peak_of_card
+from sbkit.system.console import stored_json
 from sbkit.system.environment import describe
 
 logger = logging.getLogger(__name__)
@@ -351,11 +351,8 @@ def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:
 def _leaks(built: Built) -> Section | None:
     """What the splits of a corpus share that an earlier run has prepared; None of one that isn't prepared."""
     corpus: object = built.hparams.get("corpus")
-    try:
-        if not isinstance(corpus, Corpus):
-            return None
-        entries = json.loads(corpus.report_path.read_text(encoding="utf-8"))["leaks"]
-    except (OSError, ValueError, KeyError):
+    entries = stored_json(corpus.report_path).get("leaks") if isinstance(corpus, Corpus) else None
+    if entries is None:
         return None
     return Section("leaks", leaks.COLUMNS, leaks.rows(entries), leaks.remarks(entries), {"shared": entries})
 

@@ -15,7 +15,7 @@ from sbkit.score import chunk_size
 from sbkit.score.report import write_report
 from sbkit.score.results import Results
 from sbkit.score.run_files import EVALUATIONS, RESULT
-from sbkit.system.console import atomic_write
+from sbkit.system.console import atomic_write, stored_json
 from sbkit.system.environment import command, describe
 
 _SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys of result.json by which results differ
@@ -123,11 +123,8 @@ def source(on: str | None) -> str | None:
 
 def _another(path: Path, facts: dict[str, Any], metric: str) -> str:
     """The command and the rate of the result that is there, if checkpoint, corpus or search differ from this one's."""
-    try:
-        there = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    if all(there.get(key) == facts.get(key) for key in _SCORED):
+    there = stored_json(path)
+    if not there or all(there.get(key) == facts.get(key) for key in _SCORED):
         return ""
     return f"{there.get('command')} ({metric} {there.get(metric, float('nan')):.2f})"
 

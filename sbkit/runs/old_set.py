@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from sbkit.runs.replay import NEW, Replay
 from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.results import Results
 from sbkit.score.run_files import OLD_SET, TESTED
+from sbkit.system.console import stored_json
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -107,18 +107,10 @@ def _old_rate(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: floa
         raise SbkitError(f"the run replays its source's corpus, and lacks {OLD_SET}: what its old test was before is "
                          "unknown", hint="--accept-worse exports it nevertheless")
     as_tested = mean is None and weights == (restore.BEST, keys.average_checkpoints)
-    value = _tested(folder, known.metric) if as_tested else None
+    value = stored_json(folder / TESTED).get(f"{known.metric} {OLD}") if as_tested else None  # by the run's own test
     if value is None:
         value = _score(recipe, brain, OLD, "test").stats[known.metric]
     return known, value
-
-
-def _tested(folder: Path, metric: str) -> float | None:
-    """What the run's own test gave, if it is still of these weights."""
-    try:
-        return float(json.loads((folder / TESTED).read_text(encoding="utf-8"))[f"{metric} {OLD}"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _score(recipe: Recipe, brain: Brain, part: str, split: str) -> Results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from sbkit.recipe import load
 from sbkit.recipe.keys import Problem, TaskKeys
 from sbkit.score.old_set import OLD
 from sbkit.score.run_files import MANIFESTS, PREPARED, RECIPE
+from sbkit.system.console import stored_json
 
 NEW = "new"
 _REPORT = Path(PREPARED).name
@@ -63,10 +63,7 @@ class Prepared(Corpus):
 
 def prepared_with(folder: Path) -> dict[str, Any]:
     """The options that manifests in a folder were prepared with; none if there are none."""
-    try:
-        return dict(json.loads((folder / _REPORT).read_text(encoding="utf-8"))["options"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    return stored_json(folder / _REPORT).get("options", {})
 
 
 def _rules(options: Mapping[str, Any]) -> TextRules | None:

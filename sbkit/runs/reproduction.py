@@ -34,7 +34,7 @@ from sbkit.runs.keys import TaskKeys
 from sbkit.score.results import Results
 from sbkit.score.run_files import METRICS, RECIPE, REPRODUCE, TESTED
 from sbkit.system import untrusted
-from sbkit.system.console import atomic_write, progress
+from sbkit.system.console import atomic_write, progress, stored_json
 from sbkit.system.cores import usable_cores
 from sbkit.system.environment import training_command
 
@@ -61,7 +61,7 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
     losses = {str(line["step"]): line["loss"] for line in log if line["kind"] == "loss" and line["loss"] is not None}
     trained = max((i for i, line in enumerate(log) if line["kind"] == "epoch"), default=len(log) - 1)
     what = {"losses": losses, "steps": log[trained].get("step", 0)}
-    if what.items() <= _recorded(folder).items():
+    if what.items() <= stored_json(folder / REPRODUCE).items():
         return  # it has what trained this, by whatever values it was tested since
     lines = _recipe((folder / RECIPE).read_text(encoding="utf-8"))
     starts = [line for line in log[:trained + 1] if line["kind"] == "run"]  # later ones tested only
@@ -78,13 +78,6 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
     }
     with atomic_write(folder / REPRODUCE) as out:
         json.dump(found, out, indent=1, default=str)
-
-
-def _recorded(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder / REPRODUCE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def _recipe(text: str) -> list[str]:

@@ -22,7 +22,7 @@ from sbkit.runs.start_guard import StartGuard
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, describe_unread
 from sbkit.score.run_files import METRICS, RECIPE, TESTED
-from sbkit.system.console import atomic_write
+from sbkit.system.console import atomic_write, stored_json
 from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,7 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
     Raises an error if all epochs are trained and tested, but by other values, which would be recorded as the run's.
     """
     folder = keys.folder
-    try:
-        there = json.loads((folder / TESTED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if not (there := stored_json(folder / TESTED)):
         return ""
     was, now = there.get("of") or {}, _of(keys, request)
     if was != now or not all((folder / name).exists() for name in there.get("files", ())):

@@ -1,9 +1,10 @@
-"""Terminal output and files: tables, progress bars, log filters, atomic writes."""
+"""Terminal output and files: tables, progress bars, log filters, atomic writes, stored JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
@@ -259,6 +260,15 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
                 os.unlink(name)
             raise
         disk.sync_folder(path.parent)
+
+
+def stored_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a JSON object that sbkit itself wrote; it is empty if there is none, or if it is damaged."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _umask() -> int:

@@ -22,7 +22,7 @@ from sbkit.data.lock import locked
 from sbkit.data.manifest import Column
 from sbkit.data.sources.base import Rows, blank, unique_ids
 from sbkit.system import disk
-from sbkit.system.console import atomic_write, progress
+from sbkit.system.console import atomic_write, progress, stored_json
 
 _SHARD_BYTES = 1 << 30
 SHARD_ROWS = 50_000
@@ -76,11 +76,8 @@ def _store(tables: Tables, folder: Path, name: str, total: int | None, show_prog
 
 def is_stored(folder: Path, name: str) -> bool:
     """Whether a split was stored completely and its shards still exist."""
-    try:
-        tars = json.loads((folder / f"{name}.json").read_text())["tars"]
-    except (OSError, ValueError, KeyError):
-        return False
-    return all((folder / file).is_file() for file in tars)
+    stored = stored_json(folder / f"{name}.json")
+    return "tars" in stored and all((folder / file).is_file() for file in stored["tars"])
 
 
 def _shard_path(folder: Path, name: str, number: int) -> Path:

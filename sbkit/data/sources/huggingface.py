@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, Source, no_column, pick, stamp
 from sbkit.data.sources.embedded import is_stored, store_rows
 from sbkit.errors import SbkitError
-from sbkit.system.console import atomic_write
+from sbkit.system.console import atomic_write, stored_json
 
 if TYPE_CHECKING:
     import datasets
@@ -145,10 +145,7 @@ class Hub(HuggingFace):
         return self.cache / f"{self._label()}{'-' + _NO_NAME.sub('-', self.revision) if self.revision else ''}.json"
 
     def _noted(self) -> str | None:
-        try:
-            return json.loads(self._note.read_text(encoding="utf-8"))["commit"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return stored_json(self._note).get("commit")
 
     def fingerprint(self) -> list[Any]:
         return [self.kind, self.id, self.config, self.revision, self.commit]
@@ -219,11 +216,8 @@ class SavedToDisk(HuggingFace):
 
     def header(self, name: str) -> list[str] | None:
         single = not (self.path / "dataset_dict.json").is_file()
-        try:
-            info = (self.path if single else self.path / name) / "dataset_info.json"
-            return list(json.loads(info.read_text(encoding="utf-8"))["features"])
-        except (OSError, ValueError, KeyError, TypeError):  # reading it finds out
-            return None
+        info = stored_json((self.path if single else self.path / name) / "dataset_info.json")
+        return list(info["features"]) if info.get("features") else None  # without them reading it finds out
 
     def load(self, name: str) -> datasets.Dataset:
         import datasets
