@@ -29,12 +29,9 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 @contextlib.contextmanager
 def room_beside(to: Path) -> Iterator[Path]:
     """Make a temporary folder on the disk of ``to``; at the end whatever is at its path is removed."""
-    try:
+    with disk.writing_into(to.parent, "--to"):
         to.parent.mkdir(parents=True, exist_ok=True)
         aside, lock = _room(to)
-    except OSError as error:
-        raise SbkitError(f"cannot write into {to.parent}: {error.strerror}",
-                         hint="choose another place with --to") from error
     with disk.disk_errors_as_user_error(to):  # reports free space after the temporary folder is gone
         try:
             yield aside

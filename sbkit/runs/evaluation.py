@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sbkit.data.manifest import Manifest
-from sbkit.errors import SbkitError
 from sbkit.score import chunk_size
 from sbkit.score.report import write_report
 from sbkit.score.results import Results
 from sbkit.score.run_files import EVALUATIONS, RESULT
+from sbkit.system import disk
 from sbkit.system.console import atomic_write, stored_json
 from sbkit.system.environment import command, describe
 
@@ -106,7 +105,7 @@ def write(scored: CheckpointResult, manifest: Manifest) -> str:
     """Write all files of a result; returns how a different result that it replaced was made."""
     folder = Path(scored.facts["folder"])
     replaced = _another(folder / RESULT, scored.facts, scored.metric)
-    with writing(folder):
+    with disk.writing_into(folder, "--out"):
         folder.mkdir(parents=True, exist_ok=True)
         scored.results.write(folder, manifest)
         with atomic_write(folder / RESULT) as out:
@@ -127,14 +126,4 @@ def _another(path: Path, facts: dict[str, Any], metric: str) -> str:
     if not there or all(there.get(key) == facts.get(key) for key in _SCORED):
         return ""
     return f"{there.get('command')} ({metric} {there.get(metric, float('nan')):.2f})"
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Report an unwritable results folder as an error that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise SbkitError(f"cannot write into {folder}: {error.strerror}",
-                         hint="choose another place with --out") from error
 

@@ -21,9 +21,10 @@ from sbkit.data.remote import Remote
 from sbkit.data.sources import Named, Source
 from sbkit.errors import SbkitError
 from sbkit.recipe.load import Recipe
-from sbkit.runs.evaluation import CheckpointResult, EvaluateRequest, writing
+from sbkit.runs.evaluation import CheckpointResult, EvaluateRequest
 from sbkit.runs.keys import TaskKeys
 from sbkit.score.run_files import CORPORA
+from sbkit.system import disk
 from sbkit.train.distributed import ranks
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def prepare(request: EvaluateRequest, own: Corpus, source: Named | Source | None
         if split.lower() not in _TEST and request.name is None:
             title += f"-{split}"
         corpus = corpus_of(split, corpora / title)
-        with writing(corpora):
+        with disk.writing_into(corpora, "--out"):
             corpus.prepare(needs_text=needs_text, columns=columns)
     print(corpus.summary(), file=sys.stderr)
     return title, corpus

@@ -75,15 +75,10 @@ class RunLock:
     # ------------------------------------------------------------ taking it
 
     def _acquire(self) -> None:
-        try:
-            with disk.disk_errors_as_user_error(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                before = self._newest()
-                while not self._follow(before):
-                    before = self._newest()
-        except OSError as error:
-            raise SbkitError(f"cannot write into {self.folder}: {error.strerror}",
-                             hint="choose another place with --output_folder") from error
+        with disk.writing_into(self.folder, "--output_folder"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while not self._follow(self._newest()):
+                pass  # another process was quicker
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._thread.start()
 
@@ -96,7 +91,7 @@ class RunLock:
         return self.folder / HELD.format(number)
 
     def _follow(self, before: int) -> bool:
-        """Take the folder once its holder ``before`` has ended; False if another process was quicker."""
+        """Take the folder once its holder ``before`` has ended; False if another process did."""
         if before:
             self._wait_for(self._path(before))
         path = self._path(before + 1)

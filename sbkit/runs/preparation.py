@@ -10,7 +10,6 @@ from typing import Any
 
 from sbkit.data.columns import BatchColumns
 from sbkit.data.splits import SPLITS
-from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.runs.keys import Bundles
@@ -25,15 +24,11 @@ def open_folder(folder: str | Path, request: CommandLine) -> None:
     """Create the run's folder with the resolved recipe, the log and a record of the environment."""
     from speechbrain.core import create_experiment_directory
 
-    try:
-        with disk.disk_errors_as_user_error(folder):
-            save_recipe(folder, request)
-            create_experiment_directory(
-                folder, log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=False)
-            Path(folder, ENVIRONMENT).write_text(inventory(), encoding="utf-8")
-    except OSError as error:
-        raise SbkitError(f"cannot write into {folder}: {error.strerror}",
-                         hint="choose another place with --output_folder") from error
+    with disk.writing_into(folder, "--output_folder"):
+        save_recipe(folder, request)
+        create_experiment_directory(
+            folder, log_config=request.run_opts.log_config or str(LOG_CONFIG), save_env_desc=False)
+        Path(folder, ENVIRONMENT).write_text(inventory(), encoding="utf-8")
 
 
 def save_recipe(folder: str | Path, request: CommandLine) -> None:

@@ -65,12 +65,8 @@ class StartGuard:
             restore_previous(self.folder)
             self._here = (self.folder / RECIPE).is_file()
         if self._here:
-            try:
-                with disk.disk_errors_as_user_error(self.folder):
-                    self._keep()
-            except OSError as error:
-                raise SbkitError(f"cannot write into {self.folder}: {error.strerror}",
-                                 hint="choose another place with --output_folder") from error
+            with disk.writing_into(self.folder, "--output_folder"):
+                self._keep()
         return self
 
     def _keep(self) -> None:

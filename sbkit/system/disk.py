@@ -92,6 +92,17 @@ def disk_errors_as_user_error(path: str | os.PathLike[str], called: str = "") ->
         raise SbkitError(explain(found, name, called=called if name == path else ""), hint=HINT) from error
 
 
+@contextlib.contextmanager
+def writing_into(folder: str | os.PathLike[str], option: str) -> Iterator[None]:
+    """Say in one message that a folder can't be written into, and by which option another one is chosen."""
+    try:
+        with disk_errors_as_user_error(folder):
+            yield
+    except OSError as error:
+        raise SbkitError(f"cannot write into {os.fspath(folder)}: {error.strerror or error}",
+                         hint=f"choose another place with {option}") from error
+
+
 def refusal(error: BaseException) -> OSError | None:
     """The OSError of a full, read-only or broken disk behind ``error``, if that is what it was.
 
