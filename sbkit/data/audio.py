@@ -16,8 +16,6 @@ import io
 import os
 import re
 import tempfile
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO, NamedTuple, TypeVar
 
@@ -178,7 +176,7 @@ def read_bytes(wav: str | os.PathLike[str], remote: Remote = NOWHERE) -> bytes:
             with untrusted.open_regular(path) as file:
                 return file.read()
         else:
-            data = _handles.pread(path, offset, size)
+            data = _shard(path).read(offset, size)
     except OSError as error:
         raise AudioError(os.fspath(wav), _os_cause(error)) from None
     if size is not None and len(data) != size:
@@ -368,48 +366,34 @@ def will_need(wavs: Iterable[str]) -> None:
         path, offset, size = split_member(wav)
         if size is not None and "://" not in path:
             with contextlib.suppress(OSError):  # reading it will say what is wrong
-                os.posix_fadvise(_handles.get(path).handle, offset, size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(_shard(path).handle, offset, size, os.POSIX_FADV_WILLNEED)
 
 
 class _Shard:
+    """An open shard, closed when nobody uses it any more."""
+
     def __init__(self, path: str):
         self.handle = untrusted.open_handle(path)
-        self.stat = os.fstat(self.handle)
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
             os.close(self.handle)
 
-
-class _Handles:
-    """Open shards, at most ``size``: the least recently used one is closed for another.
-
-    ``pread`` doesn't use the file's position, so threads and forked processes can share the handles.
-    """
-
-    def __init__(self, size: int):
-        self.open: OrderedDict[str, _Shard] = OrderedDict()
-        self.size, self.lock = size, threading.Lock()
-
-    def get(self, path: str) -> _Shard:
-        with self.lock:
-            shard = self.open.pop(path, None)
-            if shard is None or not os.path.samestat(shard.stat, os.stat(path)):  # or replaced since then
-                shard = _Shard(path)
-            self.open[path] = shard
-            while len(self.open) > self.size:
-                self.open.popitem(last=False)
-            return shard
-
-    def pread(self, path: str, offset: int, size: int) -> bytes:
-        shard, parts, left = self.get(path), [], size
-        while left:  # one read returns at most 2 GiB
-            part = os.pread(shard.handle, left, offset + size - left)
-            if not part:
-                break
+    def read(self, offset: int, size: int) -> bytes:
+        """Read without the file's position, so that threads and forked processes can share it."""
+        parts, left = [], size
+        while left and (part := os.pread(self.handle, left, offset + size - left)):  # which gives at most 2 GiB
             parts.append(part)
             left -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-_handles = _Handles(OPEN_SHARDS)
+@functools.lru_cache(OPEN_SHARDS)
+def _opened(path: str, device: int, inode: int) -> _Shard:
+    return _Shard(path)
+
+
+def _shard(path: str) -> _Shard:
+    """The shard at a path, which stays open for the next recordings; one that was replaced is another file."""
+    found = os.stat(path)
+    return _opened(path, found.st_dev, found.st_ino)

@@ -63,7 +63,8 @@ class Prepared(Corpus):
 
 def prepared_with(folder: Path) -> dict[str, Any]:
     """The options that manifests in a folder were prepared with; none if there are none."""
-    return stored_json(folder / _REPORT).get("options", {})
+    options = stored_json(folder / _REPORT).get("options")
+    return options if isinstance(options, dict) else {}
 
 
 def _rules(options: Mapping[str, Any]) -> TextRules | None:
