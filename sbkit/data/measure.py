@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import logging
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import astuple
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 CHUNK = 256
 # For fewer recordings, starting processes takes longer than measuring (about 60 microseconds per file).
 WORTH_PROCESSES = 2000
-_JOURNAL_SECONDS = 5.0
 COMMAND = tuple(helper_process.command("sbkit.data.measure"))
 
 
@@ -84,7 +83,7 @@ def ask(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers
     known = _read_journal(journal)
     names = [json.dumps(wav) for wav in wavs] if known else []
     todo = [i for i in range(len(wavs)) if not known or names[i] not in known]
-    with _Journal(journal) as notes, progress(what=what, total=len(wavs), unit="file",
+    with _open_journal(journal) as notes, progress(what=what, total=len(wavs), unit="file",
                                               show=show_progress) as bar:
         bar.update(len(wavs) - len(todo))
         yield from ((i, known[name]) for i, name in enumerate(names) if name in known)
@@ -95,7 +94,8 @@ def ask(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers
             for i, answer in zip(asked, answers, strict=True):
                 if not isinstance(answer, str):  # failures aren't stored, so that they are tried again
                     answer = then(answer)
-                    notes.add(wavs[i], answer)
+                    if notes is not None:
+                        notes.write(json.dumps([wavs[i], answer]) + "\n")
                 yield i, answer
             bar.update(len(asked))
 
@@ -120,19 +120,29 @@ def _answers(job: str, chunks: list[list[int]], wavs: Sequence[Any], how: tuple[
             yield chunk, [_function(job)(wavs[i], *how) for i in chunk]
         return
     with _Processes(min(workers, len(chunks)), job, *how) as processes, ThreadPoolExecutor(workers) as threads:
-        waiting: dict[Future[list[Any]], list[int]] = {}
-        remaining = iter(chunks)
-        try:
-            while True:
-                while len(waiting) < 2 * workers and (taken := next(remaining, None)) is not None:
-                    waiting[threads.submit(processes.ask, [wavs[i] for i in taken])] = taken
-                if not waiting:
-                    return
-                for done in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    yield waiting.pop(done), done.result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        yield from as_they_end(threads, lambda chunk: processes.ask([wavs[i] for i in chunk]), chunks, 2 * workers)
+
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+
+def as_they_end(pool: Executor, function: Callable[[J], R], jobs: Iterable[J], ahead: int) -> Iterator[tuple[J, R]]:
+    """Yield each job with its result, in any order; at most ``ahead`` are submitted at once, since they may be large.
+    """
+    waiting: dict[Future[R], J] = {}
+    remaining = iter(jobs)
+    try:
+        while True:
+            for job in itertools.islice(remaining, ahead - len(waiting)):
+                waiting[pool.submit(function, job)] = job
+            if not waiting:
+                return
+            for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                yield waiting.pop(done), done.result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 class _Processes:
@@ -206,31 +216,17 @@ class _Processes:
                 pipe.close()
 
 
-class _Journal:
-    """Appends results to a file, flushed every few seconds; without a path they are dropped."""
-
-    def __init__(self, path: Path | None):
-        self.path, self.saved = path, time.monotonic()
-        self.file: IO[str] | None = None
-
-    def __enter__(self) -> _Journal:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "a", encoding="utf-8")
-            if self.path.stat().st_size:
-                self.file.write("\n")  # ends a line that was interrupted
-        return self
-
-    def add(self, wav: Any, result: Any) -> None:  # what JSON can hold
-        if self.file is not None:
-            self.file.write(json.dumps([wav, result]) + "\n")
-            if time.monotonic() - self.saved > _JOURNAL_SECONDS:
-                self.file.flush()
-                self.saved = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        if self.file is not None:
-            self.file.close()
+@contextlib.contextmanager
+def _open_journal(path: Path | None) -> Iterator[IO[str] | None]:
+    """A file to which answers are appended, a line each; none without a path."""
+    if path is None:
+        yield None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8", buffering=1) as file:
+        if path.stat().st_size:
+            file.write("\n")  # ends a line that was interrupted
+        yield file
 
 
 def _read_journal(path: Path | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from sbkit.data.audio import AudioError, audio_info, check_whole, longer, read_b
 from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, Utterance
+from sbkit.data.measure import as_they_end
 from sbkit.data.options import check_number
 from sbkit.data.presence import file_version
 from sbkit.data.remote import Remote
@@ -151,23 +152,13 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
     if workers <= 1:
         yield from map(_write, jobs)
         return
-    jobs = iter(jobs)
-    waiting: set[Future[Any]] = set()
-    # Forked processes have the rows already, and don't run the user's script again.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        try:
-            while True:
-                while len(waiting) < 2 * workers and (job := next(jobs, None)) is not None:
-                    waiting.add(pool.submit(_write, job))
-                if not waiting:
-                    return
-                ready, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in ready)
-        except BrokenProcessPool as error:
-            raise SbkitError("a process that wrote shards died", hint="out of memory? Try fewer workers; the "
-                             "shards that are finished are kept") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    try:
+        # Forked processes have the rows already, and don't run the user's script again.
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+            yield from (index for _, index in as_they_end(pool, _write, jobs, 2 * workers))
+    except BrokenProcessPool as error:
+        raise SbkitError("a process that wrote shards died", hint="out of memory? Try fewer workers; the "
+                         "shards that are finished are kept") from error
 
 
 def _write(job: _Job) -> dict[str, Any]:

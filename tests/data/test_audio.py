@@ -220,14 +220,15 @@ def test_a_shard_written_anew_is_not_read_from_the_old_one(tmp_path):
         assert len(read_audio(f"{wav}{len(data)}")) == seconds * 16000
 
 
-def test_few_shards_stay_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(audio, "_handles", audio._Handles(3))
+def test_few_shards_stay_open(tmp_path):
     data = encoded(speechlike(0.1), 16000)
-    before = len(os.listdir("/proc/self/fd"))
-    for i in range(10):
-        (tmp_path / f"{i}.tar").write_bytes(data)
-        read_audio(f"{tmp_path}/{i}.tar?offset=0&size={len(data)}")
-    assert len(os.listdir("/proc/self/fd")) == before + 3
+    shards = [f"{tmp_path.resolve()}/{i}.tar" for i in range(audio.OPEN_SHARDS + 5)]
+    for shard in shards:
+        with open(shard, "wb") as file:
+            file.write(data)
+        read_audio(f"{shard}?offset=0&size={len(data)}")
+    still_open = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    assert still_open.intersection(shards) == set(shards[5:])
 
 
 # ---------------------------------------------------------------- damage

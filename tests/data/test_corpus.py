@@ -359,8 +359,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path):
         os.link(sound, home / "clips" / f"x{i}.mp3")
         lines.append(f"s\tx{i}.mp3\tsentence {i}")
     (home / "train.tsv").write_text("\n".join(lines) + "\n")
-    code = ("import sys; from sbkit.data import measure; measure._JOURNAL_SECONDS = 0\n"
-            "from sbkit.data.corpus import Corpus\n"
+    code = ("import sys; from sbkit.data.corpus import Corpus\n"
             "Corpus(sys.argv[1], folder=sys.argv[2], workers=1).prepare(show_progress=False)")
     run = subprocess.Popen([sys.executable, "-c", code, str(home), str(tmp_path / "m")], env=environment())
     journal = None
