@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from sbkit.commands.options import RUNS_CODE
 from sbkit.errors import SbkitError
@@ -42,25 +44,60 @@ def _prune(text: str) -> list[int] | int | float:
 def run(args: argparse.Namespace) -> int:
     """Make the model, write it, print the report and return the exit code."""
     from sbkit.decode import lm
-    from sbkit.runs.transcripts import find, read_run, texts
 
     like = args.like or next((name for name in args.sources if Path(name).is_dir()), None)
     if args.unit == "piece" and like is None:
         raise SbkitError("a language model over pieces needs the tokenizer of a run", hint="name it: --like RUN")
-    run = read_run(like) if like else None
+    run = _read_run(like) if like else None
     # Report what is missing before anything takes time.
-    sources = [find(name, "train") for name in args.sources]
-    held_out = [find(name, "dev") for name in args.evaluate]
+    sources = [_find(name, "train") for name in args.sources]
+    held_out = [_find(name, "dev") for name in args.evaluate]
     if run and not held_out and run.corpus.manifest_path("dev").is_file():
         held_out = [str(run.corpus.manifest_path("dev"))]
     disk.check_writable(args.out, "--out")
     rules = run.corpus.rules_of if run else lambda file: str
     try:
         report = lm.build(
-            texts(sources, rules), args.out, order=args.order, prune=args.prune, unit=args.unit,
+            _texts(sources, rules), args.out, order=args.order, prune=args.prune, unit=args.unit,
             tokenizer=None if run is None else run.tokenizer, min_count=args.min_count,
-            evaluate=texts(held_out, rules) if held_out else None, binary=args.binary)
+            evaluate=_texts(held_out, rules) if held_out else None, binary=args.binary)
     except OSError as error:
         raise disk.unwritable(args.out, "--out", error) from error
     print(report)
     return 0
+
+
+def _read_run(folder: str) -> Any:  # its task's own keys
+    """Read the keys of a run's recipe, corpus and tokenizer included."""
+    from sbkit.runs import restore
+
+    keys = restore.read_run(folder).keys
+    if not hasattr(type(keys), "declared") or "tokenizer" not in keys.declared():
+        raise SbkitError(f"the recipe of {folder} has no tokenizer", hint="pass its transcripts as a file")
+    return keys
+
+
+def _find(name: str, split: str) -> str:
+    """The file that a source stands for; raises if there is none."""
+    path = _read_run(name).corpus.manifest_path(split) if Path(name).is_dir() else Path(name)
+    if name != "-" and not path.exists():  # it may be a pipe
+        what = f"{name} has no transcripts of {split} ({path})" if Path(name).is_dir() else f"{name}: no such file"
+        raise SbkitError(what, hint="name a text file, a manifest or a run")
+    return str(path)
+
+
+def _texts(files: Sequence[str], rules_of: Callable[[str], Callable[[str], str]]) -> Iterator[str]:
+    """Yield the texts of all files by their rules; raises if there are none, rather than making a model of nothing."""
+    from sbkit.data.delimited import read_delimited
+    from sbkit.data.manifest import Column
+    from sbkit.decode import lm
+
+    empty, hint = True, "that column of a manifest has the transcripts"
+    for name in files:
+        lines = Column(read_delimited(name, only=("wrd",)).need("wrd", hint=hint)) if name.endswith(".csv") else \
+            lm.read_texts([name])
+        for text in map(rules_of(name), lines):
+            empty = empty and not text.strip()
+            yield text
+    if empty:
+        raise SbkitError(f"there is no text in {', '.join('stdin' if name == '-' else name for name in files)}")
