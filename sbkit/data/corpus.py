@@ -279,7 +279,11 @@ class Corpus:
     def _open(self, show_progress: bool) -> Source:
         source = self.source
         if source is None:
-            source = self._demo(show_progress)
+            from sbkit.data.demo import make_demo_corpus  # needs the optional speech synthesiser
+
+            source = make_demo_corpus(self._demo_folder(), hours=self.demo_hours, language=self.language or "en",
+                                      seed=self.demo_seed, workers=self.workers, show_progress=show_progress,
+                                      voices=self.demo_voices)
         opened = source if isinstance(source, Source) else open_source(
             source, language=self.language, columns=self.columns, cache=self.cache_folder, data_root=self.data_root,
             show_progress=show_progress)
@@ -307,14 +311,6 @@ class Corpus:
             for role in source.wanted if header is not None else ():
                 if pick(role, header or (), self.columns) is None:
                     raise no_column(f"{source.where} [{name}]", role, header or (), self.columns)
-
-    def _demo(self, show_progress: bool) -> Path:
-        """Make the demo corpus, once per user."""
-        from sbkit.data.demo import make_demo_corpus  # needs the optional speech synthesiser
-
-        return make_demo_corpus(self._demo_folder(), hours=self.demo_hours, language=self.language or "en",
-                                seed=self.demo_seed, workers=self.workers, show_progress=show_progress,
-                                voices=self.demo_voices)
 
     def _demo_folder(self) -> Path:
         """Return where the demo corpus is: the name contains everything it depends on."""

@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -197,7 +197,6 @@ def _temporary_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-T = TypeVar("T")
 Run = Callable[[Callable[..., Any], Iterable[tuple[Any, ...]]], Iterator[Any]]
 
 
@@ -213,7 +212,7 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
 
     def run(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         with helper_process.away_from_here():
-            return pool.map(_call, ((function, job) for job in jobs), chunksize=8)
+            return pool.map(function, *zip(*jobs, strict=True), chunksize=8)
 
     try:
         yield run
@@ -224,11 +223,6 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _call(job: tuple[Callable[..., T], tuple[Any, ...]]) -> T:
-    function, arguments = job
-    return function(*arguments)
 
 
 def _numbers(espeak_name: str, run: Run) -> Grammar:

@@ -204,12 +204,10 @@ class Manifest:
         if indices.dtype == bool:
             indices = np.flatnonzero(indices)
         indices = indices.astype(np.int64)
-        return Manifest(
+        return self.replace(
             ids=self.ids.take(indices), durations=self.durations[indices], wavs=self.wavs.take(indices),
             texts=self.texts.take(indices), speakers=self.speakers.take(indices), starts=self.starts[indices],
-            meta={name: column.take(indices) for name, column in self.meta.items()}, remote=self.remote,
-            shares=self.shares, once=self.once,
-        )
+            meta={name: column.take(indices) for name, column in self.meta.items()})
 
     def replace(self, **columns: Any) -> Manifest:
         """A manifest with some columns replaced, such as ``replace(wavs=...)`` after the audio was copied."""
@@ -251,19 +249,21 @@ class Manifest:
             root = str(data_root).rstrip("/") + "/"
             below = join("$data_root/", pc.utf8_slice_codeunits(wavs, len(root)))
             wavs = pc.if_else(pc.starts_with(wavs, root), below, wavs)
-        columns: dict[str, pa.Array] = {
-            "ID": self.ids.arrow, "duration": pa.array(self.durations), "wav": wavs,
-            "spk_id": self.speakers.arrow, "wrd": self.texts.arrow,
-        }
-        if self.starts.any():
-            columns["start"] = pa.array(self.starts)
-        columns.update((name, column.arrow) for name, column in self.meta.items())
+        columns = self._columns() | {"wav": wavs}
         with atomic_write(path, "wb") as file:
             header = [quote(pa.array([name], pa.large_string()))[0].as_py() for name in columns]
             file.write((",".join(header) + "\n").encode())
             for start in range(0, len(self), _ROWS_PER_BLOCK):
                 fields = [quote(column[start : start + _ROWS_PER_BLOCK]) for column in columns.values()]
                 file.write(_content(join(join(*fields, separator=","), "\n")))
+
+    def _columns(self) -> dict[str, pa.Array]:
+        """What a file has, by name."""
+        columns = {"ID": self.ids.arrow, "duration": pa.array(self.durations), "wav": self.wavs.arrow,
+                   "spk_id": self.speakers.arrow, "wrd": self.texts.arrow}
+        if self.starts.any():
+            columns["start"] = pa.array(self.starts)
+        return columns | {name: column.arrow for name, column in self.meta.items()}
 
     @classmethod
     def open_prepared(cls, path: str | Path, remote: Remote = NOWHERE) -> Manifest:
@@ -290,11 +290,7 @@ class Manifest:
         if len(self) < MAPPED_ROWS or pc.any(pc.match_substring_regex(self.wavs.arrow, _DATA_ROOT)).as_py():
             mapped_file(path).unlink(missing_ok=True)
             return
-        columns = dict(zip(_PREPARED, (self.ids.arrow, pa.array(self.durations), self.wavs.arrow, self.texts.arrow,
-                                       self.speakers.arrow), strict=True))
-        if self.starts.any():
-            columns["start"] = pa.array(self.starts)
-        columns.update((name, column.arrow) for name, column in self.meta.items())
+        columns = self._columns()
         # One batch, so that each column is one piece of memory.
         batch = pa.record_batch(list(columns.values()), names=list(columns)).replace_schema_metadata(
             {"csv": _version(path), "urls": "yes" if self.has_urls else "no"})
@@ -320,11 +316,6 @@ def _content(column: pa.Array) -> memoryview:
     return memoryview(data or b"")[bounds[column.offset] : bounds[column.offset + len(column)]]
 
 
-def _floats(column: pa.ChunkedArray) -> np.ndarray:
-    """A column as numpy array, without Arrow's ``to_numpy``, which would import pandas (40 MB)."""
-    return np.concatenate([np.from_dlpack(chunk) for chunk in column.chunks] or [np.zeros(0)])
-
-
 def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | None = None) -> np.ndarray:
     """Convert a column of texts to float64 seconds [N].
 
@@ -332,7 +323,8 @@ def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | 
     """
     column = pc.utf8_trim_whitespace(column)
     try:
-        seconds = _floats(pc.cast(column, pa.float64()))
+        chunks = pc.cast(column, pa.float64()).chunks  # Arrow's ``to_numpy`` would import pandas (40 MB)
+        seconds = np.concatenate([np.from_dlpack(chunk) for chunk in chunks] or [np.zeros(0)])
     except pa.ArrowInvalid:
         seconds = np.array([_number(text) for text in Column(column)])
     bad = ~(np.isfinite(seconds) & (seconds >= 0))

@@ -325,9 +325,8 @@ class Tokenizer:
 
     def coverage(self, texts: Iterable[str]) -> Counter[str]:
         """The characters in ``texts`` that have no piece, with counts; empty if all have one."""
-        counts = count_characters(texts)
-        unknown = {char for char in counts if char != " " and self._lacks(char)}
-        return Counter({char: n for char, n in counts.items() if char in unknown})
+        return Counter({char: count for char, count in count_characters(texts).items()
+                        if char != " " and BLANK_ID in self.processor.encode(char)})
 
     def entropy(self, texts: Sequence[str]) -> float:
         """The entropy of single tokens in nats, from their frequencies; estimated from a sample of many texts."""
@@ -335,9 +334,6 @@ class Tokenizer:
         counts = Counter(chain.from_iterable(map(self.encode, texts[::every])))
         total = counts.total()
         return sum(count / total * math.log(total / count) for count in counts.values())
-
-    def _lacks(self, char: str) -> bool:
-        return BLANK_ID in self.processor.encode(char)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

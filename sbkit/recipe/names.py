@@ -73,17 +73,13 @@ def check_overrides(files: Files, overrides: Mapping[str, Any], findings: Findin
     new = [key for key in overrides if key not in there]
     declared = declared_in(files, overrides, packages) if new else {}
     unknown = [key for key in new if key not in declared or type(overrides[key]) is dict]
-    options = *filter(_is_text, there), *declared, *RUN_OPTIONS, *COMMAND_OPTIONS
+    options = *(key for key in there if isinstance(key, str)), *declared, *RUN_OPTIONS, *COMMAND_OPTIONS
     for key in unknown:
         known = [name for name in options if name not in unknown]
         near = did_you_mean(key, known) or did_you_mean(f"--{key}", [f"--{name}" for name in known], cutoff=0.75)
         findings.error("unknown-override", Place(), f"--{key}", f"{files[0][0]} has no key {key}",
                        f"did you mean --{near.removeprefix('--')}?" if near else "define that key in the YAML first")
     return unknown
-
-
-def _is_text(key: object) -> bool:
-    return isinstance(key, str)
 
 
 def check_names(root: Node, referred: Collection[str], findings: Findings) -> None:

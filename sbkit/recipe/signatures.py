@@ -198,7 +198,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
     hint = hints.get(parameter.name)
     wanted = None
     if hint is not None:
-        if not fits(hint, value) and not (_is_factory(value) and parameter.name.endswith(_FACTORIES)):
+        if not fits(hint, value) and not (value.tag.startswith("!name:") and parameter.name.endswith(_FACTORIES)):
             wanted = describe(hint)
     elif isinstance(given, str) and isinstance(parameter.default, (bool, int, float)):
         if (not value.quoted and given in _TRUTHS) or looks_like_number(given):
@@ -215,10 +215,6 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
     place = node.blame(key) if isinstance(key, str) else value.place
     findings.error("wrong-type", place, node.key_of(key), message, _fix(given, hint, value))
     node.wrong = value.wrong = True
-
-
-def _is_factory(value: Node) -> bool:
-    return value.tag.startswith("!name:")
 
 
 def _shown(given: object) -> str:
