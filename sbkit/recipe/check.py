@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +41,7 @@ from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node
 from sbkit.recipe.speed import native_precision, peak_of, peak_of_card
-from sbkit.system.console import stored_json
+from sbkit.system.console import logging_disabled, stored_json
 from sbkit.system.environment import describe
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def check(
 
 def _check_built(root: Node, findings: Findings, report: Report, run_opts: RunOptions | None, starting: bool,
                  measure: Callable[[], cost.Measured] | None, asked: price.Asked | None) -> None:
-    with _quiet(), build(root, findings) as built:
+    with logging_disabled(logging.INFO), build(root, findings) as built:  # the run logs what constructors say
         modules = ownership.check_modules(built, findings)
         if modules is None:
             if "modules" in root.value:
@@ -251,17 +250,6 @@ def _device(run_opts: RunOptions | None) -> torch.device:
 
 def _chosen(run_opts: RunOptions | None, name: str) -> TypeGuard[RunOptions]:
     return name in getattr(run_opts, "overridden_args", ())
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress log messages of constructors, which the run would repeat."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: bool = False) -> None:

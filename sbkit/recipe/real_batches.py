@@ -20,6 +20,7 @@ from sbkit.nn.accelerate import accelerate, restore
 from sbkit.recipe.keys import Task
 from sbkit.recipe.source import Findings, Place
 from sbkit.recipe.trace import Trace, own_line
+from sbkit.system.console import logging_disabled
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +59,8 @@ def try_them(traced: Trace, findings: Findings) -> str:
         try:
             _padding(brain, traced, findings)
             if brain.is_prepared(brain.keys):
-                before = logging.root.manager.disable
-                logging.disable(logging.WARNING)  # noise has no transcript
-                try:
+                with logging_disabled(logging.WARNING):  # noise has no transcript
                     _validation(brain, traced, findings)
-                finally:
-                    logging.disable(before)
         except Exception as error:  # the task's own code on noise, which a corpus may never have
             logger.debug("not tried on noise", exc_info=True)
             what, line = "a validation of one recording of noise", own_line(error)

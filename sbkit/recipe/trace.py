@@ -44,6 +44,7 @@ from sbkit.recipe.parts import frozen_for_good
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.values import static
+from sbkit.system.console import logging_disabled
 
 #: Utterances of the batch, and seconds of each.
 UTTERANCES, SECONDS = 2, 3.0
@@ -91,17 +92,15 @@ def stand_ins(*holders: object) -> Iterator[FakeTensorMode]:
     holders : what may come to hold stand-ins; it holds what it held before, afterwards
     """
     held = Holdings(attention._get_precomputed_values, *holders)  # in which SpeechBrain caches rotary tables
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch logs a traceback for each mismatch, which becomes a finding here
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # A compiled layer that is called within another mode would never be compiled afterwards.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
-        with warnings.catch_warnings(), eager, mode:
+        # Torch logs a traceback for each mismatch, which becomes a finding here.
+        with logging_disabled(logging.ERROR), warnings.catch_warnings(), eager, mode:
             warnings.simplefilter("ignore")
             yield mode
     finally:
-        logging.disable(before)
         held.restore(mode)
 
 

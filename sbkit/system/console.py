@@ -241,6 +241,17 @@ class LogFile(logging.FileHandler):
 
 
 @contextlib.contextmanager
+def logging_disabled(level: int) -> Iterator[None]:
+    """Log nothing of this level, or below it, within it."""
+    before = logging.root.manager.disable
+    logging.disable(level)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[Any]]:
     """Write to a temporary file, sync, rename: ``path`` has the old or the new content, even after a power cut."""
     path = Path(path)
