@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,26 @@ import pyarrow.compute as pc
 
 from sbkit.data.manifest import Column, join, replace_data_root
 from sbkit.data.sources.base import Rows, Source, join_rows, stamp
+from sbkit.errors import SbkitError
+from sbkit.system import untrusted
+
+#: No utterance has a longer line.
+_MAX_LINE_BYTES = 1 << 24
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The number and content of each line that isn't blank, in bytes: one that isn't UTF-8 affects no others."""
+    try:
+        with untrusted.open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), 1):
+                if line := stripped(line):
+                    yield number, line
+    except OSError as error:
+        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def stripped(text: bytes) -> bytes:
+    return text.removeprefix(codecs.BOM_UTF8).strip()
 
 
 class FileSource(Source):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
@@ -12,15 +11,15 @@ import numpy as np
 
 from sbkit.data.manifest import Column
 from sbkit.data.sources.base import ALIASES, META_ALIASES, Rows, names_of, no_column, unique_ids
-from sbkit.data.sources.files import FileSource
+from sbkit.data.sources.files import FileSource, lines, stripped
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 from sbkit.system.console import progress
 
 _WORTH_A_BAR = 50e6  # bytes
 _HEADER_ROWS = 100  # that show which columns there are
-#: Bytes of a line, and of a file that has to be read as a whole: ten million utterances.
-_MAX_LINE_BYTES, _MAX_BYTES = 1 << 24, 1 << 31
+#: Bytes of a file that has to be read as a whole: ten million utterances.
+_MAX_BYTES = 1 << 31
 
 
 class JsonLines(FileSource):
@@ -106,19 +105,15 @@ def _derived_id(utterance: _Utterance) -> str:
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
     """The line number and object of each utterance; a broken line gives an error instead of the object."""
-    try:
-        whole = _whole(path)
-        if whole is not None:
-            yield from enumerate(whole, 1)
-            return
-        for number, line in enumerate(_lines(path), 1):
-            if line:
-                try:
-                    yield number, untrusted.parse_json(line)
-                except ValueError as error:
-                    yield number, ValueError(f"no JSON ({error})")
-    except OSError as error:
-        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
+    whole = _whole(path)
+    if whole is not None:
+        yield from enumerate(whole, 1)
+        return
+    for number, line in lines(path):
+        try:
+            yield number, untrusted.parse_json(line)
+        except ValueError as error:
+            yield number, ValueError(f"no JSON ({error})")
 
 
 def _whole(path: Path) -> list[Any] | None:
@@ -126,15 +121,17 @@ def _whole(path: Path) -> list[Any] | None:
 
     A file counts as JSON lines even if its first line is broken, provided that another line is an utterance.
     """
-    first = next(filter(None, _lines(path)), None)
+    _, first = next(lines(path), (0, None))
     if first is None:
         return []
     if _is_row(first):
         return None
     try:
-        data = untrusted.parse_json(_stripped(untrusted.read_bytes(path, _MAX_BYTES)))
+        data = untrusted.parse_json(stripped(untrusted.read_bytes(path, _MAX_BYTES)))
+    except OSError as error:
+        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
     except ValueError as error:
-        if first != b"[" and any(map(_is_row, _lines(path))):  # "[" begins an array that was cut off
+        if first != b"[" and any(_is_row(line) for _, line in lines(path)):  # "[" begins an array that was cut off
             return None
         what = f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else str(error)
         raise SbkitError(f"{path}: neither JSON lines nor one JSON text: {what}",
@@ -144,12 +141,6 @@ def _whole(path: Path) -> list[Any] | None:
     return data if isinstance(data, list) else [data]
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, as bytes, so that one that isn't UTF-8 affects no others; no utterance has a longer one."""
-    with untrusted.open_regular(path) as file:
-        yield from map(_stripped, iter(lambda: file.readline(_MAX_LINE_BYTES), b""))
-
-
 def _is_row(line: bytes) -> bool:
     """Whether a line is an utterance, and not the beginning, or all, of an object of objects."""
     try:
@@ -157,10 +148,6 @@ def _is_row(line: bytes) -> bool:
     except ValueError:
         return False
     return isinstance(item, dict) and not all(isinstance(value, dict) for value in item.values())
-
-
-def _stripped(text: bytes) -> bytes:
-    return text.removeprefix(codecs.BOM_UTF8).strip()
 
 
 def _first(item: dict[str, Any], names: Iterable[str]) -> object:

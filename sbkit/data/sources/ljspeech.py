@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 from collections import Counter
@@ -15,6 +14,7 @@ import numpy as np
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.manifest import Column
 from sbkit.data.sources.base import ALIASES, Rows, Source, blank, stamp
+from sbkit.data.sources.files import lines
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 
@@ -50,7 +50,7 @@ class LJSpeech(Source):
         path = folder / METADATA
         if not path.is_file() or (folder / "train.csv").exists():
             return False
-        return b"|" in next((line for _, line in _lines(path)), b"")
+        return b"|" in next((line for _, line in lines(path)), b"")
 
     def names(self) -> list[str]:
         return list(SPLITS)
@@ -91,7 +91,7 @@ class LJSpeech(Source):
         """Return the fields of all rows that have as many as most have, and what is wrong with the others."""
         rows: list[tuple[int, list[str]]] = []
         malformed: list[tuple[str, str]] = []
-        for number, line in _lines(self.path):
+        for number, line in lines(self.path):
             try:
                 rows.append((number, [field.strip() for field in line.decode("utf-8").split("|")]))
             except UnicodeDecodeError:
@@ -145,14 +145,3 @@ def _id(name: str) -> str:
     """Return an id without what makes it a path."""
     name = name.removeprefix(f"{WAVS}/")
     return name[:name.rindex(".")] if name.lower().endswith(SUFFIXES) else name
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The number and the content of each line that isn't blank."""
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line := line.removeprefix(codecs.BOM_UTF8).strip():
-                    yield number, line
-    except OSError as error:
-        raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
