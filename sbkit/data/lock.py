@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -13,11 +14,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from sbkit.errors import SbkitError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # `acquire` asks
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +44,6 @@ class Lock:
         wait : block until the lock is free
         shared : allow other processes that also ask for a shared lock
         """
-        if fcntl is None:
-            return None
         how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
             fcntl.flock(self.descriptor, how if wait else how | fcntl.LOCK_NB)
@@ -86,8 +80,8 @@ def _close_all() -> None:
         lock.close()
 
 
-if fcntl is not None:  # the kernel releases a lock when no process has the file open, and forked workers would have it
-    os.register_at_fork(after_in_child=_close_all)
+# The kernel releases a lock when no process has the file open, and forked workers would have it.
+os.register_at_fork(after_in_child=_close_all)
 
 
 def remove_unheld(folder: Path, unless_older: float = 0.0) -> bool:

@@ -204,7 +204,7 @@ def _pad(rows: Sequence[np.ndarray | list[int]], dtype: torch.dtype, width: int 
 
 
 #: Signals that are sent to whole process groups but are meant for the run.
-GROUP_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)}
+GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 
 @contextlib.contextmanager
