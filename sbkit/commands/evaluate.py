@@ -83,6 +83,7 @@ def evaluate(request: EvaluateRequest) -> int:
         with ranks.failing_together():
             recipe = restore.read_run(request.run)
             name, path, remote = ranks.run_on_main(evaluation_corpus.corpus, request, recipe)
+            ranks.run_on_main(restore.warn_unfinished, recipe)
             brain = restore.build(recipe, request.device, eval_precision=request.precision)
             brain.take_search(request)
             if request.chunk:

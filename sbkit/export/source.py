@@ -50,6 +50,7 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
     mean, accept_worse : see ``old_set.guard``
     """
     recipe = restore.read_run(Path(run))
+    restore.warn_unfinished(recipe)
     brain = restore.build(recipe, "cpu")
     used = restore.take_weights(brain, checkpoint, mean_of)
     old_test = old_set.guard(recipe, brain, (checkpoint, mean_of), mean, accept_worse)

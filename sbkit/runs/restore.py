@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,16 @@ from sbkit.recipe.arguments import import_beside
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Node
 from sbkit.runs import pretrained
+from sbkit.runs.begun import steps_begun
 from sbkit.score.metric import Metric, Order
-from sbkit.score.run_files import RECIPE
+from sbkit.score.run_files import RECIPE, TESTED
 from sbkit.train.averaging import EMA, load_mean, weights_among
 from sbkit.train.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
     from sbkit.train.brain import Brain
+
+logger = logging.getLogger(__name__)
 
 BEST, LAST = "best", "last"
 
@@ -66,6 +70,18 @@ def read_run(run: str | Path) -> Recipe:
     recipe = load.open_recipe(hparams, path)
     recipe.task.encoder(recipe.keys)  # loads what preparation made
     return recipe
+
+
+def warn_unfinished(recipe: Recipe) -> None:
+    """Warn if a run is still to train: how far it is, and which checkpoint is not among the best."""
+    keys = recipe.keys
+    begun, epochs = steps_begun(keys.checkpointer, keys.epoch_counter), keys.epoch_counter.limit
+    if not begun.done or begun.finished >= epochs or (keys.folder / TESTED).exists():
+        return
+    newest = f"; its newest checkpoint, {begun.within} steps into epoch {begun.finished + 1}, is not validated, so " \
+        f"only --checkpoint {LAST} takes it" if begun.within else ""
+    logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. Its own command goes on",
+                   keys.folder, begun.finished, epochs, begun.done, newest)
 
 
 def _origin(path: Path) -> Path:

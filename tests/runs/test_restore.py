@@ -6,6 +6,7 @@ import sys
 import pytest
 import run_folders
 import torch
+import yaml
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
@@ -151,3 +152,23 @@ def test_a_name_that_fits_none_or_several_lists_what_there_is(run):
         restore.load_run(run, "cpu", checkpoint="epoch")
     with pytest.raises(SbkitError, match="only the best or the last checkpoints can be averaged"):
         restore.load_run(run, "cpu", checkpoint="epoch1", mean_of=2)
+
+
+def test_a_run_that_still_trains_says_how_far_it_is_and_what_the_best_is_not(run, tmp_path, caplog):
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    newest = moved / "save" / "CKPT+within"
+    state = yaml.safe_load((newest / "brain.ckpt").read_text())
+    (newest / "counter.ckpt").write_text("2")
+    for within, said in ((5, "1 of 12 epochs, 31 steps; its newest checkpoint, 5 steps into epoch 2, is not validated, "
+                             "so only --checkpoint last takes it. Its own command goes on"),
+                         (0, "1 of 12 epochs, 31 steps. Its own command goes on")):
+        (newest / "brain.ckpt").write_text(yaml.safe_dump({**state, "optimizer_step": 31, "epoch_step": within}))
+        recipe = restore.read_run(moved)
+        caplog.clear()
+        restore.warn_unfinished(recipe)
+        assert caplog.messages == [f"{moved} has not finished: it has trained {said}"]
+    (moved / "tested.json").touch()
+    caplog.clear()
+    restore.warn_unfinished(recipe)
+    assert caplog.messages == []
