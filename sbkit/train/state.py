@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, overload
@@ -27,6 +28,8 @@ class TrainState:
     """Updates done in this epoch."""
     epoch_steps: int | None = None
     """Updates planned for this epoch."""
+    began: float = field(default_factory=time.monotonic)
+    """When this epoch's training began by the monotonic clock, as if it had never been stopped."""
     last_batch: int | None = None
     """The number of the epoch's last micro-batch, if known."""
     average: Mean = field(default_factory=Mean)
@@ -70,6 +73,7 @@ class TrainState:
             "epochs": self.epochs, "epoch_step": self.epoch_step, "epoch_steps": self.epoch_steps,
             "loss_sums": [self.average.total, self.average.count],
             "nonfinite_count": self.nonfinite_count, "graph_changes": self.graph_changes,
+            "train_seconds": time.monotonic() - self.began,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], end_of_epoch: bool) -> None:
@@ -81,6 +85,7 @@ class TrainState:
         self.step, self.epoch_step = here["step"], here.get("epoch_step", 0)
         self.epoch_steps = here.get("epoch_steps")
         self.nonfinite_count = here.get("nonfinite_count", 0)
+        self.began = time.monotonic() - here.get("train_seconds", 0.0)
         self.average.set(float(here["avg_train_loss"]))
         self.average.total, self.average.count = here.get("loss_sums", (0.0, 0.0))
 

@@ -186,6 +186,8 @@ class Trainer:
         brain.zero_grad()
         batches, steps = self._batches(train_set, epoch)
         self._begin_interval()
+        if not state.step:
+            state.began = time.monotonic()
         if brain.profiler is not None:
             brain.profiler.start()
         display = StageDisplay(
@@ -286,7 +288,7 @@ class Trainer:
         if state.validates:
             self._hold_state()
         loss = self.average_loss()
-        progress.close(loss, state.optimizer_step)
+        progress.close(loss, state.optimizer_step, state.began)
         self.memory.report()
         brain.close_stage(Stage.TRAIN, loss, epoch)
         state.end_training()

@@ -32,10 +32,10 @@ class Stopping(ToyBrain):
             raise Stop
 
 
-def run(folder, die_at=None, steps=5, **run_opts):
+def run(folder, die_at=None, steps=5, output_folder=None, **run_opts):
     counter = EpochCounter(3)
-    toy = brain(Stopping, checkpointer=Checkpointer(folder, {"counter": counter}), hparams={"die_at": die_at},
-                ckpt_interval_steps=4, **run_opts)
+    toy = brain(Stopping, checkpointer=Checkpointer(folder, {"counter": counter}), ckpt_interval_steps=4,
+                hparams={"die_at": die_at, "output_folder": output_folder}, **run_opts)
     toy.checkpointer.add_recoverable("model", toy.hparams.model)
     try:
         toy.fit(counter, ToyTrainLoader(steps, 6, micros=2), ToyEvalLoader(5))
@@ -190,6 +190,18 @@ def test_a_checkpoint_is_saved_every_so_many_minutes(tmp_path, monkeypatch):
     toy._save_intra_epoch_ckpt = lambda: saves.append(toy.optimizer_step)
     toy.fit(range(1, 2), ToyTrainLoader(9))
     assert saves == [3, 6, 9]
+
+
+def test_an_epoch_s_time_adds_up_over_a_stop(tmp_path, monkeypatch):
+    now, begin = [0.0], Stopping.on_fit_batch_start
+    monkeypatch.setattr("sbkit.train.trainer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Stopping, "on_fit_batch_start",
+                        lambda *batch: (now.append(now.pop() + 25.0), begin(*batch)))  # a micro-batch takes 25 s
+    with pytest.raises(Stop):
+        run(tmp_path, die_at=9, output_folder=str(tmp_path))
+    run(tmp_path, output_folder=str(tmp_path))
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["train_seconds"] for line in lines if "train_seconds" in line] == [250.0] * 3
 
 
 def test_positions_are_saved_between_steps_only(tmp_path):

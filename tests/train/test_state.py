@@ -1,11 +1,17 @@
 """Where a run stands: which micro-batch closes a step, and what of the counters outlives the process."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 from toys import ToyBrain, brain
 
 from sbkit.train.state import Overrides, TrainState
+
+
+@pytest.fixture(autouse=True)
+def _clock_that_stands(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
 
 
 def test_a_step_is_closed_by_the_plan_by_the_count_or_by_the_epochs_end():
@@ -28,18 +34,20 @@ def state(**more):
 
 
 def test_what_is_written_down_is_read_back():
-    first, second = state(graph_changes=True), TrainState()
+    first, second = state(graph_changes=True, began=960.0), TrainState()
+    assert first.state_dict(2.0)["train_seconds"] == 40.0
     second.load_state_dict(first.state_dict(2.0), end_of_epoch=False)
     assert second.state_dict(2.0) == first.state_dict(2.0) and second.average.value() == 2.0
-    assert set(first.state_dict(2.0)) == {"step", "avg_train_loss", "optimizer_step", "epochs", "epoch_step",
-                                          "epoch_steps", "loss_sums", "nonfinite_count", "graph_changes"}
+    assert set(first.state_dict(2.0)) == {
+        "step", "avg_train_loss", "optimizer_step", "epochs", "epoch_step", "epoch_steps", "loss_sums",
+        "nonfinite_count", "graph_changes", "train_seconds"}
 
 
 def test_an_epochs_checkpoint_begins_the_next_one():
     again = TrainState()
-    again.load_state_dict(state().state_dict(2.0), end_of_epoch=True)
+    again.load_state_dict(state(began=960.0).state_dict(2.0), end_of_epoch=True)
     assert (again.step, again.epoch_step, again.epoch_steps, again.optimizer_step, again.nonfinite_count,
-            again.average.value()) == (0, 0, None, 12, 0, 0.0)
+            again.average.value(), again.began) == (0, 0, None, 12, 0, 0.0, 1000.0)
 
 
 @pytest.mark.parametrize("saved, steps", [({}, 7), ({"optimizer_step": 3}, 3)])

@@ -88,9 +88,10 @@ class Progress:
         self._last, self._seconds, self._padded = now, 0.0, 0.0
         self._loss, self._extras = Mean(), {}
 
-    def close(self, loss: float, step: int) -> None:
-        """Report the whole epoch; waits for the device."""
-        took = time.monotonic() - self._start
+    def close(self, loss: float, step: int, began: float) -> None:
+        """Report the whole epoch, whose training ``began`` then; waits for the device."""
+        now = time.monotonic()
+        took = now - self._start
         sections = self.budget.totals()
         total = sections.pop("total") or 1.0
         speed = self._whole * ranks.world_size() / took
@@ -104,7 +105,7 @@ class Progress:
                         "".join(f", {each}" for each in more))
         if self.metrics is not None:
             self.metrics.write(
-                "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(took, 3),
+                "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(now - began, 3),
                 audio_s_per_s=speed or None, **self._used(speed), **graphs, skipped_steps=self.skipped,
                 padding_share=padding, **({} if waits is None else {"host_waits_per_step": round(waits, 3)}),
                 **({} if held is None else {"core_wait_share": round(held, 4)}),
