@@ -28,7 +28,7 @@ class SbkitError(Exception):
             self.exit_code = exit_code
 
     def __reduce__(self) -> tuple[object, ...]:  # worker processes and ranks pickle it
-        return _rebuild, (type(self), self.message, self.hint, self.exit_code)
+        return _rebuild, (type(self), self.message, self.hint, self.exit_code), self.__dict__
 
 
 def first_line(error: BaseException) -> str:

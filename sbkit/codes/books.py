@@ -30,14 +30,6 @@ class InvalidCode(SbkitError):
         super().__init__(message, hint=hint, exit_code=exit_code)
         self.position, self.level, self.id = position, level, id
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.message, self.position, self.level, self.id, self.hint, self.exit_code)
-
-
-def _rebuild(message: str, position: tuple[int, ...], level: int, id: int, hint: str | None,
-             exit_code: int) -> InvalidCode:
-    return InvalidCode(message, position, level, id, hint=hint, exit_code=exit_code)
-
 
 @dataclass(frozen=True)
 class Books:
