@@ -143,26 +143,18 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
     @app.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(request: Request) -> Response:
         with _uploaded(state, rooms, request) as (upload, visit, held, stay):
-            try:
-                ask = await visit.read(form.read(upload.request, state.loaded))
-                found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told),
-                                     ask.served.batcher.backlog)
-                await anext(found)  # it is audio; from here on errors are sent as events
-                if ask.stream:
-                    return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
-                return await anext(found)
-            except (ClientDisconnected, ClientDisconnect):
-                return _left(state)
+            ask = await visit.read(form.read(upload.request, state.loaded))
+            found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told), ask.served.batcher.backlog)
+            await anext(found)  # it is audio; from here on errors are sent as events
+            if ask.stream:
+                return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
+            return await anext(found)
 
     @app.post("/v1/audio/outputs", response_model=None)
     async def outputs(request: Request) -> Response:
         with _uploaded(state, rooms, request) as (upload, visit, held, _):
-            try:
-                ask = await visit.read(form.read_outputs(upload.request, state.loaded))
-                return await anext(visit.stream(lambda _: _outputs(state, ask, held, visit),
-                                                ask.served.batcher.backlog))
-            except (ClientDisconnected, ClientDisconnect):
-                return _left(state)
+            ask = await visit.read(form.read_outputs(upload.request, state.loaded))
+            return await anext(visit.stream(lambda _: _outputs(state, ask, held, visit), ask.served.batcher.backlog))
 
     @app.post("/v1/audio/speech", response_model=None)
     async def speech(request: Request) -> Response:
@@ -171,12 +163,9 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
             upload = Upload(request, state.limits, limit_size)
             visit = rooms.context(upload.request)
             stay.callback(visit.close)
-            try:
-                ask = await visit.read(read_request(upload.request, state.loaded, visit.step))
-                spoken = sound(visit, ask, state.metrics)
-                first = await anext(spoken)  # from here on nothing is wrong with the request
-            except (ClientDisconnected, ClientDisconnect):
-                return _left(state)
+            ask = await visit.read(read_request(upload.request, state.loaded, visit.step))
+            spoken = sound(visit, ask, state.metrics)
+            first = await anext(spoken)  # from here on nothing is wrong with the request
             answer = resumed(first, spoken, ask.sse, request.scope[REQUEST_ID], state.metrics)
             return Streamed(replies.STREAM if ask.sse else ask.media_type, answer, stay.pop_all())
 
@@ -204,13 +193,6 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
                          lambda: state.stopping)
 
 
-def _left(state: State) -> Response:
-    """Answer nobody; raises if the client is still there, but its request was cut off at the server's end."""
-    if state.stopping:
-        raise stopping() from None
-    return Response(status_code=_CLIENT_LEFT)
-
-
 @contextlib.contextmanager
 def _uploaded(state: State, rooms: RequestSlots, request: Request
               ) -> Iterator[tuple[Upload, RequestContext, DiskReservation, contextlib.ExitStack]]:
@@ -218,7 +200,7 @@ def _uploaded(state: State, rooms: RequestSlots, request: Request
     with contextlib.ExitStack() as stay:
         client = clients.address(request.scope)
         stay.enter_context(rooms.place(client))
-        held = stay.enter_context(contextlib.closing(state.disk.hold(client)))
+        held = stay.enter_context(contextlib.closing(DiskReservation(state.disk, client)))
         upload = Upload(request, state.limits, held.grow)
         visit = rooms.context(upload.request)
         stay.callback(visit.close)
@@ -314,10 +296,16 @@ def _errors(app: FastAPI, state: State) -> None:
         found.status, found.headers = error.status_code, dict(error.headers or {})
         return await refused(request, found)
 
+    async def left(request: Request, _: Exception) -> Response:
+        """Answer nobody, or a client whose request was cut off at the server's end."""
+        return await refused(request, stopping()) if state.stopping else Response(status_code=_CLIENT_LEFT)
+
     async def broke(request: Request, error: Exception) -> Response:
         return await refused(request, failed(request.scope[REQUEST_ID], error))
 
     app.exception_handler(ApiError)(refused)
+    app.exception_handler(ClientDisconnect)(left)
+    app.exception_handler(ClientDisconnected)(left)
     app.exception_handler(HTTPException)(unknown)
     app.exception_handler(Exception)(broke)
 

@@ -37,19 +37,15 @@ class Backlog:
         with self._lock:
             return self._left.get(client, 0.0) / self._best if self._best else 0.0
 
-    def hold(self, client: str | None, share: float, seconds: float, until: float) -> Work:
-        """Hold the work of a request, none at first.
-
-        Arguments
-        ---------
-        share : of what can be done within the limit of a request, for one client; a single request may be larger
-        seconds, until : the limit of a request, and when it ends for this one
-        """
-        return Work(self, client, share, seconds, until)
-
 
 class Work:
-    """The work of one request: an estimate first, which may be corrected, less what is done."""
+    """The work of one request: none, then an estimate, which may be corrected, less what is done.
+
+    Arguments
+    ---------
+    share : of what can be done within the limit of a request, for one client; a single request may be larger
+    seconds, until : the limit of a request, and when it ends for this one
+    """
 
     def __init__(self, backlog: Backlog, client: str | None, share: float, seconds: float, until: float):
         self._backlog, self._client, self._share = backlog, client, share

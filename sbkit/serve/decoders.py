@@ -178,7 +178,7 @@ class Decoders:
     def decode(self, upload: IO[bytes], rate: int, job: Job, audio: Work | None = None) -> Wave:
         """Decode an upload into samples; raises ``ApiError`` with the reason if it can't. ``audio`` grows with them."""
         with contextlib.ExitStack() as undo:
-            held = undo.enter_context(contextlib.closing(self._disk.hold(job.client)))
+            held = undo.enter_context(contextlib.closing(DiskReservation(self._disk, job.client)))
 
             def grow(size: int) -> None:
                 if audio is not None:

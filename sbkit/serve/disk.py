@@ -35,11 +35,8 @@ class Disk:
         self.held = 0
         """Bytes that are reserved."""
 
-    def hold(self, client: str | None = None) -> DiskReservation:
-        """Make an empty reservation."""
-        return DiskReservation(self, client)
-
-    def _change(self, more: int, client: str | None) -> None:
+    def change(self, more: int, client: str | None) -> None:
+        """Reserve so many more bytes for a client, or less; raises ``ApiError`` 503 if there is no room for them."""
         with self._lock:
             if more > 0:
                 most = min(self._most, (shutil.disk_usage(self._folder).free + self.held) // 2)
@@ -58,9 +55,9 @@ class Disk:
 
 
 class DiskReservation:
-    """A reservation of disk space."""
+    """A reservation of disk space, empty at first."""
 
-    def __init__(self, disk: Disk, client: str | None):
+    def __init__(self, disk: Disk, client: str | None = None):
         self._disk, self._client, self._size = disk, client, 0
 
     def grow(self, size: int) -> None:
@@ -70,7 +67,7 @@ class DiskReservation:
 
     def keep(self, size: int) -> None:
         """Shrink to this many bytes."""
-        self._disk._change(size - self._size, self._client)
+        self._disk.change(size - self._size, self._client)
         self._size = size
 
     def close(self) -> None:

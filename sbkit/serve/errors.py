@@ -94,8 +94,7 @@ def wrong_model(name: str, why: str, endpoints: Sequence[str]) -> ApiError:
 
 def not_ready(why: str = "the models are still being loaded") -> ApiError:
     """Error 503: the server is starting or stopping."""
-    return ApiError(503, why, type=SERVER, code="not_ready",
-                    headers={"retry-after": "2"})
+    return ApiError(503, why, type=SERVER, code="not_ready", headers={"retry-after": "2"})
 
 
 def no_room(why: str) -> ApiError:
@@ -127,11 +126,6 @@ def broken(fault: str) -> ApiError:
                     code="device_fault", headers={"x-should-retry": "false"})
 
 
-def no_memory(why: str) -> ApiError:
-    """Error 507: the request needs more memory than the device has, which holds for no other request."""
-    return ApiError(507, why, type=SERVER, code="out_of_memory", headers={"x-should-retry": "false"})
-
-
 def too_late(seconds: float) -> ApiError:
     """Error 504: the deadline passed; the same request would take as long again."""
     return ApiError(504, f"not done within {seconds:g} s, the limit of this server; ask for less at once",
@@ -139,7 +133,7 @@ def too_late(seconds: float) -> ApiError:
 
 
 def failed(request: str, error: Exception | None = None) -> ApiError:
-    """Error 500: a bug in the server; or 507, which is none."""
+    """Error 500: a bug in the server; or 507: this request alone needs more memory than the device has."""
     if isinstance(error, OutOfMemory):
-        return no_memory(str(error))
+        return ApiError(507, str(error), type=SERVER, code="out_of_memory", headers={"x-should-retry": "false"})
     return ApiError(500, f"the server failed; see {request} in its log", type=SERVER, code="internal_error")

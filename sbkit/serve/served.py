@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from sbkit.infer.bundle_engine import BundleEngine
 from sbkit.infer.device import Placement
 from sbkit.infer.engine import Engine
-from sbkit.infer.formats import AUTO
+from sbkit.infer.formats import ModelRequest
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import broken
@@ -24,13 +24,14 @@ STUCK_SECONDS = 120.0
 Log = Callable[[int], None]
 
 
-@dataclass
-class BundleOptions:
-    """Options for all bundles, as in ``sbkit transcribe``."""
+@dataclass(frozen=True, kw_only=True)
+class BundleOptions(ModelRequest):
+    """Options for all bundles, as in ``sbkit transcribe``.
 
-    model: str = AUTO
-    device: str = AUTO
-    threads: int | None = None
+    batching : False runs every signal by itself
+    search : options of a search with a language model and hot words
+    """
+
     batch_seconds: float | None = None
     chunk_seconds: float | None = None
     batching: bool = True

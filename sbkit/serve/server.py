@@ -32,7 +32,7 @@ _LAST_SECONDS = 3.0  # to clean up requests that were cut off
 
 
 @dataclass(frozen=True)
-class ServeRequest:
+class ServeRequest(BundleOptions):
     """What to serve, and how.
 
     bundles : ``BUNDLE`` or ``NAME=BUNDLE``
@@ -40,21 +40,12 @@ class ServeRequest:
     allow_origins : origins of web pages elsewhere that may use this server
     allow_hosts : names that the server answers to besides its own
     trust_proxies : addresses of proxies whose X-Forwarded-For is believed
-    batching : False runs every signal by itself
-    search : options of a search with a language model and hot words
     grace_seconds : total time to finish requests in flight when the server is told to stop
     """
 
     bundles: Sequence[str]
     host: str = "127.0.0.1"
     port: int = 8000
-    model: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    batch_seconds: float | None = None
-    chunk_seconds: float | None = None
-    batching: bool = True
-    search: dict[str, Any] | None = None
     api_key_file: Path | None = None
     allow_origins: Sequence[str] = ()
     allow_hosts: Sequence[str] = ()
@@ -186,10 +177,8 @@ class _Server:
         from sbkit.serve.decoders import Decoders
 
         request, state = self._request, self.state
-        options = BundleOptions(request.model, request.device, request.threads, request.batch_seconds,
-                                         request.chunk_seconds, request.batching, request.search)
         state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.inc, disk=state.disk)
-        loaded = registry.load(self._bundles, options,
+        loaded = registry.load(self._bundles, request,
                                lambda name, rows: state.metrics.batches.labels(name).observe(rows),
                                lambda name, rows: state.metrics.steps.labels(name).observe(rows))
         state.decoders.check()

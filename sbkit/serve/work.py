@@ -106,7 +106,7 @@ class RequestContext:
 
     def work(self, backlog: Backlog) -> Work:
         """Hold the work that the request is for a model, none at first."""
-        return backlog.hold(self.job.client, self._rooms.client_share, self._seconds, self.until)
+        return Work(backlog, self.job.client, self._rooms.client_share, self._seconds, self.until)
 
     async def stream(self, call: Callable[[Callable[[Any], None]], T], backlog: Backlog) -> AsyncIterator[Any]:
         """Yield what a call in a thread reports, then its result. Ends early, together with the call, at the deadline

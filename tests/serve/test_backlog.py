@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from sbkit.serve.backlog import Backlog
+from sbkit.serve.backlog import Backlog, Work
 from sbkit.serve.errors import ApiError
 
 
@@ -17,7 +17,7 @@ def backlog():
 
 
 def hold(backlog, client, share=0.5, seconds=100.0, left=None):
-    return backlog.hold(client, share, seconds, time.monotonic() + (seconds if left is None else left))
+    return Work(backlog, client, share, seconds, time.monotonic() + (seconds if left is None else left))
 
 
 def refused(audio, seconds):

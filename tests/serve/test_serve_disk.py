@@ -11,7 +11,7 @@ import serving
 
 from sbkit.serve import decoder_process, disk
 from sbkit.serve.decoders import Decoders, Wave
-from sbkit.serve.disk import Disk
+from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError
 from sbkit.serve.job import Job
 from sbkit.serve.limits import MEGABYTE, Limits
@@ -49,7 +49,7 @@ def test_a_disk_that_fills_up_is_said():
 def test_samples_that_are_not_there_are_an_error_and_no_wait():
     file = tempfile.TemporaryFile()  # noqa: SIM115
     file.write(np.zeros(1000, dtype=np.float32).tobytes())
-    wave = Wave(file, 1500, Disk(1 << 20).hold())
+    wave = Wave(file, 1500, DiskReservation(Disk(1 << 20)))
     with pytest.raises(RuntimeError, match="last 500 of 1500 decoded samples"):
         list(wave.blocks())
     wave.close()
@@ -59,7 +59,7 @@ def test_parts_are_promised_up_to_the_bound_and_given_back(monkeypatch):
     free = 1 << 40
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
     room = Disk(10 * MEGABYTE)
-    first, second = room.hold(), room.hold()
+    first, second = DiskReservation(room), DiskReservation(room)
     first.grow(6 * MEGABYTE)
     first.grow(MEGABYTE)  # it has more
     with pytest.raises(ApiError, match="may use 10 MB of this server's disk now, 6 MB are in use, "
