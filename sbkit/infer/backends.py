@@ -18,7 +18,6 @@ from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
 from sbkit.infer.device import Device, DeviceChoice, Placement, Unmet, for_eight_bits, open_on
 from sbkit.infer.onnx_session import Interface, open_session
-from sbkit.infer.worker import Worker
 from sbkit.system.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
 
 if TYPE_CHECKING:
@@ -32,17 +31,17 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _SHAPES = 64  # number of shapes that a module may be compiled for before torch gives up
 
 
-def open_graph(path: Path, model: str, device: DeviceChoice, threads: int | None, interface: Interface, worker: Worker,
+def open_graph(path: Path, model: str, device: DeviceChoice, threads: int | None, interface: Interface,
                compile_mode: str | None = None, spin: bool = True) -> Backend:
-    """Open a graph of a bundle on the requested device, or raise; the one way in which a graph is opened.
+    """Open a graph of a bundle on the requested device, or raise; the one way in which a graph is opened. It is to run
+    in the thread that opens it.
 
     model : the format that the file is in, ``onnx``, ``int8`` or ``torch``
     interface : what the graph takes and gives; its examples are run on the device before that counts as used
-    worker : the thread that this is called in, and that will run the graph
     spin : as for ``open_session``
     """
     if model == layout.TORCH:
-        return Torch(path, model, device, threads, interface, worker, compile_mode)
+        return Torch(path, model, device, threads, interface, compile_mode)
     return Onnx(path, model, device, threads, interface, spin)
 
 
@@ -83,7 +82,7 @@ class Torch:
     metadata: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
-                 worker: Worker, compile_mode: str | None):
+                 compile_mode: str | None):
         refuse_pickles(path)
         import torch
 
@@ -98,7 +97,7 @@ class Torch:
             keep_to_usable_cores()
         self._torch = torch
         (module, self._device), why = open_on(wanted, lambda device: self._proven(path, device, interface))
-        self._module: Program = compiled(module, compile_mode, worker) if compile_mode else module
+        self._module: Program = compiled(module, compile_mode) if compile_mode else module
         self.running = Placement(
             wanted.text, str(self._device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
             path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, why)
@@ -159,14 +158,10 @@ def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.
     return program
 
 
-def compiled(module: torch.nn.Module, mode: str, worker: Worker) -> Callable[..., Any]:
-    """Compile a module with ``torch.compile``, only within the worker thread."""
+def compiled(module: torch.nn.Module, mode: str) -> Callable[..., Any]:
+    """Compile a module with ``torch.compile``, in the thread that will run it."""
     if mode not in COMPILE_MODES:
         raise SbkitError(f"unknown compile mode {mode!r}", hint=f"use {', '.join(COMPILE_MODES)}")
-    if not worker.inside():
-        raise SbkitError(f"can't compile with {mode} outside the thread that runs the model: "
-                         "CUDA graphs recorded in one thread can't be replayed in another",
-                         hint="let the engine do it: sbkit.infer.load(bundle, model='torch', compile=...)")
     import torch
     from torch._inductor import cudagraph_trees  # its per-thread state belongs to the thread that imports it first
 

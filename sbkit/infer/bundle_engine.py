@@ -1,12 +1,18 @@
-"""Bases of engines, which run one graph of a bundle in one worker thread, and of loaded bundles, which have one."""
+"""Bases of engines, which run one graph of a bundle in one worker thread, and of loaded bundles, which have one.
+
+torch 2.11 keeps the state of CUDA graphs in the thread that first imports ``torch._inductor.cudagraph_trees``; a
+model compiled in one thread and run in another finds none. A single thread for everything avoids this, and the same
+problem with any other library's per-thread state: imports, compilation, warm-up and runs all happen there.
+"""
 
 from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -18,7 +24,6 @@ from sbkit.infer import formats
 from sbkit.infer.backends import Backend, open_graph
 from sbkit.infer.device import DeviceChoice, OutOfMemory, Placement
 from sbkit.infer.onnx_session import Interface
-from sbkit.infer.worker import Worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,8 +38,8 @@ class ModelFailed(SbkitError):
 class BundleEngine(ABC):
     """Holds one graph of a bundle, opened and warmed up in a worker; if that fails, the worker ends.
 
-    What a derived class submits to ``worker`` runs the graph with :meth:`compute`. Give it one graph: what takes two
-    has two engines.
+    What a derived class does in ``worker`` runs the graph with :meth:`compute`. Give it one graph: what takes two has
+    two engines.
 
     Arguments
     ---------
@@ -67,11 +72,11 @@ class BundleEngine(ABC):
         if compile and model != layout.TORCH:
             raise SbkitError(f"compile only works with the model torch, but {model} was chosen",
                              hint="add --model torch")
-        self.worker = Worker(self.thread)
+        self.worker = ThreadPoolExecutor(1, self.thread)
         try:
             self.worker.submit(self._open, self.folder / models[model], model, wanted).result()
         except BaseException:
-            self.worker.close()
+            self.worker.shutdown()
             raise
 
     @property
@@ -86,8 +91,8 @@ class BundleEngine(ABC):
         return self.backend
 
     def close(self) -> None:
-        """Release the model."""
-        self.worker.close()
+        """Release the model, once what was asked for is done."""
+        self.worker.shutdown()
         self.backend = None
 
     def __enter__(self) -> Self:
@@ -104,12 +109,18 @@ class BundleEngine(ABC):
         """Return the graph's file in each format."""
         return self.config.models
 
+    def submit(self, batch: Sequence[Any]) -> Future[Any]:  # what the derived class's graph takes and gives
+        """Queue a batch; the future gives a result for each of its items, and can be cancelled before its turn."""
+        try:
+            return self.worker.submit(self._run, list(batch))
+        except RuntimeError:
+            raise closed() from None
+
     # ------------------------------------------------------------------ within the worker
 
     def _open(self, path: Path, model: str, device: DeviceChoice) -> None:
         formats.check_file(path, self.config)
-        self.backend = open_graph(path, model, device, self.threads, self._interface(), self.worker, self.compile,
-                                  self.spin)
+        self.backend = open_graph(path, model, device, self.threads, self._interface(), self.compile, self.spin)
         self._compare(path, self.backend.metadata)
         self._warm_up(path)
 
@@ -128,6 +139,16 @@ class BundleEngine(ABC):
     def _warm_up(self, path: Path) -> None:
         """Run what will be asked for once, and raise if the graph of this file can't be right."""
 
+    def _run(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
+        """Run a batch, or each of its items by itself where its outputs would depend on the others."""
+        if not self.config.batching:
+            return [self._batch([each])[0] for each in batch]
+        return self._batch(batch) if batch else []
+
+    def _batch(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
+        """Run the graph on a batch that was submitted."""
+        raise NotImplementedError
+
     def compute(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Run the graph once; after a fault of the device, never again."""
         devices.refuse_broken(self.fault)
@@ -144,6 +165,16 @@ class BundleEngine(ABC):
             traceback.clear_frames(error.__traceback__)  # which hold what has been computed so far
         self._ready.free()
         raise OutOfMemory(why, hint="give it shorter audio or text, or less at once")
+
+
+def padded(parts: Sequence[np.ndarray], least: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Put parts [N, ...] into one array [B, ``least`` or more, ...], padded with zeros, and their lengths into one [B].
+    """
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    batch = np.zeros((len(parts), max(least, int(lengths.max())), *parts[0].shape[1:]), dtype=parts[0].dtype)
+    for row, part in zip(batch, parts, strict=True):
+        row[: len(part)] = part
+    return batch, lengths
 
 
 def closed() -> SbkitError:

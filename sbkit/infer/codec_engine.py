@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from sbkit.codes import Books
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BundleEngine
+from sbkit.infer.bundle_engine import BundleEngine, padded
 from sbkit.infer.onnx_session import Interface
 
 _AGAIN = "do its files come from the same export? export it again"
@@ -30,27 +28,14 @@ class CodecEngine(BundleEngine):
         self.config = layout.CodecConfig.read(self.folder)
         self.books = books_of(self.config)
 
-    def submit(self, parts: Sequence[np.ndarray]) -> Future[Any]:
-        """Queue a batch; the future gives an array for each part."""
-        return self.worker.submit(self._run, list(parts))
-
     # ------------------------------------------------------------------ within the worker
 
     @abstractmethod
     def _part(self) -> np.ndarray:
         """Make a part to prove with that the graph runs."""
 
-    @abstractmethod
-    def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """Run the graph on a batch."""
-
     def _warm_up(self, path: Path) -> None:
         self._run([self._part()])  # what it gives is looked at
-
-    def _run(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        if not self.config.batching:
-            return [self._batch([part])[0] for part in parts]
-        return self._batch(parts) if parts else []
 
 
 class CodeEngine(CodecEngine):
@@ -112,13 +97,3 @@ class SoundEngine(CodecEngine):
 def books_of(config: layout.CodecConfig) -> Books:
     """Return the codebooks that a bundle's codes are of."""
     return Books(tuple(config.books), config.sample_rate / config.stride, config.sample_rate, config.codec)
-
-
-def padded(parts: Sequence[np.ndarray], least: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put parts [N, ...] into one array [B, ``least`` or more, ...], padded with zeros, and their lengths into one [B].
-    """
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    batch = np.zeros((len(parts), max(least, int(lengths.max())), *parts[0].shape[1:]), dtype=parts[0].dtype)
-    for row, part in zip(batch, parts, strict=True):
-        row[: len(part)] = part
-    return batch, lengths

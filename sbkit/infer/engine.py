@@ -55,7 +55,7 @@ class Engine(BundleEngine):
         for signal in signals:
             if signal.ndim != 1 or signal.dtype != np.float32 or not len(signal):
                 raise ValueError(f"a signal must be float32 [S], not {signal.dtype} {list(signal.shape)}")
-        return self.worker.submit(self._run, list(signals))
+        return super().submit(signals)
 
     # ------------------------------------------------------------------ within the worker
 
@@ -69,14 +69,10 @@ class Engine(BundleEngine):
         """The length in seconds of the longest usual signal."""
         return self.config.chunk_seconds
 
-    def _outputs(self) -> Sequence[str]:
-        """The names of the model's outputs."""
-        return self.config.outputs
-
     def _interface(self) -> Interface:
         samples = max(self.config.min_samples, self.config.sample_rate // 2)
         example = np.zeros((1, samples), dtype=np.float32), np.array([samples], dtype=np.int64)
-        return Interface(dict(zip(layout.INPUTS, example, strict=True)), self._outputs())
+        return Interface(dict(zip(layout.INPUTS, example, strict=True)), self.config.outputs)
 
     def _check_width(self, path: Path) -> None:
         width = self._ready.width
@@ -85,12 +81,7 @@ class Engine(BundleEngine):
                              f"{self.config.width}",
                              hint="do all files come from the same export?")
 
-    def _run(self, signals: list[np.ndarray]) -> list[np.ndarray]:
-        if not self.config.batching:
-            return [self.run_batch([signal])[0] for signal in signals]
-        return self.run_batch(signals) if signals else []
-
-    def run_batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
+    def _batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         longest = max(self.config.min_samples, *map(len, signals))
         rows, samples = self._bucket(len(signals), longest)
         batch = np.zeros((rows, samples), dtype=np.float32)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +31,7 @@ class NoisyPiece:
 
 
 class EnhanceEngine(BundleEngine):
-    """Enhances pieces of streams."""
+    """Enhances pieces of streams: each becomes samples [S] and the next state."""
 
     config: layout.EnhancerConfig
     kind = "enhancer"
@@ -43,10 +41,6 @@ class EnhanceEngine(BundleEngine):
 
     def _models(self) -> Mapping[str, str]:
         return self.config.streams
-
-    def submit(self, pieces: Sequence[NoisyPiece]) -> Future[Any]:
-        """Queue a batch; the future gives for each piece samples [S] and the next state."""
-        return self.worker.submit(self._run, list(pieces))
 
     def state(self) -> State:
         """Make the state before the first sample of a stream."""

@@ -86,9 +86,6 @@ class GraphEngine(Engine):
     def _at_once(self) -> float:
         return USUAL_SECONDS
 
-    def _outputs(self) -> Sequence[str]:
-        return self.config.outputs
-
     def _check_width(self, path: Path) -> None:
         width, labels = self._ready.width, self.config.labels
         if labels and width is not None and width != len(labels):

@@ -6,7 +6,8 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -20,7 +21,6 @@ from sbkit.infer.sentences import Script
 from sbkit.infer.sound_file import SoundStream, SoundWriter, kind_of
 from sbkit.infer.voice import Voice, checked_speed, speaker_of
 from sbkit.infer.voice_engine import VoiceEngine
-from sbkit.infer.worker import Worker
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
 from sbkit.system.untrusted import standard_input
@@ -65,17 +65,18 @@ def speak(request: SpeakRequest) -> int:
         with Voice(VoiceEngine(request.bundle, request.model, request.device, request.threads)) as voice:
             print(voice.running, file=sys.stderr)
             text.seek(0)
-            with _output(request.to, kind, config.sample_rate) as out:
-                _speak(voice, text, request, out, count)
+            with _output(request.to, kind, config.sample_rate) as write:
+                _speak(voice, text, request, write, count)
     return 0
 
 
-def _speak(voice: Voice, text: IO[str], request: SpeakRequest, out: _Output, count: int) -> None:
+def _speak(voice: Voice, text: IO[str], request: SpeakRequest, write: Callable[[np.ndarray], None],
+           count: int) -> None:
     began, seconds = time.perf_counter(), 0.0
     parts = voice.say(_blocks(text, request), request.voice, request.speed, request.skip_unknown)
     with progress(what="speaking", total=count, unit="char", show=count > voice.engine.config.max_symbols) as bar:
         for speech in parts:
-            out.add(speech.samples)
+            write(speech.samples)
             seconds += speech.seconds
             bar.update(min(len(speech.text), count - bar.n))
         bar.update(count - bar.n)
@@ -139,43 +140,19 @@ def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:
 # ---------------------------------------------------------------------- the sound
 
 
-class _Output:
-    """Encodes in a thread of its own: Ctrl-C within what libsndfile calls would be lost there."""
-
-    def __init__(self, encoder: SoundWriter | _Piped):
-        self._encoder, self._worker = encoder, Worker("sbkit-sound")
-
-    def add(self, samples: np.ndarray) -> None:
-        """Write samples [S]."""
-        self._worker.submit(self._encoder.add, samples).result()
-
-    def end(self) -> None:
-        """Write the rest."""
-        self._worker.submit(self._encoder.end).result()
-
-    def close(self) -> None:
-        """Wait for the thread."""
-        self._worker.close()
-
-
-class _Piped:
+class _Piped(SoundStream):
     """Sound that goes to standard output as it comes."""
 
-    def __init__(self, rate: int):
-        self._stream = SoundStream(_LIVE, rate)
-
     def add(self, samples: np.ndarray) -> None:
-        """Write samples [S]."""
-        self._stream.add(samples)
+        super().add(samples)
         self._send()
 
     def end(self) -> None:
-        """Write the rest."""
-        self._stream.end()
+        super().end()
         self._send()
 
     def _send(self) -> None:
-        sys.stdout.buffer.write(self._stream.take())
+        sys.stdout.buffer.write(self.take())
         sys.stdout.buffer.flush()
 
 
@@ -189,19 +166,23 @@ def _kind(to: str) -> str:
 
 
 @contextlib.contextmanager
-def _output(to: str, kind: str, rate: int) -> Iterator[_Output]:
+def _output(to: str, kind: str, rate: int) -> Iterator[Callable[[np.ndarray], None]]:
+    """Yield what writes samples [S], in another thread: Ctrl-C within what libsndfile calls would be lost there."""
+    with _encoder(to, kind, rate) as encoder, ThreadPoolExecutor(1, "sbkit-sound") as thread:
+        yield lambda samples: thread.submit(encoder.add, samples).result()
+        thread.submit(encoder.end).result()
+
+
+@contextlib.contextmanager
+def _encoder(to: str, kind: str, rate: int) -> Iterator[SoundWriter | SoundStream]:
     if to == STD:
-        with contextlib.closing(_Output(_Piped(rate))) as out:
-            yield out
-            out.end()
+        yield _Piped(kind, rate)
         return
     path = Path(to)
     if path.is_dir():
         raise SbkitError(f"{to} is a folder", hint="name the file: --to out.wav")
     try:
-        with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, kind, rate)) as writer, \
-                contextlib.closing(_Output(writer)) as out:
-            yield out
-            out.end()
+        with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, kind, rate)) as writer:
+            yield writer
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise SbkitError(f"cannot write {to}: {error.strerror}", hint="choose another place with --to") from error

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from sbkit.infer.device import OutOfMemory
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.samples import whole
 from sbkit.infer.session import Session, State, StreamBatch, interface
-from sbkit.infer.worker import Worker
 
 
 class StreamEngine(BundleEngine):
@@ -124,7 +124,7 @@ class StreamEngine(BundleEngine):
             session.fail(closed())
         super().close()
         if "_searcher" in self.__dict__:
-            self._searcher.close()
+            self._searcher.shutdown()
 
     def enter(self, session: Session) -> None:
         """Put a stream in the line."""
@@ -139,9 +139,9 @@ class StreamEngine(BundleEngine):
             session.fail(closed())
 
     @cached_property
-    def _searcher(self) -> Worker:
+    def _searcher(self) -> ThreadPoolExecutor:
         """The thread of searches that take long, so that others' chunks don't wait for them."""
-        return Worker("sbkit-search")
+        return ThreadPoolExecutor(1, "sbkit-search")
 
     # ------------------------------------------------------------------ within the worker
 

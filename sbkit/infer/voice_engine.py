@@ -13,7 +13,7 @@ import numpy as np
 from sbkit.data.pronunciation import pronunciation
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BundleEngine, ModelFailed
+from sbkit.infer.bundle_engine import BundleEngine, ModelFailed, padded
 from sbkit.infer.onnx_session import Interface
 
 #: One symbol, in the first voice and at its own speed.
@@ -58,7 +58,7 @@ class VoiceEngine(BundleEngine):
             if not 0 < len(line) <= self.config.max_symbols:
                 raise ValueError(f"a line must have 1 to {self.config.max_symbols} symbols, not {len(line)}")
             self._check(line)
-        return self.worker.submit(self._run, list(lines))
+        return super().submit(lines)
 
     def _check(self, line: SpeechInput) -> None:
         """Refuse ids that would be looked up in other rows, or in none."""
@@ -85,16 +85,8 @@ class VoiceEngine(BundleEngine):
                              f"{error.message}",
                              hint=f"do it and {layout.CONFIG} come from the same export? export it again") from error
 
-    def _run(self, lines: list[SpeechInput]) -> list[SpeechOutput]:
-        if not self.config.batching:
-            return [self._batch([line])[0] for line in lines]
-        return self._batch(lines) if lines else []
-
     def _batch(self, lines: list[SpeechInput]) -> list[SpeechOutput]:
-        lengths = np.array([len(line) for line in lines], dtype=np.int64)
-        text = np.zeros((len(lines), int(lengths.max())), dtype=np.int64)
-        for row, line in zip(text, lines, strict=True):
-            row[: len(line)] = line.ids
+        text, lengths = padded([np.array(line.ids, dtype=np.int64) for line in lines])
         speaker = np.array([line.speaker for line in lines], dtype=np.int64)
         speed = np.array([line.speed for line in lines], dtype=np.float32)
         found = self.compute(text, lengths, speaker, speed)

@@ -18,7 +18,6 @@ from sbkit.errors import SbkitError
 from sbkit.infer import backends
 from sbkit.infer.device import OutOfMemory
 from sbkit.infer.engine import Engine
-from sbkit.infer.worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +70,10 @@ def test_everything_runs_in_one_thread(bundle, model, monkeypatch):
 
 def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
     engine = Engine(bundle, device="cpu")
-    thread = engine.worker.thread
+    thread = engine.worker.submit(threading.current_thread).result()
     engine.close()
     assert not thread.is_alive()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(SbkitError, match="the model was closed; load it again"):
         engine.run([bundles.say("a")])
 
 
@@ -89,7 +88,7 @@ torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()"""
 
 def test_an_engine_that_is_forgotten_ends_its_thread(bundle):
     engine = Engine(bundle, device="cpu")
-    thread = engine.worker.thread
+    thread = engine.worker.submit(threading.current_thread).result()
     del engine
     thread.join(5)
     assert not thread.is_alive()
@@ -181,14 +180,14 @@ def test_cuda_graphs_live_in_the_worker_alone():
     """torch keeps their state in the thread that imports them first: reachable within it, and from nowhere else."""
     code = textwrap.dedent("""
         import sys
-        from sbkit.infer.worker import Worker
+        from concurrent.futures import ThreadPoolExecutor
         from sbkit.infer import backends
 
-        worker = Worker()
+        worker = ThreadPoolExecutor(1)
 
         def import_first():
             import torch
-            return backends.compiled(torch.nn.Identity(), "reduce-overhead", worker) is not None
+            return backends.compiled(torch.nn.Identity(), "reduce-overhead") is not None
 
         assert worker.submit(import_first).result()
         from torch._inductor import cudagraph_trees
@@ -207,16 +206,6 @@ def test_cuda_graphs_live_in_the_worker_alone():
     assert "refused outside" in done.stdout, done.stderr
 
 
-def test_compiling_outside_of_the_worker_is_refused():
-    worker = Worker()
-    try:
-        for mode in backends.COMPILE_MODES:
-            with pytest.raises(SbkitError, match="outside the thread"):
-                backends.compiled(torch.nn.Identity(), mode, worker)
-    finally:
-        worker.close()
-
-
 def test_a_compiled_model_is_warmed_up_in_every_bucket_and_batches_are_padded_to_one(bundle, monkeypatch):
     shapes = []
     call = backends.Torch.__call__
@@ -226,7 +215,7 @@ def test_a_compiled_model_is_warmed_up_in_every_bucket_and_batches_are_padded_to
         return call(self, signals, lengths)
 
     monkeypatch.setattr(backends.Torch, "__call__", recorded)
-    monkeypatch.setattr(backends, "compiled", lambda module, mode, worker: module)
+    monkeypatch.setattr(backends, "compiled", lambda module, mode: module)
     buckets = [(1, 1.0), (4, 1.0), (1, 3.0)]
     with Engine(bundle, model="torch", device="cpu", compile="default", buckets=buckets) as engine:
         assert sorted(shapes) == [(1, 16000), (1, 48000), (4, 16000)]

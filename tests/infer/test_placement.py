@@ -22,7 +22,6 @@ from sbkit.infer.engine import Engine
 from sbkit.infer.graph_model import GraphEngine
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.stream_engine import StreamEngine
-from sbkit.infer.worker import Worker
 
 ON_THE_CPU = ("cpu", "CPUExecutionProvider")
 
@@ -230,7 +229,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_and_auto_says_why(bundle, a_card
 def torch_backend(bundle, wanted):
     example = {"signals": np.zeros((1, bundles.FRAME), np.float32), "lengths": np.array([bundles.FRAME])}
     return backends.open_graph(bundle / "model.pt2", "torch", DeviceChoice.parse(wanted), None,
-                               Interface(example, layout.OUTPUTS), Worker())
+                               Interface(example, layout.OUTPUTS))
 
 
 class Stays(torch.nn.Module):
@@ -275,7 +274,7 @@ def test_a_torch_that_leaves_parts_behind_says_what_is_needed(bundle, a_card, mo
 def test_a_graph_with_other_inputs_or_outputs_is_refused(bundle):
     interface = Interface({"signals": bundles.say("a")[None]}, ["log_probs"])
     with pytest.raises(SbkitError, match=r"model.onnx takes \['signals', 'lengths'\].*it must take \['signals'\] and"):
-        backends.open_graph(bundle / "model.onnx", "onnx", DeviceChoice.parse("cpu"), None, interface, Worker())
+        backends.open_graph(bundle / "model.onnx", "onnx", DeviceChoice.parse("cpu"), None, interface)
 
 
 @pytest.mark.parametrize("what, place", [
