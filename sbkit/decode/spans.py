@@ -46,6 +46,10 @@ class Word:
     end: float
     confidence: float
 
+    def facts(self) -> dict[str, float]:
+        """All but its text, with as many digits as JSON gets."""
+        return {"start": round(self.start, 3), "end": round(self.end, 3), "confidence": round(self.confidence, 4)}
+
 
 def at_pauses(words: Iterable[Word], seconds: float = PAUSE_SECONDS) -> list[list[Word]]:
     """Split words at pauses of at least so many seconds."""

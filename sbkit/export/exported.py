@@ -16,7 +16,7 @@ from sbkit.export import graph, layout, readme
 from sbkit.export.clips import ComparisonClips, choose
 from sbkit.export.companion import Companion, OwnBundle, Target
 from sbkit.export.parity import Comparison
-from sbkit.export.runners import RUNNERS, Output, Runner, each, shown
+from sbkit.export.runners import Output, Runner, each, on_waveforms, open_runner, shown
 
 if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus
@@ -112,7 +112,7 @@ class Exported:
 
     def runner(self, name: str, folder: Path, config: OwnBundle) -> Runner:
         """Return a function that runs a written format."""
-        return RUNNERS[name](folder / layout.MODELS[name], self.outputs, config.min_samples)
+        return on_waveforms(open_runner(name, folder / layout.MODELS[name]), self.outputs, config.min_samples)
 
     def reference(self, config: OwnBundle) -> Callable[[np.ndarray], Output]:
         """Return a function that runs the task's ``compute_forward`` on one waveform [S]."""

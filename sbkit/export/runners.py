@@ -77,16 +77,6 @@ def _program(path: Path) -> Call:
     return call
 
 
-def onnx(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
-    """Return a function that runs an ONNX model on waveforms."""
-    call = _session(path)
+def on_waveforms(call: Call, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
+    """Return a function that runs a graph on waveforms."""
     return lambda signals: each(outputs, call(*padded(signals, at_least)))
-
-
-def exported(path: Path, outputs: Mapping[str, tuple[str, ...]], at_least: int = 1) -> Runner:
-    """Return a function that runs a program written by torch.export on waveforms."""
-    call = _program(path)
-    return lambda signals: each(outputs, call(*padded(signals, at_least)))
-
-
-RUNNERS: dict[str, Callable[..., Runner]] = {layout.ONNX: onnx, layout.INT8: onnx, layout.TORCH: exported}

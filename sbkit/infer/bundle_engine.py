@@ -142,10 +142,10 @@ class BundleEngine(ABC):
     def _run(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
         """Run a batch, or each of its items by itself where its outputs would depend on the others."""
         if not self.config.batching:
-            return [self._batch([each])[0] for each in batch]
-        return self._batch(batch) if batch else []
+            return [self.run_batch([each])[0] for each in batch]
+        return self.run_batch(batch) if batch else []
 
-    def _batch(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
+    def run_batch(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
         """Run the graph on a batch that was submitted."""
         raise NotImplementedError
 

@@ -101,7 +101,8 @@ class CodecModel(Loaded[CodeEngine]):
         first of which the graph makes something else than codes.
         """
         _check_list(audio, "encode", "recordings")
-        signals = [self._samples(each, number) for number, each in enumerate(audio)]
+        signals = [Recording.of(each, f"recording {number}").samples(self.sample_rate)
+                   for number, each in enumerate(audio)]
         return [_or_raise(found, number) for number, found in enumerate(self.encode_each(signals))]
 
     def encode_each(self, signals: Sequence[np.ndarray]) -> list[np.ndarray | SbkitError]:
@@ -136,10 +137,6 @@ class CodecModel(Loaded[CodeEngine]):
         """Release both graphs."""
         super().close()
         self.sounds.close()
-
-    def _samples(self, audio: Source, number: int) -> np.ndarray:
-        recording = audio if isinstance(audio, Recording) else Recording(audio, f"recording {number}")
-        return np.concatenate(list(recording.blocks(self.sample_rate)))
 
     def _coded(self, codes: np.ndarray) -> np.ndarray | SbkitError:
         try:

@@ -59,7 +59,7 @@ class CodeEngine(CodecEngine):
     def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return padded(parts, self.config.min_samples)
 
-    def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+    def run_batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
         codes, frames = self.compute(*self._padded(parts))
         expected = [-(-len(part) // self.config.stride) for part in parts]
         if frames.tolist() != expected or codes.ndim != 3 or len(codes) != len(parts) or codes.shape[1] < max(expected):
@@ -82,7 +82,7 @@ class SoundEngine(CodecEngine):
     def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return padded(parts, self.config.min_frames)
 
-    def _batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+    def run_batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
         signals, lengths = self.compute(*self._padded(parts))
         expected = [len(part) * self.config.stride for part in parts]
         if lengths.tolist() != expected or signals.ndim != 2 or len(signals) != len(parts) \

@@ -81,7 +81,7 @@ class Engine(BundleEngine):
                              f"{self.config.width}",
                              hint="do all files come from the same export?")
 
-    def _batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
+    def run_batch(self, signals: list[np.ndarray]) -> list[np.ndarray]:
         longest = max(self.config.min_samples, *map(len, signals))
         rows, samples = self._bucket(len(signals), longest)
         batch = np.zeros((rows, samples), dtype=np.float32)

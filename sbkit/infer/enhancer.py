@@ -66,10 +66,10 @@ class EnhanceEngine(BundleEngine):
         for count in {len(piece.frames) for piece in pieces}:
             alike = [i for i, piece in enumerate(pieces) if len(piece.frames) == count]
             for some in [alike] if self.config.batching else [[i] for i in alike]:
-                found.update(zip(some, self._batch([pieces[i] for i in some]), strict=True))
+                found.update(zip(some, self.run_batch([pieces[i] for i in some]), strict=True))
         return [found[i] for i in range(len(pieces))]
 
-    def _batch(self, pieces: list[NoisyPiece]) -> list[tuple[np.ndarray, State]]:
+    def run_batch(self, pieces: list[NoisyPiece]) -> list[tuple[np.ndarray, State]]:
         frames = np.stack([piece.frames for piece in pieces])
         state = [np.stack(parts) for parts in zip(*(piece.state for piece in pieces), strict=True)]
         sound, *after = self.compute(frames, *state)
@@ -155,8 +155,7 @@ class EnhancerModel(Loaded[EnhanceEngine]):
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at :attr:`sample_rate`
         """
-        recording = audio if isinstance(audio, Recording) else Recording(audio)
-        return np.concatenate(list(self.blocks(recording.blocks(self.sample_rate))))
+        return np.concatenate(list(self.blocks(Recording.of(audio).blocks(self.sample_rate))))
 
     def blocks(self, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the samples of a recording that comes in blocks [S], some seconds at a time."""

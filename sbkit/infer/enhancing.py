@@ -14,14 +14,13 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.enhancer import EnhancerModel, enhancer
 from sbkit.infer.formats import ModelRequest
-from sbkit.infer.inputs import collect
+from sbkit.infer.inputs import collect, lengths
 from sbkit.infer.recordings import Recording
 from sbkit.infer.resynthesis import file_names
 from sbkit.infer.sound_file import SoundWriter
+from sbkit.infer.transcription import LEFT_OUT
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress
-
-LEFT_OUT = 1  # exit code if some recordings could not be read
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,14 @@ def enhance(request: EnhanceRequest) -> int:
                if request.overwrite or not path.exists()]
     if len(waiting) < len(recordings):
         print(f"{len(recordings) - len(waiting)} are already done (--overwrite redoes them)", file=sys.stderr)
-    lengths = [_seconds(recording) for recording, _ in waiting]
+    expected = lengths([recording for recording, _ in waiting], 1)
     errors: list[AudioError] = []
     began, seconds = time.perf_counter(), 0.0
     with enhancer(request.bundle, request.model, request.device, request.threads) as model, \
             disk.disk_errors_as_user_error(request.to):
         print(model.running, file=sys.stderr)
         request.to.mkdir(parents=True, exist_ok=True)
-        with progress(what="enhancing", total=round(sum(lengths)), unit="s", show=bool(waiting)) as bar:
+        with progress(what="enhancing", total=round(sum(expected)), unit="s", show=bool(waiting)) as bar:
             for recording, path in waiting:
                 try:
                     for part in _write(model, recording, path):
@@ -86,12 +85,6 @@ def _check_place(to: Path, recordings: Sequence[Recording], paths: Sequence[Path
         if isinstance(recording.audio, str) and Path(recording.audio).resolve() in there:
             raise SbkitError(f"{recording.audio} would be replaced by what becomes of it",
                              hint="choose another folder with --to")
-
-
-def _seconds(recording: Recording) -> float:
-    with contextlib.suppress(AudioError):
-        return recording.seconds(1)
-    return 0.0  # the error is told when it is read
 
 
 def _write(model: EnhancerModel, recording: Recording, path: Path) -> Iterator[float]:

@@ -112,9 +112,9 @@ class GraphModel(Loaded[GraphEngine]):
         return found if isinstance(audio, list) else found[0]
 
     def _samples(self, audio: Source) -> np.ndarray:
-        recording = audio if isinstance(audio, Recording) else Recording(audio)
+        recording = Recording.of(audio)
         rate = self.engine.config.sample_rate
         if recording.seconds(rate) > MAX_SECONDS:
             raise SbkitError(f"{recording.name} has {recording.seconds(rate):.0f} s, but this model takes a recording "
                              f"as a whole, up to {MAX_SECONDS:g} s", hint="split it")
-        return np.concatenate(list(recording.blocks(rate)))
+        return recording.samples(rate)

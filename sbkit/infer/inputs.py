@@ -3,6 +3,7 @@ is made of them is written."""
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import math
@@ -98,16 +99,22 @@ def _from_stdin() -> str:
     """Save standard input to a file, because decoders must seek and it may not fit in memory."""
     audio = standard_input("audio", "cat clip.mp3 | sbkit ... -")
     handle, name = tempfile.mkstemp(prefix="sbkit-stdin-")
-    import atexit
-
-    atexit.register(_remove, name)
+    atexit.register(Path(name).unlink, missing_ok=True)
     with disk.disk_errors_as_user_error(name), open(handle, "wb") as file:
         shutil.copyfileobj(audio.buffer, file, 1 << 20)
     return name
 
 
-def _remove(name: str) -> None:
-    Path(name).unlink(missing_ok=True)
+def lengths(recordings: Sequence[Recording], rate: int) -> list[float]:
+    """The seconds of recordings by their headers; 0 for one that can't be read, which is reported when its turn comes.
+    """
+    found = []
+    for each in recordings:
+        try:
+            found.append(each.seconds(rate))
+        except SbkitError:
+            found.append(0.0)
+    return found
 
 
 def _make_unique(recordings: list[Recording]) -> None:
@@ -145,7 +152,7 @@ def _texts(path: Path) -> dict[str, str]:
         from sbkit.data.manifest import Manifest
 
         manifest = Manifest.read(path)
-        rows = [(name, text.strip()) for ids in (manifest.ids, map(_name, manifest.wavs))
+        rows = [(name, text.strip()) for ids in (manifest.ids, (Path(wav).name for wav in manifest.wavs))
                 for name, text in zip(ids, manifest.texts, strict=True)]
         return dict(rows)
     try:
@@ -160,10 +167,6 @@ def _texts(path: Path) -> dict[str, str]:
                 raise SbkitError(f"{path}:{number}: expected a name, a tab and a text")
             texts[name.strip()] = text.strip()
     return texts
-
-
-def _name(wav: str) -> str:
-    return Path(wav).name
 
 
 def below(folder: Path, recording: Recording, suffix: str) -> Path:

@@ -60,5 +60,4 @@ def final(words: Sequence[Word], text: str) -> dict[str, Any]:
     text : the words, joined
     """
     return {"type": "final", "start": round(words[0].start, 3), "end": round(words[-1].end, 3), "text": text,
-            "words": [{"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
-                       "confidence": round(word.confidence, 4)} for word in words]}
+            "words": [{"word": word.text, **word.facts()} for word in words]}

@@ -61,7 +61,8 @@ class Model(Loaded[Engine]):
         if not isinstance(audio, list):
             return self.transcribe([audio])[0]
         found: dict[int, Transcript] = {}
-        for done in self._pipeline.run([_recording(each) for each in audio]):
+        for done in self._pipeline.run([
+                Recording.of(each, Path(each).stem if isinstance(each, (str, os.PathLike)) else "") for each in audio]):
             if done.error is not None:
                 raise done.error
             assert done.transcript is not None, "a recording has a transcript or an error"
@@ -111,13 +112,6 @@ class Model(Loaded[Engine]):
         with self._lock:
             if self._streams is not None:
                 self._streams.close()
-
-
-def _recording(source: Source) -> Recording:
-    if isinstance(source, Recording):
-        return source
-    name = Path(source).stem if isinstance(source, (str, os.PathLike)) else ""
-    return Recording(source, name)
 
 
 def _recogniser(bundle: str | Path, model: str, device: str, threads: int | None, compile: str | None = None,

@@ -38,6 +38,11 @@ class Recording:
     warning: str | None = None
     """What is missing of it, known once its blocks were read."""
 
+    @classmethod
+    def of(cls, source: Source, id: str = "") -> Recording:
+        """Return a recording as it is, or that of an audio."""
+        return source if isinstance(source, Recording) else cls(source, id)
+
     @property
     def name(self) -> str:
         """Its name in messages."""
@@ -54,6 +59,10 @@ class Recording:
         if isinstance(self.audio, np.ndarray):
             return len(self.audio) / rate
         return max(audio.audio_info(self.audio, self.remote)[0] - self.start, 0.0)
+
+    def samples(self, rate: int) -> np.ndarray:
+        """Read all of it: float32 [S] at ``rate``; raises ``AudioError`` if it can't be read."""
+        return np.concatenate(list(self.blocks(rate)))
 
     def blocks(self, rate: int) -> Iterator[np.ndarray]:
         """Yield mono float32 blocks at ``rate``; raises ``AudioError`` if it can't be read."""

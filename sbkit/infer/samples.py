@@ -72,6 +72,11 @@ def _array(given: object) -> np.ndarray:
     return samples
 
 
+def from_pcm(data: bytes) -> np.ndarray:
+    """Return 16-bit little-endian samples [N] as int16."""
+    return np.frombuffer(data, "<i2").astype(np.int16, copy=False)
+
+
 def as_floats(samples: np.ndarray) -> np.ndarray:
     """Return checked samples as float32 from -1 to 1."""
     if samples.dtype == np.int16:

@@ -69,17 +69,14 @@ class StreamBatch:
                 or [each.shape for each in after] != [(streams, *part.shape) for part in states[0]]:
             raise SbkitError(f"the graph for streams gives {[each.shape for each in found]} for {streams} streams",
                              hint="export it again")
-        self._check(log_probs)
+        if log_probs.shape[2] != self._width:
+            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} values per frame, but config.json "
+                             f"says {self._width}", hint="do all files come from the same export?")
         for row, state in enumerate(states):
             for part, batch in zip(state, after, strict=True):
                 part[...] = batch[row]
         # Copies: a view would keep the whole batch in memory for as long as one stream's search waits.
         return [row[:count].copy() for row, count in zip(log_probs, counts.tolist(), strict=True)]
-
-    def _check(self, log_probs: np.ndarray) -> None:
-        if log_probs.shape[2] != self._width:
-            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} values per frame, but config.json "
-                             f"says {self._width}", hint="do all files come from the same export?")
 
 
 class Session:

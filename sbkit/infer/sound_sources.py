@@ -12,6 +12,7 @@ import numpy as np
 
 from sbkit.data.tar import kind_of
 from sbkit.errors import SbkitError, first_line
+from sbkit.infer.samples import from_pcm
 
 _AT_ONCE = 1 << 16  # bytes read at most; as many as there are
 _BLOCK_SECONDS = 0.04  # of the microphone
@@ -42,7 +43,7 @@ class Pcm:
                                       f"-ar {self.rate} -")
             held, empty = held + data, False
             whole = len(held) // 2 * 2
-            yield _samples(held[:whole])
+            yield from_pcm(held[:whole])
             held = held[whole:]
         if empty:
             self.warning = f"{self.name} was empty: nothing was heard"
@@ -100,10 +101,6 @@ class Microphone:
         return SbkitError(f"the microphone can't be used: {first_line(error)}",
                           hint="python -m sounddevice lists them, for --microphone; or pipe 16-bit PCM into: "
                                "sbkit listen BUNDLE -")
-
-
-def _samples(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, "<i2").astype(np.int16, copy=False)
 
 
 def _sounddevice() -> ModuleType:

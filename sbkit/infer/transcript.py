@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sbkit.decode.spans import PAUSE_SECONDS, Word
+from sbkit.errors import SbkitError
 
 #: A segment ends at a pause, or when it would become longer than this, or than two lines on a screen.
 SEGMENT_SECONDS, SEGMENT_CHARACTERS = 7.0, 84
@@ -71,15 +73,10 @@ class Transcript:
         return {
             "id": self.id, "text": self.text, "duration": round(self.duration, 3), "language": self.language,
             "confidence": None if confidence is None else round(confidence, 4),
-            "words": [_word(word) for word in self.words],
+            "words": [{"text": word.text, **word.facts()} for word in self.words],
             "segments": [{"start": round(each.start, 3), "end": round(each.end, 3), "text": each.text}
                          for each in self.segments],
         } | ({} if self.warning is None else {"warning": self.warning})
-
-
-def _word(word: Word) -> dict[str, Any]:
-    return {"text": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
-            "confidence": round(word.confidence, 4)}
 
 
 def as_txt(transcript: Transcript) -> str:
@@ -101,7 +98,7 @@ def as_srt(transcript: Transcript) -> str:
 
 def as_vtt(transcript: Transcript) -> str:
     """Format as WebVTT subtitles."""
-    lines = (f"\n{clock(each.start, '.')} --> {clock(each.end, '.')}\n{_escaped(each.text)}\n"
+    lines = (f"\n{clock(each.start, '.')} --> {clock(each.end, '.')}\n{html.escape(each.text, quote=False)}\n"
              for each in transcript.segments)
     return "WEBVTT\n" + "".join(lines)
 
@@ -124,14 +121,8 @@ def clock(seconds: float, point: str) -> str:
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}{point}{milliseconds:03d}"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
 def check_formats(names: Sequence[str]) -> list[str]:
     """Check the names of requested formats, and drop duplicates."""
-    from sbkit.errors import SbkitError
-
     unknown = [name for name in names if name not in FORMATS]
     if unknown or not names:
         raise SbkitError(f"unknown format: {', '.join(unknown) or 'none was given'}", hint=f"use {', '.join(FORMATS)}")

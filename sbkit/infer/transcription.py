@@ -17,7 +17,7 @@ from sbkit.errors import SbkitError
 from sbkit.export.layout import CONFIG
 from sbkit.infer.engine import Engine
 from sbkit.infer.formats import ModelRequest
-from sbkit.infer.inputs import below, collect, refuse_meeting
+from sbkit.infer.inputs import below, collect, lengths, refuse_meeting
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
@@ -71,24 +71,23 @@ def transcribe(request: TranscribeRequest) -> int:
         if request.output is not None:
             claim(request.output, request.bundle, {"model": engine.running.model, "search": request.search,
                                                    "chunk_seconds": request.chunk_seconds}, request.overwrite)
-            waiting = [each for each in recordings if request.overwrite or not _existing_outputs(request.output, each,
-                                                                                                 formats)]
+            waiting = [each for each in recordings if request.overwrite
+                       or not all(below(request.output, each, name).exists() for name in formats)]
             if len(waiting) < len(recordings):
                 print(f"{len(recordings) - len(waiting)} are already done", file=sys.stderr)
         return _run(engine, waiting, request, formats)
 
 
 def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest, formats: list[str]) -> int:
-    rate = engine.config.sample_rate
-    lengths = [_seconds(each, rate) for each in recordings]
-    order = sorted(range(len(recordings)), key=lambda i: -lengths[i])
+    seconds_of = lengths(recordings, engine.config.sample_rate)
+    order = sorted(range(len(recordings)), key=lambda i: -seconds_of[i])
     # The screen shows transcripts in the order the recordings were given in, so each is held back until its turn.
     screen = _Screen(formats[0], len(recordings)) if request.output is None else None
     options = Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search)
     errors: list[Done] = []
     heard: list[tuple[Recording, Transcript]] = []
     passed, start = 0.0, time.perf_counter()
-    bar = progress(what="transcribing", total=round(sum(lengths)), unit="s", show=len(recordings) > 1)
+    bar = progress(what="transcribing", total=round(sum(seconds_of)), unit="s", show=len(recordings) > 1)
     with bar, contextlib.closing(Pipeline(engine, options).run([recordings[i] for i in order])) as results:
         for done in results:
             index = order[done.index]
@@ -103,22 +102,14 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
                 screen.put(index, done.transcript)
             if done.transcript is not None:
                 heard.append((recording, done.transcript))
-            passed += lengths[index]
+            passed += seconds_of[index]
             bar.update(round(passed) - bar.n)
     seconds = time.perf_counter() - start
     warnings = [f"{each.name}: {made.warning}" for each, made in heard if made.warning is not None]
-    _summary(len(recordings), sum(lengths), seconds, errors, warnings, request)
+    _summary(len(recordings), sum(seconds_of), seconds, errors, warnings, request)
     if any(recording.reference for recording, _ in heard):
         _score(heard)
     return LEFT_OUT if errors else 0
-
-
-def _seconds(recording: Recording, rate: int) -> float:
-    """The length by the header; an unreadable file is reported when its turn comes."""
-    try:
-        return recording.seconds(rate)
-    except SbkitError:
-        return 0.0
 
 
 def _summary(count: int, audio: float, seconds: float, errors: list[Done], warnings: list[str],
@@ -187,10 +178,6 @@ class _Screen:
 
 
 # ---------------------------------------------------------------------- the folder
-
-
-def _existing_outputs(output: Path, recording: Recording, formats: list[str]) -> bool:
-    return all(below(output, recording, name).exists() for name in formats)
 
 
 def _write(output: Path, recording: Recording, transcript: Transcript, formats: list[str]) -> None:

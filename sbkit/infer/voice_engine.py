@@ -85,7 +85,7 @@ class VoiceEngine(BundleEngine):
                              f"{error.message}",
                              hint=f"do it and {layout.CONFIG} come from the same export? export it again") from error
 
-    def _batch(self, lines: list[SpeechInput]) -> list[SpeechOutput]:
+    def run_batch(self, lines: list[SpeechInput]) -> list[SpeechOutput]:
         text, lengths = padded([np.array(line.ids, dtype=np.int64) for line in lines])
         speaker = np.array([line.speaker for line in lines], dtype=np.int64)
         speed = np.array([line.speed for line in lines], dtype=np.float32)

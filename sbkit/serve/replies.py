@@ -51,8 +51,7 @@ def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, A
     if "segment" in granularities:
         found["segments"] = [_segment(i, each) for i, each in enumerate(transcript.segments)]
     if "word" in granularities:
-        found["words"] = [{"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3),
-                           "confidence": round(word.confidence, 4)} for word in transcript.words]
+        found["words"] = [{"word": word.text, **word.facts()} for word in transcript.words]
     return found
 
 

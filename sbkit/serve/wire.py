@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from fastapi import WebSocket, WebSocketDisconnect
 
-from sbkit.infer.samples import MAX_RATE, MIN_RATE, Resampler, as_floats, whole
+from sbkit.infer.samples import MAX_RATE, MIN_RATE, Resampler, as_floats, from_pcm, whole
 from sbkit.infer.sound_sources import Beginning
 from sbkit.serve.errors import ApiError, invalid
 from sbkit.serve.text import json_object
@@ -37,7 +37,9 @@ class Wire:
             raise WebSocketDisconnect(message.get("code", 1000))
         if message.get("bytes") is not None:
             return message["bytes"]
-        return _parsed(message["text"])
+        if len(message["text"]) > _LONGEST_TEXT:
+            raise invalid("the text message is too long")
+        return json_object(message["text"], "a text message")
 
     async def first(self, seconds: float) -> bytes | dict[str, Any]:
         """Wait for the first message."""
@@ -55,12 +57,6 @@ class Wire:
     @property
     def _waited(self) -> float:
         return 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    if len(text) > _LONGEST_TEXT:
-        raise invalid("the text message is too long")
-    return json_object(text, "a text message")
 
 
 def _idle(seconds: float) -> ApiError:
@@ -112,7 +108,7 @@ class Intake:
     def take(self, last: bool = False) -> np.ndarray:
         """Return the samples [S] since the last call, float32; ``last``: nothing comes after them."""
         frames, self._frames, self._taken = self._frames, [], self._came
-        return self._resampler(as_floats(np.frombuffer(b"".join(frames), "<i2").astype(np.int16, copy=False)), last)
+        return self._resampler(as_floats(from_pcm(b"".join(frames))), last)
 
 
 def rate_of(value: object) -> int:

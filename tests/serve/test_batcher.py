@@ -130,7 +130,7 @@ def test_one_that_fails_does_not_fail_its_neighbours(engine):
 def test_a_closed_engine_fails_what_waits_instead_of_holding_it(engine):
     batcher = Batcher(engine)
     engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(SbkitError, match="closed"):
         batcher.submit(bundles.voiced([5])).result(10)
 
 

@@ -142,7 +142,7 @@ def test_without_a_head_the_graph_gives_encoder_states():
 
 
 def running(program, least):
-    """Return what ``runners.exported`` returns for a program's file."""
+    """Return what runs a program's file."""
     module = program.module()
 
     @torch.no_grad()
@@ -170,7 +170,8 @@ def test_every_runtime_says_what_the_recogniser_says(name, made):
     signals = [sound(size, size) for size in LENGTHS]
     # A file's is no other than the one it was written from, and takes seconds to read.
     read = torch.export.load(folder / "m.pt2") if name in READ else program
-    for run in (runners.onnx(folder / "m.onnx", OUTPUTS, least), running(read, least)):
+    for run in (runners.on_waveforms(runners.open_runner("onnx", folder / "m.onnx"), OUTPUTS, least),
+                running(read, least)):
         for mine, signal in zip(expected, signals, strict=True):
             found = run([signal])[0]
             assert found.shape == mine.shape
@@ -242,5 +243,6 @@ def test_eight_bits_are_in_matrix_products_alone_and_features_stay_exact(made):
     kinds = [node.op_type for node in onnx.load(folder / "m8.onnx").graph.node]
     assert "MatMulInteger" in kinds and "Conv" in kinds and "ConvInteger" not in kinds
     assert not any(node.op_type in ("STFT", "DFT") for node in onnx.load(folder / "m.onnx").graph.node)
-    one, other = (runners.onnx(folder / name, OUTPUTS)([sound(16_000)])[0] for name in ("m.onnx", "m8.onnx"))
+    one, other = (runners.on_waveforms(runners.open_runner("onnx", folder / name), OUTPUTS)([sound(16_000)])[0]
+                  for name in ("m.onnx", "m8.onnx"))
     assert 0 < np.abs(one - other).max() < 1.0

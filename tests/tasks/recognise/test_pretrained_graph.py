@@ -29,7 +29,7 @@ def test_it_is_exported(tmp_path, kind, layers):
     graph.quantize(tmp_path / "m.onnx", tmp_path / "q.onnx")
     signals = [0.1 * np.random.default_rng(i).standard_normal(n).astype(np.float32) for i, n in enumerate(LENGTHS)]
     for name, most in (("m.onnx", 1e-3), ("q.onnx", 0.2)):
-        run = runners.onnx(tmp_path / name, OUTPUTS, least)
+        run = runners.on_waveforms(runners.open_runner("onnx", tmp_path / name), OUTPUTS, least)
         together = run(signals)
         for signal, found in zip(signals, together, strict=True):
             with torch.no_grad():
