@@ -149,11 +149,11 @@ def grouped(spans: TokenSpans, piece: Callable[[int], str], *, skip: Collection[
 
 
 def written(groups: Sequence[WordTokens], spans: TokenSpans, frame_seconds: float, start: float = 0.0) -> list[Word]:
-    """Write groups of tokens as words with times and confidences."""
+    """Write groups of tokens as words with times, in whole milliseconds, and confidences."""
     return [
         Word(
-            text=_text(parts), start=start + frame_seconds * int(spans.starts[tokens[0]]),
-            end=start + frame_seconds * int(spans.ends[tokens[-1]]),
+            text=_text(parts), start=round(start + frame_seconds * int(spans.starts[tokens[0]]), 3),
+            end=round(start + frame_seconds * int(spans.ends[tokens[-1]]), 3),
             confidence=float(spans.confidence[tokens].min()),
         )
         for _, _, parts, tokens in groups if parts
