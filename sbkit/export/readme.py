@@ -36,12 +36,18 @@ outputs = model(torch.from_numpy(signal)[None], torch.tensor([len(signal)]))
 }
 
 
+def heading(name: str, config: Bundle) -> str:
+    """What was trained or imported if the folder is named ``bundle``, as most are; otherwise the folder's name."""
+    known = config.trained.get("imported") or config.trained.get("experiment")
+    return f"# {known}" if known and name == "bundle" else f"# {name}"
+
+
 def text(name: str, config: Bundle, comparison: Comparison, of_targets: Sequence[str] = ()) -> str:
     """Make the whole text."""
     outputs = ", ".join(getattr(config, "outputs", []))
     labels = getattr(config, "labels", [])
     values = {"rate": config.sample_rate, "outputs": outputs}
-    parts = [f"""# {name}
+    parts = [f"""{heading(name, config)}
 
 A model at {config.sample_rate} Hz, trained by sbkit. It gives {outputs} for each recording.
 
@@ -66,7 +72,7 @@ def recogniser_head(name: str, model: str, config: Config) -> str:
     origin = f"imported from {imported}" if imported else \
         f"trained\nby sbkit{f' (experiment {experiment})' if experiment else ''}"
     language = f" ({config.language})" if config.language else ""
-    return f"""# {name}
+    return f"""{heading(name, config)}
 
 Speech recognition{language} with {model} at {config.sample_rate} Hz, {origin}.
 

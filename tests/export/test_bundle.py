@@ -156,8 +156,9 @@ def test_nothing_in_it_tells_where_it_was_made(made):
         assert not any(place in data for place in places for data in entries), path
 
 
-def test_its_readme_says_which_files_can_run_code(made):
+def test_its_readme_says_what_was_trained_and_which_files_can_run_code(made):
     readme = (made / "README.md").read_text()
+    assert f"\n# {Config.read(made).trained['experiment']}\n" in readme and "\n# bundle" not in readme
     for part, told in (("PyTorch", "`.pt2` file is a program"), ("SpeechBrain", "calls what `hyperparams.yaml`")):
         assert told in readme.split(f"### {part}")[1].split("###")[0]
 

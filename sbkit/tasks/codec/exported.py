@@ -250,7 +250,7 @@ def text(name: str, config: layout.CodecConfig, comparison: Comparison) -> str:
     values = {"rate": config.sample_rate, "books": config.books, "count": count, "stride": config.stride,
               "least": config.min_samples, "least_frames": config.min_frames}
     each = f"{count} codes of" if count > 1 else "a code of"
-    parts = [f"""# {name}
+    parts = [f"""{readme.heading(name, config)}
 
 A codec of speech at {config.sample_rate} Hz, trained by sbkit: {rate:g} frames a second, in each of them {each} \
 {" and ".join(f"{size:,}" for size in config.books)}.

@@ -238,7 +238,7 @@ def text(name: str, config: layout.VoiceConfig, comparison: Comparison) -> str:
     spelled = "" if config.spelling is None else f""" Its symbols are phones: words are spelled in IPA, \
 each as if it were said alone, by espeak-ng's voice `{config.spelling}`, which `pip install 'sbkit[demo]'` installs."""
     speakers = ", ".join(config.speakers[:10]) + (", ..." if len(config.speakers) > 10 else "")
-    parts = [f"""# {name}
+    parts = [f"""{readme.heading(name, config)}
 
 A voice at {config.sample_rate} Hz, trained by sbkit: {speakers}. It knows the characters \
 `{"".join(characters).strip()}`{" and the space" if " " in characters else ""}.{spelled}
