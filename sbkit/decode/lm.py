@@ -20,7 +20,7 @@ from sbkit.decode.ngram import Level, NGram
 from sbkit.decode.pieces import Pieces
 from sbkit.decode.spans import WORD_START
 from sbkit.errors import SbkitError
-from sbkit.system.console import table
+from sbkit.system.console import table, time_span
 from sbkit.system.untrusted import standard_input
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class LMReport:
             table(["order", "n-grams", "before pruning", "discounts"], rows),
             f"perplexity {quality.perplexity:.2f} on {of} ({quality.perplexity_with_unknown:.2f} with unknown "
             f"{self.unit}s), {quality.unknown} of {quality.words} {self.unit}s unknown ({quality.unknown_share:.2f} %)",
-            f"written in {self.seconds:.1f} s: {', '.join(map(str, self.files))}",
+            f"written in {time_span(self.seconds)}: {', '.join(map(str, self.files))}",
         ])
 
 

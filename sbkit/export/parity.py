@@ -14,6 +14,7 @@ from sbkit.export import layout
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.runners import Output, Runner
 from sbkit.score.rates import ErrorRates
+from sbkit.system import disk
 from sbkit.system.console import table
 
 CHECKPOINT = "checkpoint"
@@ -238,18 +239,18 @@ class Comparison:
         for name, ways in self.companions.items():
             for way, comparison in ways.items():
                 rows += comparison._rows(f"{name}, {way}, ")
-        columns = ["format", "MB", "max difference", "clips changed", "WER %", "real-time factor"]
+        columns = ["format", "size", "max difference", "clips changed", "WER %", "real-time factor"]
         shown = [i for i, name in enumerate(columns) if self.has_words or name not in ("clips changed", "WER %")]
         return table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
     def _rows(self, before: str = "") -> list[list[object]]:
         rows: list[list[object]] = []
         for each in self.results:
-            worst = None if each.difference is None else each.difference
+            worst = None if each.format == CHECKPOINT else each.difference
             if worst is not None and self.batchable():
                 worst = max(worst, each.batch_difference or 0.0)
             rows.append([
-                before + each.format, None if each.bytes is None else f"{each.bytes / 1e6:.1f}",
+                before + each.format, None if each.bytes is None else disk.size(each.bytes),
                 None if worst is None else self.shown(worst), each.words_changed, each.wer, f"{each.rtf:.4f}",
             ])
         return rows

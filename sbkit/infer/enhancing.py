@@ -20,7 +20,7 @@ from sbkit.infer.resynthesis import file_names
 from sbkit.infer.sound_file import SoundWriter
 from sbkit.infer.transcription import LEFT_OUT
 from sbkit.system import disk
-from sbkit.system.console import atomic_write, progress
+from sbkit.system.console import atomic_write, progress, time_span
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def enhance(request: EnhanceRequest) -> int:
         print(f"left out: {each}", file=sys.stderr)
     took = time.perf_counter() - began
     factor = f" (real-time factor {took / seconds:.4f})" if seconds else ""
-    print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {took:.1f} s{factor}")
+    print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {time_span(took)}{factor}")
     return LEFT_OUT if errors else 0
 
 

@@ -41,7 +41,7 @@ from sbkit.infer.transcription import LEFT_OUT, claim, print_first
 from sbkit.score.calibration import MIN_UTTERANCES, Calibration, reliability, word_accuracy
 from sbkit.score.run_files import MANIFESTS, RECIPE
 from sbkit.system import disk, untrusted
-from sbkit.system.console import atomic_write, progress, table
+from sbkit.system.console import atomic_write, progress, table, time_span
 
 FOLDER = "labelling"
 CALIBRATION = "calibration.json"
@@ -243,7 +243,7 @@ def _hear(pipeline: Pipeline, recordings: Mapping[str, Recording], path: Path) -
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     taken = time.perf_counter() - began
-    print(f"transcribed {seconds / 3600:.2f} hours in {taken:.0f} s", file=sys.stderr)
+    print(f"transcribed {time_span(seconds)} in {time_span(taken)}", file=sys.stderr)
     return errors
 
 

@@ -24,7 +24,7 @@ from sbkit.infer.codec import CodecModel, codec
 from sbkit.infer.codec_engine import books_of
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.sound_file import SoundWriter
-from sbkit.system.console import progress
+from sbkit.system.console import progress, time_span
 
 #: What the command writes beside the sounds: ids, texts and speakers of them.
 SOUNDS = "manifest.csv"
@@ -65,7 +65,7 @@ def resynthesize(request: ResynthesizeRequest) -> int:
                 seconds += _write(loaded, each, aside / name, f"resynthesizing {name}".rstrip(), request.format)
             publish.publish(aside, to, request.force)
     took, count = time.perf_counter() - began, sum(map(len, codes.values()))
-    print(f"{request.to}: {count:,} recordings, {seconds / 3600:.2f} hours; it took {took:.1f} s (real-time factor "
+    print(f"{request.to}: {count:,} recordings, {time_span(seconds)}; it took {time_span(took)} (real-time factor "
           f"{took / seconds:.4f})")
     return 0
 

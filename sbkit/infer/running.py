@@ -18,7 +18,7 @@ from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
 from sbkit.infer.inputs import below, collect, refuse_meeting
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcription import LEFT_OUT
-from sbkit.system.console import atomic_write, progress
+from sbkit.system.console import atomic_write, progress, time_span
 
 #: Numbers of a recording that the screen takes; more belong into files.
 _SHOWN = 10_000
@@ -72,7 +72,7 @@ def run(request: RunRequest) -> int:
                 _write(request.output, recording, made, request.formats, config.sample_rate, seconds)
     where = f" -> {request.output}" if request.output is not None else ""
     print(f"{len(recordings) - errors} of {len(recordings)} recordings, {audio:.1f} s of audio in "
-          f"{time.perf_counter() - began:.1f} s{where}", file=sys.stderr)
+          f"{time_span(time.perf_counter() - began)}{where}", file=sys.stderr)
     return LEFT_OUT if errors else 0
 
 

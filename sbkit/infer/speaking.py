@@ -22,7 +22,7 @@ from sbkit.infer.sound_file import SoundStream, SoundWriter, kind_of
 from sbkit.infer.voice import Voice, checked_speed, speaker_of
 from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.system import disk
-from sbkit.system.console import atomic_write, progress
+from sbkit.system.console import atomic_write, progress, time_span
 from sbkit.system.untrusted import standard_input
 
 STD = "-"
@@ -83,7 +83,7 @@ def _speak(voice: Voice, text: IO[str], request: SpeakRequest, write: Callable[[
     took = time.perf_counter() - began
     where = "" if request.to == STD else f" -> {request.to}"
     factor = f" (real-time factor {took / seconds:.4f})" if seconds else ""
-    print(f"{seconds:.1f} s of speech in {took:.1f} s{factor}{where}", file=sys.stderr)
+    print(f"{seconds:.1f} s of speech in {time_span(took)}{factor}{where}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------- the text

@@ -31,7 +31,7 @@ from sbkit.infer.codec import CodecModel, codec
 from sbkit.infer.formats import ModelRequest
 from sbkit.infer.resynthesis import file_name
 from sbkit.system import disk
-from sbkit.system.console import progress
+from sbkit.system.console import progress, time_span
 
 #: Where the lists of a corpus are kept, and audio that had to be unpacked, so that another run need not look again.
 PREPARED = "manifests"
@@ -166,9 +166,9 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
         _report_left_out(name, folder, left_out, done)
     took = time.perf_counter() - began
     books, size = codec.books, sum(each.stat().st_size for each in folder.iterdir())
-    print(f"{folder}: {done.utterances:,} utterances, {done.seconds / 3600:.2f} hours, {done.frames:,} frames at "
+    print(f"{folder}: {done.utterances:,} utterances, {time_span(done.seconds)}, {done.frames:,} frames at "
           f"{books.bit_rate:.0f} bit/s, {disk.size(size)}, which as 16-bit samples are "
-          f"{disk.size(2 * codec.sample_rate * done.seconds)}; it took {took:.1f} s (real-time factor "
+          f"{disk.size(2 * codec.sample_rate * done.seconds)}; it took {time_span(took)} (real-time factor "
           f"{took / done.seconds:.4f})")
 
 

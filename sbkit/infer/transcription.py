@@ -21,7 +21,7 @@ from sbkit.infer.inputs import below, collect, lengths, refuse_meeting
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
-from sbkit.system.console import atomic_write, progress
+from sbkit.system.console import atomic_write, progress, time_span
 
 #: File in a folder of transcripts that records what made them.
 MADE_BY = ".sbkit-transcribe.json"
@@ -119,8 +119,8 @@ def _summary(count: int, audio: float, seconds: float, errors: list[Done], warni
     if count:
         factor = f" (real-time factor {seconds / audio:.4f})" if audio else ""
         where = f" -> {request.output}" if request.output is not None else ""
-        print(f"{count - len(errors)} of {count} recordings, {audio:.1f} s of audio in {seconds:.1f} s{factor}{where}",
-              file=sys.stderr)
+        print(f"{count - len(errors)} of {count} recordings, {audio:.1f} s of audio in {time_span(seconds)}"
+              f"{factor}{where}", file=sys.stderr)
 
 
 def print_first(what: str, lines: Sequence[str]) -> None:

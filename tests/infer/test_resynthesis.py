@@ -47,7 +47,7 @@ def refused(capsys, *words):
 def test_sounds_are_those_of_the_codes(bundle, tmp_path, format, monkeypatch, capsys):
     monkeypatch.setattr(resynthesis, "AT_ONCE_SECONDS", 1.5)
     resynthesize(bundle, codes(tmp_path / "codes"), "--to", tmp_path / "out", "--format", format)
-    assert "4 recordings, 0.00 hours; it took" in capsys.readouterr().out
+    assert "4 recordings, 3.6 s; it took" in capsys.readouterr().out
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [
         *(f"{name}.{format}" for name in "abcd"), "manifest.csv"]
     manifest = Manifest.read(tmp_path / "out" / "manifest.csv")

@@ -74,7 +74,7 @@ def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(bundle, c
             assert each.text == ("Well, isn't it?" if i else None), "as it is written"
     last = capsys.readouterr().out.splitlines()[-1]
     frames = sum(map(len, (wanted[f"test{i}"] for i in range(3))))
-    assert f"test: 3 utterances, 0.00 hours, {frames:,} frames at {toy_codec.BOOKS.bit_rate:.0f} bit/s, " in last
+    assert f"test: 3 utterances, 4.7 s, {frames:,} frames at {toy_codec.BOOKS.bit_rate:.0f} bit/s, " in last
     assert "which as 16-bit samples are" in last and "real-time factor" in last
 
 
