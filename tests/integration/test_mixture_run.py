@@ -51,6 +51,8 @@ def test_a_part_is_added_to_a_run_that_is_resumed(tmp_path):
     valid = next(line for line in reversed(lines) if "valid_WER" in line)
     assert valid["valid_WER"] == valid["valid_WER small"] and "valid_WER large" in valid
     assert "valid_WER new" not in valid
+    done = json.loads((tmp_path / "run" / "tested.json").read_text())["said"]
+    assert done.startswith("large: WER") and "; small: WER" in done, "the same command says it again"
     assert "part of the mixture" in (tmp_path / "run" / "report.html").read_text()
     found = sbkit("evaluate", tmp_path / "run", "--device", "cpu", "--workers", 0, cwd=tmp_path, **ENVIRONMENT)
     assert "  small: WER" in found.stdout
