@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from speechbrain.utils.train_logger import FileTrainLogger  # noqa: E402
 from sbkit.train.resumable_file import ResumableFile  # noqa: E402
 
 logger = get_logger(__name__)
+_EXPONENT = re.compile(r"(?<=: )-?\d\.\d+e[+-]\d+")
 
 
 @register_checkpoint_hooks
@@ -48,7 +50,10 @@ class TrainLog(FileTrainLogger):
         test_stats: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Append one line with the meta information and the statistics of each given stage."""
+        """Append one line with the meta information and the statistics of each given stage.
+
+        What is shown has no exponents where numbers have a usual size: a WER is 100 there, and 1.00e+02 in the file.
+        """
         parts = [self._stats_to_string(stats_meta)]
         for dataset, stats in [("train", train_stats), ("valid", valid_stats), ("test", test_stats)]:
             if stats is not None:
@@ -56,7 +61,7 @@ class TrainLog(FileTrainLogger):
         line = " - ".join(parts)
         self._file.append(line)
         if verbose:
-            logger.info(line)
+            logger.info(_EXPONENT.sub(lambda number: f"{float(number[0]):.{self.precision + 1}g}", line))
 
     def start_afresh(self) -> None:
         """Drop the lines of an earlier start of this run, which left no checkpoint."""

@@ -268,7 +268,7 @@ class StageDisplay:
         if waits is not None:
             yield f"data wait {100 * waits:.0f} %", _YELLOW if waits > _SLOW_DATA else ""
         if "lr" in self._shown:
-            yield f"lr {self._shown['lr']:.1e}", ""
+            yield f"lr {self._shown['lr']:.1e}".removesuffix(".0e+00"), ""
         if self._padded > 0:
             yield f"padding {100 * (1 - self._seconds / self._padded):.0f} %", ""
         if speed > 0 and self._utilisation is not None:

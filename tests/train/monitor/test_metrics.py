@@ -180,7 +180,7 @@ STATS = [
 ]
 
 
-def test_train_log_is_speechbrains_to_the_byte(tmp_path):
+def test_train_log_is_speechbrains_to_the_byte_and_is_shown_without_exponents(tmp_path, caplog):
     loggers = load_hyperpyyaml(f"""
 theirs: !new:speechbrain.utils.train_logger.FileTrainLogger
     save_file: {tmp_path}/theirs.txt
@@ -192,6 +192,9 @@ ours: !new:sbkit.train.train_log.TrainLog
         for one in loggers.values():
             one.log_stats(meta, train_stats=train, valid_stats=valid, test_stats=test)
     assert (tmp_path / "new/ours.txt").read_bytes() == (tmp_path / "theirs.txt").read_bytes()
+    assert [record.getMessage() for record in caplog.records if record.name == "sbkit.train.train_log"] == [
+        "epoch: 1, lr: 0.001, steps: 100 - train loss: 12.35 - valid loss: 0.5, valid WER: 102",
+        "epoch: 2, lr: 0.05 - train loss: 1", "Epoch loaded: 2 - test loss: 3, test CER: 7.77, test note: a - b"]
 
 
 def test_train_log_of_a_resumed_run_has_each_epoch_once(tmp_path):
