@@ -210,7 +210,7 @@ class Trainer:
                 updated = state.optimizer_step > before
                 if updated:
                     brain.open_step(state.optimizer_step + 1)
-                progress.batch(batch, int(updated) if state.plan_driven else 1, state.average.value,
+                progress.batch(batch, int(updated) if state.plan_driven else 1, state.average.known,
                                self.learning_rate)
                 self._profile()
                 if self._ends_step(updated):

@@ -53,7 +53,7 @@ class Progress:
         self._norm: float | None = None
         self._extras: dict[str, Mean] = {}
 
-    def batch(self, batch: object, steps: int, loss: Callable[[], float], lr: Rate | None) -> None:
+    def batch(self, batch: object, steps: int, loss: Callable[[], float | None], lr: Rate | None) -> None:
         """Record a batch; ``steps``: how far the progress bar moves."""
         seconds, padded = getattr(batch, "seconds", 0.0), getattr(batch, "padded_seconds", 0.0)
         self._seconds += seconds
@@ -79,7 +79,7 @@ class Progress:
     def _write(self, metrics: MetricsLog, result: StepResult, lr: Rate | None, now: float) -> None:
         speed = self._seconds * ranks.world_size() / (now - self._last)
         metrics.write(
-            "step", epoch=self.epoch, step=result.number, loss=self._loss.value() if self._loss.count else None,
+            "step", epoch=self.epoch, step=result.number, loss=self._loss.known(),
             **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm,
             audio_s_per_s=speed or None, **self._used(speed), data_wait_share=self.budget.share("data"),
             padding_share=1 - self._seconds / self._padded if self._padded else None,
@@ -132,6 +132,7 @@ REDRAW_SECONDS = 0.5
 LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
 _WINDOW_SECONDS = 60.0  # period that speeds are averaged over
 _BAR_CELLS = ((100, 8), (50, 4))  # (columns of the terminal, least cells of the bar)
+_FIRST_STEPS = 10  # that wait for the first batches, which says nothing of those that follow
 _SLOW_DATA = 0.1  # share of waiting for data that is coloured
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
@@ -265,7 +266,7 @@ class StageDisplay:
             shown = speed * self._scale
             yield f"audio {shown:.{0 if shown >= 10 else 1}f} s/s", ""
         waits = self._budget.share("data") if self._budget is not None else None
-        if waits is not None:
+        if waits is not None and steps - self._initial >= (_FIRST_STEPS if self.show else 1):
             yield f"data wait {100 * waits:.0f} %", _YELLOW if waits > _SLOW_DATA else ""
         if "lr" in self._shown:
             yield f"lr {self._shown['lr']:.1e}".removesuffix(".0e+00"), ""

@@ -28,6 +28,10 @@ class Mean:
         self.total = self.count = 0.0
         self._set = value
 
+    def known(self) -> float | None:
+        """Return the mean; None before there is one."""
+        return self.value() if self.count or self._set else None
+
     def value(self, more: Iterable[tuple[float, float]] = ()) -> float:
         """Return the mean, including further sums that are not added permanently."""
         whole = Mean()
