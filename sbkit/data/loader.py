@@ -74,17 +74,7 @@ _Own = TypeVar("_Own", bound="_Loader")
 
 
 class _Loader:
-    """Base of both loaders: worker processes, their orderly end, and the count of damaged recordings.
-
-    Arguments
-    ---------
-    workers: number of processes; with 0 this process reads.
-    pin_memory: read into page-locked memory, from which copies to a GPU overlap with computation.
-    prefetch: micro-batches that each worker reads ahead.
-    timeout: seconds without a batch after which the run ends with an error; 0: wait without limit.
-    max_damaged_share, damaged_floor: the run ends when more than ``damaged_floor`` recordings plus this
-        share of those read are damaged or missing. Until then they are left out and logged.
-    """
+    """Base of both loaders: worker processes, their orderly end, and the count of damaged recordings."""
 
     def __init__(self, reader: Reader, max_batch_seconds: float, *, workers: int = 2,
                  pin_memory: bool = False, prefetch: int = PREFETCH, timeout: float = 600,
@@ -186,9 +176,10 @@ class TrainLoader(_Loader):
     min_micros: least number of micro-batches per step (gradient accumulation).
     augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, visit, utterance).
     columns: what else a batch holds.
-    reading: ``workers`` (processes; 0: this one), ``pin_memory``, ``prefetch`` (micro-batches per worker), ``timeout``
-        (seconds without a batch before the run ends), ``max_damaged_share`` and ``damaged_floor`` (how many damaged
-        recordings a run tolerates).
+    reading: ``workers`` (processes; 0: this one), ``pin_memory`` (read into page-locked memory, from which copies to a
+        GPU overlap with computation), ``prefetch`` (micro-batches that each worker reads ahead), ``timeout`` (seconds
+        without a batch before the run ends; 0: never), ``max_damaged_share`` and ``damaged_floor`` (the run ends when
+        more than this number, plus this share of those read, are damaged; until then they are left out and logged).
 
     >>> with TrainLoader(manifest, tokenizer, plan) as loader:  # doctest: +SKIP
     ...     for batch in loader.at(epoch=3, step=1200):

@@ -40,19 +40,11 @@ def default_workers() -> int:
 def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NOWHERE,
             whole: bool = True, what: str = "measuring",
             show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
-    """Read the duration of each recording from its header.
+    """Read the duration of each recording from its header; the arguments are those of :func:`ask`.
 
-    Arguments
-    ---------
-    wavs : N recordings
-    remote : which URLs may be opened
     whole : whether a recording that holds less or more audio than its header says can't be read
-    journal : a file that stores results, so that a later call continues where this one was stopped
 
-    Returns
-    -------
-    seconds : float64 [N], NaN for a recording that can't be read
-    causes : for the index of each such recording, why
+    Returns the seconds, float64 [N], NaN for a recording that can't be read, and for the index of each of these, why.
     """
     seconds = np.full(len(wavs), np.nan)
     causes: dict[int, str] = {}
@@ -76,6 +68,7 @@ def ask(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers
     job : ``module:function``; called with a recording, ``remote`` and ``further``, it returns what JSON can hold, as a
         text if it is the reason why there is no answer
     wavs : N recordings, as ``job`` takes them: texts, or lists with a text first
+    remote : which URLs may be opened
     journal : a file that stores answers, so that a later call continues where this one was stopped
     chunk, worth_processes : recordings that one process gets at once, and how many are worth starting processes
     then : makes of each answer what is given and stored

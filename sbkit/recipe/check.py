@@ -33,10 +33,9 @@ from sbkit.recipe import (
     real_batches,
     trace,
 )
-from sbkit.recipe.blind_spots import nothing_from
 from sbkit.recipe.build import Built, build
 from sbkit.recipe.keys import TaskClass
-from sbkit.recipe.reading import read
+from sbkit.recipe.reading import nothing_from, read
 from sbkit.recipe.report import Report, Section
 from sbkit.recipe.settings import check_options
 from sbkit.recipe.source import Findings, Node

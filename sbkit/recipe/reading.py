@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sbkit.recipe.blind_spots import PACKAGES, hide
 from sbkit.recipe.keys import COMPLETE, NULL
 from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
-from sbkit.recipe.signatures import bind, locate
+from sbkit.recipe.signatures import Outside, bind, locate
 from sbkit.recipe.source import UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import check_text, static
 
+#: Packages that may be imported: the check itself runs their code.
+PACKAGES = ("speechbrain", "torch", "sbkit")
+_CALLED = ("!apply", "!applyref")
 _TAGS = ("!new:", "!name:", "!apply:", "!applyref:", "!module:")
 _ALL_TAGS = (*_TAGS, "!ref", "!copy", "!include:", "!PLACEHOLDER", "!tuple")
 
@@ -25,16 +30,16 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unseen: l
          ) -> Node | None:
     """The recipe as one tree of resolved values, None if it can't be read; mistakes are added to ``findings``.
 
-    unseen: notes on what wasn't looked at are added to it, and little is imported; None imports all names
+    unseen: notes on what wasn't looked at are added to it, and only ``PACKAGES`` are imported; None imports all names
     """
     referred: set[str] = set()
-    root = resolve(Path(path), overrides, findings, referred, None if unseen is None else PACKAGES)
+    root = resolve(path, overrides, findings, referred, None if unseen is None else PACKAGES)
     if root is None:
         return None
     root = flatten(root)
     nodes = list(root.walk())
     if unseen is not None:
-        unseen += hide(root)
+        unseen += _hide(root)
     for node in nodes:  # texts first, so that an argument that refers to one isn't reported again
         for child in node.children():
             if child.scalar and child.value is not UNKNOWN:
@@ -45,7 +50,7 @@ def read(path: Path, overrides: Mapping[str, Any], findings: Findings, unseen: l
     mistaken = {(f.file, f.line, f.key) for f in findings if f.code == "wrong-type" and f.severity == "error"}
     findings[:] = [f for f in findings if not f.code.endswith("-as-text") or f.severity == "error"
                    or (f.file, f.line, f.key) not in mistaken]
-    _check_needed(root, findings, Path(path))
+    _check_needed(root, findings, path)
     _check_brain(root, findings)
     check_names(root, referred, findings)
     return root
@@ -150,3 +155,50 @@ def _check_brain(root: Node, findings: Findings) -> None:
         findings.warning("missing-key", brain.place, "brain",
                          f"{cls.__name__} reads the key {name}, which the recipe lacks",
                          f"is {near} a misspelling of it?" if near else f"add {name}: VALUE")
+
+
+# ---------------------------------------------------------------------------------------------- what is not looked at
+
+
+def _hide(root: Node) -> list[str]:
+    """Make nodes unknown that must not be imported or called; return their places with the reasons."""
+    notes = {}
+    for node in list(root.walk()):
+        why, known = _why_unseen(node.tag)
+        if why:
+            notes[node.place.file, node.place.line, node.place.column, node.key] = ": ".join(filter(None, (
+                str(node.place), node.key, why)))
+        if not known:
+            node.tag = ""
+            node.value = node.value if node is root else UNKNOWN  # the keys of a file with a tag can be checked
+    return [notes[place] for place in sorted(notes)]
+
+
+def _why_unseen(tag: str) -> tuple[str, bool]:
+    """Why a tag is not looked at, empty if it is; and whether the name in it may be imported."""
+    kind, _, name = tag.partition(":")
+    if tag.startswith("!!python/"):
+        return f"{tag} runs Python when it is read", False
+    if tag == "!apply:getattr":  # what a reference <key.attribute> becomes
+        return "an attribute of what is not built", False
+    if kind not in (*_CALLED, "!new", "!name", "!module") or not name:
+        return "", True
+    try:
+        locate(name, PACKAGES)
+    except Outside as error:
+        return f"{tag}: {error}", False
+    except LookupError:  # reported with the other mistakes
+        return "", True
+    return (f"{tag} is called when the recipe is loaded" if kind in _CALLED else ""), True
+
+
+@contextlib.contextmanager
+def nothing_from(*folders: Path) -> Iterator[None]:
+    """Import nothing from these folders within it, where files with the name of a missing package may lie."""
+    before = list(sys.path)
+    left_out = {os.path.realpath(folder) for folder in folders}
+    sys.path[:] = [each for each in before if os.path.realpath(each) not in left_out]
+    try:
+        yield
+    finally:
+        sys.path[:] = before

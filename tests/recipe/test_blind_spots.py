@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sbkit import cli
-from sbkit.recipe.blind_spots import PACKAGES, nothing_from
 from sbkit.recipe.check import check
+from sbkit.recipe.reading import PACKAGES, nothing_from
 from sbkit.recipe.signatures import Outside, locate
 
 SMALL = Path(__file__).parent / "small.yaml"
