@@ -17,10 +17,11 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -28,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from sbkit.data import demo_voice
-from sbkit.data.demo_sentences import GRAMMARS, Grammar, expand, numbers_grammar
 from sbkit.errors import SbkitError
 from sbkit.system import disk, helper_process
 from sbkit.system.console import progress, stored_json
@@ -74,6 +75,48 @@ SHORTEST_SECONDS = 1.5
 RETRIES = 1000  # draws for a new sentence; needed only for number lists of languages with few number words
 
 
+# ---------------------------------------------------------------- sentences
+
+#: A table of slots: ``expand`` picks one alternative of a slot and fills the slots named in it. Each grammar yields
+#: more than 100,000 sentences over 90 to 150 words: too many to learn by heart, so a model has to recognise words.
+Grammar = Mapping[str, Sequence[str]]
+
+
+def _read_grammars(file: Path) -> dict[str, Grammar]:
+    return {name: {slot: tuple(map(str.strip, text.split("|"))) for slot, text in slots.items()}
+            for name, slots in yaml.safe_load(file.read_text(encoding="utf-8")).items()}
+
+
+#: By espeak-ng's name of the language.
+GRAMMARS = _read_grammars(Path(__file__).with_name("demo_sentences.yaml"))
+
+
+def numbers_grammar(sayable: Sequence[int]) -> Grammar:
+    """A grammar of number lists, for a language that has no sentences here.
+
+    espeak-ng reads digits as number words of the language, and the transcript keeps the digits, so no knowledge of its
+    script is needed. ``sayable`` are the numbers with a pronunciation of their own.
+    """
+    numbers = [f"{number}" for number in sayable]
+    return {"sentence": tuple(", ".join(["{n}"] * count) + "." for count in (3, 4, 5)), "n": tuple(numbers)}
+
+
+def expand(grammar: Grammar, rng: random.Random, slot: str = "sentence") -> str:
+    """A random sentence of the grammar, with a capital letter, and ``an`` before vowels in English."""
+    text = _fill(grammar, rng, slot)
+    if grammar is GRAMMARS["en"]:
+        text = re.sub(r"\ba (?=[aeiou])", "an ", text)
+    first = next((i for i, char in enumerate(text) if char.isalnum()), 0)
+    return text[:first] + text[first].upper() + text[first + 1:]
+
+
+def _fill(grammar: Grammar, rng: random.Random, slot: str) -> str:
+    return re.sub(r"\{(\w+)\}", lambda match: _fill(grammar, rng, match.group(1)), rng.choice(grammar[slot]))
+
+
+# ---------------------------------------------------------------- the corpus
+
+
 @dataclass(frozen=True)
 class Speaker:
     id: str
@@ -111,7 +154,7 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     out : folder in which the language's folder is made; it appears there completely or not at all.
     hours : approximate amount of speech in all splits together.
     language : an espeak-ng language or Common Voice's code for it. For ten languages there are sentences (see
-        ``demo_sentences``); in all others the texts are lists of numbers, written in digits.
+        ``demo_sentences.yaml``); in all others the texts are lists of numbers, written in digits.
     voices : voices of espeak-ng, such as ``en-us+f2``, that speak all of it, steadily as in a studio: a corpus to learn
         to speak from. By default there are many, others in each split
     """

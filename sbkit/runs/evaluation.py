@@ -22,27 +22,12 @@ _SCORED = ("source", "manifest", "checkpoints", "decoder", "precision")  # keys 
 
 @dataclass(frozen=True)
 class EvaluateRequest:
-    """What to score, and how.
+    """What to score, and how: the options of ``sbkit evaluate``, whose help describes each.
 
-    run : the output folder of a run
-    on : a corpus of any supported kind; None for the run's own
-    split : a split of the corpus; None for its test split, or its only one
-    checkpoints : ``best``, ``last``, names of checkpoints
-    average : score the mean of this many instead
-    max_wer : the same as ``("WER", max_wer)`` among ``most``
-    most, least : names of the results' figures, each with a bound: a figure beyond it makes the exit code 1
-    name : name of the results, to which checkpoint and search options are appended; by default the corpus's
-    out : the folder for results, by default ``RUN/evaluations``
-    lm : a language model (ARPA or KenLM's binary) to search with
-    tune_lm : find the two weights below on the run's dev split first
-    lm_weight, word_score, beam : see ``sbkit.decode.beam.BeamSearch``. Without any of these, a language model, hot
-        words or nbest, transcripts are each frame's best token, or what the recipe's decoder finds
-    hot_words : phrases to expect, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
-    nbest : number of transcripts per utterance to write to nbest.jsonl, with their scores
-    joint : search with the attention decoder and CTC together
-    ctc_weight : weight of CTC in the joint search
-    recogniser : the bundle of a recogniser that hears what a codec or a voice made; by default the recipe's
-    chunk : score as live speech too, in chunks of each of these milliseconds; None is the whole utterance
+    most, least : names of the results' figures, each with a bound; ``max_wer`` is one of WER
+    lm, hot_words, lm_weight, word_score, beam, nbest : without any of these, transcripts are each frame's best token,
+        or what the recipe's decoder finds
+    chunk : milliseconds; None is the whole utterance
     """
 
     run: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import soundfile
 
 from sbkit.data import demo, demo_voice
-from sbkit.data.demo_sentences import GRAMMARS, expand, numbers_grammar, words
+from sbkit.data.demo import GRAMMARS, expand, numbers_grammar
 from sbkit.errors import SbkitError
 
 pytest.importorskip("espeakng_loader")
@@ -20,6 +21,12 @@ COLUMNS = [
     "client_id", "path", "sentence_id", "sentence", "sentence_domain", "up_votes", "down_votes", "age",
     "gender", "accents", "variant", "locale", "segment",
 ]
+
+
+def words(grammar):
+    """All words in lower case; for Chinese, which has no spaces, all phrases."""
+    texts = " ".join(text for alternatives in grammar.values() for text in alternatives)
+    return set(re.findall(r"[^\s.,?¿؟।。？]+", re.sub(r"\{\w+\}", " ", texts).lower()))
 
 
 def read(path: Path) -> list[dict[str, str]]:
