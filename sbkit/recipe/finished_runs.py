@@ -203,6 +203,8 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
     waited = sum(line.get("core_wait_share", 0.0) * line["train_seconds"] for line in epochs)
     count = epochs[-1]["step"]
     if waited > WAITED * trained:
+        logger.info("Predictions of what runs cost leave this one out: its training waited for a core %.0f %% of the "
+                    "time", 100 * waited / trained)
         return False
     setting = setting_of(starts[0], threads)
     padded = sum(line["audio_s_per_s"] * line["train_seconds"] / (1 - (line["padding_share"] or 0.0))

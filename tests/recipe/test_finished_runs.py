@@ -54,9 +54,11 @@ def test_what_a_run_waited_for_a_core_is_not_counted():
     log(flops_per_s=None),
     [line for line in log() if line["kind"] != "epoch"],
 ], ids=["resumed", "killed", "tested twice", "shared", "uncounted", "untrained"])
-def test_other_runs_spoil_nothing(lines):
+def test_other_runs_spoil_nothing(lines, caplog):
+    caplog.set_level("INFO")
     assert not recorded(lines)
     assert finished_runs.read() == []
+    assert bool(caplog.messages) is any(line.get("core_wait_share") for line in lines), "what nobody knows else is said"
 
 
 def test_a_run_is_joined_with_the_last_prediction_for_it():

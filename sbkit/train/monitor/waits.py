@@ -171,11 +171,13 @@ class Contention:
         if share is not None and share > _WORTH_REPORTING:
             self._told = True
             threads = torch.get_num_threads()
-            if ranks.is_main() and threads > 1:
-                logger.warning(
-                    "Training waited for a core %.0f %% of the time, and its %d threads all wait for the slowest. "
-                    "Other processes, data workers or ranks use the cores: set OMP_NUM_THREADS=%d, or to the number "
-                    "of free cores", 100 * share, threads, max(1, threads // 2))
+            all_wait, advice = "", ""
+            if threads > 1:
+                all_wait = f", and its {threads} threads all wait for the slowest"
+                advice = f": set OMP_NUM_THREADS={threads // 2}, or to the number of free cores"
+            if ranks.is_main():
+                logger.warning("Training waited for a core %.0f %% of the time%s. Other processes, data workers or "
+                               "ranks use the cores%s", 100 * share, all_wait, advice)
 
 
 def _waited() -> dict[str, float]:

@@ -325,13 +325,14 @@ def test_nothing_is_counted_where_it_says_nothing(clock, monkeypatch, tmp_path, 
     assert counted.share() is None
 
 
-def test_one_thread_is_counted_and_there_is_nothing_to_advise(clock, monkeypatch, caplog):
+def test_to_one_thread_there_is_nothing_to_advise(clock, monkeypatch, caplog):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     counted = Contention(CPU)
     clock.now += 30
     clock.waited(t1=14.0)
     counted.step()
-    assert counted.close() == pytest.approx(0.4) and not caplog.records
+    assert counted.close() == pytest.approx(0.4) and caplog.messages == [
+        "Training waited for a core 40 % of the time. Other processes, data workers or ranks use the cores"]
 
 
 def test_an_odd_line_and_a_thread_that_ends_are_passed_over(clock, tmp_path):
