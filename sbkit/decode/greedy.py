@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sbkit.decode.spans import TokenSpans, collapse
+from sbkit.decode.spans import TokenSpans, check_shapes, collapse, refuse_nan
 from sbkit.errors import SbkitError
 
 
@@ -54,23 +54,6 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0) -> Hypotheses:
     path, confidence = torch.stack(frames).cpu().numpy()
     refuse_nan(confidence)
     return Hypotheses(collapse(path.astype(np.int64), confidence, blank_id=blank_id))
-
-
-def check_shapes(log_probs: Tensor, lengths: Tensor) -> None:
-    """Raise if log_probs aren't [B, T, V] or lengths aren't integers [B]."""
-    if log_probs.dim() != 3 or lengths.shape != log_probs.shape[:1]:
-        shapes = f"{[*log_probs.shape]} and {[*lengths.shape]}"
-        raise ValueError(f"log_probs [B, T, V] and lengths [B] have the shapes {shapes}")
-    if lengths.is_floating_point():
-        raise ValueError("lengths must be numbers of frames (integers), not fractions of the longest")
-
-
-def refuse_nan(confidence: np.ndarray) -> None:
-    """Raise with the names of utterances that have a NaN among their frames [B, T]."""
-    rows = np.flatnonzero(np.isnan(confidence).any(axis=1)).tolist()
-    if rows:
-        raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
-                         hint="its weights may be damaged, or the precision too low")
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sbkit.decode.greedy import align, check_shapes, refuse_nan
+from sbkit.decode.greedy import align
+from sbkit.decode.spans import check_shapes, refuse_nan
 from sbkit.decode.token_search import Hypothesis
 from sbkit.errors import SbkitError
 

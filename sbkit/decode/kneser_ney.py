@@ -142,7 +142,8 @@ def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Es
         higher orders, and words are never left out. Their probability goes to shorter n-grams.
     """
     levels = count(corpus, order)
-    taken = [discounts(_countable(level, corpus)) for level in levels]
+    begin = corpus.words.index(BEGIN)  # sentence starts are not predicted, so not counted for discounts
+    taken = [discounts(level.adjusted[level.word != begin]) for level in levels]
     cutoffs = [0, *(cutoffs[min(k, len(cutoffs) - 1)] if cutoffs else 0 for k in range(1, order))]
     built: list[Level] = []
     probability = np.full(1, 1 / (len(corpus.words) - 1))  # uniform over all words but the start symbol
@@ -151,10 +152,12 @@ def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Es
         contexts = len(probability)
         adjusted = level.adjusted.astype(np.float64)
         if not number:
-            adjusted[corpus.words.index(BEGIN)] = 0
+            adjusted[begin] = 0
         total = np.bincount(level.context, weights=adjusted, minlength=contexts)
         off = np.minimum(np.take((0, *taken[number].values), np.minimum(level.adjusted, 3)), adjusted)
-        keep = _kept(level, cutoffs[number], rows)
+        keep = rows[level.context] >= 0
+        if cutoffs[number]:
+            keep &= level.raw > cutoffs[number]
         given = np.where(keep, off, adjusted)  # mass for shorter n-grams: the discount, or everything
         # A context without any n-gram leaves all its mass to the shorter ones.
         share = np.ones(contexts)
@@ -167,19 +170,7 @@ def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Es
             built[-1] = built[-1]._replace(backoff=backoff)
         log10 = np.log10(np.maximum(probability[keep], 1e-99)).astype(np.float32)
         if not number:
-            log10[corpus.words.index(BEGIN)] = NEVER
+            log10[begin] = NEVER
         built.append(Level(rows[level.context[keep]], level.word[keep], log10, np.zeros(len(log10), np.float32)))
         rows = np.where(keep, np.cumsum(keep) - 1, -1).astype(np.int32)
     return Estimate(NGram(corpus.words, built), taken, [len(level.word) for level in levels])
-
-
-def _kept(level: NgramCounts, cutoff: int, rows: np.ndarray) -> np.ndarray:
-    """Which n-grams occur more often than ``cutoff`` and have a context that is kept."""
-    if not cutoff:
-        return np.ones(len(level.word), dtype=bool) & (rows[level.context] >= 0)
-    return (level.raw > cutoff) & (rows[level.context] >= 0)
-
-
-def _countable(level: NgramCounts, corpus: EncodedText) -> np.ndarray:
-    """The counts to estimate discounts from: those of predicted words, not of sentence starts."""
-    return level.adjusted[level.word != corpus.words.index(BEGIN)]

@@ -6,7 +6,7 @@ import gzip
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -90,7 +90,12 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     began = time.perf_counter()
     out = Path(out)
     cutoffs = _check(order, prune, unit, tokenizer, min_count)
-    spell = _speller(tokenizer) if unit == "piece" and tokenizer is not None else (lambda text: text)
+
+    def spell(text: str) -> str:
+        if unit == "word" or tokenizer is None:
+            return text
+        return " ".join(map(tokenizer.piece, tokenizer.encode(text)))
+
     corpus = kneser_ney.read(map(spell, texts), min_count)
     model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
     if isinstance(prune, float):
@@ -140,13 +145,6 @@ def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer
         raise SbkitError(f"prune is {prune}, but words are never pruned",
                          hint="start with 0; min_count makes rare words unknown")
     return cutoffs
-
-
-def _speller(tokenizer: Tokenizer) -> Callable[[str], str]:
-    def spell(text: str) -> str:
-        return " ".join(map(tokenizer.piece, tokenizer.encode(text)))
-
-    return spell
 
 
 def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sbkit.decode.spans import TokenSpans
-from sbkit.errors import SbkitError
+from sbkit.decode.spans import TokenSpans, check_shapes, refuse_nan, refuse_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,23 +89,16 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     threshold : log-probability below which a token is dropped; the best token of a frame is always kept
     most : tokens kept per frame
     """
-    if len(log_probs.shape) != 3 or tuple(lengths.shape) != tuple(log_probs.shape[:1]):
-        shapes = f"{[*log_probs.shape]} and {[*lengths.shape]}"
-        raise ValueError(f"log_probs [B, T, V] and lengths [B] have the shapes {shapes}")
+    check_shapes(log_probs, lengths)
     sizes = np.asarray(lengths.tolist())
-    if sizes.size and sizes.dtype.kind == "f":
-        raise ValueError("lengths must be numbers of frames (integers), not fractions of the longest")
     batch, frames, labels = log_probs.shape
     inside = np.arange(frames) < sizes.reshape(-1, 1)
     utterance, time = np.nonzero(inside)
     top, blank, row, token, value = _likely(log_probs, inside.ravel(), blank_id, threshold)
-    if np.isnan(top).any():
-        rows = np.unique(utterance[np.isnan(top)]).tolist()
-        raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
-                         hint="its weights may be damaged, or the precision too low")
-    if top.size and top.max() > 1e-3:
-        raise SbkitError(f"the search needs log-probabilities but got scores of up to {top.max():.3g}",
-                         hint="apply log_softmax to the model's output")
+    best = np.zeros(inside.shape)
+    best[inside] = top
+    refuse_nan(best)
+    refuse_scores(top)
     row, token, value = strongest(row, token, value, max_tokens)
     said = np.bincount(row, minlength=len(top))  # likely tokens per frame
     begin = np.concatenate([[0], np.cumsum(said)])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from sbkit.errors import SbkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WORD_START = "▁"  # how SentencePiece writes the space before a word
 PAUSE_SECONDS = 0.7  # a pause this long ends a line
@@ -174,6 +177,30 @@ def _text(parts: list[str]) -> str:
         lambda found: bytes.fromhex(re.sub("<0x|>", "", found[0])).decode(errors="replace"), "".join(parts))
 
 
+def check_shapes(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> None:
+    """Raise if log_probs aren't [B, T, V] or lengths aren't integers [B]."""
+    if len(log_probs.shape) != 3 or tuple(lengths.shape) != tuple(log_probs.shape[:1]):
+        shapes = f"{[*log_probs.shape]} and {[*lengths.shape]}"
+        raise ValueError(f"log_probs [B, T, V] and lengths [B] have the shapes {shapes}")
+    if "float" in str(lengths.dtype):
+        raise ValueError("lengths must be numbers of frames (integers), not fractions of the longest")
+
+
+def refuse_nan(values: np.ndarray) -> None:
+    """Raise with the numbers of utterances that have a NaN among the values of their frames [B, T]."""
+    rows = np.flatnonzero(np.isnan(values).any(axis=1)).tolist()
+    if rows:
+        raise SbkitError(f"the model's output for utterances {rows} of the batch is not a number",
+                         hint="its weights may be damaged, or the precision too low")
+
+
+def refuse_scores(best: np.ndarray) -> None:
+    """Raise if the best values of frames [N] are too large for log-probabilities."""
+    if len(best) and best.max() > 1e-3:
+        raise SbkitError(f"the search needs log-probabilities but got scores of up to {best.max():.3g}",
+                         hint="apply log_softmax to the model's output")
+
+
 def best_path(log_probs: np.ndarray, frames: np.ndarray, blank_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Find labels [B, T] (blank beyond an utterance's end) and their probabilities [B, T], for ``spans.collapse``.
 
@@ -182,8 +209,7 @@ def best_path(log_probs: np.ndarray, frames: np.ndarray, blank_id: int = 0) -> t
     log_probs : [B, T, V] float log-probabilities
     frames : [B] number of frames of each utterance
     """
-    if log_probs.ndim != 3 or np.shape(frames) != log_probs.shape[:1]:
-        raise ValueError(f"log_probs [B, T, V] and frames [B] have the shapes {log_probs.shape} and {np.shape(frames)}")
+    check_shapes(log_probs, frames)
     batch, size, _ = log_probs.shape
     if not log_probs.size:
         return np.full((batch, size), blank_id, dtype=np.int64), np.ones((batch, size), dtype=np.float32)
@@ -191,9 +217,6 @@ def best_path(log_probs: np.ndarray, frames: np.ndarray, blank_id: int = 0) -> t
     best = np.take_along_axis(log_probs, labels[..., None], -1)[..., 0]
     inside = np.arange(size) < np.asarray(frames)[:, None]
     # numpy's maximum of a frame with a NaN is NaN, so checking the best checks all.
-    wrong = np.flatnonzero((np.isnan(best) & inside).any(-1)).tolist()
-    if wrong:
-        raise SbkitError(f"the model's output for utterances {wrong} of the batch is not a number",
-                         hint="its weights may be damaged, or the precision too low")
+    refuse_nan(np.where(inside, best, 0.0))
     confidence = np.where(inside, np.exp(best), 1.0).astype(np.float32)
     return np.where(inside, labels, blank_id).astype(np.int64), confidence

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sbkit.decode.spans import PAUSE_SECONDS, WORD_START, TokenSpans, Word, WordTokens, grouped, written
+from sbkit.decode.spans import PAUSE_SECONDS, WORD_START, TokenSpans, Word, WordTokens, grouped, refuse_scores, written
 from sbkit.errors import SbkitError
 
 #: A word, or what waits for a word to be settled, is ended after this long: a stream has to be bounded.
@@ -110,9 +110,7 @@ class Spelling:
         if len(wrong):
             raise SbkitError(f"the model's output for frame {wrong[0]} of a piece of a stream is not a number",
                              hint="are the samples numbers? otherwise the model's weights may be damaged")
-        if len(best) and best.max() > 1e-3:
-            raise SbkitError(f"the search needs log-probabilities but got scores of up to {best.max():.3g}",
-                             hint="apply log_softmax to the model's output")
+        refuse_scores(best)
 
 
 def settled(groups: Sequence[WordTokens]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ alignment, are traced back as SpeechBrain does, for many pairs at a time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import compress
 from operator import ne
 from typing import NamedTuple, TypeVar, cast
@@ -53,21 +53,16 @@ class EditCounts(NamedTuple):
 
 def count(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> EditCounts:
     """Count the edits that turn each reference into its hypothesis."""
-    return _in_parts(references, hypotheses, _count_tokens)
-
-
-def _in_parts(references: Sequence[_Item], hypotheses: Sequence[_Item],
-              count_part: Callable[[list[_Item], list[_Item]], EditCounts | np.ndarray]) -> EditCounts:
     differ = bytes(map(ne, references, hypotheses))
     refs, hyps = (list(compress(side, differ)) for side in (references, hypotheses))
-    parts = [count_part(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
+    parts = [_count_part(refs[start:start + _AT_ONCE], hyps[start:start + _AT_ONCE])
              for start in range(0, len(refs), _AT_ONCE)]
     counts = np.zeros((3, len(differ)), dtype=np.int64)
     counts[:, np.frombuffer(differ, bool)] = np.concatenate(parts, axis=1) if parts else 0
     return EditCounts(*counts)
 
 
-def _count_tokens(references: list[Tokens], hypotheses: list[Tokens]) -> EditCounts:
+def _count_part(references: list[Tokens], hypotheses: list[Tokens]) -> EditCounts:
     # Rapidfuzz compares hashes: an empty word hashes like "\0", and other objects may have any hash.
     longer = _lengths(hypotheses) - _lengths(references)
     if _are_strings(references, hypotheses) or _are_plain_words(references, hypotheses):
@@ -93,7 +88,8 @@ def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: n
         group = order[start:start + at_once]
         which = some[group]
         substitutions[which] = _preferred(_pick(references, group), _pick(hypotheses, group), edits[which])
-    return _completed(edits, substitutions, longer)
+    insertions = (edits - substitutions + longer) // 2
+    return EditCounts(insertions, insertions - longer, substitutions)
 
 
 def _are_strings(*sides: Sequence[_Coded]) -> bool:
@@ -102,11 +98,6 @@ def _are_strings(*sides: Sequence[_Coded]) -> bool:
 
 def _are_plain_words(*sides: list[Tokens]) -> bool:
     return all("" not in tokens and set(map(type, tokens)) <= {str} for side in sides for tokens in side)
-
-
-def _completed(edits: np.ndarray, substitutions: np.ndarray, longer: np.ndarray) -> EditCounts:
-    insertions = (edits - substitutions + longer) // 2
-    return EditCounts(insertions, insertions - longer, substitutions)
 
 
 def _lengths(texts: Sequence[_Coded]) -> np.ndarray:

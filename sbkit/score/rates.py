@@ -68,8 +68,9 @@ class ErrorRates:
         self.space = space
         self.ids: list[str] = []
         self._known: set[str] = set()
-        self._references: list[Tokens] = []
-        self._hypotheses: list[Tokens] = []
+        self.references: list[Tokens] = []
+        self.hypotheses: list[Tokens] = []
+        """The tokens of each, in the order in which they were added."""
         self._size = 0  # tokens of all references
         self._counts: EditCounts | None = None
 
@@ -101,8 +102,8 @@ class ErrorRates:
                     "each utterance is scored once")
         self.ids += ids
         self._counts = None
-        self._references += refs
-        self._hypotheses += hyps
+        self.references += refs
+        self.hypotheses += hyps
         self._size += sum(map(len, refs))
 
     def _tokens(self, side: Sequence[str | Tokens | None]) -> list[Any]:
@@ -110,21 +111,12 @@ class ErrorRates:
         return words if self.unit == "word" else [each if each is None else self.space.join(each) for each in words]
 
     @property
-    def references(self) -> Sequence[Tokens]:
-        """The tokens of each reference, in the order in which they were added."""
-        return self._references
-
-    @property
-    def hypotheses(self) -> Sequence[Tokens]:
-        return self._hypotheses
-
-    @property
     def counts(self) -> EditCounts:
         """The edits of each utterance, in the order in which they were added."""
         if self._counts is None:
             if not self.ids:
                 raise SbkitError(_NOTHING)
-            self._counts = count(self._references, self._hypotheses)
+            self._counts = count(self.references, self.hypotheses)
         return self._counts
 
     @property

@@ -21,7 +21,7 @@ from sbkit.score.latency import LATE
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts, model_card, sections
 from sbkit.score.report.cards import AudioEmbedder, Cards
-from sbkit.score.report.data import RunData, ScoredRun, rate, read
+from sbkit.score.report.data import RunData, rate, read
 from sbkit.score.report.findings import can_judge, findings, suspects
 from sbkit.score.report.sections import KEY, section
 from sbkit.score.run_files import REPORT
@@ -106,14 +106,11 @@ def _page(data: RunData, other: RunData | None, compared: RunComparison | None, 
     parts["making"] = sections.making(data)
     there = {place: part for place, part in parts.items() if part is not None}
     links = tag("nav", [tag("a", _TITLES[place], href=f"#{place}") for place in there])
-    head = tag("header", tag("p", _subtitle(data), class_="over"), tag("h1", title), sections.tiles(data))
+    over = "Test results" if results is not None or data.stats else "No test set has been scored yet"
+    head = tag("header", tag("p", over, class_="over"), tag("h1", title), sections.tiles(data))
     made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     foot = tag("footer", f"Made by sbkit {sbkit.__version__} on {made}. This page needs no network.")
     return filled(title, text(head, links, tag("main", list(there.values())), foot))
-
-
-def _subtitle(data: RunData) -> str:
-    return "Test results" if data.results is not None or data.stats else "No test set has been scored yet"
 
 
 def filled(title: str, body: Markup, template_file: Path = _PAGE) -> str:
@@ -146,12 +143,12 @@ def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards,
     same = len(change) - len(better) - len(worse)
     table = _compared_table(words, dataclasses.replace(characters, name="CER"))
 
-    def listed(title: str, indices: list[int]) -> list[Any]:
-        if not indices:
-            return []
-        shown = [cards.card(i, other=_before(before, int(theirs[i]))) for i in indices[:count]]
-        more = f" (the first {count} of {len(indices)})" if len(indices) > count else f" ({len(indices)})"
-        return [tag("h3", title + more), tag("div", shown, class_="cards")]
+    def card(i: int) -> Markup:
+        at = int(theirs[i])
+        return cards.card(i, other=(before.words.hypotheses[at], before.ways[at], "the other run"))
+
+    def listed(title: str, indices: list[int]) -> Markup | None:
+        return sections.listed(title, [card(i) for i in indices[:count]], len(indices))
 
     return section(
         "against", str(words).replace("-", "−"), table,
@@ -165,22 +162,20 @@ def compared_recordings(run: RunData, other: RunData, found: RunComparison, clip
     """Compare ``run`` with ``other`` by a metric of recordings instead of words."""
     ours, before = run.estimate, other.estimate
     assert ours is not None and before is not None, "write_report refuses runs without results"
-    parts: list[Markup] = []
+    parts: list[Markup | None] = []
     if ours.values and before.values:
         place = {name: i for i, name in enumerate(before.ids)}
         theirs = np.array([before.values[place[name]] for name in ours.ids])
         change = (np.array(ours.values) - theirs) * (-1 if ours.lower_is_better else 1)
         order = np.argsort(change, kind="stable")
 
-        def listed(title: str, indices: list[int]) -> None:
-            if indices:
-                cards = [sections.recording(run.recordings[i], clips, f"{ours.name} {theirs[i]:.4g} to "
-                                            f"{ours.values[i]:.4g}") for i in indices[:count]]
-                more = f" (the first {count} of {len(indices)})" if len(indices) > count else f" ({len(indices)})"
-                parts.extend((tag("h3", title + more), tag("div", cards, class_="cards")))
+        def listed(title: str, indices: list[int]) -> Markup | None:
+            cards = [sections.recording(run.recordings[i], clips, f"{ours.name} {theirs[i]:.4g} to "
+                                        f"{ours.values[i]:.4g}") for i in indices[:count]]
+            return sections.listed(title, cards, len(indices))
 
-        listed("Better", [int(i) for i in order[::-1] if change[i] > 0])
-        listed("Worse", [int(i) for i in order if change[i] < 0])
+        parts = [listed("Better", [int(i) for i in order[::-1] if change[i] > 0]),
+                 listed("Worse", [int(i) for i in order if change[i] < 0])]
     return section("against", str(found).replace("-", "−"), _compared_table(found), parts,
                    lead=f"Compared with {other.folder.resolve()}")
 
@@ -201,10 +196,6 @@ def _column(found: RunComparison) -> tuple[str, ...]:
             f"{found.p_value:.4f}")
 
 
-def _before(results: ScoredRun, index: int) -> tuple[Any, str, str]:
-    return results.words.hypotheses[index], results.ways[index], "the other run"
-
-
 COLUMNS = ("chunk", "WER", "95 % interval", "latency", f"{LATE} % within", "words changed")
 MEANING = ("Latency is the time from the end of a word to the end of the chunk after which it stood in the text for "
            "good, for words that are right; the time that a machine computes comes on top. A word's end is that of the "
@@ -216,17 +207,16 @@ def live(run: RunData) -> Markup | None:
     found: list[Mapping[str, Any]] = run.scored.get("chunks") or []
     if not found:
         return None
-    head = tag("tr", [tag("th", name) for name in COLUMNS])
+    head = [tag("th", name) for name in COLUMNS]
     lines = [tag("tr", tag("th", _name(each), scope="row"), [tag("td", value) for value in _values(each)])
              for each in found]
-    table = tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain"), class_="scroll")
     points = [charts.Point(_name(each), each["latency"], each["WER"], each["latency_p95"])
               for each in found if each["latency"] is not None]
     drawn = charts.points("WER by latency", points, "seconds after a word's end",
                           note=f"Dots: the mean. Lines: to where {LATE} % of the words are shown.") if points else None
     first = f"The transcripts and rates elsewhere on this page are those of the first line ({_name(found[0])})."
-    return section("live", "Live", table, tag("p", MEANING, class_="note"), tag("p", first, class_="note"),
-                   drawn and tag("div", drawn, class_="charts"))
+    return section("live", "Live", sections.table(head, lines), tag("p", MEANING, class_="note"),
+                   tag("p", first, class_="note"), drawn and tag("div", drawn, class_="charts"))
 
 
 def _name(each: Mapping[str, Any]) -> str:

@@ -46,21 +46,28 @@ def section(place: str, title: str, *content: Any, lead: str | None = None) -> M
     return tag("section", tag("h2", title), lead and tag("p", lead, class_="lead"), *content, id=place)
 
 
+def table(head: Sequence[Any], rows: Sequence[Any]) -> Markup:
+    """Make a table of cells ``th`` and of rows ``tr``, which can be scrolled on a phone."""
+    return tag("div", tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="plain"), class_="scroll")
+
+
+def listed(title: str, cards: Sequence[Markup], count: int) -> Markup | None:
+    """List the first of ``count`` cards; None without any."""
+    more = f" (the first {len(cards)} of {count})" if len(cards) < count else f" ({count})"
+    return text(tag("h3", title + more), tag("div", cards, class_="cards")) if count else None
+
+
 # ---------------------------------------------------------------- at the top
-
-
-def _heard_in(run: RunData) -> str:
-    """What the transcripts were heard in, if an evaluation says so."""
-    return "".join(f", {chunk_size.named(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
 
 
 def tiles(run: RunData) -> Markup:
     """Show the most important numbers."""
     cells = []
     if run.results is not None:
+        heard_in = "".join(f", {chunk_size.named(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
         for part, results in run.parts.items():
             of, (low, high) = part and f" of {part}", interval(results.words)
-            cells += [_tile(f"Word error rate{of}{_heard_in(run)}", rate(results.words.rate),
+            cells += [_tile(f"Word error rate{of}{heard_in}", rate(results.words.rate),
                             f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)", big=True),
                       _tile(f"Character error rate{of}", rate(results.characters.rate),
                             "{:.2f} to {:.2f}".format(*interval(results.characters)))]
@@ -74,7 +81,8 @@ def tiles(run: RunData) -> Markup:
     sure = run.estimate
     for name, value in run.stats.items():
         between = sure.interval if sure is not None and sure.name == name else None
-        cells.append(_tile(_title(name), f"{value:.4g}", "on the test set" if between is None else
+        title = name[:1].upper() + name[1:].replace("_", " ")  # "Mel distance", but STOI as it is
+        cells.append(_tile(title, f"{value:.4g}", "on the test set" if between is None else
                            f"{between[0]:.4g} to {between[1]:.4g} (95\N{NO-BREAK SPACE}%)", big=name != "loss"))
     trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if trained:
@@ -99,11 +107,6 @@ def _speed_details(epoch: Mapping[str, Any]) -> str:
     if epoch.get("host_waits_per_step") is not None:
         found.append(f"host waits {epoch['host_waits_per_step']:.3g} per step")
     return ", ".join(found)
-
-
-def _title(name: str) -> str:
-    """Write the name of a number as a heading: ``mel_distance`` as ``Mel distance``, ``STOI`` as it is."""
-    return name[:1].upper() + name[1:].replace("_", " ")
 
 
 def _tile(name: str, value: str, more: str, big: bool = False) -> Markup:
@@ -172,9 +175,8 @@ def _heard(run: RunData) -> Markup | None:
     """How much of each part of a mixture training heard, and how often it went through it."""
     rows = [tag("tr", tag("th", part, scope="row"), tag("td", time_span(3600 * hours)), tag("td", f"{times:.1f}"))
             for part, (hours, times) in run.heard.items()]
-    head = tag("tr", *(tag("th", name) for name in ("part of the mixture", "heard", "times gone through")))
-    return text(tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="plain"), class_="scroll"),
-                run.replayed and tag("p", run.replayed, class_="note")) if rows else None
+    head = [tag("th", name) for name in ("part of the mixture", "heard", "times gone through")]
+    return text(table(head, rows), run.replayed and tag("p", run.replayed, class_="note")) if rows else None
 
 
 def _curve(run: RunData, key: str, name: str, colour: int, other: bool = False) -> list[Series]:
@@ -214,11 +216,11 @@ def tables(run: RunData) -> Markup | None:
     shown = []
     for each in run.tables:
         said = [None if _are_numbers([row[i] for row in each["rows"]]) else "said" for i in range(len(each["columns"]))]
-        head = tag("tr", [tag("th", str(name), class_=kind) for name, kind in zip(each["columns"], said, strict=True)])
+        head = [tag("th", str(name), class_=kind) for name, kind in zip(each["columns"], said, strict=True)]
         lines = [tag("tr", [tag("td", _plain(value), class_=kind) for value, kind in zip(row, said, strict=True)])
                  for row in each["rows"]]
-        table = tag("div", tag("table", tag("thead", head), tag("tbody", lines), class_="plain"), class_="scroll")
-        shown += [tag("h3", each["title"]), table, each.get("remark") and tag("p", each["remark"], class_="lead")]
+        shown += [tag("h3", each["title"]), table(head, lines),
+                  each.get("remark") and tag("p", each["remark"], class_="lead")]
     return section("results", "Results", *shown)
 
 
@@ -372,15 +374,14 @@ def data(run: RunData) -> Markup | None:
     rows = [tag("tr", tag("th", name, scope="row"), tag("td", f"{entry['rows']:,}"), tag("td", f"{entry['kept']:,}"),
                 tag("td", time_span(3600 * entry["hours"])), tag("td", f"{entry['rows'] - entry['kept']:,}"))
             for name, entry in splits.items()]
-    head = tag("tr", *(tag("th", name) for name in ("split", "rows", "kept", "length", "left out")))
+    head = [tag("th", name) for name in ("split", "rows", "kept", "length", "left out")]
     reasons = [_reason(split, reason, entry, run.prepared.get("options", {}))
                for split, part in splits.items() for reason, entry in part["left_out"].items()]
     strange = [tag("p", f"{split}: outside the alphabet: ", _counted(part["outside_alphabet"]), class_="note")
                for split, part in splits.items() if part.get("outside_alphabet")]
     source = run.prepared["source"]
-    table = tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="plain"), class_="scroll")
-    return section("data", "The data", table, reasons or tag("p", "Nothing was left out.", class_="note"), strange,
-                   lead=f"{source['kind']}: {source['where']}")
+    return section("data", "The data", table(head, rows), reasons or tag("p", "Nothing was left out.", class_="note"),
+                   strange, lead=f"{source['kind']}: {source['where']}")
 
 
 def _reason(split: str, reason: str, entry: dict[str, Any], options: dict[str, Any]) -> Markup:
