@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import processes
 import pytest
 import torch
-from processes import programs
+from trained_runs import ROOT, weights
 
 from sbkit.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "--corpus.demo_hours 0.06 --number_of_epochs 1 --d_model 16 --nhead 2 --num_encoder_layers 1 --d_ffn 16 "
     "--cnn_first_channels 4 --cnn_channels 4 --num_workers 1 --precision fp32 --noprogressbar "
@@ -34,29 +33,19 @@ def start(words, cwd, cache=None, code=0):
     return done
 
 
-def train(out, cache, *more, processes=0, cwd=ROOT):
-    launch = [sys.executable]
-    if processes:
-        launch += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    return start([*launch, ROOT / "train.py", "hparams/ctc.yaml", *TINY, "--output_folder", out, *more], cwd, cache)
-
-
-def as_a_rank(*words):
-    """The same command as torchrun's process, whose imports are done."""
-    os._exit(main(["train", *words]))
-
-
-def weights(out):
-    [folder] = sorted((out / "save").glob("CKPT+*"))[-1:]
-    return torch.load(folder / "model.ckpt", weights_only=True)
+def two_ranks(out, cache, *more):
+    """What is said by two processes that train, as torchrun's with their imports done; they leave the weights."""
+    done = processes.sbkit("train", ROOT / "hparams/ctc.yaml", *TINY, *STILL, "--output_folder", out, *more, cwd=ROOT,
+                           ranks=2, SBKIT_CACHE=str(cache))
+    return done.stderr, weights(out)
 
 
 @pytest.fixture(scope="module")
 def alone(cache, tmp_path_factory):
     """A run of one process, started in another working directory, without dropout and augmentation."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    done = train("out", cache, *STILL, cwd=elsewhere)
-    return elsewhere / "out", done
+    words = [sys.executable, ROOT / "train.py", "hparams/ctc.yaml", *TINY, *STILL, "--output_folder", "out"]
+    return elsewhere / "out", start(words, elsewhere, cache)
 
 
 @pytest.mark.slow
@@ -89,20 +78,16 @@ def test_layers_that_the_loss_never_reaches_are_named_and_not_trained(alone, tmp
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_learns(alone, cache, tmp_path):
-    train(tmp_path / "two", cache, *STILL, processes=2)
-    one, two = weights(alone[0]), weights(tmp_path / "two")
-    for key, value in one.items():
+    _, two = two_ranks(tmp_path / "two", cache)
+    for key, value in weights(alone[0]).items():
         torch.testing.assert_close(two[key], value, atol=1e-4, rtol=1e-3, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.slow
 def test_below_one_the_decoder_trains_too(alone, cache, tmp_path):
-    done = programs(2, as_a_rank, str(ROOT / "hparams" / "ctc.yaml"), *TINY, "--output_folder", str(tmp_path / "joint"),
-                    *STILL, "--ctc_weight", "0.3", SBKIT_CACHE=str(cache))
-    assert [rank.returncode for rank in done] == [0, 0], done
-    assert "does not reach" not in "".join(rank.stderr for rank in done)
-    one, joint = weights(alone[0]), weights(tmp_path / "joint")
-    assert not torch.equal(joint["2.w.weight"], one["2.w.weight"])
+    said, joint = two_ranks(tmp_path / "joint", cache, "--ctc_weight", "0.3")
+    assert "does not reach" not in said
+    assert not torch.equal(joint["2.w.weight"], weights(alone[0])["2.w.weight"])
 
 
 @pytest.mark.parametrize(("words", "says"), [
