@@ -6,11 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sbkit.data.audio import SUFFIXES
-from sbkit.data.manifest import Column
-from sbkit.data.sources.base import Rows, Source, blank, stamp
+from sbkit.data.sources.base import Rows, Source, stamp
 from sbkit.data.splits import ALIASES
 from sbkit.errors import SbkitError
 
@@ -54,9 +51,7 @@ class AudioFolder(Source):
         stems = [each[: -len(path.suffix)] for each, path in zip(ids, paths, strict=True)]
         times = Counter(stems)
         named = [stem if times[stem] == 1 else whole for stem, whole in zip(stems, ids, strict=True)]
-        none = blank(len(paths))
-        return Rows(origin=str(folder), ids=Column(named), wavs=Column([str(path.absolute()) for path in paths]),
-                    texts=none, speakers=none, durations=np.full(len(paths), np.nan), starts=np.zeros(len(paths)))
+        return Rows.of_recordings(str(folder), named, [str(path.absolute()) for path in paths])
 
 
 def _recordings(folder: Path) -> list[Path]:

@@ -49,6 +49,14 @@ class Rows:
     meta: dict[str, Column] = field(default_factory=dict)
     malformed: list[tuple[str, str]] = field(default_factory=list)
 
+    @classmethod
+    def of_recordings(cls, origin: str, ids: Sequence[str], wavs: Sequence[str], **more: Any) -> Rows:
+        """Rows of recordings of which no text, speaker, duration or start is known, unless ``more`` has it."""
+        count = len(ids)
+        unknown = {"texts": blank(count), "speakers": blank(count), "durations": np.full(count, np.nan),
+                   "starts": np.zeros(count)}
+        return cls(origin=origin, ids=Column(ids), wavs=Column(wavs), **{**unknown, **more})
+
     def __len__(self) -> int:
         return len(self.ids)
 

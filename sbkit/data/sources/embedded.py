@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -20,7 +19,7 @@ from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Column
-from sbkit.data.sources.base import Rows, blank, unique_ids
+from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress, stored_json
 
@@ -154,8 +153,7 @@ def _read_tables(folder: Path, name: str) -> list[pa.Table]:
 
 def _rows(tables: list[pa.Table], origin: str) -> Rows:
     if not tables:
-        none = blank(0)
-        return Rows(origin, none, none, none, none, np.zeros(0), np.zeros(0))
+        return Rows.of_recordings(origin, [], [])
     table = pa.concat_tables(tables, promote_options="default")
 
     def column(name: str) -> Column:

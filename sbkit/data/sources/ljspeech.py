@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.manifest import Column
 from sbkit.data.sources.base import ALIASES, Rows, Source, blank, stamp
@@ -65,12 +63,11 @@ class LJSpeech(Source):
         split = drawn(row[self._column("id")] for row in rows)
         rows = [row for row in rows if split[row[self._column("id")]] == name]
         speakers = self.columns.get("speaker")
-        return Rows(
-            origin=str(self.path), ids=Column([_id(row[self._column("id")]) for row in rows]),
-            wavs=Column([self._recording(row[self._column("audio")]) for row in rows]),
+        return Rows.of_recordings(
+            str(self.path), [_id(row[self._column("id")]) for row in rows],
+            [self._recording(row[self._column("audio")]) for row in rows],
             texts=Column([self._text(row) for row in rows]),
             speakers=blank(len(rows)) if speakers is None else Column([row[speakers] for row in rows]),
-            durations=np.full(len(rows), np.nan), starts=np.zeros(len(rows)),
             meta={role: Column([row[self.columns[role]] for row in rows]) for role in self.wanted
                   if role not in ALIASES and role in self.columns},
             malformed=malformed if name == "train" else [])

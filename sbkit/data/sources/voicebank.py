@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.manifest import Column
-from sbkit.data.sources.base import Rows, Source, blank, no_column, pick, stamp
+from sbkit.data.sources.base import Rows, Source, no_column, pick, stamp
 from sbkit.errors import SbkitError
 
 #: The column of the clean recordings.
@@ -61,11 +59,9 @@ class VoiceBank(Source):
         roles = {role: pick(role, self.header(name), self.columns) for role in self.wanted}
         if missing := [role for role, column in roles.items() if column is None]:
             raise no_column(self.where, missing[0], self.header(name), self.columns)
-        return Rows(origin=f"{self.folder} [{name}]", ids=Column([path.stem for path in paths]),
-                    wavs=Column(list(map(str, paths))), texts=blank(len(paths)),
-                    speakers=Column([_speaker(path) for path in paths]), durations=np.full(len(paths), np.nan),
-                    starts=np.zeros(len(paths)),
-                    meta={role: clean for role, column in roles.items() if column == CLEAN})
+        return Rows.of_recordings(f"{self.folder} [{name}]", [path.stem for path in paths], list(map(str, paths)),
+                                  speakers=Column([_speaker(path) for path in paths]),
+                                  meta={role: clean for role, column in roles.items() if column == CLEAN})
 
     def _sets(self, name: str) -> list[Path]:
         found = [self.folder / f"noisy_{_TEST}"] if name == "test" else self.folder.glob("noisy_trainset*_wav")

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sbkit.data.audio import SUFFIXES
 from sbkit.data.manifest import Column
-from sbkit.data.sources.base import Rows, Source, blank, stamp
+from sbkit.data.sources.base import Rows, Source, stamp
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
 
@@ -53,13 +51,9 @@ class VoxCeleb(Source):
         if self.needs_text:
             raise SbkitError(f"{self.folder} is VoxCeleb, which doesn't say what is said")
         paths = [path for speaker in self._split()[name] for path in sorted(_recordings(speaker))]
-        none = blank(len(paths))
-        return Rows(
-            origin=f"{self.folder} [{name}]",
-            ids=Column(["/".join(path.with_suffix("").parts[-3:]) for path in paths]),
-            wavs=Column([str(path.absolute()) for path in paths]), texts=none,
-            speakers=Column([path.parts[-3] for path in paths]),
-            durations=np.full(len(paths), np.nan), starts=np.zeros(len(paths)))
+        return Rows.of_recordings(
+            f"{self.folder} [{name}]", ["/".join(path.with_suffix("").parts[-3:]) for path in paths],
+            [str(path.absolute()) for path in paths], speakers=Column([path.parts[-3] for path in paths]))
 
     def _split(self) -> dict[str, list[Path]]:
         """The folders of each split's speakers."""
