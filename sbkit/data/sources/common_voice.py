@@ -23,6 +23,7 @@ _HINT = "is it a Common Voice release? Its TSVs have the columns client_id, path
 #: TSVs of a release that don't list clips with sentences.
 _OTHER_LISTS = {"clip_durations", "reported", "unvalidated_sentences", "validated_sentences"}
 _COLUMNS = {"path", "sentence", "client_id", *(name for names in META_ALIASES.values() for name in names)}
+_SUFFIX = r"\.[A-Za-z0-9]+$"
 # No sentence is this long: a larger "duration" without a unit is in milliseconds.
 _LONGEST_SECONDS = 300.0
 
@@ -73,7 +74,7 @@ class CommonVoice(Source):
         self._check_language(meta.get("language"))
         return Rows(
             origin=str(path),
-            ids=Column(_stems(clip_names)),
+            ids=Column(pc.replace_substring_regex(clip_names, _SUFFIX, "")),
             wavs=Column(join(f"{os.path.abspath(self.clips)}/", clip_names)),
             texts=sentences,
             speakers=blank(len(tsv)) if speakers is None else Column(speakers),
@@ -119,19 +120,7 @@ def _file_names(paths: pa.Array) -> pa.Array:
     """Plain file names: ``a.mp3`` for ``clips/a.mp3`` and for ``a``, as some copies of releases have it."""
     if pc.any(pc.match_substring(paths, "/")).as_py():
         paths = pc.replace_substring_regex(paths, r"^.*/", "")
-    if _all_mp3(paths):
-        return paths
-    return pc.if_else(pc.match_substring_regex(paths, r"\.[A-Za-z0-9]+$"), paths, join(paths, ".mp3"))
-
-
-def _stems(names: pa.Array) -> pa.Array:
-    if _all_mp3(names):  # as in every release; the regular expression below is ten times slower
-        return pc.utf8_slice_codeunits(names, 0, -len(".mp3"))
-    return pc.replace_substring_regex(names, r"\.[A-Za-z0-9]+$", "")
-
-
-def _all_mp3(names: pa.Array) -> bool:
-    return pc.all(pc.ends_with(names, ".mp3")).as_py()
+    return pc.if_else(pc.match_substring_regex(paths, _SUFFIX), paths, join(paths, ".mp3"))
 
 
 def _primary(language: str) -> str:
