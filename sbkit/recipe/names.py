@@ -118,12 +118,6 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
                          if near and not re.search(r"\d", key) else "leave it out: it has no effect")
 
 
-def hparams_read(cls: type) -> set[str]:
-    """Attributes of ``self.hparams`` that the code of a Brain reads without testing whether they exist."""
-    read, tested = hparams_named(cls)
-    return read - tested
-
-
 def hparams_named(cls: type) -> tuple[set[str], set[str]]:
     """Attributes of ``self.hparams`` that the code of a Brain reads, and names that it gives to getattr or hasattr."""
     parts = [_named_in(base) for base in cls.__mro__]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
-from sbkit.recipe.report import Section, few
+from sbkit.recipe.report import Section, counted, few
 from sbkit.system.console import time_span
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def section(asked: Asked, setting: Setting, steps: Steps, said: RunEstimate) -> 
     rows = [[f"time of training, {steps.steps:,} steps of {time_span(said.step_seconds)}", *_times(training, each)],
             ["time of validations and the test", *_times(said.hours - training, each)],
             ["time of the run", *_times(said.hours, each)],
-            [f"cost of {_some(devices, 'device')} at {asked.rate:g} an hour each",
+            [f"cost of {counted(devices, 'device')} at {asked.rate:g} an hour each",
              *_spread(said.hours * devices * asked.rate, each)]]
     watts = asked.watts.get(setting.device)
     if watts is not None:
@@ -230,28 +230,24 @@ def _spread(value: float, factor: float) -> tuple[str, str, str]:
     return few(value), few(value / factor), few(value * factor)
 
 
-def _some(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
-
-
 def _why(setting: Setting, steps: Steps, said: RunEstimate) -> str:
     """Say in one sentence what a prediction follows from."""
-    threads = f", {_some(setting.threads, 'thread')}" if setting.threads else ""
+    threads = f", {counted(setting.threads, 'thread')}" if setting.threads else ""
     on = f"{setting.device} in {setting.precision}{threads}"
     wide = f"the interval is a guess, a factor of {GUESS:g}"
     if said.by == "fit":
         far = "; they are far from these steps in size" if said.high > GUESS * said.hours else ""
         return ("the seconds of a micro-batch are c * FLOPs^a * audio^b, times what runs of its task, if any, took of "
-                f"that, fitted to {_some(said.runs, 'finished run')} on {on}{far}; the interval holds {COVERAGE:.0%} "
+                f"that, fitted to {counted(said.runs, 'finished run')} on {on}{far}; the interval holds {COVERAGE:.0%} "
                 "of the errors on runs that were left out of the fit")
     if said.by == "trial":
         how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so predicted have finished"
         if said.runs and said.trial:
-            how = (f"times {said.step_seconds / said.trial:.3g}, as those of {_some(said.runs, 'finished run')} took; "
-                   f"the interval holds {COVERAGE:.0%} of the errors on runs that were left out of this")
+            how = (f"times {said.step_seconds / said.trial:.3g}, as those of {counted(said.runs, 'finished run')} "
+                   f"took; the interval holds {COVERAGE:.0%} of the errors on runs that were left out of this")
         return (f"measured: a few steps of the planned size on {on}, scaled to the {steps.audio:.3g} s of audio that a "
                 f"step of this run has on average, padding included; {how}")
-    return (f"{_some(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): a step takes "
+    return (f"{counted(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): a step takes "
             f"its FLOPs at {EFFICIENCY:.0%} of the peak, or, if that is longer, what its launches take by the "
             f"rehearsal, with a card's driver; {wide}")
 
@@ -260,9 +256,9 @@ def summary(runs: Sequence[FinishedRun]) -> tuple[str, bool]:
     """How right the predictions of finished runs were, in words and as whether they are within ``ALLOWED_ERROR``."""
     said = [(run.hours, run.predicted) for run in runs if run.predicted is not None]
     if not said:
-        return f"{_some(len(runs), 'finished run')}, none of them predicted by sbkit check --price", True
+        return f"{counted(len(runs), 'finished run')}, none of them predicted by sbkit check --price", True
     error = float(np.median([abs(hours / each.hours - 1) for hours, each in said]))
     within = sum(each.low <= hours <= each.high for hours, each in said)
     how = "off by" if len(said) == 1 else "median error"
-    return (f"{_some(len(runs), 'finished run')}, {len(said)} predicted: {how} {error:.0%}, "
+    return (f"{counted(len(runs), 'finished run')}, {len(said)} predicted: {how} {error:.0%}, "
             f"{within} of {len(said)} within their interval"), error <= ALLOWED_ERROR

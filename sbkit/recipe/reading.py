@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.recipe.keys import COMPLETE, NULL
-from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_read
+from sbkit.recipe.names import RUN_OPTIONS, brain_class, check_names, declared, hparams_named
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.resolve import flatten, resolve
 from sbkit.recipe.settings import check_settings
@@ -150,7 +150,8 @@ def _check_brain(root: Node, findings: Findings) -> None:
     if not any(base.__name__ == "Brain" for base in cls.__mro__):
         _wrong(brain, findings, "wrong-kind", f"{cls.__name__} is not a Brain", "write !name:sbkit.tasks.ctc.CTC")
         return
-    for name in sorted(hparams_read(cls) - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
+    read, tested = hparams_named(cls)  # what it tests for may be missing
+    for name in sorted(read - tested - set(root.value) - set(RUN_OPTIONS) - set(declared(root))):
         near = did_you_mean(name, map(str, root.value), cutoff=0.8)
         findings.warning("missing-key", brain.place, "brain",
                          f"{cls.__name__} reads the key {name}, which the recipe lacks",

@@ -119,8 +119,8 @@ class Report:
             seen = (" in what can be seen without running it" if not self.built else
                     " in what could be checked" if self.partly else "")
             return f"{self.recipe}: nothing wrong{seen} ({self.seconds:.1f} s)"
-        counts = [_count(len(self.errors), "error"), _count(len(self.warnings), "warning")]
-        return f"{self.recipe}: {' and '.join(filter(None, counts))} ({self.seconds:.1f} s)"
+        counts = [counted(len(found), found[0].severity) for found in (self.errors, self.warnings) if found]
+        return f"{self.recipe}: {' and '.join(counts)} ({self.seconds:.1f} s)"
 
     def text(self) -> str:
         """The whole report for a terminal."""
@@ -136,8 +136,9 @@ class Report:
         }, indent=1, ensure_ascii=False, default=str)
 
 
-def _count(n: int, what: str) -> str:
-    return "" if not n else f"{n} {what}" + ("s" if n > 1 else "")
+def counted(count: int, what: str) -> str:
+    """So many of something: 1 error, 2 errors."""
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
