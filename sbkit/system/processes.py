@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from sbkit.errors import SbkitError
@@ -50,37 +49,17 @@ def born(pid: int) -> str | None:
     return found.stdout.strip() or None
 
 
-def group_lives(group: int) -> bool:
-    """Whether a process of this group (``os.setpgid``) is alive; zombies are not."""
-    if os.path.isdir("/proc/self"):
-        return any(int(own) == group and (state not in "ZX" or int(rest[14]) > 1)  # only its first thread has ended
-                   for state, _, own, *rest in _stats())
-    found = subprocess.run(["ps", "-A", "-o", "pgid=,stat="], capture_output=True, text=True)
-    return any(int(own) == group and state[0] not in "ZX" for own, state in map(str.split, found.stdout.splitlines()))
-
-
 def session_seconds(session: int) -> tuple[float, float]:
     """The seconds that the processes of a session (``os.setsid``) have computed, with their children that have ended,
     and those for which their threads, as far as they live, have waited for a core that others had."""
     ticks = waited = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            _, _, _, own, *rest = _stat(file)
+            _, _, _, own, *rest = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             if int(own) == session:
                 ticks += sum(map(int, rest[7:11]))
                 waited += sum(int(each.read_text().split()[1]) for each in file.parent.glob("task/*/schedstat"))
     return ticks / os.sysconf("SC_CLK_TCK"), waited / 1e9
-
-
-def _stats() -> Iterator[list[str]]:
-    """Yield the fields of ``/proc/*/stat`` of each process, from its state on."""
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            yield _stat(file)
-
-
-def _stat(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def free_port() -> int:

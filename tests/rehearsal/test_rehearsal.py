@@ -14,7 +14,7 @@ import soundfile
 import torch
 from processes import command, programs
 
-from sbkit.system.processes import group_lives
+from tools.gpu import process_group
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("low", "high", "both")
@@ -260,9 +260,9 @@ def test_a_signal_ends_what_a_rehearsal_has_started_too(home, tmp_path):
     process.terminate()
     assert process.wait(60) == 143
     until = time.monotonic() + 10
-    while group_lives(int(group)) and time.monotonic() < until:
+    while process_group.lives(int(group)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not group_lives(int(group)) and not list(tmp_path.glob("sbkit-rehearsal-*"))
+    assert not process_group.lives(int(group)) and not list(tmp_path.glob("sbkit-rehearsal-*"))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from sbkit.errors import summary
 from sbkit.rehearsal import nullcard
 from sbkit.system import processes
 
-from . import corpus
+from . import corpus, process_group
 from .check import DRY_RUN, NOT_SHOWN, OK, SHORT, Check, Observation, Result, complete, without_values
 
 T = TypeVar("T")
@@ -283,7 +283,7 @@ class CheckProcess:
             self._process.kill()
         self._process.join()
         until = time.monotonic() + _END_SECONDS
-        while processes.group_lives(group) and time.monotonic() < until:
+        while process_group.lives(group) and time.monotonic() < until:
             time.sleep(0.05)
 
     def _how(self, code: int | None) -> str:
