@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from sbkit.runs.keys import TaskKeys
 from sbkit.runs.start_guard import StartGuard
 from sbkit.score.report import write_report
 from sbkit.score.results import Results, describe_unread
-from sbkit.score.run_files import METRICS, RECIPE, TESTED
+from sbkit.score.run_files import EVALUATIONS, MANIFESTS, METRICS, PREPARED, RECIPE, TESTED
 from sbkit.system.console import atomic_write, stored_json
 from sbkit.train.monitor.metrics import MetricsLog
 
@@ -84,10 +85,23 @@ def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
             if before != after and name not in reproduction.SHOW]
 
 
-def mark_unfinished(keys: TaskKeys, guard: StartGuard, test_only: bool) -> None:
-    """Mark the run as incomplete until ``mark_finished`` is called; after a test alone it stays so, even if killed."""
+def open_test(keys: TaskKeys, guard: StartGuard, test_only: bool, done: str) -> Path:
+    """Return the folder for the test's results, and mark the run as incomplete until ``mark_finished`` is called.
+
+    After a test alone it stays so, even if killed. One with other values leaves the run as it was: it has a folder of
+    its own, with what the report reads beside the results.
+    """
+    if test_only and not done and guard.changed():
+        into = keys.folder / EVALUATIONS / "test_only"
+        for name in (RECIPE, PREPARED, f"{MANIFESTS}/test.csv"):
+            if (keys.folder / name).is_file():
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(keys.folder / name, into / name)
+        guard.restores = True
+        return into
     for folder in (keys.folder, *[guard.aside] * test_only):
         (folder / TESTED).unlink(missing_ok=True)
+    return keys.folder
 
 
 def mark_finished(keys: TaskKeys, request: CommandLine, results: Results) -> None:

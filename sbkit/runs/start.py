@@ -92,16 +92,17 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
         if ranks.is_main():
             print(done)
         return
-    ranks.run_on_main(results.mark_unfinished, recipe.keys, guard, test_only)
+    into = ranks.run_on_main(results.open_test, recipe.keys, guard, test_only, done)
     corpus = recipe.keys.corpus
     manifests = corpus.load()
     pretrained.load(recipe.keys.pretrainer, _filled(recipe))
     brain = training.fit_and_test(recipe, request, device, manifests, guard, bundles)
-    ranks.run_on_main(results.show, brain.tested, folder, manifests["test"], corpus.left_out("test"),
+    ranks.run_on_main(results.show, brain.tested, into, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run
         ranks.run_on_main(results.mark_finished, recipe.keys, request, brain.tested)
-    old_set.compare(brain, device)
+    if into == folder:
+        old_set.compare(brain, device)
 
 
 def _filled(recipe: Recipe) -> set[int]:

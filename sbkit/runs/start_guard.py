@@ -26,7 +26,10 @@ class StartGuard:
 
     folder : the run's folder
     here : whether this process is the one that writes there
+    restores : whether what was there before comes back without an error, too
     """
+
+    restores = False
 
     def __init__(self, folder: Path, here: bool = True):
         self.folder, self.aside = folder, folder / BEFORE_START
@@ -85,7 +88,7 @@ class StartGuard:
         disk.sync_folder(self.folder)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and self._here:
+        if self._here and (self.restores or kind is not None):
             restore_previous(self.folder)
         self.begins()
 

@@ -91,8 +91,10 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
             "0.003 -> 0.5; choose another --output_folder, train on with a larger --number_of_epochs") in said
     code, added, said = started("--precision", "bf16")
     assert (code, added) == (2, (0, 0)) and "change nothing of it: precision: fp32 -> bf16" in said
-    assert started("--lr", "0.5", "--test_only")[:2] == (0, (0, 1)) and record()[1:] == before[1:]
-    assert started()[:2] == (0, (0, 1)) and record() == before
+    assert started("--lr", "0.5", "--test_only")[:2] == (0, (0, 1)) and record() == before
+    own = out / "evaluations" / "test_only"
+    assert "\nlr: 0.5" in (own / "hyperparams.yaml").read_text() and "0.5" in (own / "report.html").read_text()
+    assert started()[:2] == (0, (0, 0)) and record() == before, "and is still done"
     assert started("--number_of_epochs", "2", "--lr", "0.5")[:2] == (0, (2, 1))
     assert "\nlr: 0.5" in record()[0] and "lr: 0.5" in record()[1]
     [change] = re.findall(r"Steps after (\d+) ran with changed values: ([^<]*)\.<", (out / "report.html").read_text())
@@ -108,7 +110,7 @@ def test_killed_in_its_test_it_tests_when_started_again(started, place):
     assert started(*last)[:2] == (0, (0, 1)), "what was tested before is not what is there"
     assert started(*last)[:2] == (0, (0, 0))
     assert started(*last, "--lr", "0.5", "--test_only", until=place)[0] == -signal.SIGKILL
-    assert started(*last)[:2] == (0, (0, 1)), "whose test it is isn't known"
+    assert started(*last)[:2] == (0, (0, 0)), "whose test is not the run's"
 
 
 @pytest.mark.slow
