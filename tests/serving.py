@@ -70,10 +70,7 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         state.decoders = Decoders(state.limits, restarted=state.metrics.decoders.inc, disk=state.disk)
         state.decoders.check()
         folders = folder if isinstance(folder, dict) else dict.fromkeys(names, folder)
-        state.registry = registry.load(
-            folders, BundleOptions(device=device, threads=1, **options),
-            lambda name, rows: state.metrics.batches.labels(name).observe(rows),
-            lambda name, rows: state.metrics.steps.labels(name).observe(rows))
+        state.registry = registry.load(folders, BundleOptions(device=device, threads=1, **options), state.metrics)
     listening = bound("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(
         make(state, ApiKeys(keys), tuple(origins), hosts), log_level="error", lifespan="on",

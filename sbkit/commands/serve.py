@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from sbkit.commands.options import above, add_model, add_search
 from sbkit.serve.limits import Limits
-
-#: Help texts of the limits in ``sbkit.serve.limits``.
-LIMITS = {
-    "max-upload-mb": "megabytes per request", "max-audio-seconds": "length of one decoded recording",
-    "max-requests": "requests accepted at once; the next one gets a 429", "max-active": "of those, processed at once",
-    "max-live": "live sessions at once",
-    "client-share": "share of connections, requests, live sessions, threads, disk and audio in work that one address "
-                    "may hold; 127.0.0.1 and ::1 are not limited, nor are clients of a proxy that connects from there",
-    "max-connections": "connections open at once, if ulimit -n allows it; an idle one is closed for a new one",
-    "max-disk-mb": "megabytes of the temporary folder for uploads and decoded audio, at most half of the free space; "
-                   "beyond that a request gets a 503",
-    "min-upload-kbs": "slowest upload allowed, in kilobytes per second",
-    "upload-grace-seconds": "time before the upload speed is checked",
-    "request-seconds": "time limit for one request, including the upload",
-    "decoders": "processes that decode audio", "decode-seconds": "processor time limit to decode one recording",
-    "idle-seconds": "time that a live session may send nothing",
-}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +35,10 @@ def add(parser: argparse.ArgumentParser) -> None:
                              "proxy on another machine share one address, see --client-share")
     parser.add_argument("--grace-seconds", type=above, default=30.0, metavar="S",
                         help="time to finish requests in flight after SIGTERM (30)")
-    for name, what in LIMITS.items():
-        usual = getattr(Limits, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=type(usual), default=argparse.SUPPRESS,
-                            metavar="S" if "seconds" in name else "N", help=f"{what} ({usual:g})")
+    for each in dataclasses.fields(Limits):
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=argparse.SUPPRESS,
+                            metavar="S" if "seconds" in each.name else "N",
+                            help=f"{each.metadata['what']} ({each.default:g})")
     add_search(parser)
 
 

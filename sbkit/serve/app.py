@@ -171,14 +171,14 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
     @app.websocket("/v1/audio/live")
     async def live(websocket: WebSocket) -> None:
-        try:
-            registry = state.loaded()
-            place = floor.place(clients.address(websocket.scope))
-        except ApiError as error:
-            state.metrics.refused.labels(error.code or error.status).inc()
-            await websocket.send_denial_response(_said(error))
-            return
-        with place:
+        with contextlib.ExitStack() as stay:
+            try:
+                registry = state.loaded()
+                stay.enter_context(floor.place(clients.address(websocket.scope)))
+            except ApiError as error:
+                state.metrics.refused.labels(error.code or error.status).inc()
+                await websocket.send_denial_response(_said(error))
+                return
             await floor.session(websocket, registry)
 
     @app.websocket("/{path:path}")

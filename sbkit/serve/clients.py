@@ -30,20 +30,33 @@ def address(scope: Mapping[str, Any]) -> str | None:
 
 
 class Shares:
-    """Counts the places that each client has; clients without an address are not counted."""
+    """Counts places, and those that each client has; clients without an address have no share that is theirs.
+
+    Arguments
+    ---------
+    places : held at once
+    share : of them, for one address
+    """
 
     def __init__(self, places: int, share: float):
-        self._most = max(1, round(places * share))
-        self.taken: Counter[str] = Counter()
+        self._places, self._most = places, max(1, round(places * share))
+        self.taken: Counter[str | None] = Counter()
         """The places that each client has now."""
 
+    @property
+    def inside(self) -> int:
+        """The places that are held now."""
+        return self.taken.total()
+
     @contextlib.contextmanager
-    def place(self, client: str | None, what: str) -> Iterator[None]:
-        """Hold one place; raises ``ApiError`` 429 if the client has its full share."""
-        if client is None:
-            yield
-            return
-        if self.taken[client] >= self._most:
+    def place(self, client: str | None, what: str, seconds: float) -> Iterator[None]:
+        """Hold one place; raises ``ApiError`` 429 if there is none, or the client has its full share.
+
+        what, seconds : what has places, and when to try again if there are none
+        """
+        if self.inside >= self._places:
+            raise busy(f"{self.inside} {what} already", seconds)
+        if client is not None and self.taken[client] >= self._most:
             raise busy(f"your address has {self.taken[client]} {what}, which is the limit per address", 5)
         self.taken[client] += 1
         try:

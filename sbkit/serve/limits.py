@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 from sbkit.errors import SbkitError
 
 MEGABYTE = 1 << 20
+N = TypeVar("N", int, float)
+
+
+def limit(usual: N, what: str) -> N:
+    """Declare a limit: its value unless another is given, and what ``sbkit serve --help`` says of it."""
+    declared: N = field(default=usual, metadata={"what": what})
+    return declared
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of the server; all must be above 0."""
 
-    max_upload_mb: float = 25.0
-    """Megabytes of one request, counted while it arrives."""
-    max_audio_seconds: float = 7200.0
-    """Length of one recording, counted while it is decoded."""
-    max_requests: int = 64
-    """Requests at once, including those uploading or waiting; the next one gets a 429."""
-    max_active: int = 16
-    """Requests processed at once, which is also the number of decoded recordings in the temporary folder."""
-    max_live: int = 16
-    """Live sessions at once."""
-    client_share: float = 0.5
-    """Share of connections, places, threads, decoders, disk and audio in work that one address may have."""
-    max_connections: int = 1024
-    """Connections open at once; fewer if this process may not open so many files."""
-    max_disk_mb: float = 8192.0
-    """Megabytes of the temporary folder for all uploads and decoded recordings together."""
-    min_upload_kbs: float = 16.0
-    """Lowest upload speed in kilobytes per second, ..."""
-    upload_grace_seconds: float = 10.0
-    """... checked after this many seconds."""
-    request_seconds: float = 300.0
-    """Time limit for one request, from its first byte to the answer."""
-    decoders: int = 2
-    """Processes that decode audio."""
-    decode_seconds: float = 120.0
-    """Processor time to decode one recording; twice as much wall-clock time."""
-    idle_seconds: float = 60.0
-    """Seconds for which a live session may send nothing."""
+    max_upload_mb: float = limit(25.0, "megabytes per request")
+    max_audio_seconds: float = limit(7200.0, "length of one decoded recording")
+    max_requests: int = limit(64, "requests accepted at once; the next one gets a 429")
+    max_active: int = limit(16, "of those, processed at once")
+    max_live: int = limit(16, "live sessions at once")
+    client_share: float = limit(
+        0.5, "share of connections, requests, live sessions, threads, disk and audio in work that one address may "
+        "hold; 127.0.0.1 and ::1 are not limited, nor are clients of a proxy that connects from there")
+    max_connections: int = limit(
+        1024, "connections open at once, if ulimit -n allows it; an idle one is closed for a new one")
+    max_disk_mb: float = limit(
+        8192.0, "megabytes of the temporary folder for uploads and decoded audio, at most half of the free space; "
+        "beyond that a request gets a 503")
+    min_upload_kbs: float = limit(16.0, "slowest upload allowed, in kilobytes per second")
+    upload_grace_seconds: float = limit(10.0, "time before the upload speed is checked")
+    request_seconds: float = limit(300.0, "time limit for one request, including the upload")
+    decoders: int = limit(2, "processes that decode audio")
+    decode_seconds: float = limit(120.0, "processor time limit to decode one recording")
+    idle_seconds: float = limit(60.0, "time that a live session may send nothing")
 
     def __post_init__(self) -> None:
         for each in fields(self):

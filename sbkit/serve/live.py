@@ -22,18 +22,17 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
 
-from sbkit.decode.spans import Word
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.lines import final
 from sbkit.infer.samples import whole
 from sbkit.serve.access import REQUEST_ID
 from sbkit.serve.clients import Shares, address
-from sbkit.serve.errors import ApiError, busy, failed, invalid, missing_model, shown, too_late, unsupported
+from sbkit.serve.errors import ApiError, failed, invalid, missing_model, shown, too_late, unsupported
 from sbkit.serve.limits import Limits
 from sbkit.serve.live_recogniser import News, live_recogniser
 from sbkit.serve.metrics import Metrics
@@ -63,7 +62,7 @@ class LiveSession:
         self._ready = {"type": "ready", "model": served.name, "sample_rate": rate,
                        "chunk_seconds": self._hearing.chunk_seconds, "ahead_seconds": self._hearing.ahead_seconds}
         self._stop = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
 
     @property
     def seconds(self) -> float:
@@ -79,7 +78,7 @@ class LiveSession:
         await self._websocket.send_json(self._ready)
         telling, sending = self._start(self._send_news()), self._start(self._outbox.run())
         receiving, watching = self._start(self._receive()), self._start(self._wire.watch(self._limits.idle_seconds))
-        stopping = self._start(self._stopped())
+        stopping = self._start(self._stop.wait())
         await _first(receiving, stopping, watching, telling, sending)
         for each in (receiving, stopping, watching):
             each.cancel()
@@ -99,14 +98,11 @@ class LiveSession:
             each.cancel()
         self._hearing.close()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:  # nobody looks at what it returns
         task = asyncio.create_task(work)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the first error is told
         self._tasks.append(task)
         return task
-
-    async def _stopped(self) -> None:
-        await self._stop.wait()
 
     async def _receive(self) -> None:
         """Receive audio until "stop"."""
@@ -132,7 +128,7 @@ class LiveSession:
             self._outbox.put(news)
 
 
-async def _first(*tasks: asyncio.Task[None], seconds: float | None = None) -> bool:
+async def _first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> bool:
     """Wait until one of them is done, and raise its error if it failed; False: none was in time."""
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for each in done:
@@ -152,7 +148,7 @@ class SendQueue:
     """
 
     def __init__(self, vocabulary: Vocabulary, send: Callable[[dict[str, Any]], Awaitable[None]]):
-        self._vocabulary, self._send = vocabulary, send
+        self._text, self._send = vocabulary.text, send
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = asyncio.Event()
         self._shown = ("", "")
@@ -192,9 +188,6 @@ class SendQueue:
         self._waiting.append(message)
         self._changed.set()
 
-    def _text(self, words: Sequence[Word]) -> str:
-        return self._vocabulary.text(words)
-
 
 PROTOCOL = "sbkit.live"
 _log = logging.getLogger(__name__)
@@ -210,11 +203,14 @@ class LiveSessions:
     def __init__(self, limits: Limits, metrics: Metrics):
         self._limits, self._metrics = limits, metrics
         self._shares = Shares(limits.max_live, limits.client_share)
-        self.inside = 0
-        """The current number of sessions."""
         self.sessions: set[LiveSession] = set()
         """Those that are open."""
         self._ending = False
+
+    @property
+    def inside(self) -> int:
+        """The current number of sessions."""
+        return self._shares.inside
 
     def end(self) -> None:
         """Ask all sessions to finish, as if their clients had sent "stop"; refuse new ones."""
@@ -224,20 +220,7 @@ class LiveSessions:
 
     def place(self, client: str | None) -> contextlib.AbstractContextManager[None]:
         """Hold a place for one session of a client; raises ``ApiError`` 429 if there is none."""
-        if self.inside >= self._limits.max_live:
-            raise busy(f"{self.inside} live sessions are already open", 30)
-        share = contextlib.ExitStack()
-        share.enter_context(self._shares.place(client, "live sessions"))
-        self.inside += 1
-        return self._leaving(share)
-
-    @contextlib.contextmanager
-    def _leaving(self, share: contextlib.ExitStack) -> Iterator[None]:
-        with share:
-            try:
-                yield
-            finally:
-                self.inside -= 1
+        return self._shares.place(client, "live sessions", 30)
 
     async def session(self, websocket: WebSocket, registry: Registry) -> None:
         """Run a session from the handshake to the end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,8 @@ from sbkit.serve.backlog import Work
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import unknown_model, wrong_model
 from sbkit.serve.job import Job
-from sbkit.serve.served import BundleOptions, Log, Served
+from sbkit.serve.metrics import Metrics
+from sbkit.serve.served import BundleOptions, Served
 from sbkit.system.cores import usable_cores
 
 _MEASURED_SECONDS = 5.0  # of the signal that speed is measured with
@@ -58,26 +58,28 @@ class ServedModel(Served):
     streams: StreamEngine | None = None
     """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
 
-    def _load(self, folder: Path, options: BundleOptions, log: Log | None, stepped: Log | None) -> None:
+    def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = Engine(folder, options.model, options.device, options.threads)
         config = self.config = self.engine.config
         self.vocabulary = self.engine.vocabulary
         self.chunk_seconds = config.chunk(options.chunk_seconds)
         self.frame_samples = config.hop_samples * config.subsampling
         self.decoder = decoder(self.vocabulary, options.search)
-        self.batcher = Batcher(self.engine, options.batch_seconds, log=log, batching=options.batching)
+        self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
+                               metrics.batches.labels(self.name).observe)
         self._measure(np.zeros(int(min(_MEASURED_SECONDS, self.chunk_seconds) * config.sample_rate), np.float32))
-        self.streams = self._streams(folder, options, stepped)
+        self.streams = self._streams(folder, options, metrics)
         self.chunks_ms = list(self.streams.chunks) if self.streams is not None else []
 
-    def _streams(self, folder: Path, options: BundleOptions, stepped: Log | None) -> StreamEngine | None:
+    def _streams(self, folder: Path, options: BundleOptions, metrics: Metrics) -> StreamEngine | None:
         model, streaming = self.engine.running.model, self.config.streaming
         if streaming is None or model not in streaming.models:
             return None
         rows = {} if options.batching else {"max_streams": 1}
         threads = options.threads or max(1, usable_cores() - 1)  # one is left for the connections
         try:
-            return StreamEngine(folder, model, options.device, threads, stepped=stepped, **rows)
+            return StreamEngine(folder, model, options.device, threads,
+                                stepped=metrics.steps.labels(self.name).observe, **rows)
         except BaseException:
             self.engine.close()
             raise
@@ -105,10 +107,11 @@ class ServedGraph(Served):
     endpoints, does = ("/v1/audio/outputs",), "gives tensors, and no words or speech"
     engine: GraphEngine
 
-    def _load(self, folder: Path, options: BundleOptions, log: Log | None, stepped: Log | None) -> None:
+    def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = GraphEngine(folder, options.model, options.device, options.threads)
         self.config = self.engine.config
-        self.batcher = Batcher(self.engine, options.batch_seconds, log=log, batching=options.batching)
+        self.batcher = Batcher(self.engine, options.batch_seconds, options.batching,
+                               metrics.batches.labels(self.name).observe)
         self._measure(np.zeros(int(_MEASURED_SECONDS * self.config.sample_rate), np.float32))
 
 
@@ -122,12 +125,12 @@ class ServedVoice(Served):
 
     endpoints, does = ("/v1/audio/speech",), "speaks and hears nothing"
 
-    def _load(self, folder: Path, options: BundleOptions, log: Log | None, stepped: Log | None) -> None:
+    def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = VoiceEngine(folder, options.model, options.device, options.threads)
         self.config = self.engine.config
         symbols = max(self.config.max_symbols, _SYMBOLS[self.engine.running.device == "cpu"])
-        self.batcher = Batcher(self.engine, budget=symbols, log=log, batching=options.batching, unit="symbols",
-                               cost=lambda line: len(line) / line.speed)
+        self.batcher = Batcher(self.engine, batching=options.batching, log=metrics.batches.labels(self.name).observe,
+                               budget=symbols, unit="symbols", cost=lambda line: len(line) / line.speed)
         sentence = min(self.config.max_symbols, _SENTENCE)
         self._measure(SpeechInput([1 + number % (len(self.config.symbols) - 1) for number in range(sentence)]))
 
@@ -179,15 +182,9 @@ class Registry:
             each.close()
 
 
-def load(bundles: Mapping[str, Path], options: BundleOptions, log: Callable[[str, int], None] | None = None,
-         stepped: Callable[[str, int], None] | None = None) -> Registry:
-    """Load all bundles, or raise for the first broken one.
-
-    log, stepped : called with a model's name and the size of each of its batches, and of each step of live sessions
-    """
-    def named(call: Callable[[str, int], None] | None, name: str) -> Log | None:
-        return None if call is None else functools.partial(call, name)
-
+def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics | None = None) -> Registry:
+    """Load all bundles, or raise for the first broken one."""
+    metrics = metrics or Metrics()
     kinds = {name: SERVED.of(layout.read(folder)) for name, folder in bundles.items()}
     hears = any(issubclass(kind, ServedModel) for kind in kinds.values())
     if not hears and (options.search or options.chunk_seconds or options.batch_seconds):
@@ -196,7 +193,7 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, log: Callable[[str
     loaded: dict[str, Served] = {}
     try:
         for name, folder in bundles.items():
-            loaded[name] = kinds[name](name, folder, options, named(log, name), named(stepped, name))
+            loaded[name] = kinds[name](name, folder, options, metrics)
     except BaseException:
         Registry(loaded).close()
         raise

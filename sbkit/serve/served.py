@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sbkit.infer.bundle_engine import BundleEngine
 from sbkit.infer.device import Placement
@@ -17,11 +17,11 @@ from sbkit.infer.voice_engine import VoiceEngine
 from sbkit.serve.batcher import Batcher
 from sbkit.serve.errors import broken
 
+if TYPE_CHECKING:  # of a package that a server alone needs
+    from sbkit.serve.metrics import Metrics
+
 #: Seconds after which a running batch counts as stuck.
 STUCK_SECONDS = 120.0
-
-
-Log = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,7 @@ class BundleOptions(ModelRequest):
 
 
 class Served(ABC):
-    """One bundle, loaded and warm.
-
-    Arguments
-    ---------
-    log, stepped : called with the size of each batch, and with the live sessions in each step
-    """
+    """One bundle, loaded and warm."""
 
     #: Paths that the model answers.
     endpoints: ClassVar[tuple[str, ...]]
@@ -53,13 +48,12 @@ class Served(ABC):
     engine: Engine | VoiceEngine
     batcher: Batcher
 
-    def __init__(self, name: str, folder: Path, options: BundleOptions, log: Log | None = None,
-                 stepped: Log | None = None):
+    def __init__(self, name: str, folder: Path, options: BundleOptions, metrics: Metrics):
         self.name, self.created = name, int(time.time())
-        self._load(folder, options, log, stepped)
+        self._load(folder, options, metrics)
 
     @abstractmethod
-    def _load(self, folder: Path, options: BundleOptions, log: Log | None, stepped: Log | None) -> None:
+    def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         """Load ``engine`` and ``batcher``, and measure the speed."""
 
     @property

@@ -178,9 +178,7 @@ class _Server:
 
         request, state = self._request, self.state
         state.decoders = Decoders(request.limits, restarted=state.metrics.decoders.inc, disk=state.disk)
-        loaded = registry.load(self._bundles, request,
-                               lambda name, rows: state.metrics.batches.labels(name).observe(rows),
-                               lambda name, rows: state.metrics.steps.labels(name).observe(rows))
+        loaded = registry.load(self._bundles, request, state.metrics)
         state.decoders.check()
         state.registry = loaded
         for each in loaded:

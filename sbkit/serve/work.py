@@ -40,22 +40,21 @@ class RequestSlots:
         self._mean = 1.0
         self.mean_work = 0.0
         """Seconds that a request takes in its thread."""
-        self.inside = 0
+
+    @property
+    def inside(self) -> int:
         """The number of requests inside."""
+        return self._shares.inside
 
     @contextlib.contextmanager
     def place(self, client: str | None = None) -> Iterator[None]:
         """Hold a place for one request of a client; raises ``ApiError`` 429 if there is none."""
-        if self.inside >= self._limits.max_requests:
-            raise busy(f"{self.inside} requests are already running or waiting",
-                       self._mean * self.inside / self._limits.max_active)
-        with self._shares.place(client, "requests running or waiting"):
-            self.inside += 1
+        wait = self._mean * self.inside / self._limits.max_active
+        with self._shares.place(client, "requests running or waiting", wait):
             began = time.monotonic()
             try:
                 yield
             finally:
-                self.inside -= 1
                 self._mean += _SMOOTH * (time.monotonic() - began - self._mean)
 
     def context(self, request: Request) -> RequestContext:

@@ -358,7 +358,7 @@ def test_a_full_queue_is_a_429_and_a_deadline_a_504_before_anything_is_sent(voic
             waiting = threading.Thread(target=wait)
             waiting.start()
             serving.until(lambda: server.counted("sbkit_requests_inside") == 1)
-            with pytest.raises(openai.RateLimitError, match="already running or waiting"):
+            with pytest.raises(openai.RateLimitError, match="requests running or waiting already"):
                 speak(client)
             waiting.join()
         assert errors[0].status_code == 504 and errors[0].code == "deadline_exceeded"
