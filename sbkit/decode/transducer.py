@@ -47,11 +47,9 @@ class GraphJoint(Joint):
         self.context, self.blank = context, blank
 
     def predict(self, tokens: np.ndarray) -> np.ndarray:
-        """Map the last tokens [N, context] to states [N, J]."""
         return self._decoder(tokens)
 
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-        """Map states [N, J] of both to log-probabilities [N, V]."""
         scores = self._joiner(encoded, predicted)
         if scores.shape != (len(encoded), self._vocabulary):
             raise SbkitError(f"the joiner gives {list(scores.shape)} for {len(encoded)} frames and {self._vocabulary} "

@@ -65,12 +65,8 @@ class _Light:
         return torch.cat([states[:batch], states[batch:].flip(1)], dim=2) if self.bidirectional else states
 
 
-class ExportedLiGRULayer(_Light, RNN.LiGRU_Layer):
-    """``LiGRU_Layer``: [B, T, D] -> [B, T, H]."""
-
-
-class ExportedSLiGRULayer(_Light, RNN.SLiGRU_Layer):
-    """``SLiGRU_Layer``: [B, T, D] -> [B, T, H]."""
+class _LightNormed(_Light):
+    """A layer of SpeechBrain's stabilised light GRUs: [B, T, D] -> [B, T, H]."""
 
     layer_norm: nn.Module
 
@@ -88,14 +84,6 @@ class _LightStack:
         for layer in self.rnn:
             x = layer(x, hx=None)
         return x, None
-
-
-class ExportedLiGRU(_LightStack, RNN.LiGRU):
-    """``LiGRU``: [B, T, D] -> [B, T, H]."""
-
-
-class ExportedSLiGRU(_LightStack, RNN.SLiGRU):
-    """``SLiGRU``: [B, T, D] -> [B, T, H]."""
 
 
 _State = tuple[Tensor, ...]
@@ -154,18 +142,6 @@ def _one_way(rnn: nn.RNNBase, name: str, x: Tensor) -> Tensor:
     return _scan(step, tuple(start.clone() for _ in range(states)), given)
 
 
-class ExportedRNN(_TorchRecurrent, RNN.RNN):
-    """``RNN``: [B, T, D] -> [B, T, H]."""
-
-
-class ExportedLSTM(_TorchRecurrent, RNN.LSTM):
-    """``LSTM``: [B, T, D] -> [B, T, H]."""
-
-
-class ExportedGRU(_TorchRecurrent, RNN.GRU):
-    """``GRU``: [B, T, D] -> [B, T, H]."""
-
-
 def _pool(x: Tensor, axis: int, size: int, kind: str) -> Tensor:
     """Pool an axis in windows of ``size``; an incomplete last window is dropped."""
     count = x.shape[axis] // size
@@ -205,10 +181,10 @@ class ExportedPooling2d(pooling.Pooling2d):
         return x
 
 
+#: What stands in for the forward of each recurrent layer.
 _RECURRENT: dict[type, type] = {
-    RNN.LiGRU: ExportedLiGRU, RNN.LiGRU_Layer: ExportedLiGRULayer, RNN.SLiGRU: ExportedSLiGRU,
-    RNN.SLiGRU_Layer: ExportedSLiGRULayer, RNN.RNN: ExportedRNN, RNN.LSTM: ExportedLSTM, RNN.GRU: ExportedGRU,
-    pooling.Pooling1d: ExportedPooling1d, pooling.Pooling2d: ExportedPooling2d,
+    RNN.LiGRU: _LightStack, RNN.LiGRU_Layer: _Light, RNN.SLiGRU: _LightStack, RNN.SLiGRU_Layer: _LightNormed,
+    RNN.RNN: _TorchRecurrent, RNN.LSTM: _TorchRecurrent, RNN.GRU: _TorchRecurrent,
 }
 
 
@@ -366,7 +342,9 @@ _BY_ORIGINAL: dict[type, type] = {
     attention.RelPosMHAXL: ExportedRelPosMHAXL,
     attention.RoPEMHA: ExportedRoPEMHA,
     attention.MultiheadAttention: ExportedMultiheadAttention,
-    **_RECURRENT,
+    pooling.Pooling1d: ExportedPooling1d, pooling.Pooling2d: ExportedPooling2d,
+    **{original: type(f"Exported{original.__name__}", (forward, original), {})
+       for original, forward in _RECURRENT.items()},
 }
 #: Keys are the fast equivalents where there are any, since ``exportable`` accelerates first.
 EQUIVALENTS = {FASTER.get(original, original): swapped for original, swapped in _BY_ORIGINAL.items()}

@@ -151,7 +151,9 @@ class BundleEngine(ABC):
 
     def compute(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Run the graph once; after a fault of the device, never again."""
-        devices.refuse_broken(self.fault)
+        if self.fault is not None:
+            raise SbkitError(f"the device failed earlier ({self.fault})",
+                             hint="restart the process: the device stays broken")
         try:
             return self._ready(*inputs)
         except Exception as error:

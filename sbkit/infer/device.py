@@ -115,9 +115,3 @@ def fault(error: Exception) -> str | None:
     if is_out_of_memory(error):
         return None
     return first_line(error) if "CUDA" in str(error) or "cuda" in type(error).__name__.lower() else None
-
-
-def refuse_broken(fault: str | None) -> None:
-    """Raise if the device had a fault."""
-    if fault is not None:
-        raise SbkitError(f"the device failed earlier ({fault})", hint="restart the process: the device stays broken")

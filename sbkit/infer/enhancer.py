@@ -81,66 +81,48 @@ class EnhanceEngine(BundleEngine):
         return [(sound[i].reshape(-1), [part[i].copy() for part in after]) for i in range(len(pieces))]
 
 
-class EnhancedStream:
-    """A stream without its noise, of as many samples as it has.
+class LiveEnhancer:
+    """A stream that is enhanced as its samples come, to as many as it has; ``feed`` them, then ``finish``.
 
     Arguments
     ---------
     seconds : so much is enhanced at once, besides the rest that :meth:`finish` gives; less is rounded up to a frame
     """
 
-    def __init__(self, config: layout.EnhancerConfig, state: State, seconds: float):
-        self._hop, self._state = config.hop, state
+    def __init__(self, engine: EnhanceEngine, seconds: float):
+        config = engine.config
+        self._engine, self._state, self._hop = engine, engine.state(), config.hop
         self._size = max(1, round(seconds * config.sample_rate / config.hop)) * config.hop
         self._kept = np.zeros(0, np.float32)
         self._skip = self._delay = config.delay
         self._owed = 0  # samples that came and were not given yet
 
-    def pieces(self, samples: np.ndarray) -> Iterator[NoisyPiece]:
-        """Take samples [N], any number of them, and yield the pieces that they complete; give :meth:`take` what each
-        becomes before the next is asked for."""
+    def feed(self, samples: np.ndarray) -> np.ndarray:
+        """Take samples [N] at the model's rate, any number of them; returns those [M] that are ready."""
         self._kept = np.concatenate([self._kept, np.asarray(samples, np.float32)])
         self._owed += len(samples)
+        ready = [np.zeros(0, np.float32)]
         while len(self._kept) >= self._size:
             piece, self._kept = self._kept[: self._size], self._kept[self._size:]
-            yield self._piece(piece)
+            ready.append(self._enhanced(piece))
+        return np.concatenate(ready)
 
-    def rest(self) -> Iterator[NoisyPiece]:
-        """Yield the last piece, if there is any."""
-        if self._owed:
-            yield self._piece(np.pad(self._kept, (0, self._delay + -(len(self._kept) + self._delay) % self._hop)))
-        self._kept = self._kept[:0]
+    def finish(self) -> np.ndarray:
+        """Return the rest."""
+        rest, self._kept = self._kept, np.zeros(0, np.float32)
+        if not self._owed:
+            return rest
+        return self._enhanced(np.pad(rest, (0, self._delay + -(len(rest) + self._delay) % self._hop)))
 
-    def take(self, found: tuple[np.ndarray, State]) -> np.ndarray:
-        """Note the next state, and return the samples [N] that are to be heard."""
-        sound, self._state = found
+    def _enhanced(self, samples: np.ndarray) -> np.ndarray:
+        """Enhance a piece, note the next state, and return the samples [N] that are to be heard."""
+        piece = NoisyPiece(samples.reshape(-1, self._hop), self._state)
+        [(sound, self._state)] = self._engine.submit([piece]).result()
         skipped = min(self._skip, len(sound))
         self._skip -= skipped
         sound = sound[skipped : skipped + self._owed]
         self._owed -= len(sound)
         return sound.clip(-1.0, 1.0)
-
-    def _piece(self, samples: np.ndarray) -> NoisyPiece:
-        return NoisyPiece(samples.reshape(-1, self._hop), self._state)
-
-
-class LiveEnhancer:
-    """A stream that is enhanced as its samples come; ``feed`` them, then ``finish``."""
-
-    def __init__(self, engine: EnhanceEngine, seconds: float):
-        self._engine, self._stream = engine, EnhancedStream(engine.config, engine.state(), seconds)
-
-    def feed(self, samples: np.ndarray) -> np.ndarray:
-        """Take samples [N] at the model's rate, any number of them; returns those [M] that are ready."""
-        return self._run(self._stream.pieces(samples))
-
-    def finish(self) -> np.ndarray:
-        """Return the rest."""
-        return self._run(self._stream.rest())
-
-    def _run(self, pieces: Iterator[NoisyPiece]) -> np.ndarray:
-        found = [self._stream.take(self._engine.submit([piece]).result()[0]) for piece in pieces]
-        return np.concatenate([np.zeros(0, np.float32), *found])
 
 
 class EnhancerModel(Loaded[EnhanceEngine]):

@@ -104,15 +104,15 @@ def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:
 
 def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     """The front matter, as the Hub reads it: JSON's texts and lists are YAML's."""
-    language, started = run.key("language"), [name for name, _ in _started_from(run) if _on_hub(name)]
-    licences = {licence for _, licence in _started_from(run)}
+    language, started = run.key("language"), _started_from(run)
+    licences, on_hub = {licence for _, _, licence in started}, [name for _, name, _ in started if _on_hub(name)]
     values: dict[str, object] = {"tags": ["sbkit", "speechbrain"]}
     if re.fullmatch(r"[a-z]{2,3}", language):
         values["language"] = language
     if len(licences) == 1 and "" not in licences:  # of one alone it would be said of both
         values["license"] = licences.pop()
-    if started:
-        values["base_model"] = started
+    if on_hub:
+        values["base_model"] = on_hub
     if pipeline_tag:
         values["pipeline_tag"] = pipeline_tag
     return "\n".join(["---", _OURS, *(f"{name}: {json.dumps(value)}" for name, value in values.items()), "---"])
@@ -126,9 +126,9 @@ def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
         parts += ["## Trained and tested on", *_corpora(run, run.prepared)]
     if started := _started_from(run):
         parts += ["## Started from", "\n".join(
-            f"- {_SOURCES[key]}: {name if _on_hub(name) else Path(name).name}, "
+            f"- {what}: {name if _on_hub(name) else Path(name).name}, "
             + (f"licence: {licence}" if licence else "whose licence is not known here: look at its source")
-            for (name, licence), key in zip(started, _started_keys(run), strict=True))]
+            for what, name, licence in started)]
     if facts := _training(run):
         parts += ["## Training", _table(("what", "how much"), facts)]
     return parts
@@ -194,13 +194,9 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows))
 
 
-def _started_keys(run: RunData) -> list[str]:
-    return [key for key in _SOURCES if run.key(key)]
-
-
-def _started_from(run: RunData) -> list[tuple[str, str]]:
-    """What the run started from, each with its licence where a card of it is on this machine."""
-    return [(name, _licence(name)) for name in (run.key(key) for key in _started_keys(run))]
+def _started_from(run: RunData) -> list[tuple[str, str, str]]:
+    """What the run started from: what each is, its name, and its licence where a card of it is on this machine."""
+    return [(what, name, _licence(name)) for key, what in _SOURCES.items() if (name := run.key(key))]
 
 
 def _on_hub(name: str) -> bool:
