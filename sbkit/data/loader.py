@@ -225,7 +225,7 @@ class TrainLoader(_Loader):
 
     def _from(self, epoch: int, first: int) -> Iterator[ReadRequest]:
         plan = self.epoch_plan(epoch)
-        for step in range(first, plan.steps):
+        for step in range(first, len(plan)):
             share = plan.places(step, self.rank, self.world, self.min_micros)
             most = plan.largest_micro_batch(step, self.world, self.min_micros)
             for micro, places in enumerate(share):

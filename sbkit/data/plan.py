@@ -221,10 +221,6 @@ class EpochPlan:
         self.durations, self.batching, self.members = durations, batching, members
         self._bounds, self._order, self._visits = bounds, order, visits
 
-    @property
-    def steps(self) -> int:
-        return len(self._order)
-
     def __len__(self) -> int:
         return len(self._order)
 

@@ -107,7 +107,7 @@ class Keys:
 
     >>> @dataclasses.dataclass(kw_only=True)
     ... class Mine(Keys):
-    ...     width: int = key("layers are so wide", 64, Range(1, whole=True))
+    ...     width: int = key("layers are so wide", 64, range(1, 1000))
     >>> Mine.read({"width": 128, "something": "else"}).width
     128
     """

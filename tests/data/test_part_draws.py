@@ -85,8 +85,8 @@ def test_each_step_has_its_parts_in_proportion_on_any_number_of_ranks():
                           for bucket in range(len(plan.edges))]) * plan.drawing.parts.times
     for epoch in (1, 2, 9):
         made, audio = plan.epoch(epoch), np.zeros(3)
-        assert made.steps == len(plan)
-        for step in range(made.steps):
+        assert len(made) == len(plan)
+        for step in range(len(made)):
             members = made.step(step)
             counts = np.bincount(parts.numbers[members], minlength=3)
             wanted = of_bucket[np.searchsorted(plan.edges, plan.durations[members].max())]
@@ -109,7 +109,7 @@ def test_a_later_epoch_is_found_without_those_before_it_and_goes_on_where_they_e
     seen = np.zeros(len(seconds), int)
     for epoch in range(1, 8):
         made = plan.epoch(epoch)
-        for step in range(made.steps):
+        for step in range(len(made)):
             for places in made.places(step):
                 for row, visit in zip(made.members[places].tolist(), made.visits(places).tolist(), strict=True):
                     seen[row] += 1
@@ -153,7 +153,7 @@ numbers = draw.choice(100, len(seconds), p=draw.dirichlet(np.ones(100)))
 shares = {str(i): float(hours) ** 0.5 for i, hours in enumerate(np.bincount(numbers, minlength=100))}
 start = time.process_time()  # of this process alone, however busy the machine is
 epoch = Plan(seconds, Batching(200, 1600), parts=Parts(numbers, shares)).epoch(50)
-epoch.share(epoch.steps - 1, 7, 8, 1)
+epoch.share(len(epoch) - 1, 7, 8, 1)
 print(time.process_time() - start)
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,7 +23,7 @@ def corpus(n: int = 3000, seed: int = 0) -> np.ndarray:
 
 def steps_of(plan: Plan, epoch: int) -> list[list[int]]:
     order = plan.epoch(epoch)
-    return [order.step(i).tolist() for i in range(order.steps)]
+    return [order.step(i).tolist() for i in range(len(order))]
 
 
 durations = st.lists(st.integers(1, 240).map(lambda eighths: eighths / 8), min_size=1, max_size=200)
@@ -50,7 +50,7 @@ def test_every_utterance_is_in_one_step_and_steps_keep_their_size(seconds, most,
 def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, min_micros, utts, rounded):
     plan = Plan(seconds, Batching(most, step, max_batch_utterances=utts), round_seconds=rounded)
     epoch = plan.epoch(1)
-    for i in range(min(epoch.steps, 3)):
+    for i in range(min(len(epoch), 3)):
         shares = [epoch.share(i, rank, world, min_micros) for rank in range(world)]
         counts = {len(share) for share in shares}
         assert len(counts) == 1 and counts.pop() >= min_micros
@@ -66,10 +66,10 @@ def test_shares_of_a_step_are_all_of_it_and_fit(seconds, most, step, world, min_
 def test_micro_batches_are_no_more_than_needed_or_asked_for():
     plan = Plan(corpus(), Batching(max_batch_seconds=50, step_seconds=400))
     epoch = plan.epoch(1)
-    assert {len(epoch.share(i, 0, 8)) for i in range(epoch.steps)} <= {1, 2}
-    assert {len(epoch.share(i, 0, 16)) for i in range(epoch.steps)} == {1}
-    assert {len(epoch.share(i, 0, 16, 3)) for i in range(epoch.steps)} == {3}
-    for i in range(epoch.steps):
+    assert {len(epoch.share(i, 0, 8)) for i in range(len(epoch))} <= {1, 2}
+    assert {len(epoch.share(i, 0, 16)) for i in range(len(epoch))} == {1}
+    assert {len(epoch.share(i, 0, 16, 3)) for i in range(len(epoch))} == {3}
+    for i in range(len(epoch)):
         padded = plan.durations[epoch.step(i)].max() * len(epoch.step(i))
         assert len(epoch.share(i, 0, 1)) <= padded / 50 * 1.1 + 1
 
@@ -77,7 +77,7 @@ def test_micro_batches_are_no_more_than_needed_or_asked_for():
 def test_ranks_have_about_the_same_to_do():
     plan = Plan(corpus(20000), Batching(max_batch_seconds=100, step_seconds=1600))
     epoch, worst = plan.epoch(1), []
-    for i in range(0, epoch.steps, 3):
+    for i in range(0, len(epoch), 3):
         shares = [epoch.share(i, rank, 8, 2) for rank in range(8)]
         cost = [sum(plan.durations[part].max(initial=0) * len(part) for part in share) for share in shares]
         worst.append(max(cost) / np.mean(cost))
@@ -106,7 +106,7 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
     assert len(again) == again.passes * len(once)
     for epoch in (1, 2, 3):
         made = again.epoch(epoch)
-        assert made.steps == len(again)
+        assert len(made) == len(again)
         for number in range(again.passes):
             steps = range(number * len(once), (number + 1) * len(once))
             heard = np.concatenate([made.step(i) for i in steps])
@@ -148,7 +148,7 @@ def test_rounded_durations_make_few_shapes_and_no_more_steps():
     for rounded in (0, 0.32):
         plan = Plan(seconds, batching, round_seconds=rounded)
         epoch = plan.epoch(1)
-        steps = [epoch.step(i) for i in range(epoch.steps)]
+        steps = [epoch.step(i) for i in range(len(epoch))]
         shapes.append({(len(step), round(float(plan.durations[step].max()), 3)) for step in steps})
         padded.append(sum(len(step) * float(plan.durations[step].max()) for step in steps))
         if rounded:
@@ -385,7 +385,7 @@ from sbkit.data.plan import Batching, Plan, unit_of
 seconds = np.clip(np.random.default_rng(0).lognormal(1.5, 0.45, 2_000_000), 0.8, 30).astype(np.float32)
 start = time.process_time()  # of this process alone, however busy the machine is
 epoch = Plan(seconds, Batching(200, 1600)).epoch(5)
-epoch.share(epoch.steps - 1, 7, 8, 1)
+epoch.share(len(epoch) - 1, 7, 8, 1)
 print(time.process_time() - start, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -231,7 +231,7 @@ def collapsed(outcomes: Iterable[ParameterOutcome], depth: int = 1) -> list[Para
 
     depth : how many words of names are compared; where these don't tell what becomes of all below, one more is
 
-    >>> rows = collapsed([Fate(name, 2, what) for name, what in
+    >>> rows = collapsed([ParameterOutcome(name, 2, what) for name, what in
     ...                   (("a.0.w", "taken"), ("a.1.w", "taken"), ("a.2.w", "left"), ("b", "taken"))])
     >>> [(fate.name, fate.numbers, fate.what) for fate in rows]
     [('a.0-1', 4, 'taken'), ('a.2', 2, 'left'), ('b', 2, 'taken')]
