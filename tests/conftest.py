@@ -53,6 +53,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.enable()
+    gc.set_threshold(50_000, 20, 50)  # what an export makes is looked through 1,400 times else, a tenth of its time
     if "sbkit.recipe.speed" in sys.modules:  # one product of matrices tells a CPU's speed well enough here
         sys.modules["sbkit.recipe.speed"].MEASURE_SECONDS = 0.0
 

@@ -10,6 +10,7 @@ import os
 from sbkit.recipe import speed
 
 speed.MEASURE_SECONDS = 0.0
+gc.set_threshold(50_000, 20, 50)
 gc.freeze()
 
 os.environ["PYTHONPATH"] = os.environ.pop("CALLERS_PYTHONPATH", os.environ.get("PYTHONPATH", ""))
