@@ -76,6 +76,7 @@ def test_out_of_memory_is_an_answer_and_leaves_nothing(trial, monkeypatch):
     assert all(p.grad is None for p in trial.brain.modules.parameters()) and not trial.brain.trainer.steps.started
 
 
+@pytest.mark.slow
 @on_linux
 def test_a_process_with_little_memory_says_what_fits():
     words = [str(SMALL), "--device", "cpu"]
