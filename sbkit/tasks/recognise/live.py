@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,13 +21,10 @@ from sbkit.nn.chunks import Seen
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
 from sbkit.score.latency import COLUMNS, LiveRates, Shown, rates, shown
-from sbkit.tasks.asr import Choice, TranscribedUtterance, choices
+from sbkit.tasks.asr import ASR, Choice, TranscribedUtterance, choices
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.transcripts import Transcripts
-
-if TYPE_CHECKING:
-    from sbkit.tasks.recognise.search import SearchingTask
 
 Scored = Any  # a tensor, or several: what the task finds transcripts in
 
@@ -49,6 +47,29 @@ def _shown(words: Sequence[Word], space: str) -> Text:
     return Text(space.join(word.text for word in words), confidence)
 
 
+class HearingTask(ASR):
+    """A recogniser whose encoder states become scores, and these transcripts."""
+
+    keys: EncoderKeys
+    recognizer: Recognizer
+
+    def scored(self, encoded: Tensor) -> Scored:
+        """Compute what transcripts are found in, from encoder states [B, T, D]."""
+        return self.recognizer.head(encoded)
+
+    def of_ctc(self, scores: Scored) -> Tensor | None:
+        """Return a CTC head's part of these [B, T, V], by which words are aligned; None if there is none."""
+        return scores
+
+    @abstractmethod
+    def searched(self, scores: Scored) -> Tensor:
+        """Return what a ``Search`` takes of these."""
+
+    @abstractmethod
+    def greedy(self, scores: Tensor, frames: Tensor) -> Iterable[TokenSpans]:
+        """Decode what a ``Search`` takes [B, T, ...], and frames [B], without one."""
+
+
 class LiveTest:
     """Hears each utterance of a test in chunks of each size that was asked for.
 
@@ -61,7 +82,7 @@ class LiveTest:
     chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
     """
 
-    def __init__(self, task: SearchingTask, chunk: Sequence[int | None]):
+    def __init__(self, task: HearingTask, chunk: Sequence[int | None]):
         keys = task.keys
         if keys.chunks is None:
             raise SbkitError("--chunk needs a model that was trained in chunks, and the recipe has no chunks",

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import logging
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,10 +26,9 @@ from sbkit.errors import SbkitError
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.edits import count
 from sbkit.system.cores import usable_cores
-from sbkit.tasks.asr import ASR, TranscribedUtterance, choices
+from sbkit.tasks.asr import TranscribedUtterance, choices
 from sbkit.tasks.recognise.keys import EncoderKeys
-from sbkit.tasks.recognise.live import LiveTest, Scored
-from sbkit.tasks.recognise.recognizer import Recognizer
+from sbkit.tasks.recognise.live import HearingTask, LiveTest
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -123,32 +121,14 @@ _PAYS = 1000  # utterances for which another process is worth its start
 LARGE = 200e6  # bytes of an ARPA file that is too large to hold in every process
 
 
-class SearchingTask(ASR):
+class SearchingTask(HearingTask):
     """A recogniser whose tests may be searched, by what ``decoder`` is or an evaluation asks for."""
 
     Search: ClassVar[type[TokenSearch]]
-    keys: EncoderKeys
-    recognizer: Recognizer
     decoder: Any  # of any kind
     """A search, a recorder in its place, or a recipe's own; None: none."""
     live: LiveTest | None
     """Hears tests in chunks; None: none does."""
-
-    def scored(self, encoded: Tensor) -> Scored:
-        """Compute what transcripts are found in, from encoder states [B, T, D]."""
-        return self.recognizer.head(encoded)
-
-    def of_ctc(self, scores: Scored) -> Tensor | None:
-        """Return a CTC head's part of these [B, T, V], by which words are aligned; None if there is none."""
-        return scores
-
-    @abstractmethod
-    def searched(self, scores: Scored) -> Tensor:
-        """Return what a ``Search`` takes of these."""
-
-    @abstractmethod
-    def greedy(self, scores: Tensor, frames: Tensor) -> Iterable[TokenSpans]:
-        """Decode what a ``Search`` takes [B, T, ...], and frames [B], without one."""
 
     def equip(self, search: Any) -> Any:  # a TokenSearch, or a recipe's own
         """Give a search what it needs of the model; returns it."""
