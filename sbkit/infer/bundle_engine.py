@@ -7,10 +7,13 @@ problem with any other library's per-thread state: imports, compilation, warm-up
 
 from __future__ import annotations
 
+import queue
+import threading
 import traceback
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -29,6 +32,48 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHOWN = 160  # characters of a difference, of which the beginning and the end are told
+_Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class Worker:
+    """Runs calls one after another in a thread of its own; any thread may submit them.
+
+    ``ThreadPoolExecutor`` takes none after a script's last line, where its threads and pools may still go on.
+    """
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._calls.put, None)  # also if nobody called close()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:  # what the call takes and gives
+        """Queue a call; its future can be cancelled before its turn. Raises if the worker was closed."""
+        if not self._end.alive:
+            raise closed()
+        future: Future[Any] = Future()
+        self._calls.put((future, call, args))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the calls that were submitted; a call may do this too."""
+        self._end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (taken := calls.get()) is not None:
+        future, call, args = taken
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:
+                future.set_exception(error)
+        del taken, future, call, args  # which would stay in memory until the next call
+    while not calls.empty():  # submitted while another thread closed it
+        if (late := calls.get()) is not None:
+            late[0].cancel()
 
 
 class ModelFailed(SbkitError):
@@ -72,11 +117,11 @@ class BundleEngine(ABC):
         if compile and model != layout.TORCH:
             raise SbkitError(f"compile only works with the model torch, but {model} was chosen",
                              hint="add --model torch")
-        self.worker = ThreadPoolExecutor(1, self.thread)
+        self.worker = Worker(self.thread)
         try:
             self.worker.submit(self._open, self.folder / models[model], model, wanted).result()
         except BaseException:
-            self.worker.shutdown()
+            self.worker.close()
             raise
 
     @property
@@ -92,7 +137,7 @@ class BundleEngine(ABC):
 
     def close(self) -> None:
         """Release the model, once what was asked for is done."""
-        self.worker.shutdown()
+        self.worker.close()
         self.backend = None
 
     def __enter__(self) -> Self:
@@ -111,10 +156,7 @@ class BundleEngine(ABC):
 
     def submit(self, batch: Sequence[Any]) -> Future[Any]:  # what the derived class's graph takes and gives
         """Queue a batch; the future gives a result for each of its items, and can be cancelled before its turn."""
-        try:
-            return self.worker.submit(self._run, list(batch))
-        except RuntimeError:
-            raise closed() from None
+        return self.worker.submit(self._run, list(batch))
 
     # ------------------------------------------------------------------ within the worker
 

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
 from sbkit.infer import formats
-from sbkit.infer.bundle_engine import BundleEngine, closed
+from sbkit.infer.bundle_engine import BundleEngine, Worker, closed
 from sbkit.infer.device import OutOfMemory
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.samples import whole
@@ -124,7 +123,7 @@ class StreamEngine(BundleEngine):
             session.fail(closed())
         super().close()
         if "_searcher" in self.__dict__:
-            self._searcher.shutdown()
+            self._searcher.close()
 
     def enter(self, session: Session) -> None:
         """Put a stream in the line."""
@@ -135,13 +134,13 @@ class StreamEngine(BundleEngine):
             return
         try:
             self.worker.submit(self._turn)
-        except RuntimeError:  # it was closed meanwhile
-            session.fail(closed())
+        except SbkitError as error:  # it was closed meanwhile
+            session.fail(error)
 
     @cached_property
-    def _searcher(self) -> ThreadPoolExecutor:
+    def _searcher(self) -> Worker:
         """The thread of searches that take long, so that others' chunks don't wait for them."""
-        return ThreadPoolExecutor(1, "sbkit-search")
+        return Worker("sbkit-search")
 
     # ------------------------------------------------------------------ within the worker
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import bundles
 import numpy as np
@@ -84,6 +85,21 @@ def test_a_process_can_load_and_train_after_a_program_was_closed(bundle):
 for _ in range(2): Engine({str(bundle)!r}, 'torch', 'cpu').close()
 torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()"""
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_threads_and_pools_that_a_script_leaves_behind_are_answered(bundle):
+    code = f"""import concurrent.futures, bundles; from sbkit.infer.engine import Engine
+engine, pool = Engine({str(bundle)!r}, device='cpu'), concurrent.futures.ThreadPoolExecutor(1)
+for _ in range(2): pool.submit(lambda: print(len(engine.run([bundles.say('a')]))))"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert said.stdout == "1\n1\n", said.stderr
+
+
+def test_an_engine_can_be_closed_from_its_own_thread(bundle):
+    engine = Engine(bundle, device="cpu")
+    engine.worker.submit(engine.close).result(10)
+    with pytest.raises(SbkitError, match="the model was closed"):
+        engine.run([bundles.say("a")])
 
 
 def test_an_engine_that_is_forgotten_ends_its_thread(bundle):
@@ -180,10 +196,10 @@ def test_cuda_graphs_live_in_the_worker_alone():
     """torch keeps their state in the thread that imports them first: reachable within it, and from nowhere else."""
     code = textwrap.dedent("""
         import sys
-        from concurrent.futures import ThreadPoolExecutor
         from sbkit.infer import backends
+        from sbkit.infer.bundle_engine import Worker
 
-        worker = ThreadPoolExecutor(1)
+        worker = Worker("worker")
 
         def import_first():
             import torch

@@ -207,7 +207,7 @@ def test_a_long_search_delays_no_other_streams_chunk(engine):
     assert long.take(0) == []
     slow.go.set()
     long.finish()
-    assert words(long) == "abc def" and slow.threads == {"sbkit-search_0"}
+    assert words(long) == "abc def" and slow.threads == {"sbkit-search"}
 
 
 def test_a_beam_search_with_hot_words_hears_with_the_others(engine):
