@@ -85,13 +85,15 @@ def _options_changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
             if before != after and name not in reproduction.SHOW]
 
 
-def open_test(keys: TaskKeys, guard: StartGuard, test_only: bool, done: str) -> Path:
+def open_test(keys: TaskKeys, request: CommandLine, guard: StartGuard, done: str) -> Path:
     """Return the folder for the test's results, and mark the run as incomplete until ``mark_finished`` is called.
 
     After a test alone it stays so, even if killed. One with other values leaves the run as it was: it has a folder of
     its own, with what the report reads beside the results.
     """
-    if test_only and not done and guard.changed():
+    test_only, was = request.run_opts.test_only, stored_json(keys.folder / TESTED).get("of")
+    if test_only and not done and (
+            guard.changed() or (was and _options_changed(was.get("options") or {}, _of(keys, request)["options"]))):
         into = keys.folder / EVALUATIONS / "test_only"
         for name in (RECIPE, PREPARED, f"{MANIFESTS}/test.csv"):
             if (keys.folder / name).is_file():

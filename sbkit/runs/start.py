@@ -92,11 +92,11 @@ def _train(recipe: Recipe, request: CommandLine, device: torch.device, guard: St
         if ranks.is_main():
             print(done)
         return
-    into = ranks.run_on_main(results.open_test, recipe.keys, guard, test_only, done)
+    into = ranks.run_on_main(results.open_test, recipe.keys, request, guard, done)
     corpus = recipe.keys.corpus
     manifests = corpus.load()
     pretrained.load(recipe.keys.pretrainer, _filled(recipe))
-    brain = training.fit_and_test(recipe, request, device, manifests, guard, bundles)
+    brain = training.fit_and_test(recipe, request, device, manifests, guard, bundles, into)
     ranks.run_on_main(results.show, brain.tested, into, manifests["test"], corpus.left_out("test"),
                       brain.metrics_log)
     if (done or not test_only) and not brain.tested.unread:  # a test alone does not complete a run

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from speechbrain.utils.epoch_loop import EpochCounter
@@ -28,15 +29,17 @@ from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
+from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
 
 
 def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, manifests: Mapping[str, Manifest],
-                 guard: StartGuard, bundles: Bundles) -> Brain:
+                 guard: StartGuard, bundles: Bundles, into: Path) -> Brain:
     """Train the remaining epochs, then test; returns the Brain, which has the results.
 
     bundles : opens the recogniser that the task's tests need, a room above this one
+    into : the folder of the test's results
     """
     keys, train = recipe.keys, manifests["train"]
     encoder = recipe.task.encoder(keys)
@@ -82,8 +85,12 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
         except OtherModel as error:
             if not (changes := guard.changes()):
                 raise
-            raise SbkitError(f"the checkpoints in {keys.folder} are of another model: {'; '.join(changes)}",
+            raise SbkitError(f"the checkpoints in {keys.folder} are of another model; what has changed: "
+                             f"{'; '.join(changes)}",
                              hint=error.hint) from error
+    if into != keys.folder and brain.metrics_log is not None:
+        brain.metrics_log.close()
+        brain.metrics_log = MetricsLog(into)
     with test_set:
         brain.evaluate(test_set, **brain.metric.order)
     return brain

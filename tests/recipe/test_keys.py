@@ -318,7 +318,7 @@ def loaded(made):
     manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], wavs=["a.wav"] * 2, texts=["a", "b"])
     with pytest.raises(Stop):
         training.fit_and_test(made.recipe, SimpleNamespace(run_opts=RunOptions(device="cpu")), torch.device("cpu"),
-                              dict.fromkeys(("train", "dev", "test"), manifest), None, None)
+                              dict.fromkeys(("train", "dev", "test"), manifest), None, None, None)
     return {name: str(value) for name, value in seen.items()}
 
 

@@ -72,7 +72,8 @@ def test_done_is_said_once_all_is_done_and_only_then(started, tmp_path):
     assert started("--number_of_epochs", "2")[1] == (0, 0)
     (out / "wer_test.txt").unlink()
     assert started("--number_of_epochs", "2")[1] == (0, 1)
-    assert started("--number_of_epochs", "2", "--average_checkpoints", "2", "--test_only")[:2] == (0, (0, 1))
+    assert started("--number_of_epochs", "2", "--average_checkpoints", "2", "--test_only")[:2] == (0, (0, 0))
+    assert kinds(out / "evaluations" / "test_only") == ["test"]
 
 
 @pytest.mark.slow
@@ -91,8 +92,12 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
             "0.003 -> 0.5; choose another --output_folder, train on with a larger --number_of_epochs") in said
     code, added, said = started("--precision", "bf16")
     assert (code, added) == (2, (0, 0)) and "change nothing of it: precision: fp32 -> bf16" in said
-    assert started("--lr", "0.5", "--test_only")[:2] == (0, (0, 1)) and record() == before
     own = out / "evaluations" / "test_only"
+    results = (out / "test_utterances.jsonl").read_bytes(), (out / "tested.json").read_bytes()
+    for number, changed in enumerate((("--precision", "bf16"), ("--lr", "0.5")), 1):
+        assert started(*changed, "--test_only")[:2] == (0, (0, 0)) and record() == before
+        assert kinds(own) == ["test"] * number, "the run's report tells of its own test"
+    assert results == ((out / "test_utterances.jsonl").read_bytes(), (out / "tested.json").read_bytes())
     assert "\nlr: 0.5" in (own / "hyperparams.yaml").read_text() and "0.5" in (own / "report.html").read_text()
     assert started()[:2] == (0, (0, 0)) and record() == before, "and is still done"
     assert started("--number_of_epochs", "2", "--lr", "0.5")[:2] == (0, (2, 1))
@@ -136,7 +141,7 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):
     assert {path: path.read_bytes() for path in kept} == before and not (out / ".before-this-start").exists()
     (tmp_path / "data" / "train.csv").write_text("\n".join(lines) + "\n")
     code, _, said = started("--d_model", "24", "--number_of_epochs", "2")
-    assert code == 2 and f"the checkpoints in {out} are of another model: number_of_epochs, " in said
+    assert code == 2 and f"the checkpoints in {out} are of another model; what has changed: number_of_epochs, " in said
     assert "; d_model, " in said and " -> 24; use the recipe that this run started with" in said
     assert kinds(out).count("run") == 1, "it is no start of the run"
     assert started()[:2] == (0, (0, 0)), "and it is still done"
