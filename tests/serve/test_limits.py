@@ -244,7 +244,7 @@ def test_a_client_that_leaves_takes_its_work_along(small, stream):
         first = threading.Thread(target=post, args=(small, serving.wav("first")))
         first.start()
         serving.until(lambda: runs)
-        before = small.counted("sbkit_cancelled_total")
+        before, refused = small.counted("sbkit_cancelled_total"), small.counted("sbkit_refused_total")
         client = http.client.HTTPConnection("127.0.0.1", small.port)
         request = httpx.Request("POST", small.url, data={"model": "level", "stream": stream},
                                 files={"file": ("a.wav", serving.wav("leaves " * 3))})
@@ -258,6 +258,17 @@ def test_a_client_that_leaves_takes_its_work_along(small, stream):
         first.join()
     assert post(small, serving.wav("b")).json()["text"] == "b"
     assert len(runs) == 1, "what the client left behind was not run"
+    assert small.counted("sbkit_refused_total") == refused, "that it left is no failure of the server's"
+
+
+def test_a_client_that_leaves_while_it_uploads_is_no_failure(small):
+    refused = small.counted("sbkit_refused_total")
+    with socket.create_connection(("127.0.0.1", small.port)) as upload:
+        upload.sendall(b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n"
+                       b"content-type: multipart/form-data; boundary=x\r\n\r\n--x")
+        serving.until(lambda: small.counted("sbkit_requests_inside") == 1)
+    serving.until(lambda: small.counted("sbkit_requests_inside") == 0)
+    assert small.counted("sbkit_refused_total") == refused
 
 
 # ---------------------------------------------------------------- keys
