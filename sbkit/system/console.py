@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from sbkit.system import disk
+
+LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], indent: str = "") -> str:
@@ -66,7 +69,7 @@ def _is_number(text: str) -> bool:
 
 def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | None = None, unit: str = "it",
              show: bool = True) -> tqdm:
-    """Show a progress bar on stderr; without a terminal only one line is printed at the end."""
+    """Show a progress bar on stderr; without a terminal it is a line every half minute, and one at the end."""
     return _Bar(iterable, desc=what, total=total, unit=unit, unit_scale=unit == "B", disable=not show,
                 dynamic_ncols=True, file=sys.stderr, mininterval=0.2)
 
@@ -74,17 +77,21 @@ def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | N
 class _Bar(tqdm):
     """Looks as that of training (``StageDisplay``)."""
 
+    _due = 0.0  # when the next line is, without a terminal
+
     def display(self, *args: Any, **kwargs: Any) -> None:  # as tqdm's
-        closing, terminal = self.disable, self.fp.isatty()
-        time = "took {elapsed}" if closing or not self.total else "{remaining} left"
-        if terminal:
+        closing, now = self.disable, time.monotonic()
+        self._due = self._due or now + LINE_SECONDS
+        took = "took {elapsed}" if closing or not self.total else "{remaining} left"
+        if self.fp.isatty():
             bar, done = ("{percentage:3.0f}%|{bar}| ", "{n_fmt}/{total_fmt}") if self.total else ("", "{n_fmt}")
-            self.bar_format = f"{{desc}} {bar}{done}, {time}, {{rate_fmt}}{{postfix}}"
+            self.bar_format = f"{{desc}} {bar}{done}, {took}, {{rate_fmt}}{{postfix}}"
             super().display(*args, **kwargs)
-        elif closing:
+        elif closing or now >= self._due:
+            self._due = now + LINE_SECONDS
             done = "{n_fmt}/{total_fmt} ({percentage:.0f} %)" if self.total else "{n_fmt}"
-            self.bar_format = f"{{desc}}: {done}, {time}, {{rate_fmt}}"
-            self.fp.write(str(self))
+            self.bar_format = f"{{desc}}: {done}, {took}, {{rate_fmt}}"
+            self.fp.write(f"{self}" if closing else f"{self}\n")
 
 
 class LastingStream(io.FileIO):

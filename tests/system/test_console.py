@@ -4,11 +4,13 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from sbkit.system import console
 from sbkit.system.console import LastingStream, LogFile, progress
 
 SCRIPT = """
@@ -136,3 +138,13 @@ def test_a_bar_without_a_terminal_is_one_line(total, said, capsys):
             bar.refresh()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"speaking: {said}, took 00:00, ") and line.endswith("clip/s")
+
+
+def test_a_long_bar_without_a_terminal_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.01)
+    with progress(what="measuring", total=4, unit="file") as bar:
+        bar.update(2)
+        time.sleep(0.02)
+        bar.refresh()
+    half, last = capsys.readouterr().err.splitlines()
+    assert half.startswith("measuring: 2/4 (50 %), 00:00 left, ") and last.startswith("measuring: 2/4 (50 %), took ")

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from sbkit.nn.peek import Peek
 from sbkit.recipe.speed import Utilisation
+from sbkit.system.console import LINE_SECONDS
 from sbkit.train import compiling
 from sbkit.train.distributed import ranks
 from sbkit.train.monitor.metrics import MetricsLog
@@ -129,7 +130,6 @@ class Progress:
 Value = torch.Tensor | float | None | Callable[[], "torch.Tensor | float | None"]
 
 REDRAW_SECONDS = 0.5
-LINE_SECONDS = 30.0  # between plain lines, outside of a terminal
 _WINDOW_SECONDS = 60.0  # period that speeds are averaged over
 _BAR_CELLS = ((100, 8), (50, 4))  # (columns of the terminal, least cells of the bar)
 _FIRST_STEPS = 10  # that wait for the first batches, which says nothing of those that follow
