@@ -246,7 +246,7 @@ class Comparison:
     def _rows(self, before: str = "") -> list[list[object]]:
         rows: list[list[object]] = []
         for each in self.results:
-            worst = None if each.format == CHECKPOINT else each.difference
+            worst = None if each is self.results[0] else each.difference
             if worst is not None and self.batchable():
                 worst = max(worst, each.batch_difference or 0.0)
             rows.append([

@@ -120,7 +120,10 @@ def test_what_further_graphs_do_is_judged_and_shown_too(comparison):
     other.add("onnx", lambda signals: [said[int(each[0])] - 0.5 for each in signals], 9)
     assert made.failures() == []
     assert list(made.facts()["stream"]["320 ms"]) == ["checkpoint", "onnx"]
-    assert "stream, 320 ms, onnx" in made.table()
+    head, _, first, second, third = made.by_others("its authors").table().splitlines()
+    assert first.startswith("its authors") and second.startswith("stream, 320 ms, checkpoint")
+    where = slice(head.index("max difference"), head.index("clips changed"))
+    assert [line[where].strip() for line in (first, second, third)] == ["", "", "0"], "none has one from itself"
     other.add("torch", lambda signals: [said[int(each[0])] - 0.5 * len(signals) for each in signals], 9)
     assert made.failures(batching=False) == [
         "stream, 320 ms, torch: log-probabilities differ by 0.5, but only 0.001 is allowed (1, frame 0 of 4: -9 where "

@@ -69,6 +69,13 @@ def test_everything_runs_in_one_thread(bundle, model, monkeypatch):
     assert len(set(seen)) == 1 and threading.get_ident() not in seen
 
 
+def test_a_model_whose_outputs_depend_on_the_others_in_a_batch_runs_each_alone(tmp_path, monkeypatch):
+    rows, run_batch = [], Engine.run_batch
+    monkeypatch.setattr(Engine, "run_batch", lambda self, batch: rows.append(len(batch)) or run_batch(self, batch))
+    with Engine(bundles.make(tmp_path / "b", batching=False), device="cpu") as engine:
+        assert len(engine.run([bundles.say("a"), bundles.say("bc")])) == 2 and rows[-2:] == [1, 1]
+
+
 def test_closing_ends_the_thread_and_refuses_further_calls(bundle):
     engine = Engine(bundle, device="cpu")
     thread = engine.worker.submit(threading.current_thread).result()
