@@ -15,6 +15,7 @@ from speechbrain.utils.run_opts import RunOptions
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import names
+from sbkit.recipe.overrides import NoValue
 from sbkit.recipe.report import did_you_mean
 
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -126,14 +127,14 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
             while position < len(words) and not words[position].startswith("--"):
                 pieces.append(words[position])
                 position += 1
-            text = " ".join(pieces) if pieces else "true"
+            text = " ".join(pieces)
         node = tree
         *parents, last = key.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise SbkitError(f"--{key} contradicts another override of {parent}")
-        node[last] = read_value(text)
+        node[last] = read_value(text) if equals or pieces else NoValue(True)
     return tree
 
 

@@ -12,7 +12,14 @@ from sbkit.recipe.source import BASE, INCLUDE, Findings, Node, Place
 
 #: Tags that may stand alone, or with a mapping of arguments (of overrides for an include).
 TAKES_PARTS = ("!new:", "!name:", "!apply:", "!applyref:", INCLUDE)
-_COMMAND_LINE = Place()
+_COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
+
+
+class NoValue(int):
+    """The true that a key without a value means on the command line, where it isn't one of a number or a text."""
+
+    def __repr__(self) -> str:
+        return "True"
 
 
 def from_python(value: Any, key: str, place: Place = _COMMAND_LINE) -> Node:  # ruamel's scalars have a tag and a value
@@ -26,6 +33,8 @@ def from_python(value: Any, key: str, place: Place = _COMMAND_LINE) -> Node:  # 
         return Node([from_python(v, f"{key}[{i}]", place) for i, v in enumerate(value)], place, key, tag)
     if tag:
         return Node(value.value, place, key, tag.replace("!tuple", ""))
+    if isinstance(value, NoValue):
+        return Node(True, _NO_VALUE, key, computed=True)
     return Node(_plain(value), place, key, computed=True)
 
 
@@ -86,7 +95,7 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
     """Apply overrides to a tree."""
     for key, new in given.value.items():
         target = root.value.get(key)
-        if new.value is True and new.place == _COMMAND_LINE and target is not None and not target.tag \
+        if new.place == _NO_VALUE and target is not None and not target.tag \
                 and isinstance(target.value, (int, float, str)) and not isinstance(target.value, bool):
             findings.error("no-value", new.place, target.key, "it has no value",
                            f"write one behind it, such as --{target.key} {target.value or 'VALUE'}")
