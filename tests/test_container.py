@@ -26,6 +26,7 @@ def test_the_last_step_fails_where_the_server_has_not_the_images_device(device, 
     assert (done.returncode, said in done.stdout) == (code, True), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_answer_from_another_device_fails(monkeypatch):
     """As of a server that was told cuda and went on without it."""
     sys.path.insert(0, str(DOCKER))

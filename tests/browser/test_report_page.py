@@ -9,7 +9,8 @@ from chromium import SCREENS
 
 from sbkit.score.report import write_report
 
-pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")]
 
 LOADED = """Promise.all([...document.querySelectorAll("audio")].map((player) => new Promise((done) => {
   if (player.readyState > 0 || player.error) done(); else player.onloadedmetadata = player.onerror = done; })))"""
@@ -96,7 +97,6 @@ def test_a_pointer_on_a_curve_reads_its_values(browser, page):
     assert browser.run("document.querySelector('.tip:not([hidden])').getBoundingClientRect().right") <= 1280
 
 
-@pytest.mark.slow
 def test_light_and_dark_differ_and_text_can_be_read_in_both(browser, page):
     contrast = """(() => {
       const style = getComputedStyle(document.body);

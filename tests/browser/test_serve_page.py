@@ -16,7 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "serve"))
 
 import serving
 
-pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")]
 
 SAID = ["hello there", "good people"]
 
@@ -149,7 +150,6 @@ def test_settled_words_of_a_line_are_told_from_those_that_may_change(browser, st
     quiet(browser, streaming)
 
 
-@pytest.mark.slow
 def test_a_server_with_a_key_asks_for_it(browser, tmp_path):
     with serving.serving(bundles.make(tmp_path / "level"), keys=["sesame"]) as server:
         browser.open(f"{server.url}/")

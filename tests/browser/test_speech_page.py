@@ -13,7 +13,8 @@ sys.path.append(str(Path(__file__).parents[1] / "serve"))
 
 import serving
 
-pytestmark = pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")]
 
 TOLD = "document.getElementById('told').innerText"
 
@@ -102,7 +103,6 @@ def test_a_server_that_only_speaks_shows_nothing_to_speak_into(browser, alone):
     assert read(browser, "fine", "other: ben").endswith("s. Save")
 
 
-@pytest.mark.slow
 def test_a_server_that_only_hears_shows_nothing_to_write_into(browser, tmp_path):
     with serving.serving(bundles.make(tmp_path / "level")) as server:
         opened(browser, server)

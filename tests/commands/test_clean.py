@@ -12,6 +12,8 @@ from sbkit.runs import folds
 from sbkit.score.label_errors import LabelScore
 from sbkit.tasks.ctc import label_scores
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "hparams" / "ctc.yaml"
 WORDS = "the brave teacher finds an old ladder near green river".split()
@@ -76,7 +78,6 @@ def test_a_check_names_a_list_that_is_missing(words, capsys):
     assert "corpus.exclude: corpus: exclude: there is no file /nowhere.csv" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_whole_one_is_taken_up_where_it_was_stopped(words, tmp_path, capfd, monkeypatch):
     class Killed(Exception):
         pass

@@ -16,6 +16,8 @@ from sbkit.data.part_draws import PartDraws, Parts
 from sbkit.data.plan import Batching, Plan
 from sbkit.errors import SbkitError
 
+pytestmark = pytest.mark.slow
+
 rows = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60).map(lambda quarters: quarters / 4)), min_size=1,
                 max_size=120)
 

@@ -260,6 +260,7 @@ def steps_by_counting(counts, labels_per_step, clips):
     return steps
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=12), st.integers(1, 5), st.integers(2, 6), st.integers(1, 4),
        st.integers(1, 3), st.integers(1, 30), st.sampled_from([0, 0.16, 0.32]))

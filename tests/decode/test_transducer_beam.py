@@ -19,6 +19,8 @@ from sbkit.errors import SbkitError
 from tests.decode import exhaustive
 from tests.decode.streams import cuts, listen
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = {"token_threshold": -1e4, "width": 1e4, "beam": 10_000, "token_beam": 100}
 MOST = 2  # tokens in a frame, so that all paths can be added up
 NO_PAUSE = 0.001  # seconds per frame, so that nothing is long enough

@@ -19,10 +19,11 @@ from sbkit.export.imported import ImportRequest, import_model
 from sbkit.runs.initial import published as published_sources
 from sbkit.score.metric import Metric
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (16_000, 4_000, 23_457, 9_999)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pieces", "labels", "adapted"])
 def test_a_bundle_says_of_each_clip_what_speechbrain_says(tmp_path, kind):
     pretrained = None

@@ -15,6 +15,8 @@ from sbkit.export import graph
 from sbkit.export.lobes import exportable
 from sbkit.nn.accelerate import accelerate
 
+pytestmark = pytest.mark.slow
+
 FEATURES = 12
 #: (batch, frames): others than the example's, shorter and longer.
 SHAPES = [(2, 37), (1, 24), (3, 61), (1, 140), (5, 33)]
@@ -93,7 +95,6 @@ def test_transformers(kind, attention, causal, tmp_path):
     assert any(attention.lower().replace("regularmha", "multiheadattention") in name.lower() for name in found)
 
 
-@pytest.mark.slow
 def test_stock_layers_export_without_acceleration(tmp_path):
     _compare(_transformer(encoder_module="transformer", attention_type="RelPosMHAXL"), tmp_path)
 
@@ -133,7 +134,6 @@ RNNS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RNNS)
 def test_what_recurs(name, tmp_path):
     _compare(RNNS[name](), tmp_path, masked=False)

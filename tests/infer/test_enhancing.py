@@ -16,6 +16,8 @@ from sbkit.cli import main
 from sbkit.export import layout
 from sbkit.infer.enhancer import PIECE_SECONDS
 
+pytestmark = pytest.mark.slow
+
 #: How far samples of a stream may be from those of the whole.
 TOLERANCE = 1e-4
 RATE = enhancers.RATE

@@ -53,6 +53,7 @@ def searching(bundle):
         yield model
 
 
+@pytest.mark.slow
 def test_hot_words_are_found_in_recordings_and_streams(model, searching):
     silence = np.zeros(20 * bundles.FRAME, np.float32)
     long = np.concatenate([np.concatenate([UNSURE, silence]) for _ in range(40)])

@@ -119,6 +119,7 @@ def test_results_can_go_elsewhere(run, tmp_path):
     assert (tmp_path / "here" / "test-best" / "result.json").is_file()
 
 
+@pytest.mark.slow
 def test_too_many_errors_are_an_exit_code(run, capsys):
     wer = (evaluate(run), result(run, "test-best")["WER"])[1]
     assert evaluate(run, "--max-wer", wer + 0.01) == 0

@@ -12,6 +12,8 @@ import torch
 import trained_runs
 from trained_runs import ROOT, python, tone, tones, weights
 
+pytestmark = pytest.mark.slow
+
 RECIPE = ROOT / "hparams" / "ssl.yaml"
 #: The first run and the one that is killed mask, and drop out; what two ranks do is compared with one that doesn't.
 DRAWING = ("--dropout 0.1 --head_dropout 0.1 --mask_time_prob 0.3 --mask_time_length 3 --mask_feature_prob 0.1 "
@@ -80,19 +82,16 @@ def test_without_an_encoder_the_recipe_says_what_to_give(home):
         sbkit(home, "check", RECIPE, code=1)
 
 
-@pytest.mark.slow
 def test_a_source_that_will_not_do_is_an_error_of_the_recipe(home):
     said = sbkit(home, "check", RECIPE, "--encoder_source", "someone/nothing", "--json", code=1)
     (error,) = json.loads(said[:said.rindex("}") + 1])["errors"]
     assert (error["key"], error["file"]) == ("encoder_source", "command line") and "HF_HUB_OFFLINE" in error["message"]
 
 
-@pytest.mark.slow
 def test_killed_it_comes_back_as_if_nothing_had_happened(home, trained):
     same(weights(trained), killed(home, "killed", *words("killed", *DRAWING)))
 
 
-@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(home):
     sbkit(home, *words("one", *STILL))
     sbkit(home, *words("two", *STILL), ranks=2)
@@ -107,7 +106,6 @@ def test_two_ranks_learn_what_one_learns(home):
     assert all(torch.equal(start[name], one[f"0.network.{name}"]) for name in start if "feature_extractor" in name)
 
 
-@pytest.mark.slow
 def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transformers(home, trained, tmp_path):
     with away(home):
         assert "WER" in sbkit(home, "evaluate", trained, "--split", "dev")
@@ -123,7 +121,6 @@ def test_it_is_scored_and_shipped_without_its_source_and_heard_without_transform
     assert python("-c", code, *clips, cwd=tmp_path).stdout.startswith("True True\nTrue True\nFalse\n")
 
 
-@pytest.mark.slow
 def test_whisper_hears_recordings_that_are_longer_than_its_window(home):
     encoders.make(home / "whisper", "whisper", encoder_layers=1)
     command = [{"encoder": "whisper"}.get(word, word) for word in words("whisper", *STILL)]
@@ -137,7 +134,6 @@ def test_whisper_hears_recordings_that_are_longer_than_its_window(home):
         sbkit(home, "transcribe", "hears", "long.wav", "--chunk-seconds", "60", "--model", "torch", code=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["whole", "lora"])
 def test_a_step_that_is_not_finite_is_replayed(home, recipe):
     command = "train", {"whole": RECIPE, "lora": LORA}[recipe], *words(f"{recipe}-bad")[2:]
@@ -151,7 +147,6 @@ def test_a_step_that_is_not_finite_is_replayed(home, recipe):
 LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml"
 
 
-@pytest.mark.slow
 def test_lora_trains_a_little_saves_little_and_ships_without_its_source(home):
     def command(to):
         return ("train", LORA, "--encoder_source", "encoder", "--output_folder", f"results/{to}", *SMALL, *STILL,

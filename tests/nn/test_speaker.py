@@ -8,6 +8,8 @@ from speechbrain.lobes.models.Xvector import Xvector
 from sbkit.export import graph
 from sbkit.nn.speaker import ECAPA, XVector
 
+pytestmark = pytest.mark.slow
+
 FRAMES = torch.tensor([60, 33, 9])
 
 

@@ -53,6 +53,7 @@ def test_losses_and_gradients_are_torchaudios():
     assert not gradient[1].any() and not gradient[2, 1:].any(), "nothing beyond an utterance's end"
 
 
+@pytest.mark.slow
 def test_gradients_are_exact_and_long_utterances_stay_so():
     assert torch.autograd.gradcheck(lambda logits: transducer_loss(logits, *batch()[1:]), batch(torch.float64)[0])
     torch.manual_seed(2)

@@ -112,6 +112,7 @@ def test_a_partial_of_an_optimizer_makes_one_later(tmp_path):
     assert check(path).errors == []
 
 
+@pytest.mark.slow
 def test_what_no_run_on_several_devices_can_do_stops_one_before_it_prepares(monkeypatch):
     monkeypatch.chdir(FOLDER)
     monkeypatch.setenv("WORLD_SIZE", "2")

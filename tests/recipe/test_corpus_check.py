@@ -10,6 +10,8 @@ import soundfile
 from sbkit.recipe.check import check
 from sbkit.recipe.load import load, open_recipe
 
+pytestmark = pytest.mark.slow
+
 SMALL = Path(__file__).parent / "small.yaml"
 
 
@@ -20,7 +22,6 @@ def elsewhere(tmp_path):
     return path
 
 
-@pytest.mark.slow
 def test_a_corpus_on_another_machine_is_a_warning(elsewhere, tmp_path):
     report = check(elsewhere)
     assert [(each.code, Path(each.file), each.line) for each in report.warnings] == [("no-corpus", elsewhere, 3)]
@@ -28,7 +29,6 @@ def test_a_corpus_on_another_machine_is_a_warning(elsewhere, tmp_path):
     assert not report.errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("starting, given", [(True, {}), (True, {"data_folder": "./gone"}),
                                              (False, {"data_folder": "./gone"})])
 def test_a_corpus_that_is_missing_where_the_run_starts_is_an_error(elsewhere, starting, given):
@@ -51,7 +51,6 @@ def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch,
     assert "knows no language 'klingon'" in told.message
 
 
-@pytest.mark.slow
 def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path, tmp_path_factory):
     sentences = {"train": ("One sentence here.", "Another one."), "dev": ("Dev one.",), "test": ("Another one!",)}
     for split, texts in sentences.items():

@@ -70,6 +70,7 @@ def test_what_was_measured_is_said_in_one_line(planned, said):
     assert remarks == [f"measured on cpu: {each}" for each in said]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA card")
 def test_a_card_that_is_not_here_is_said():
     request = arguments.parse([str(Path(__file__).parents[2] / "hparams" / "ctc.yaml"), "--device", "cuda"])

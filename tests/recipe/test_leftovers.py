@@ -17,6 +17,8 @@ from sbkit.nn.lengths import LengthRule
 from sbkit.recipe import flops
 from sbkit.recipe.check import check
 
+pytestmark = pytest.mark.slow
+
 MEMO = {}
 
 
@@ -121,7 +123,6 @@ def contents(layer):
                 layer.partial, "NEW" in globals()])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{}, {"ctc_lin": "not a layer"}, {"compute_features": "not a layer"}])
 def test_a_check_leaves_no_stand_ins_to_the_run_that_it_is_of(wrong):
     before = stand_ins()

@@ -185,6 +185,7 @@ def test_what_cannot_be_priced_is_refused_at_once(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_corpus_that_is_not_prepared_has_no_price():
     report = check(Path(__file__).parent / "small.yaml", asked=Asked(2.5))
     assert "price" not in report.sections

@@ -13,6 +13,8 @@ from sbkit.recipe.check import check
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.task import Metric
 
+pytestmark = pytest.mark.slow
+
 SMALL = Path(__file__).with_name("small.yaml")
 
 

@@ -14,6 +14,8 @@ from processes import program
 from sbkit.cli import main
 from sbkit.runs.restore import read_run
 
+pytestmark = pytest.mark.slow
+
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 SMALL = {**run_folders.TINY, "number_of_epochs": 1, "precision": "fp32", "step_seconds": 6, "max_batch_seconds": 6}
 
@@ -54,7 +56,6 @@ def kinds(out):
     return [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-@pytest.mark.slow
 def test_done_is_said_once_all_is_done_and_only_then(started, tmp_path):
     out = tmp_path / "out"
     epoch = 2  # lines of metrics.jsonl
@@ -76,7 +77,6 @@ def test_done_is_said_once_all_is_done_and_only_then(started, tmp_path):
     assert kinds(out / "evaluations" / "test_only") == ["test"]
 
 
-@pytest.mark.slow
 def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     out = tmp_path / "out"
 
@@ -106,7 +106,6 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     assert change[0] == "2" and "lr, opt_class.lr, schedule.peak: 0.003 -&gt; 0.5" in change[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["testing", "writing"])
 def test_killed_in_its_test_it_tests_when_started_again(started, place):
     assert started("--number_of_epochs", "2")[0] == 0
@@ -118,7 +117,6 @@ def test_killed_in_its_test_it_tests_when_started_again(started, place):
     assert started(*last)[:2] == (0, (0, 0)), "whose test is not the run's"
 
 
-@pytest.mark.slow
 def test_a_key_that_only_the_command_line_has_is_the_runs_own(started, tmp_path):
     out, words = tmp_path / "out", ("--log_interval", "0", "--tensorboard", "false")
     assert started(*words, until="testing")[0] == -signal.SIGKILL

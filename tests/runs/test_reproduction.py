@@ -81,6 +81,7 @@ def test_recordings_behind_urls_are_said_not_to_be_compared(manifest):
         "the audio of train, which is behind URLs"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=8), st.data())
 def test_any_changed_text_is_named(texts, data):
     rows = len(texts)

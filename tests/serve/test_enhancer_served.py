@@ -10,6 +10,8 @@ import serving
 import soundfile
 import torch
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):

@@ -113,6 +113,7 @@ def test_a_line_is_whole_in_whichever_pieces_it_came(log):
     assert lines(log) == ["bar 100%", "caf\u00e9", "last"]
 
 
+@pytest.mark.slow
 def test_what_no_log_takes_has_bounds(tmp_path):
     stream = LastingStream(2, lost=True)
     tracemalloc.start()

@@ -10,6 +10,8 @@ import pytest
 from sbkit.recipe import load
 from sbkit.recipe.trace import build_brain
 
+pytestmark = pytest.mark.slow
+
 HPARAMS = Path(__file__).parents[3] / "hparams"
 
 

@@ -167,6 +167,7 @@ def test_a_list_that_names_nobody_of_the_test_is_refused(tmp_path, caplog):
 # ---------------------------------------------------------------- the recipes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ecapa", "xvector"])
 def test_the_recipe_is_checked_before_there_is_a_corpus(tmp_path, kind):
     recipe = tmp_path / "xvector.yaml"

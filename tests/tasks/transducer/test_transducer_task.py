@@ -14,6 +14,8 @@ from sbkit.nn.ctc import ctc_loss
 from sbkit.nn.transducer import transducer_loss
 from sbkit.recipe.check import check
 
+pytestmark = pytest.mark.slow
+
 TRANSDUCER = RECIPE.with_name("transducer.yaml")
 
 

@@ -237,6 +237,7 @@ def test_a_recipe_without_bundles_is_checked_as_a_whole_and_says_which_are_missi
     assert "hparams/ctc.yaml" in found["recogniser"].suggestion
 
 
+@pytest.mark.slow
 def test_bundles_that_are_not_there_are_named(tmp_path):
     found = checked(tmp_path, codec=str(tmp_path / "nowhere"), recogniser=toy_voice.bundle(tmp_path / "there"))
     assert set(found) == {"codec"} and "there is no bundle in" in found["codec"].message

@@ -38,6 +38,7 @@ def test_every_check_runs_on_a_cpu_but_the_slow_twin_of_large(tmp_path):
     assert len(ended) == len(asked) and told["verdict"] in done.stderr
 
 
+@pytest.mark.slow
 def test_the_comparison_of_the_flagship_reports_each_of_its_lines(tmp_path):
     class Canned(Bench):
         def call(self, function, words):

@@ -10,6 +10,8 @@ from sbkit.rehearsal import nullcard
 from tools.gpu.bench import Bench, CheckProcess
 from tools.gpu.check import DRY_RUN, FAILED, NOT_RUN, NOT_SHOWN, OK, SHORT, Check, Expect
 
+pytestmark = pytest.mark.slow
+
 EXPECTS = Expect("one", "the first", "good", on_null=True), Expect("two", "the second", "good")
 
 
