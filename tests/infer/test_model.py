@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import sbkit.infer
 from sbkit.data.audio import AudioError
+from sbkit.decode.spans import Word
 from sbkit.infer import Options, Recording
 from sbkit.infer.transcript import FORMATS, Transcript
 
@@ -232,6 +233,8 @@ def test_each_format_says_what_it_should(model):
     assert texts["txt"] == "a cd\n"
     assert texts["srt"].startswith("1\n00:00:00,120 --> 00:00:00,200\na\n\n2\n00:00:01,360 --> ")
     assert texts["vtt"].startswith("WEBVTT\n\n00:00:00.120 --> 00:00:00.200\na\n\n00:00:01.360 --> ")
+    odd = FORMATS["vtt"](Transcript("", "", [Word("<v>&'", 0.0, 1.0, 1.0)]))
+    assert odd.endswith("\n&lt;v&gt;&amp;'\n"), "they are no markup"
     assert texts["ctm"].splitlines()[0] == "my_clip 1 0.12 0.08 a 1.000"
     import json
 

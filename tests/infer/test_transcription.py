@@ -1,9 +1,12 @@
 """``sbkit transcribe``: what is named, what comes out where, what is done already, and scores."""
 
+import atexit
+import contextlib
 import io
 import json
 import os
 import sys
+import tempfile
 
 import bundles
 import numpy as np
@@ -128,7 +131,11 @@ def test_a_number_that_was_given_is_no_other_clips_name(clips):
     assert len({each.id for each in collect(list(map(str, names)))}) == 3
 
 
-def test_standard_input(bundle, clips, capsys, monkeypatch):
+def test_standard_input(bundle, clips, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    at_exit = contextlib.ExitStack()
+    monkeypatch.setattr(atexit, "register", at_exit.callback)
+
     class Stdin:
         buffer = io.BytesIO((clips / "one.wav").read_bytes())
 
@@ -141,6 +148,9 @@ def test_standard_input(bundle, clips, capsys, monkeypatch):
     assert capsys.readouterr().out == "first words\n"
     assert run(bundle, "-") == 1, "all of it was read"
     assert "left out: standard input: is empty" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("sbkit-*"))) == 2
+    at_exit.close()
+    assert not list(tmp_path.glob("sbkit-*"))
 
 
 def test_a_manifest_is_scored_against_its_texts(bundle, clips, tmp_path, capsys):

@@ -206,6 +206,17 @@ def test_against_another_run_it_says_who_is_better_and_where(tmp_path, wav):
     assert "No significant difference (+0.00 points of WER)" in Page(write_report(run, against=run)).text
 
 
+def test_a_comparison_shows_what_the_other_run_heard_of_the_same_recordings_and_how_many_there_are(tmp_path):
+    heard = run_folders.told()
+    right = run_folders.run_that_tells(tmp_path, [dataclasses.replace(one, hypothesis=one.reference) for one in heard])
+    others = [run_folders.run_that_tells(tmp_path / place / "other", rows)
+              for place, rows in (("a", heard), ("b", heard[::-1]))]
+    first, second = (write_report(right, against=other).read_text().split("<h3>Better")[1].split("</section>")[0]
+                     for other in others)
+    wrong = sum(one.hypothesis != one.reference for one in heard)
+    assert first == second and first.startswith(f" (the first 6 of {wrong})")
+
+
 def test_a_comparison_leaves_the_runs_own_page_alone(tmp_path):
     run = run_folders.run_that_tells(tmp_path / "run", run_folders.told())
     own = write_report(run)
