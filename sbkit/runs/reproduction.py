@@ -61,11 +61,10 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
     losses = {str(line["step"]): line["loss"] for line in log if line["kind"] == "loss" and line["loss"] is not None}
     trained = max((i for i, line in enumerate(log) if line["kind"] == "epoch"), default=len(log) - 1)
     what = {"losses": losses, "steps": log[trained].get("step", 0)}
-    if what.items() <= stored_json(folder / REPRODUCE).items():
-        return  # it has what trained this, by whatever values it was tested since
-    lines = _recipe((folder / RECIPE).read_text(encoding="utf-8"))
     starts = [line for line in log[:trained + 1] if line["kind"] == "run"]  # later ones tested only
-    run = starts[-1]
+    if not starts or what.items() <= stored_json(folder / REPRODUCE).items():
+        return  # the log is gone, or what is there has what trained this, by whatever values it was tested since
+    lines, run = _recipe((folder / RECIPE).read_text(encoding="utf-8")), starts[-1]
     options = request.run_opts
     found = {
         "format": FORMAT, "recipe": lines, "recipe_lines": _checksums(lines),

@@ -104,6 +104,9 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     assert "\nlr: 0.5" in record()[0] and "lr: 0.5" in record()[1]
     [change] = re.findall(r"Steps after (\d+) ran with changed values: ([^<]*)\.<", (out / "report.html").read_text())
     assert change[0] == "2" and "lr, opt_class.lr, schedule.peak: 0.003 -&gt; 0.5" in change[1]
+    made, last = record(), ("--number_of_epochs", "2", "--lr", "0.5")
+    (out / "metrics.jsonl").unlink()
+    assert started(*last, "--test_only")[:2] == (0, (0, 1)) and record() == made and started(*last)[1] == (0, 0)
 
 
 @pytest.mark.parametrize("place", ["testing", "writing"])
