@@ -1,5 +1,6 @@
 """Recordings to codes and back: each as if it were alone and whole, and no id that is in no codebook gets anywhere."""
 
+import dataclasses
 import pickle
 import shutil
 import subprocess
@@ -51,6 +52,15 @@ def test_it_says_what_its_codes_are(codec):
 def test_the_last_frame_may_reach_beyond_the_end(codec, samples, frames):
     [codes] = codec.encode([np.zeros(samples, np.float32)])
     assert codes.shape == (frames, 2) and codec.decode([codes])[0].shape == (frames * codecs.STRIDE,)
+
+
+def test_graphs_get_no_less_than_they_take(codec, monkeypatch):
+    wanted, sizes = codecs.drawn(1), []
+    for engine in (codec.engine, codec.sounds):
+        monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, min_samples=1000, min_frames=9))
+        monkeypatch.setattr(engine, "compute", lambda *inputs, compute=engine.compute:
+                            sizes.append(inputs[0].shape[1]) or compute(*inputs))
+    assert same(codec.encode(codec.decode([wanted])), [wanted]) and sizes == [9, 1000]
 
 
 def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):

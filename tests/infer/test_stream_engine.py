@@ -267,6 +267,13 @@ def test_nothing_follows_the_end(engine):
             call()
 
 
+def test_a_graph_of_another_vocabulary_is_refused(engine):
+    state, width = engine.batch.state(), engine.config.width
+    found = [np.zeros((1, 2, width + 1), np.float32), np.array([2]), *(part[None] for part in state)]
+    with pytest.raises(SbkitError, match=f"gives {width + 1} values per frame, but config.json says {width}"):
+        engine.batch.part(found, [state])
+
+
 def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
     engine = StreamEngine(bundle, device="cpu")
     thread = engine.worker.submit(threading.current_thread).result()
