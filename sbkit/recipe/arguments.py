@@ -18,6 +18,8 @@ from sbkit.recipe import names
 from sbkit.recipe.overrides import NoValue
 from sbkit.recipe.report import did_you_mean
 
+#: Begin values that may go on in the next word, as in ``--betas [0.9, 0.98]``.
+_OPENS = "[", "{", "(", "!", "'", '"'
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
@@ -113,6 +115,8 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
 
     >>> parse_overrides(["--lr", "1e-3", "--a.b=x=y", "--flag"])
     {'lr': 0.001, 'a': {'b': 'x=y'}, 'flag': True}
+    >>> parse_overrides(["--betas", "[0.9,", "0.98]"])
+    {'betas': [0.9, 0.98]}
     """
     tree: dict[str, Any] = {}
     position = 0
@@ -125,6 +129,9 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
         if not equals:
             pieces = []
             while position < len(words) and not words[position].startswith("--"):
+                if pieces and not pieces[0].startswith(_OPENS):
+                    raise SbkitError(f"cannot read the argument {words[position]!r} after --{key} {pieces[0]}",
+                                     hint="overrides are written --key value, and a value with spaces in quotes")
                 pieces.append(words[position])
                 position += 1
             text = " ".join(pieces)

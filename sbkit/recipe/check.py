@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -177,6 +180,9 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     made.check_fits(findings, built.nodes.get("batching"), tried)
     audio = () if planned is None else (
         mixture.hours_of_pass(planned[0]), planned[1].passes, traced.keys.epoch_counter.limit)
+    if planned is not None and measured is None and asked is None and made.hours_per_100 is not None and not starting:
+        with contextlib.suppress(SbkitError):  # no dev or test set
+            made = _as_runs_took(traced, made, device, precision, planned[1], math.prod(audio))
     section = cost.section(made, tried, *audio)
     section.remarks += _attention(traced, owned, device, precision, findings)
     sections = {"bill": section}
@@ -192,9 +198,9 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     return sections
 
 
-def _price(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, precision: str, asked: price.Asked,
-           plan: Plan, measured: cost.Measured | None) -> Section | None:
-    """The price of the whole run; None if nothing is known of the device's speed."""
+def _work(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, precision: str, asked: price.Asked,
+          plan: Plan) -> tuple[finished_runs.Setting, finished_runs.Steps]:
+    """What the whole run runs on, and what it computes."""
     keys = traced.keys
     epochs, (dev, test) = keys.epoch_counter.limit, (keys.corpus.manifest(split).hours for split in ("dev", "test"))
     steps = finished_runs.steps_of(
@@ -203,7 +209,27 @@ def _price(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, p
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     name = asked.device or (torch.cuda.get_device_name(device) if device.type == "cuda" else
                             finished_runs.cpu_model(describe()))
-    setting = finished_runs.Setting(name, precision, threads, asked.processes)
+    return finished_runs.Setting(name, precision, threads, asked.processes), steps
+
+
+def _as_runs_took(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, precision: str, plan: Plan,
+                  audio: float) -> cost.CostEstimate:
+    """The estimate with a time by finished runs of this machine, if there are enough.
+
+    audio : hours that the whole run trains on
+    """
+    setting, steps = _work(traced, made, device, precision, price.Asked(0.0), plan)
+    said = price.predict(steps, finished_runs.read(setting), None)
+    if said is None:
+        return made
+    return dataclasses.replace(made, hours_per_100=100 * steps.steps * said.step_seconds / 3600 / audio, runs=said.runs)
+
+
+def _price(traced: trace.Trace, made: cost.CostEstimate, device: torch.device, precision: str, asked: price.Asked,
+           plan: Plan, measured: cost.Measured | None) -> Section | None:
+    """The price of the whole run; None if nothing is known of the device's speed."""
+    setting, steps = _work(traced, made, device, precision, asked, plan)
+    name = setting.device
     peak = (peak_of_card(name, precision) if asked.device else peak_of(device, precision))[0]
     trial = measured.planned * steps.audio if measured is not None and measured.planned is not None else None
     said = price.predict(steps, finished_runs.read(setting), peak, trial, asked.host_seconds)

@@ -24,7 +24,7 @@ from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
 from sbkit.recipe.price import EFFICIENCY
-from sbkit.recipe.report import Section
+from sbkit.recipe.report import Section, counted
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace, build_brain, gpu_stand_ins
 from sbkit.recipe.values import unwrapped
@@ -175,6 +175,8 @@ class CostEstimate:
     """Why the count of memory is too high, if it is."""
     unfreezes: int = 0
     """Steps after which all temporarily frozen parts are trained; the estimate is for the time after that."""
+    runs: int = 0
+    """The number of finished runs of this machine that the time follows from."""
 
     @property
     def step_memory(self) -> int:
@@ -297,8 +299,10 @@ def _remarks(estimate: CostEstimate) -> list[str]:
     measured = estimate.measured
     if measured is None:
         cost = estimate.cost
-        return ["memory is counted on stand-ins, and the time is an estimate (--measure runs a few steps): a second of "
-                f"audio takes {speed.flops(cost.operations)} in training, in utterances of "
+        by = f"that of training by {counted(estimate.runs, 'finished run')} here" if estimate.runs else \
+            "an estimate (--measure runs a few steps)"
+        return [f"memory is counted on stand-ins, and the time is {by}: a second of audio takes "
+                f"{speed.flops(cost.operations)} in training, in utterances of "
                 f"{cost.typical or cost.seconds:.3g} s", *estimate.inexact, *_unfreezing(estimate)]
     largest = "the largest micro-batch that max_batch_seconds allows"
     if measured.planned is not None and measured.planned_seconds is not None:  # the price is by this one

@@ -80,7 +80,7 @@ def warn_unfinished(recipe: Recipe) -> None:
         return
     newest = f"; its newest checkpoint, {begun.within} steps into epoch {begun.finished + 1}, is not validated, so " \
         f"only --checkpoint {LAST} takes it" if begun.within else ""
-    logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. Its own command goes on",
+    logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. Its own command resumes it",
                    keys.folder, begun.finished, epochs, begun.done, newest)
 
 

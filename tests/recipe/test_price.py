@@ -214,3 +214,17 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys):
     assert finished_runs.record(lines, CTC, said["threads"], 120.0, 3.5, 3.5)  # again: the core may have been shared
     run = finished_runs.read()[-1]
     assert run.steps.steps == said["steps"] and run.predicted.hours == said["hours"]
+    with open(finished_runs.table_file(), "a") as table:
+        for wider in (2, 4, 8):
+            steps = dataclasses.asdict(dataclasses.replace(run.steps, operations=wider * run.steps.operations))
+            table.write(json.dumps({"format": finished_runs.FORMAT, "kind": "run", "setting": run.setting._asdict(),
+                                    "steps": steps, "step_seconds": 60.0 * wider, "hours": 1.0,
+                                    "predicted": None}) + "\n")
+    runs = finished_runs.read()
+    capsys.readouterr()
+    assert cli.main(["check", *words, "--json"]) == 0
+    bill = json.loads(capsys.readouterr().out)["sections"]["bill"]
+    by = price.predict(run.steps, runs, None)
+    hours = bill["values"]["hours_per_100_hours"] / 100 * bill["values"]["audio_hours_per_epoch"] * 2
+    assert hours == pytest.approx(run.steps.steps * by.step_seconds / 3600, rel=0.02)
+    assert f"that of training by {len(runs)} finished runs here" in bill["remarks"][0]

@@ -89,7 +89,7 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     code, added, said = started("--lr", "0.5")
     assert (code, added) == (2, (0, 0)) and record() == before and (out / "tested.json").exists()
     assert (f"{out} is finished, and this would change nothing of it: lr, opt_class.lr, schedule.peak: "
-            "0.003 -> 0.5; choose another --output_folder, train on with a larger --number_of_epochs") in said
+            "0.003 -> 0.5; choose another --output_folder; where the model stays the same, a larger") in said
     code, added, said = started("--precision", "bf16")
     assert (code, added) == (2, (0, 0)) and "change nothing of it: precision: fp32 -> bf16" in said
     own = out / "evaluations" / "test_only"
@@ -98,6 +98,7 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
         assert started(*changed, "--test_only")[:2] == (0, (0, 0)) and record() == before
         assert kinds(own) == ["test"] * number, "the run's report tells of its own test"
     assert results == ((out / "test_utterances.jsonl").read_bytes(), (out / "tested.json").read_bytes())
+    assert not (own / "README.md").exists(), "nothing was trained with these values"
     assert "\nlr: 0.5" in (own / "hyperparams.yaml").read_text() and "0.5" in (own / "report.html").read_text()
     assert started()[:2] == (0, (0, 0)) and record() == before, "and is still done"
     assert started("--number_of_epochs", "2", "--lr", "0.5")[:2] == (0, (2, 1))

@@ -161,8 +161,8 @@ def test_a_run_that_still_trains_says_how_far_it_is_and_what_the_best_is_not(run
     state = yaml.safe_load((newest / "brain.ckpt").read_text())
     (newest / "counter.ckpt").write_text("2")
     for within, said in ((5, "1 of 12 epochs, 31 steps; its newest checkpoint, 5 steps into epoch 2, is not validated, "
-                             "so only --checkpoint last takes it. Its own command goes on"),
-                         (0, "1 of 12 epochs, 31 steps. Its own command goes on")):
+                             "so only --checkpoint last takes it. Its own command resumes it"),
+                         (0, "1 of 12 epochs, 31 steps. Its own command resumes it")):
         (newest / "brain.ckpt").write_text(yaml.safe_dump({**state, "optimizer_step": 31, "epoch_step": within}))
         recipe = restore.read_run(moved)
         caplog.clear()

@@ -24,7 +24,7 @@ from sbkit.score.report.cards import AudioEmbedder, Cards
 from sbkit.score.report.data import RunData, rate, read
 from sbkit.score.report.findings import can_judge, findings, suspects
 from sbkit.score.report.sections import KEY, section
-from sbkit.score.run_files import REPORT
+from sbkit.score.run_files import EVALUATIONS, REPORT
 from sbkit.score.significance import RATES, RunComparison, compare
 from sbkit.system.console import atomic_write
 
@@ -62,7 +62,7 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     try:
         with atomic_write(path) as file:
             file.write(page)
-        if other is None and out is None and data.folder == data.run:
+        if other is None and out is None and data.folder == data.run and data.folder.parent.name != EVALUATIONS:
             model_card.write(data)
     except OSError as error:
         raise SbkitError(f"cannot write {path}: {error.strerror}", hint="choose another place with --out") from error
