@@ -22,6 +22,6 @@ def run(args: argparse.Namespace) -> int:
     folder = make_demo_corpus(
         Path(args.out), hours=args.hours, language=args.language, seed=args.seed, workers=args.workers
     )
-    print(f"{folder}  (train on it: torchrun train.py hparams/ctc.yaml --data_folder {folder} "
+    print(f"{folder}  (train on it: sbkit train hparams/ctc.yaml --data_folder {folder} "
           f"--language {args.language})")
     return 0

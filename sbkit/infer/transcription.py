@@ -87,7 +87,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     errors: list[Done] = []
     heard: list[tuple[Recording, Transcript]] = []
     passed, start = 0.0, time.perf_counter()
-    bar = progress(what="transcribing", total=round(sum(seconds_of)), unit="s", show=len(recordings) > 1)
+    bar = progress(what="seconds transcribed", total=round(sum(seconds_of)), unit="s", show=len(recordings) > 1)
     with bar, contextlib.closing(Pipeline(engine, options).run([recordings[i] for i in order])) as results:
         for done in results:
             index = order[done.index]

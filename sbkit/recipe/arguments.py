@@ -127,7 +127,7 @@ def parse_overrides(words: list[str]) -> dict[str, Any]:
         key, equals, text = word[2:].partition("=")
         position += 1
         if not equals:
-            pieces = []
+            pieces: list[str] = []
             while position < len(words) and not words[position].startswith("--"):
                 if pieces and not pieces[0].startswith(_OPENS):
                     raise SbkitError(f"cannot read the argument {words[position]!r} after --{key} {pieces[0]}",

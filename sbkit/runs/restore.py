@@ -141,7 +141,8 @@ def order_of(checkpointer: Checkpointer, metric: Metric, checkpoint: str,
     asked : how to ask for the newest instead, for the message
     """
     if not checkpointer.list_checkpoints():
-        raise SbkitError(f"{checkpointer.checkpoints_dir} holds no checkpoint", hint="has the run saved one yet?")
+        raise SbkitError(f"{checkpointer.checkpoints_dir} holds no checkpoint",
+                         hint="train it, or wait for its first checkpoint")
     order = metric.order if checkpoint == BEST else Order()
     if order and not any(metric.name in ckpt.meta for ckpt in checkpointer.list_checkpoints()):
         raise SbkitError(f"no checkpoint in {checkpointer.checkpoints_dir} was validated, so none is the best by "
