@@ -123,9 +123,10 @@ def test_mistakes_in_a_recipe_are_told_at_once_by_check_and_train_with_exit_code
     told = []
     for command in ("check", "train"):
         assert main([command, *words]) == 1
-        told.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("command line: error: ")])
+        lines = [line.replace("error: ", "", 1) for line in capsys.readouterr().err.splitlines()]
+        told.append([line for line in lines if line.startswith("command line: --")])
     assert told[0] == told[1] and len(told[0]) == 2
-    assert told[0][0] == "command line: error: --d_modle: hparams/ctc.yaml has no key d_modle; did you mean --d_model?"
+    assert told[0][0] == "command line: --d_modle: hparams/ctc.yaml has no key d_modle; did you mean --d_model?"
     assert "--data_folder: nowhere: no such file or folder" in told[0][1]
 
 
@@ -142,6 +143,5 @@ def test_under_torchrun_the_last_lines_say_what_was_wrong(tmp_path):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
              "hparams/ctc.yaml", "--d_modell", "3"]
     lines = start(words, ROOT, tmp_path, code=1).stderr.splitlines()
-    assert lines[0].startswith("error: hparams/ctc.yaml: 1 error")
-    assert lines[1] == "command line: error: --d_modell: hparams/ctc.yaml has no key d_modell; did you mean --d_model?"
-    assert any(lines[1] in line for line in lines[-4:]), lines
+    said = "command line: --d_modell: hparams/ctc.yaml has no key d_modell; did you mean --d_model?"
+    assert lines[0] == f"error: {said}" and any(said in line for line in lines[-4:]), lines
