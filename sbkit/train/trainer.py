@@ -186,8 +186,6 @@ class Trainer:
         brain.zero_grad()
         batches, steps = self._batches(train_set, epoch)
         self._begin_interval()
-        if not state.step:
-            state.began = time.monotonic()
         if brain.profiler is not None:
             brain.profiler.start()
         display = StageDisplay(
@@ -197,6 +195,8 @@ class Trainer:
         self.budget.reset()
         progress = self._progress = Progress(display, brain.metrics_log, self.budget, epoch, brain.keys.log_interval,
                                              brain.utilisation, compiled=brain.compiled)
+        if not state.step:
+            state.began = time.monotonic()
         updated = True
         with self.budget.active(), display:
             for batch in self._read(batches):

