@@ -154,10 +154,6 @@ class BundleEngine(ABC):
         """Return the graph's file in each format."""
         return self.config.models
 
-    def submit(self, batch: Sequence[Any]) -> Future[Any]:  # what the derived class's graph takes and gives
-        """Queue a batch; the future gives a result for each of its items, and can be cancelled before its turn."""
-        return self.worker.submit(self._run, list(batch))
-
     # ------------------------------------------------------------------ within the worker
 
     def _open(self, path: Path, model: str, device: DeviceChoice) -> None:
@@ -181,16 +177,6 @@ class BundleEngine(ABC):
     def _warm_up(self, path: Path) -> None:
         """Run what will be asked for once, and raise if the graph of this file can't be right."""
 
-    def _run(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
-        """Run a batch, or each of its items by itself where its outputs would depend on the others."""
-        if not self.config.batching:
-            return [self.run_batch([each])[0] for each in batch]
-        return self.run_batch(batch) if batch else []
-
-    def run_batch(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
-        """Run the graph on a batch that was submitted."""
-        raise NotImplementedError
-
     def compute(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
         """Run the graph once; after a fault of the device, never again."""
         if self.fault is not None:
@@ -209,6 +195,24 @@ class BundleEngine(ABC):
             traceback.clear_frames(error.__traceback__)  # which hold what has been computed so far
         self._ready.free()
         raise OutOfMemory(why, hint="give it shorter audio or text, or less at once")
+
+
+class BatchEngine(BundleEngine):
+    """Runs the graph on batches that are given to it."""
+
+    def submit(self, batch: Sequence[Any]) -> Future[Any]:  # what the derived class's graph takes and gives
+        """Queue a batch; the future gives a result for each of its items, and can be cancelled before its turn."""
+        return self.worker.submit(self._run, list(batch))
+
+    def _run(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
+        """Run a batch, or each of its items by itself where its outputs would depend on the others."""
+        if not self.config.batching:
+            return [self.run_batch([each])[0] for each in batch]
+        return self.run_batch(batch) if batch else []
+
+    @abstractmethod
+    def run_batch(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
+        """Run the graph on a batch that was submitted."""
 
 
 def padded(parts: Sequence[np.ndarray], least: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -11,14 +11,14 @@ import numpy as np
 from sbkit.codes import Books
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BundleEngine, padded
+from sbkit.infer.bundle_engine import BatchEngine, padded
 from sbkit.infer.onnx_session import Interface
 
 _AGAIN = "do its files come from the same export? export it again"
 _EXAMPLE = 25  # frames to prove with that a graph runs
 
 
-class CodecEngine(BundleEngine):
+class CodecEngine(BatchEngine):
     """Runs one of a codec's two graphs on batches of parts of recordings: samples [S], or codes [T, Q]."""
 
     config: layout.CodecConfig

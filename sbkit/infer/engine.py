@@ -13,7 +13,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer.bundle_engine import BundleEngine
+from sbkit.infer.bundle_engine import BatchEngine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.onnx_session import Interface
 
@@ -21,7 +21,7 @@ from sbkit.infer.onnx_session import Interface
 _SECONDS, _BATCHES = (2.0, 5.0, 10.0, 20.0, 30.0), (1, 4, 16)
 
 
-class Engine(BundleEngine):
+class Engine(BatchEngine):
     """Computes log-probabilities of waveforms.
 
     >>> engine = Engine("bundle", device="cuda")       # doctest: +SKIP

@@ -10,7 +10,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BundleEngine, Loaded
+from sbkit.infer.bundle_engine import BatchEngine, Loaded
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.recordings import Recording, Source
 
@@ -30,7 +30,7 @@ class NoisyPiece:
         return self.frames.size
 
 
-class EnhanceEngine(BundleEngine):
+class EnhanceEngine(BatchEngine):
     """Enhances pieces of streams: each becomes samples [S] and the next state."""
 
     config: layout.EnhancerConfig

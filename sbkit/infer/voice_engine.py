@@ -13,7 +13,7 @@ import numpy as np
 from sbkit.data.pronunciation import pronunciation
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BundleEngine, ModelFailed, padded
+from sbkit.infer.bundle_engine import BatchEngine, ModelFailed, padded
 from sbkit.infer.onnx_session import Interface
 
 #: One symbol, in the first voice and at its own speed.
@@ -41,7 +41,7 @@ class SpeechOutput:
     frames: np.ndarray
 
 
-class VoiceEngine(BundleEngine):
+class VoiceEngine(BatchEngine):
     """Computes samples from ids of symbols."""
 
     config: layout.VoiceConfig
