@@ -16,7 +16,7 @@ _COMMAND_LINE, _NO_VALUE = Place(), Place(column=-1)
 
 
 class NoValue(int):
-    """The true that a key without a value means on the command line, where it isn't one of a number or a text."""
+    """The true that a key without a value means on the command line, where the recipe's own value is true or false."""
 
     def __repr__(self) -> str:
         return "True"
@@ -95,10 +95,11 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
     """Apply overrides to a tree."""
     for key, new in given.value.items():
         target = root.value.get(key)
-        if new.place == _NO_VALUE and target is not None and not target.tag \
-                and isinstance(target.value, (int, float, str)) and not isinstance(target.value, bool):
+        if new.place == _NO_VALUE and target is not None and not isinstance(target.value, bool) and not (
+                target.tag and re.fullmatch(r"<[\w.]+>", str(target.value))):  # which may be true or false
+            example = "VALUE" if target.tag or not isinstance(target.value, (int, float, str)) else target.value
             findings.error("no-value", new.place, target.key, "it has no value",
-                           f"write one behind it, such as --{target.key} {target.value or 'VALUE'}")
+                           f"write one behind it, such as --{target.key} {example or 'VALUE'}")
         elif target is None or new.tag or new.whole or not isinstance(new.value, dict):
             if key not in declared:
                 _report_typo(root, key, new, findings)
