@@ -21,7 +21,7 @@ from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.load import Recipe
 from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import Utilisation, peak_of
-from sbkit.runs import initial, old_set
+from sbkit.runs import initial, old_set, restore
 from sbkit.runs.begun import steps_begun, warn_of_lost_steps
 from sbkit.runs.keys import Bundles
 from sbkit.runs.start_guard import StartGuard
@@ -41,12 +41,13 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     bundles : opens the recogniser that the task's tests need, a room above this one
     into : the folder of the test's results
     """
-    keys, train = recipe.keys, manifests["train"]
+    keys, train, test_only = recipe.keys, manifests["train"], request.run_opts.test_only
+    reports = ranks.is_main() and not test_only  # how it trains
     encoder = recipe.task.encoder(keys)
     brain = recipe.brain(request.run_opts)
     if brain.recogniser is not None:
         brain.take_recogniser(bundles.recogniser(brain.recogniser, keys.sample_rate))
-    brain.utilisation = _utilisation(brain, device, train)
+    brain.utilisation = _utilisation(brain, device, train) if reports else None
     batching, columns = keys.batching, BatchColumns(recipe.task.columns, keys)
     reading = {"columns": columns, "rank": ranks.rank(), "world": ranks.world_size(), "workers": keys.num_workers,
                "pin_memory": device.type == "cuda", "sample_rate": keys.sample_rate}
@@ -54,12 +55,12 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     begun = ranks.run_on_main(steps_begun, brain.checkpointer, keys.epoch_counter)
     plan = Plan.of(train, batching, keys.augment, begun.epochs, batching.rounding(device.type, brain.compile),
                    columns)
-    if plan.drawing.left_out and ranks.is_main():
+    if plan.drawing.left_out and reports:
         logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
                        plan.drawing.left_out, len(train), batching.clips)
     brain.train_state.epochs = begun.epochs
     steps = begun.steps(len(plan), epochs)
-    if plan.passes > 1 and ranks.is_main():
+    if plan.passes > 1 and reports:
         began = "" if epochs == begun.epochs else f", spread over the {begun.epochs} epochs that it began with"
         logger.info("The corpus has %d steps: an epoch goes through it %d times, and the run has %d (least_steps: "
                     "%d%s)", len(plan) // plan.passes, plan.passes, steps, batching.least_steps, began)
@@ -71,28 +72,29 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     )
     brain.mixture_parts.loader = train_set
     brain.open_run(train.texts, steps)
-    if request.run_opts.test_only and not brain.checkpointer.list_checkpoints():
-        raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
-                         hint="train first, or name the folder of a run with --output_folder")
-    with train_set, valid_set:
-        resumed = not initial.fresh(keys)
-        if not resumed:
-            warn_of_lost_steps(brain, len(plan))
-            initial.load(brain)
-            old_set.score_before(recipe, brain)
-        try:
+    if test_only:
+        if not brain.checkpointer.list_checkpoints():
+            raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
+                             hint="train first, or name the folder of a run with --output_folder")
+        ranks.run_on_main(restore.warn_unfinished, recipe)
+    try:
+        with train_set, valid_set:
+            resumed = not initial.fresh(keys)
+            if not resumed:
+                warn_of_lost_steps(brain, len(plan))
+                initial.load(brain)
+                old_set.score_before(recipe, brain)
             brain.fit(_from_here_on(brain, guard, keys.epoch_counter, resumed), train_set, valid_set)
-        except OtherModel as error:
-            if not (changes := guard.changes()):
-                raise
-            raise SbkitError(f"the checkpoints in {keys.folder} are of another model; what has changed: "
-                             f"{'; '.join(changes)}",
-                             hint=error.hint) from error
-    if into != keys.folder and brain.metrics_log is not None:
-        brain.metrics_log.close()
-        brain.metrics_log = MetricsLog(into)
-    with test_set:
-        brain.evaluate(test_set, **brain.metric.order)
+        if into != keys.folder and brain.metrics_log is not None:
+            brain.metrics_log.close()
+            brain.metrics_log = MetricsLog(into)
+        with test_set:
+            brain.evaluate(test_set, **brain.metric.order)
+    except OtherModel as error:
+        if not (changes := guard.changes()):
+            raise
+        raise SbkitError(f"the checkpoints in {keys.folder} are of another model; what has changed: "
+                         f"{'; '.join(changes)}", hint=error.hint) from error
     return brain
 
 
@@ -115,8 +117,6 @@ def _from_here_on(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed
 
 def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Utilisation | None:
     """The FLOPs of training on a second of this corpus, and the device's peak; None if unknown."""
-    if not ranks.is_main():
-        return None
     try:
         operations = flops.operations_per_second(brain, flops.typical_seconds(manifest.durations))
     except Exception as error:  # stand-ins may lack an operation that training has

@@ -214,7 +214,7 @@ class Task(Brain):
     def open_run(self, texts: Sequence[str], steps: int) -> None:
         """Give the schedule the number of optimizer steps, log where it is limited, and call ``begin_run``."""
         schedule = self.keys.schedule
-        if schedule is not None:
+        if schedule is not None and not self.test_only:
             schedule.total_steps = steps
             warmup, rate = schedule.warmup_end()
             if schedule.limits_warmup and ranks.is_main():

@@ -145,6 +145,8 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):
     code, _, said = started("--d_model", "24", "--number_of_epochs", "2")
     assert code == 2 and f"the checkpoints in {out} are of another model; what has changed: number_of_epochs, " in said
     assert "; d_model, " in said and " -> 24; use the recipe that this run started with" in said
+    code, _, said = started("--d_model", "24", "--test_only")
+    assert code == 2 and f"the checkpoints in {out} are of another model; what has changed: d_model, " in said
     assert kinds(out).count("run") == 1, "it is no start of the run"
     assert started()[:2] == (0, (0, 0)), "and it is still done"
 

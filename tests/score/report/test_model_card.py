@@ -33,6 +33,9 @@ def test_a_run_has_a_card_with_its_figures_and_no_place_of_this_machine(run, tmp
     assert front(card) == {"library_name": "sbkit", "tags": ["sbkit", "speechbrain"]}
     assert f"| WER | {words.rate:.2f} % |" in card and "| parameters | 1,234,567 |" in card
     assert "Common Voice\n" in card and str(tmp_path) not in card and "/data/cv" not in card and "torchrun" not in card
+    for wanted, said in ((6, "6"), (8, "6 of 8: the run has not finished")):
+        (run / "hyperparams.yaml").write_text(f"number_of_epochs: {wanted}\n")
+        assert f"| epochs | {said} |" in model_card.of_run(read(run))
 
 
 @pytest.mark.parametrize(("key", "what"), [("encoder_source", "a pretrained encoder"),
