@@ -19,7 +19,7 @@ from sbkit.recipe.source import Node
 from sbkit.runs import pretrained
 from sbkit.runs.begun import steps_begun
 from sbkit.score.metric import Metric, Order
-from sbkit.score.run_files import RECIPE, TESTED
+from sbkit.score.run_files import EVALUATIONS, RECIPE, TESTED
 from sbkit.train.averaging import EMA, load_mean, weights_among
 from sbkit.train.checkpoint import Checkpointer
 
@@ -54,6 +54,8 @@ def read_run(run: str | Path) -> Recipe:
     """Read the recipe of a run, with paths adapted to where the folder is now."""
     run = Path(run)
     path = run / RECIPE
+    if run.resolve().parent.name == EVALUATIONS and (of := run.resolve().parents[1] / RECIPE).is_file():
+        raise SbkitError(f"{run} has the results of a test, not a run", hint=f"name the run's own folder: {of.parent}")
     if not path.is_file():
         missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"
         raise SbkitError(f"{run} {missing}", hint="name the output_folder of a run")

@@ -145,6 +145,12 @@ def test_what_is_missing_is_named(run, tmp_path, spoil, message):
         restore.load_run(moved, "cpu")
 
 
+def test_the_folder_of_a_test_is_not_a_run(run):
+    (own := run / "evaluations" / "test_only").mkdir(parents=True)
+    with pytest.raises(SbkitError, match=f"results of a test, not a run; name the run's own folder: {run}$"):
+        restore.read_run(own)
+
+
 def test_a_name_that_fits_none_or_several_lists_what_there_is(run):
     with pytest.raises(SbkitError, match=r"no checkpoint 'nosuch' .* CKPT\+epoch1, CKPT\+epoch2"):
         restore.load_run(run, "cpu", checkpoint="nosuch")
