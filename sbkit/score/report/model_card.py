@@ -187,7 +187,7 @@ def _training(run: RunData) -> list[tuple[str, ...]]:
         done, wanted = len(run.epochs), run.key("number_of_epochs")
         unfinished = f" of {wanted}: the run has not finished" if wanted.isdecimal() and done < int(wanted) else ""
         rows += [("epochs", f"{done}{unfinished}"), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
-                 ("time", time_span(seconds))]
+                 ("time of these steps", time_span(seconds))]
     versions = start.get("environment") or {}
     return rows + [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]
 
