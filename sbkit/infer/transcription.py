@@ -85,7 +85,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     screen = _Screen(formats[0], len(recordings)) if request.output is None else None
     options = Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search)
     errors: list[Done] = []
-    heard: list[tuple[Recording, Transcript]] = []
+    found: dict[int, tuple[Recording, Transcript]] = {}
     passed, start = 0.0, time.perf_counter()
     bar = progress(what="seconds transcribed", total=round(sum(seconds_of)), unit="s", show=len(recordings) > 1)
     with bar, contextlib.closing(Pipeline(engine, options).run([recordings[i] for i in order])) as results:
@@ -101,10 +101,11 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
                     bar.clear()  # otherwise the first line would be printed after it
                 screen.put(index, done.transcript)
             if done.transcript is not None:
-                heard.append((recording, done.transcript))
+                found[index] = recording, done.transcript
             passed += seconds_of[index]
             bar.update(round(passed) - bar.n)
     seconds = time.perf_counter() - start
+    heard = [found[index] for index in sorted(found)]  # in which order decides what its interval is drawn from
     warnings = [f"{each.name}: {made.warning}" for each, made in heard if made.warning is not None]
     _summary(len(recordings), sum(seconds_of), seconds, errors, warnings, request)
     if any(recording.reference for recording, _ in heard):

@@ -16,6 +16,8 @@ import soundfile
 from sbkit.cli import main
 from sbkit.infer.inputs import collect
 from sbkit.infer.transcription import MADE_BY
+from sbkit.score.rates import ErrorRates
+from sbkit.score.significance import interval
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +165,17 @@ def test_a_manifest_is_scored_against_its_texts(bundle, clips, tmp_path, capsys)
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["u1\tfirst words", "u2\tlast"]
     assert "WER 33.33 %" in captured.err and "2 with a reference" in captured.err
+
+
+def test_its_interval_is_that_of_evaluate_which_goes_through_a_manifest_in_its_order(bundle, clips, tmp_path, capsys):
+    told = {"one.wav": "first words", "deep/two.flac": "more words here", "deep/er/three.wav": "last"}
+    rows = [(f"u{i}", name, told[name] + i % 5 * " word") for i, name in enumerate(6 * [*told])]
+    (tmp_path / "test.csv").write_text("ID,duration,wav,wrd\n" + "".join(
+        f"{each},{len(bundles.say(told[name])) / bundles.RATE},{clips}/{name},{words}\n" for each, name, words in rows))
+    assert run(bundle, tmp_path / "test.csv") == 0
+    words = ErrorRates("word")
+    words.add(*zip(*((each, reference, told[name]) for each, name, reference in rows), strict=True))
+    assert "(95 % interval {:.2f} to {:.2f})".format(*interval(words)) in capsys.readouterr().err
 
 
 def test_references_of_one_s_own(bundle, clips, tmp_path, capsys):
