@@ -25,7 +25,7 @@ COMPLETE = "hparams/ has a complete recipe for each task"
 NULL = "is null, and a run can't do without it"
 #: Types of scalars: one, and several.
 _SCALARS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
-            bool: ("true or false", "true or false"), str: ("a text", "texts")}
+            bool: ("true or false", "true or false"), str: ("a text", "texts"), type: ("a class", "classes")}
 _LISTS = (list, tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
 

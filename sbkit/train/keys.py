@@ -23,10 +23,10 @@ class TrainKeys(Keys):
                      "faster; features and spectra stay exact, unless they are compiled", True)
     ema: Any = key(  # an EMA, whose module imports this one
         "a sbkit.train.averaging.EMA: a moving average of the weights that is validated and tested", None)
-    fsdp: Any = key(  # true, a name, a class, or a list of these
+    fsdp: bool | str | type | Sequence[str | type] | None = key(
         "share weights and optimizer out over the devices: true, or the layers to gather as one piece, "
         "by class or path (see sbkit.train.distributed.sharding)", None)
-    activation_checkpointing: Any = key(  # a name, a class, or a list of these
+    activation_checkpointing: str | type | Sequence[str | type] | None = key(
         "compute activations again in backward, to hold less memory", None)
     freeze: Mapping[str, Any] | None = key("parts that don't train: never, or not in the first so many steps, such as "
                                            "`{CNN: true, Transformer.encoder: 500}`; the last that fits counts", None,

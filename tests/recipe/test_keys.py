@@ -111,6 +111,7 @@ class Many(Keys):
     pairs: list[tuple[int, float]] = key("of a number and its share", ())
     order: Literal["up", "down"] = key("of something", "up")
     free: list[Any] | None = key("anything, several times", None)
+    layer: str | type | Sequence[str | type] | None = key("by name or class", None)
 
 
 @pytest.mark.parametrize("given, told", [
@@ -122,6 +123,7 @@ class Many(Keys):
     ({"pairs": [[1, 2, 3]]}, "pairs is [[1, 2, 3]], and must be a list of lists of a whole number, a number"),
     ({"order": "left"}, "order is the text 'left', and must be up or down"),
     ({"free": 3}, "free is 3, and must be a list"),
+    ({"layer": True}, "layer is True, and must be a text or a class or a list of texts or classes"),
 ])
 def test_elements_are_held_to_their_types(given, told):
     assert [problem.message for problem in Many.wrong(given)] == [told]
