@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from sbkit.commands.options import RUNS_CODE, count
 from sbkit.errors import SbkitError
@@ -28,13 +29,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, compare, train, compare and return the exit code."""
-    from sbkit.commands import prepare
-    from sbkit.recipe import arguments, load, writing
-    from sbkit.recipe.report import listed
-    from sbkit.runs import reproduction, restore
+    from sbkit.runs import reproduction
+    from sbkit.runs.lock import RunLock
     from sbkit.score.run_files import RECIPE
-    from sbkit.system.console import atomic_write, table
-    from sbkit.system.environment import describe
 
     recorded = reproduction.read(args.file)
     wanted = {step: loss for step, loss in recorded["losses"].items() if args.full or step <= args.steps}
@@ -43,6 +40,18 @@ def run(args: argparse.Namespace) -> int:
                          hint=f"--steps {min(recorded['losses'])} compares the first that it holds")
     if (args.to / RECIPE).exists():
         raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
+    with RunLock(args.to, option="--to"):
+        return _reproduce(args, recorded, wanted)
+
+
+def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[int, float]) -> int:
+    from sbkit.commands import prepare
+    from sbkit.recipe import arguments, load, writing
+    from sbkit.recipe.report import listed
+    from sbkit.runs import reproduction, restore
+    from sbkit.system.console import atomic_write, table
+    from sbkit.system.environment import describe
+
     resumed = recorded.get("commands", 1) != 1
     if resumed:
         print("the run was resumed with another command, and this recipe is of the last: losses of before may be of "
@@ -51,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
     steps = f"step{'s' if len(wanted) > 1 else ''} {listed(map(str, wanted))}"
     print(f"the recorded losses that are compared: those of {steps}", flush=True)
     before = recipe.read_text(encoding="utf-8") if folder.exists() and recipe.is_file() else None
-    args.to.mkdir(parents=True, exist_ok=True)
     with atomic_write(recipe) as out:
         out.write("\n".join(recorded["recipe"]) + "\n")
     text = writing.text(restore.moved_recipe(recipe, folder.resolve()))

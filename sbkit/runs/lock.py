@@ -46,10 +46,11 @@ class RunLock:
 
     folder : the run's folder
     runs : whether the holder is a run or only a preparation
+    option : which names the folder
     """
 
-    def __init__(self, folder: Path, runs: bool = True):
-        self.folder = folder
+    def __init__(self, folder: Path, runs: bool = True, option: str = "--output_folder"):
+        self.folder, self.option = folder, option
         self._facts = {
             "host": socket.gethostname(), "pid": os.getpid(), "born": processes.born(os.getpid()),
             "machine": processes.machine(), "namespace": processes.namespace(), "job": processes.job(),
@@ -75,7 +76,7 @@ class RunLock:
     # ------------------------------------------------------------ taking it
 
     def _acquire(self) -> None:
-        with disk.writing_into(self.folder, "--output_folder"):
+        with disk.writing_into(self.folder, self.option):
             self.folder.mkdir(parents=True, exist_ok=True)
             while not self._follow(self._newest()):
                 pass  # another process was quicker
@@ -140,7 +141,7 @@ class RunLock:
             waited = time.monotonic() - began
             if holder.lives and holder.facts.get("runs", True) and waited > self._patience(holder):
                 raise SbkitError(f"{self.folder} is held by another run: {holder}",
-                                 hint="wait for it, end it, or choose another place with --output_folder")
+                                 hint=f"wait for it, end it, or choose another place with {self.option}")
             if not told and waited > PATIENCE:
                 told = True
                 what = "is at work there, waiting for it" if holder.lives else "held it, waiting for a sign of life"

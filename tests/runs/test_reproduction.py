@@ -1,6 +1,7 @@
 """A run can be had again from what it recorded, and whatever differs is named."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from sbkit.cli import main
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
-from sbkit.runs import reproduction
+from sbkit.runs import lock, reproduction
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 SMALL = {**run_folders.TINY, "number_of_epochs": 12, "precision": "fp32", "step_seconds": 3, "max_batch_seconds": 3,
@@ -145,6 +146,11 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
         patch.setattr("sbkit.commands.prepare.run", None)  # nothing is prepared for what is refused
         assert main([*again, "--to", f"{tmp_path}/out"]) == 2
         assert f"--to: {tmp_path}/out is the folder of a run" in capsys.readouterr().err
+    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    with lock.RunLock(tmp_path / "again"):
+        assert main(again) == 2
+    said = capsys.readouterr().err
+    assert f"again is held by another run: process {os.getpid()} " in said and "another place with --to\n" in said
     assert main([*again, "--steps", "10"]) == 0
     said = capsys.readouterr().out
     assert "the recorded losses that are compared: those of step 10\n" in said
