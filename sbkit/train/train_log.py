@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
@@ -19,7 +18,6 @@ from speechbrain.utils.train_logger import FileTrainLogger  # noqa: E402
 from sbkit.train.resumable_file import ResumableFile  # noqa: E402
 
 logger = get_logger(__name__)
-_EXPONENT = re.compile(r"(?<=: )-?\d\.\d+e[+-]\d+")
 
 
 @register_checkpoint_hooks
@@ -52,16 +50,22 @@ class TrainLog(FileTrainLogger):
     ) -> None:
         """Append one line with the meta information and the statistics of each given stage.
 
-        What is shown has no exponents where numbers have a usual size: a WER is 100 there, and 1.00e+02 in the file.
+        What is shown has no exponents where numbers have a usual size: a WER is 100.00 there, 1.00e+02 in the file.
         """
-        parts = [self._stats_to_string(stats_meta)]
-        for dataset, stats in [("train", train_stats), ("valid", valid_stats), ("test", test_stats)]:
-            if stats is not None:
-                parts.append(self._stats_to_string(stats, dataset))
-        line = " - ".join(parts)
-        self._file.append(line)
+        stages = {None: stats_meta, "train": train_stats, "valid": valid_stats, "test": test_stats}
+
+        def line(write: Callable[[object], object]) -> str:
+            return " - ".join(self._stats_to_string({key: write(value) for key, value in stats.items()}, stage)
+                              for stage, stats in stages.items() if stats is not None)
+
+        self._file.append(line(lambda value: value))
         if verbose:
-            logger.info(_EXPONENT.sub(lambda number: f"{float(number[0]):.{self.precision + 1}g}", line))
+            logger.info(line(self._shown))
+
+    def _shown(self, value: object) -> object:
+        if not isinstance(value, float):
+            return value
+        return f"{value:.{self.precision}f}" if 1 <= abs(value) < 1e5 else f"{value:.{self.precision + 1}g}"
 
     def start_afresh(self) -> None:
         """Drop the lines of an earlier start of this run, which left no checkpoint."""

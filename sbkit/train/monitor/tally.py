@@ -44,21 +44,19 @@ class DeviceMean:
     """A mean of losses that stays on the device until ``value`` is called."""
 
     def __init__(self, device: torch.device | str):
-        self._sums = torch.zeros(3, device=device)  # sum, count, and number of losses left out
+        self._sums = torch.zeros(2, device=device)  # sum and count
 
     def add(self, loss: Loss | torch.Tensor | float) -> None:
         """Add a ``Loss`` or one number, unless it is not finite."""
         loss = loss if isinstance(loss, Loss) else Loss(one_number(loss), 1.0)
         total = loss.total.detach().to(self._sums).reshape(())
         count = loss.count if isinstance(loss.count, torch.Tensor) else torch.full_like(total, loss.count)
-        zero, one = torch.zeros_like(total), torch.ones_like(total)
-        self._sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(()), zero]),
-                                  torch.stack([zero, zero, one]))
+        self._sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
 
     def value(self, over_ranks: bool = False) -> float:
-        """Return the mean of this rank, or of all; nan if all losses were left out."""
-        total, count, left_out = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
-        return total / count if count else math.nan if left_out else 0.0
+        """Return the mean of this rank, or of all; nan if nothing was counted, as where no utterance has a CTC loss."""
+        total, count = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
+        return total / count if count else math.nan
 
 
 def one_number(loss: Loss | torch.Tensor | float) -> torch.Tensor:

@@ -193,8 +193,8 @@ ours: !new:sbkit.train.train_log.TrainLog
             one.log_stats(meta, train_stats=train, valid_stats=valid, test_stats=test)
     assert (tmp_path / "new/ours.txt").read_bytes() == (tmp_path / "theirs.txt").read_bytes()
     assert [record.getMessage() for record in caplog.records if record.name == "sbkit.train.train_log"] == [
-        "epoch: 1, lr: 0.001, steps: 100 - train loss: 12.35 - valid loss: 0.5, valid WER: 102",
-        "epoch: 2, lr: 0.05 - train loss: 1", "Epoch loaded: 2 - test loss: 3, test CER: 7.77, test note: a - b"]
+        "epoch: 1, lr: 0.001, steps: 100 - train loss: 12.35 - valid loss: 0.5, valid WER: 101.50",
+        "epoch: 2, lr: 0.05 - train loss: 1.00", "Epoch loaded: 2 - test loss: 3, test CER: 7.77, test note: a - b"]
 
 
 def test_train_log_of_a_resumed_run_has_each_epoch_once(tmp_path):
