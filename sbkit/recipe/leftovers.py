@@ -99,8 +99,8 @@ def _values(container: Container) -> list[object]:
 
 
 def _plain(container: Container) -> Container:
-    """Copy a container of any class into a dict or a list."""
-    return dict(container) if isinstance(container, dict) else list(container)
+    """Copy a container of any class into a dict or a list, as it is: a class's own ``[]`` might build what it holds."""
+    return dict(dict.items(container)) if isinstance(container, dict) else list(container)
 
 
 def _refill(container: Container, before: Container) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -40,6 +41,13 @@ def closure():
     return remember
 
 
+class Classes(OrderedDict):
+    """Makes an object of the class that is asked for, as transformers' table of activations does."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+
 class Caching(nn.Module):
     shared: ClassVar = {}
 
@@ -50,6 +58,7 @@ class Caching(nn.Module):
         self.rule, self.remember = LengthRule.identity(), closure()
         self.partial = functools.partial(max, {})
         self.positions, self.masks = functools.cache(positions), functools.lru_cache(2)(masks)
+        self.classes = Classes(relu=nn.ReLU)
 
 
 def at_attribute(layer, x):
@@ -67,6 +76,10 @@ def at_plain_object(layer, x):
 
 def at_class(layer, x):
     layer.shared[4] = x.detach()
+
+
+def at_own_container(layer, x):
+    layer.classes["x"] = x.detach()
 
 
 def at_global(layer, x):
@@ -120,7 +133,7 @@ def stand_ins():
 
 def contents(layer):
     return str([vars(layer)["table"], layer.nested, layer.rule.table, layer.shared, MEMO, layer.remember(0),
-                layer.partial, "NEW" in globals()])
+                layer.partial, layer.classes, "NEW" in globals()])
 
 
 @pytest.mark.parametrize("wrong", [{}, {"ctc_lin": "not a layer"}, {"compute_features": "not a layer"}])
@@ -131,8 +144,8 @@ def test_a_check_leaves_no_stand_ins_to_the_run_that_it_is_of(wrong):
     assert stand_ins() == before
 
 
-@pytest.mark.parametrize("keep", [at_attribute, at_list_in_dict, at_plain_object, at_class, at_global, at_new_global,
-                                  at_functions, at_closure, at_partial, at_gradient])
+@pytest.mark.parametrize("keep", [at_attribute, at_list_in_dict, at_plain_object, at_class, at_own_container, at_global,
+                                  at_new_global, at_functions, at_closure, at_partial, at_gradient])
 def test_what_a_forward_keeps_is_as_before(keep):
     model, before = Model(keep), stand_ins()
     held = contents(model.modules["layer"]).replace("[0]", "[0, 0]")

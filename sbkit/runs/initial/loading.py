@@ -157,11 +157,12 @@ def _fill(brain: Task) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
     """Gives the running statistics, which are no part of a state dict, and what became of the tensors, as a table."""
     source = _find_source(brain.keys)
     match = _match(brain, source)
-    fates = match.fill()
+    said = [text(f"{source.description}{_merged(match)}", match.fill())]
     for module in brain.modules.modules():
         if isinstance(module, Encoder):
             module.keep()  # where its pretrainer, which would, has nothing to load
-    return match.statistics(), text(f"{source.description}{_merged(match)}", fates)
+            said += module.notes()
+    return match.statistics(), "\n".join(said)
 
 
 def _merged(match: Match) -> str:
