@@ -22,7 +22,7 @@ from sbkit.recipe.trace import Trace, gpu_stand_ins, trace_moved
 
 
 def section(built: Built, owned: Owned) -> Section:
-    """A table with one row per module of the recipe: its size, trained share, optimizer and checkpoint.
+    """A table with one row per module of the recipe: its size, trainable share, optimizer and checkpoint.
 
     The column of the device is empty until ``prove`` fills it.
     """
@@ -33,7 +33,7 @@ def section(built: Built, owned: Owned) -> Section:
     total = [p for root in owned.roots.values() for p in root.parameters()]
     distinct = {id(p): p for p in total}.values()
     count = sum(p.numel() for p in distinct)
-    columns = ["key", "class", "parameters", "trained", "after the move", "optimizer", "checkpoint"]
+    columns = ["key", "class", "parameters", "trainable", "after the move", "optimizer", "checkpoint"]
     remarks = [f"{count:,} parameters; moved to the meta device to prove where each tensor goes"]
     if found is None:
         rows = [[*row[:-1], "-"] for row in rows]
