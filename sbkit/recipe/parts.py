@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -21,6 +21,8 @@ from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import static
 
 FOR_GOOD = float("inf")
+#: Modules by class, class name or path.
+LayerNames = str | type | Iterable[str | type]
 
 
 def what_learns(parts: ParameterGroups, until: Mapping[str, float], factors: Mapping[str, float], peak: float | None,
@@ -185,6 +187,45 @@ def frozen_until(value: bool | int) -> float:
     return float("inf") if value is True else float(value)
 
 
+def layers_called(modules: nn.Module, wanted: LayerNames, key: str) -> list[nn.Module]:
+    """Return modules by class, class name or path (``*`` matches one part of a path), outer before inner ones.
+
+    key : the recipe's key, for the error if an entry matches nothing
+    """
+    wanted = [wanted] if isinstance(wanted, (str, type)) else list(wanted)
+    found, missing = {}, []
+    for entry in wanted:
+        hits = {id(module): module for path, module in modules.named_modules() if path and _fits(entry, path, module)}
+        found.update(hits)
+        if not hits:
+            missing.append(entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry)))
+    if missing:
+        repeated = ", ".join(sorted({type(m).__name__ for m in repeated_layers(modules)})) or "none"
+        raise SbkitError(f"{key}: nothing under modules is called {', '.join(map(repr, missing))}",
+                         hint=f"name a class or a path; repeated layers: {repeated}")
+    return list(found.values())
+
+
+def _fits(entry: object, path: str, module: nn.Module) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    if any(kind.__name__ == entry for kind in type(module).__mro__):
+        return True
+    parts, wanted = path.split("."), str(entry).split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def repeated_layers(modules: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers: members of a ModuleList with several of the same class."""
+    found: dict[int, nn.Module] = {}
+    for module in modules.modules():
+        if isinstance(module, nn.ModuleList):
+            kinds = [type(child) for child in module]
+            found.update({id(child): child for child in module
+                          if kinds.count(type(child)) > 1 and any(p.requires_grad for p in child.parameters())})
+    return list(found.values())
+
+
 # ---------------------------------------------------------------------------------------------- the check
 
 #: Keys whose entries are reported one by one, each with its line.
@@ -192,7 +233,7 @@ BY_PART = {"freeze": FREEZE, "learning_rates": FACTORS}
 
 
 def check_named(built: Built, modules: nn.Module, complete: bool, findings: Findings) -> None:
-    """Check ``freeze`` and ``learning_rates``, then freeze the parts that are never trained.
+    """Check the keys that name parts, then freeze the parts that are never trained.
 
     complete : all modules of the recipe were built, so that a pattern without a match is a mistake
     """
@@ -204,6 +245,13 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
         if node is not None and built.hparams.get(key) is not None and \
                 _check(node, key, allowed, parts if complete else None, findings):
             built.hparams[key] = None  # reported, and not usable further on
+    for key in ("activation_checkpointing", "fsdp") if complete else ():
+        if (named := built.hparams.get(key)) and isinstance(named, (str, type, Sequence)):
+            try:
+                layers_called(modules, named, key)
+            except SbkitError as error:
+                findings.error("no-such-part", built.place(key), key, error.message.removeprefix(f"{key}: "),
+                               error.hint or "")
     freeze = built.hparams.get("freeze")
     if not freeze or not complete:
         return

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sbkit.errors import SbkitError, summary
-from sbkit.train.distributed.sharding import blocks
+from sbkit.recipe.parts import repeated_layers
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
         raise SbkitError(f"--compile_module_keys: there is no {', '.join(unknown)} under modules",
                          hint=f"choose among {', '.join(modules)}")
     named = [modules[key] for key in keys or modules]
-    found = {id(layer): layer for module in named for layer in blocks(module)}
+    found = {id(layer): layer for module in named for layer in repeated_layers(module)}
     if keys or not found:
-        whole = [module for module in named if not blocks(module)]
+        whole = [module for module in named if not repeated_layers(module)]
         found |= {id(part): part for module in whole for part in _parts(module)}
     if not found:
         logger.warning("--compile: there is nothing to compile under %s", ", ".join(keys or modules))

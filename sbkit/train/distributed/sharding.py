@@ -9,10 +9,9 @@ Both are keys of a recipe:
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import derived
+from sbkit.recipe.parts import LayerNames, layers_called, repeated_layers
 from sbkit.train.checkpoint.files import write_state
 from sbkit.train.checkpoint.state import load_file, load_optimizer
 from sbkit.train.distributed import parallel, ranks
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
-
-#: Modules by class, class name or path.
-Wanted = str | type | Iterable[str | type]
 
 
 def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrides: Overrides, *,
@@ -63,54 +60,15 @@ def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrid
     return Sharded(loss_module, device, keys.fsdp)
 
 
-def find(modules: nn.Module, wanted: Wanted, key: str) -> list[nn.Module]:
-    """Return modules by class, class name or path (``*`` matches one part of a path), outer before inner ones.
-
-    key : the recipe's key, for the error if an entry matches nothing
-    """
-    wanted = [wanted] if isinstance(wanted, (str, type)) else list(wanted)
-    found, missing = {}, []
-    for entry in wanted:
-        hits = {id(module): module for path, module in modules.named_modules() if path and _fits(entry, path, module)}
-        found.update(hits)
-        if not hits:
-            missing.append(entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry)))
-    if missing:
-        repeated = ", ".join(sorted({type(m).__name__ for m in blocks(modules)})) or "none"
-        raise SbkitError(f"{key}: nothing under modules is called {', '.join(map(repr, missing))}",
-                         hint=f"name a class or a path; repeated layers: {repeated}")
-    return list(found.values())
-
-
-def _fits(entry: object, path: str, module: nn.Module) -> bool:
-    if isinstance(entry, type):
-        return isinstance(module, entry)
-    if any(kind.__name__ == entry for kind in type(module).__mro__):
-        return True
-    parts, wanted = path.split("."), str(entry).split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def blocks(modules: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers: members of a ModuleList with several of the same class."""
-    found: dict[int, nn.Module] = {}
-    for module in modules.modules():
-        if isinstance(module, nn.ModuleList):
-            kinds = [type(child) for child in module]
-            found.update({id(child): child for child in module
-                          if kinds.count(type(child)) > 1 and any(p.requires_grad for p in child.parameters())})
-    return list(found.values())
-
-
 # ------------------------------------------------------------ activations
 
 
-def checkpoint_activations(modules: nn.Module, wanted: Wanted) -> None:
+def checkpoint_activations(modules: nn.Module, wanted: LayerNames) -> None:
     """Let modules keep only their inputs in training, and run their forward again in backward.
 
     Modules are changed in place, so all references to them stay valid.
     """
-    for module in find(modules, wanted, "activation_checkpointing"):
+    for module in layers_called(modules, wanted, "activation_checkpointing"):
         if not isinstance(module, _Recomputed):
             module.__class__ = derived(_Recomputed, type(module))  # type: ignore[arg-type]  # mypy asks objects' __hash__
 
@@ -132,7 +90,7 @@ class Sharded(ModuleWrapper):
     outside of blocks can be used in any way, since it gathers them for the whole forward.
     """
 
-    def __init__(self, loss_module: LossModule, device: torch.device, wanted: Wanted | Literal[True] = True):
+    def __init__(self, loss_module: LossModule, device: torch.device, wanted: LayerNames | Literal[True] = True):
         super().__init__(loss_module)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # here, because it imports much that few runs need
@@ -142,7 +100,7 @@ class Sharded(ModuleWrapper):
             for tensor in [*loss_module.parameters(), *loss_module.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
         mesh = init_device_mesh(device.type, (self.world,))
-        pieces = blocks(loss_module) if wanted is True else find(loss_module.owned, wanted, "fsdp")
+        pieces = repeated_layers(loss_module) if wanted is True else layers_called(loss_module.owned, wanted, "fsdp")
         if not pieces:
             logger.warning("fsdp: there are no repeated layers, so all parameters are gathered as one piece")
         for piece in reversed(pieces):  # inner ones first
