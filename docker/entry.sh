@@ -4,6 +4,7 @@
 set -eu
 case " $* " in
 *" --device "* | *" --device="*) ;;
-" serve "* | " train "* | " transcribe "* | " evaluate "* | " enhance "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
+" serve "* | " train "* | " transcribe "* | " evaluate "* | " enhance "* | " speak "* | " label "* | " clean "* | \
+    " tokenize "* | " resynthesize "* | " run "* | " listen "* | " tune "* | " replay "*) set -- "$@" --device "$SBKIT_DEVICE" ;;
 esac
 exec sbkit "$@"

@@ -1,5 +1,6 @@
 """docker/: what the images are made by, and that a server on another device than the image's is found."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -63,6 +64,7 @@ def test_the_scripts_are_shell_and_name_what_there_is():
     (["transcribe", "model", "a.wav"], "sbkit transcribe model a.wav --device cuda"),
     (["evaluate", "run"], "sbkit evaluate run --device cuda"),
     (["enhance", "model", "a.wav"], "sbkit enhance model a.wav --device cuda"),
+    (["replay", "run"], "sbkit replay run --device cuda"),
     (["check", "a.yaml"], "sbkit check a.yaml")])
 def test_a_container_computes_on_its_device_unless_told_otherwise(tmp_path, words, run):
     (tmp_path / "sbkit").write_text('#!/bin/sh\necho sbkit "$@"\n')
@@ -72,6 +74,19 @@ def test_a_container_computes_on_its_device_unless_told_otherwise(tmp_path, word
     assert done.stdout.strip() == run
 
 
+def test_all_commands_that_compute_do_so_on_the_images_device(capsys):
+    from sbkit import cli
+
+    with_device = set()
+    for path in (ROOT / "sbkit/commands").glob("[a-z]*.py"):
+        with contextlib.suppress(SystemExit):
+            cli.main([path.stem, "--help"])
+        if "--device" in capsys.readouterr().out:
+            with_device.add(path.stem)
+    named = set(re.findall(r'" (\w+) "\*', (DOCKER / "entry.sh").read_text()))
+    assert named == with_device - {"check", "prepare"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not CHROOT, reason="makes a Debian to install into, as root: SBKIT_CHROOT names its folder")
@@ -79,10 +94,11 @@ def test_the_steps_of_an_image_in_a_debian(tmp_path):
     root = Path(CHROOT)
     if not (root / "bin/sh").exists():
         subprocess.run(["debootstrap", "--variant=minbase", "bookworm", root], check=True)
-    for file in ("resolv.conf", "pip.conf", "ssl/certs/ca-certificates.crt"):  # as this machine finds packages
-        if (Path("/etc") / file).exists():
-            (root / "etc" / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path("/etc") / file, root / "etc" / file)
+    for file, place in {"/etc/resolv.conf": "etc", "/etc/pip.conf": "etc",  # as this machine finds packages
+                        "/etc/ssl/certs/ca-certificates.crt": "usr/local/share/ca-certificates"}.items():
+        if Path(file).exists():  # certificates where those of install.sh's package are added to them
+            (root / place).mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, root / place)
     shutil.copytree(ROOT, root / "opt/sbkit", dirs_exist_ok=True,
                     ignore=shutil.ignore_patterns(".git", ".venv", "results", "__pycache__"))
     network = {name: value for name, value in os.environ.items()

@@ -42,14 +42,15 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
     except errors.LocalTokenNotFoundError as error:
         raise SbkitError("the hub takes models from whoever is logged in, and nobody is", hint=_LOG_IN) from error
     except errors.HfHubHTTPError as error:
+        # Without its cause, which has what the hub answered, and that may have the token: --debug would show it.
         status = error.response.status_code
         if status == 401:
-            raise SbkitError(f"the hub doesn't know you, who want to write to {repository}", hint=_LOG_IN) from error
+            raise SbkitError(f"the hub doesn't know you, who want to write to {repository}", hint=_LOG_IN) from None
         if status == 403:
             raise SbkitError(f"you may not write to {repository} on the hub",
-                             hint=f"name one of your own, or log in with another account: {_LOG_IN}") from error
+                             hint=f"name one of your own, or log in with another account: {_LOG_IN}") from None
         raise SbkitError(f"{repository}: the hub answers {status}: {first_line(error)}",
-                         hint="the same command again uploads what is missing") from error
+                         hint="the same command again uploads what is missing") from None
     except Exception as error:  # of the client for HTTP, which differs by its version
         raise SbkitError(f"{repository} can't be uploaded to {constants.ENDPOINT}: {first_line(error)}",
                          hint="check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub); the same "

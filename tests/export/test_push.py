@@ -107,7 +107,7 @@ def push(bundle, url, *words, token=TOKEN, repository="me/words"):
     done = subprocess.run([sys.executable, "-m", "sbkit", "push", str(bundle), repository, *words],
                           env=environment, capture_output=True, text=True)
     assert TOKEN not in done.stdout + done.stderr, "a token is shown to nobody"
-    assert "Traceback" not in done.stderr
+    assert ("Traceback" in done.stderr) == ("--debug" in words)
     return done
 
 
@@ -135,8 +135,9 @@ def test_a_file_that_was_changed_is_not_what_was_proven(hub, bundle):
     (422, "me/words: the hub answers 422")])
 def test_each_refusal_is_one_message(hub, bundle, status, said):
     hub.status = status
-    done = push(bundle, hub.url)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+    for words in ([], ["--debug"]):
+        done = push(bundle, hub.url, *words)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
 @pytest.mark.slow
