@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 #: The share of the time that training may wait for a core. It isn't counted, but with more a run says little.
 WAITED = 0.45
+#: Seconds of the shortest run that counts: of a shorter one most is its beginning and its end.
+SHORTEST = 10.0
 #: How far two runs may be apart in what a step computes and count as the same, for one counted on another torch.
 SAME = 0.02
 
@@ -185,7 +187,7 @@ def setting_of(run: Mapping[str, Any], threads: int) -> Setting:
 
 def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batch_seconds: float, dev_seconds: float,
            test_seconds: float) -> bool:
-    """Add a finished run to the file, and return whether it was: not one that was resumed or shared its cores.
+    """Add a finished run to the file, and return whether it was: not one that was resumed, short or shared its cores.
 
     log : the lines of its metrics.jsonl
     brain : the class that trained
@@ -201,19 +203,21 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
         return False
     trained = sum(line["train_seconds"] for line in epochs)
     waited = sum(line.get("core_wait_share", 0.0) * line["train_seconds"] for line in epochs)
-    count = epochs[-1]["step"]
+    seconds = tests[0]["time"] - starts[0]["time"] - waited
+    if seconds < SHORTEST:
+        return False
     if waited > WAITED * trained:
         logger.info("Predictions of what runs cost leave this one out: its training waited for a core %.0f %% of the "
                     "time", 100 * waited / trained)
         return False
-    setting = setting_of(starts[0], threads)
+    setting, count = setting_of(starts[0], threads), epochs[-1]["step"]
     padded = sum(line["audio_s_per_s"] * line["train_seconds"] / (1 - (line["padding_share"] or 0.0))
                  for line in epochs)
     operations = epochs[-1]["flops_per_s"] / epochs[-1]["audio_s_per_s"]
     steps = steps_of(brain, operations, padded / count / setting.processes, max_batch_seconds, count,
                      (len(epochs) * dev_seconds + test_seconds) / setting.processes)
     _append("run", setting, steps, step_seconds=(trained - waited) / count,
-            hours=(tests[0]["time"] - starts[0]["time"] - waited) / 3600, predicted=_predicted(setting, steps))
+            hours=seconds / 3600, predicted=_predicted(setting, steps))
     return True
 
 

@@ -52,8 +52,9 @@ def test_what_a_run_waited_for_a_core_is_not_counted():
     [*log(), log()[-1]],
     log(core_wait_share=0.6),
     log(flops_per_s=None),
+    [*log()[:-1], {"kind": "test", "time": 1009.0}],
     [line for line in log() if line["kind"] != "epoch"],
-], ids=["resumed", "killed", "tested twice", "shared", "uncounted", "untrained"])
+], ids=["resumed", "killed", "tested twice", "shared", "uncounted", "short", "untrained"])
 def test_other_runs_spoil_nothing(lines, caplog):
     caplog.set_level("INFO")
     assert not recorded(lines)
