@@ -26,8 +26,8 @@ _MAX_HEADER_BYTES, _MAX_COLUMNS = 1 << 20, 10_000
 _MAX_TOLD = 500  # characters of what Arrow says, which has the line
 # Arrow's message about a row with too many or too few fields.
 _WRONG_COUNT = re.compile(r"Expected \d+ columns, got \d+")
-# Appended as a last line: it becomes a row of its own unless a quotation mark is still open.
-_END = "\0end of file"
+# Appended as a last line: it becomes a row of its own unless a quotation mark is still open. No UTF-8 decodes to it.
+_END = "\udcff"
 
 
 @dataclass
@@ -206,8 +206,10 @@ def _quoted_rows(path: Path, lines: Iterator[str], skip: int, delimiter: str,
                 break
             yield skip + reader.line_num, row
             begins = skip + reader.line_num + 1
-    except csv.Error:  # the field is longer than the csv module allows
-        pass
+    except csv.Error as error:  # mostly a field that is longer than the csv module allows
+        if "NUL" in str(error):
+            raise SbkitError(f"{path}, line {skip + reader.line_num}: it has a character of value 0, which Python 3.10 "
+                             "can't read", hint="remove it, or use a later Python") from None
     raise SbkitError(f"{path}, line {begins}: a quotation mark opens a field here and is never closed",
                      hint="close it, or double the quotation marks that are part of a text")
 

@@ -97,13 +97,15 @@ NOWHERE = Remote()
 
 
 def from_store(url: str, first: int, max_bytes: int, seconds: float) -> bytes:
+    import asyncio
+
     import fsspec  # slow, and only needed for object stores
 
     filesystem, inside = fsspec.core.url_to_fs(url)
     deadline = {"timeout": seconds} if filesystem.async_impl else {}
     try:
         return filesystem.cat_file(inside, start=first, end=first + max_bytes, **deadline)
-    except TimeoutError:
+    except (asyncio.TimeoutError, TimeoutError):  # two in Python 3.10
         raise OSError(_late(seconds)) from None
 
 

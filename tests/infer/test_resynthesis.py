@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 import weakref
 
@@ -72,8 +73,8 @@ def test_a_folder_of_splits_becomes_one(bundle, tmp_path, capsys):
 
 
 def test_ids_from_outside_make_files_below_their_folder_only(bundle, tmp_path):
-    ids = ["../../up", "/etc/passwd", "a/b", "a\\b", "a_b", "A_B", "..", ".hidden", "c\0d", "x" * 400, "x" * 401, "con",
-           "naïve 語", "-rf", "line\nbreak"]
+    ids = ["../../up", "/etc/passwd", "a/b", "a\\b", "a_b", "A_B", "..", ".hidden", "x" * 400, "x" * 401, "con",
+           "naïve 語", "-rf", "line\nbreak", *(["c\0d"] if sys.version_info >= (3, 11) else [])]
     resynthesize(bundle, codes(tmp_path / "codes", ids), "--to", tmp_path / "out")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["codes", "out"]
     files = [each.name for each in (tmp_path / "out").glob("*.wav")]
