@@ -174,7 +174,7 @@ def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
 
 def cpu_model(environment: Mapping[str, Any]) -> str:
     """The name of the CPU without its number of cores, since threads are what a run computes with."""
-    return str(environment["cpu"]).rpartition(", ")[0]
+    return str(environment.get("cpu")).rpartition(", ")[0]
 
 
 def setting_of(run: Mapping[str, Any], threads: int) -> Setting:

@@ -30,6 +30,7 @@ from sbkit.data.manifest import SECONDS, Manifest
 from sbkit.data.remote import NOWHERE
 from sbkit.errors import SbkitError, shown
 from sbkit.recipe.arguments import CommandLine
+from sbkit.recipe.finished_runs import cpu_model
 from sbkit.runs.keys import TaskKeys
 from sbkit.score.results import Results
 from sbkit.score.run_files import METRICS, RECIPE, REPRODUCE, TESTED
@@ -225,9 +226,10 @@ class TrainingLaunch(NamedTuple):
 
 def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], launch: TrainingLaunch) -> list[str]:
     """What differs from the machine of the recorded run, so that bits need not be equal."""
-    was = recorded["environment"]
-    names = [*_BITS, "cpu" if launch.device == "cpu" else "gpu"]
+    was, on_cpu = recorded["environment"], launch.device == "cpu"
+    names = [*_BITS, *([] if on_cpu else ["gpu"])]
     pairs = [(name, str(was.get(name)), str(environment.get(name))) for name in names]
+    pairs += [("cpu", cpu_model(was), cpu_model(environment))] if on_cpu else []  # threads are compared, not cores
     pairs += [(name, str(recorded[name]), str(now)) for name, now in launch._asdict().items()]
     return [f"{name} {now}, recorded with {before}" for name, before, now in pairs if before != now]
 

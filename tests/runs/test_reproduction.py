@@ -118,10 +118,10 @@ def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, chan
 
 
 def test_another_machine_is_compared_within_rounding(manifest):
-    was = {"environment": {"torch": "2.11", "cpu": "A"}, "device": "cpu", "threads": 2, "processes": 1}
+    was = {"environment": {"torch": "2.11", "cpu": "A, 1 core"}, "device": "cpu", "threads": 2, "processes": 1}
     here = reproduction.TrainingLaunch("cpu", 1, 2)
-    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "A"}, here) == []
-    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "B"}, here._replace(threads=1)) == [
+    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "A, 64 cores"}, here) == []
+    assert reproduction.not_to_the_bit(was, {"torch": "2.11", "cpu": "B, 64 cores"}, here._replace(threads=1)) == [
         "cpu B, recorded with A", "threads 1, recorded with 2"]
     reproduction.require_same("the loss", 2.0, 2.01, exact=False)
     reproduction.require_same("a rate of nothing", float("nan"), float("nan"), exact=True)
