@@ -16,7 +16,7 @@ from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.recipe.report import listed
 from sbkit.runs.initial.files import counting_modules, statistics_names
-from sbkit.runs.initial.source import TokenTables, WeightSource
+from sbkit.runs.initial.source import TokenRows, TokenTables, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +228,8 @@ class Match:
     def check(self) -> list[ParameterOutcome]:
         """Refuse what doesn't fit, and say what will become of the rest; the rows of tokens wait for the vocabulary."""
         self._check_shapes(self.with_rows)
+        if self.with_rows and self.source.has_tokenizer:
+            self._their_tokens(self.with_rows)
         return self._outcomes(None)
 
     @torch.no_grad()
@@ -298,6 +300,11 @@ class Match:
                                "order, as if both had the same", self.source.description,
                                self.source.lost_tokenizer)
             return {}
+        rows = self.tables.vocabulary().rows_in(self._their_tokens(paths))
+        return dict.fromkeys(paths, rows)
+
+    def _their_tokens(self, paths: Sequence[str]) -> TokenRows:
+        """What the rows of the source's tensors stand for; an error says why that is unknown."""
         try:
             theirs = self.source.vocabulary()
         except SbkitError as error:
@@ -310,8 +317,7 @@ class Match:
             raise SbkitError(f"init_from: {self.parts.called(wrong[0])} of {self.source.description} has "
                              f"{len(self.theirs[self.found[wrong[0]]])} rows, and its tokenizer "
                              f"{len(theirs.pieces)} entries", hint=self._leaving(wrong))
-        rows = self.tables.vocabulary().rows_in(theirs)
-        return dict.fromkeys(paths, rows)
+        return theirs
 
     def _fits(self, path: str) -> bool:
         return self.theirs[self.found[path]].shape == self.own[path].shape

@@ -87,6 +87,8 @@ def test_the_check_shows_what_will_be_taken_and_what_can_not(data, tmp_path):
     report = check(RECIPE, keys, starting=True)
     assert not report.errors and report.sections["start"].values["from"] == f"the CTC model {model}"
     published.tokenizer(model, "wav2vec2", SMALL[:-1])
+    (error,) = check(RECIPE, keys, starting=True).errors
+    assert error.key == "init_from" and "doesn't fit its head" in error.message
     with pytest.raises(SbkitError, match="doesn't fit its head"):
         started(tmp_path, data, model, None, init_tokenizer="keep")
 
