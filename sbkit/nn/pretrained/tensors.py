@@ -39,7 +39,7 @@ class TensorFiles:
             found |= _safetensors(path) if path.suffix == ".safetensors" else _saved(path)
         prefix = next((each for each in prefixes if any(name.startswith(each) for name in found)), "")
         for name, (read, shape) in found.items():
-            own = _renamed(name.removeprefix(prefix))
+            own = renamed(name.removeprefix(prefix))
             self.shapes[own], self._read[own] = shape, read
 
     def __getitem__(self, name: str) -> Tensor:
@@ -78,7 +78,8 @@ def _saved(path: Path) -> dict[str, tuple[Any, tuple[int, ...]]]:
     return {name: (lambda value=value: value, tuple(value.shape)) for name, value in state.items()}
 
 
-def _renamed(name: str) -> str:
+def renamed(name: str) -> str:
+    """Return what torch calls a tensor of a weight_norm now."""
     head, _, last = name.rpartition(".")
     return f"{head}.{_OLD_NAMES[last]}" if last in _OLD_NAMES and head.endswith("conv") else name
 

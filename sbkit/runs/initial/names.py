@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 
 from sbkit.nn.adapters import LoRA
 from sbkit.nn.pretrained.source import Settings
+from sbkit.nn.pretrained.tensors import renamed
 from sbkit.recipe.source import Node
 from sbkit.recipe.values import data
 
 V = TypeVar("V")
 
 _LISTS = ("ModuleList", "Sequential")
+#: SpeechBrain's wrappers of transformers' encoders, and what recipes here call what these hold as their model.
+_WRAPPERS, _WRAPPED = ("Wav2Vec2", "HuBERT", "WavLM"), "encoder.network"
 _ADAPTED, _ADAPTERS = "Adapted", ("LoRA", "Houlsby")
 _RANK = inspect.signature(LoRA).parameters["rank"].default
 
@@ -64,7 +67,8 @@ class SavedNames:
         found = {}
         for key, value in state.items():
             prefix = max((each for each in heads if key.startswith(each)), key=len)
-            found[f"{heads[prefix]}.{key[len(prefix):]}"] = value
+            rest = key[len(prefix):]
+            found[f"{heads[prefix]}.{renamed(rest) if heads[prefix] == _WRAPPED else rest}"] = value
         return found
 
     def _heads(self, node: Node | None, name: str = "") -> dict[str, str]:
@@ -98,6 +102,8 @@ class SavedNames:
         return None
 
     def _prefixes(self, node: Node | None, before: str = "") -> Iterator[tuple[str, str]]:
+        if _kind(node) in _WRAPPERS:
+            yield f"{before}model.", _WRAPPED
         for place, inner in _inside(node):
             if id(inner) in self._keys:
                 yield f"{before}{place}.", self._keys[id(inner)]

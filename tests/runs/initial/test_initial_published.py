@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import encoders
 import published
 import pytest
+import speechbrain_models
 import torch
 import transformers
 from run_folders import corpus
@@ -103,6 +105,24 @@ def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(da
     assert not check(RECIPE, {**keys, "encoder": {"add_adapter": True}}, starting=True).errors, "a frame takes 80 ms"
     for name, value in own.wav2vec2_bert.adapter.state_dict().items():
         torch.testing.assert_close(brain.keys.encoder.network.adapter.state_dict()[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("named", [".", "wav2vec2.ckpt"])
+def test_of_a_model_of_speechbrains_the_encoder_that_it_wraps_is_taken(data, tmp_path, named):
+    theirs, source = (encoders.make(tmp_path / f"{seed}", "wav2vec2-layer", seed=seed) for seed in (1, 2))
+    model = speechbrain_models.make(tmp_path / "model", pretrained=theirs)
+    held = torch.load(model / "wav2vec2.ckpt")
+    for now, once in (("parametrizations.weight.original0", "weight_g"), ("parametrizations.weight.original1",
+                                                                           "weight_v")):  # as an older torch wrote it
+        held = {name.replace(now, once): value for name, value in held.items()}
+    assert any(name.endswith("weight_g") for name in held)
+    torch.save(held, model / "wav2vec2.ckpt")
+    brain = target(tmp_path / "new", data, RECIPE, TINY, init_from=str(model / named), encoder_source=str(source))
+    initial.load(brain)
+    expected, found = Encoder(str(theirs)), brain.keys.encoder.network.state_dict()
+    expected.load()
+    for name, value in expected.network.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
 def test_an_encoder_whose_head_is_left_out_says_how_to_take_it(tmp_path):
