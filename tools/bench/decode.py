@@ -220,7 +220,7 @@ def contenders(task: Task, dev: Task, beam: int, workers: int) -> Iterator[tuple
     for name, part, make in made:
         try:
             yield name, part, make()
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:  # the second is torchaudio's
             print(f"{name} is left out: {error}", file=sys.stderr)
 
 
