@@ -26,7 +26,7 @@ from sbkit.nn.pretrained.source import Settings
 from sbkit.runs.initial import source
 from sbkit.score.metric import Metric
 
-_NAMES = {"unk_label": "<unk>", "bos_label": "<s>", "eos_label": "</s>"}  # of a CTCTextEncoder, by SentencePiece's
+_MARKS = ("unk_label", "bos_label", "eos_label")  # of a CTCTextEncoder
 _WRAPPED, _EPSILON = ("wav2vec2", "hubert", "wavlm"), 1e-5
 _PROBED = {True: (64, 640), False: (16_000, 64_000)}  # frames, or samples: a length, and how much longer another is
 
@@ -172,10 +172,8 @@ class SpeechBrainModel:
             silent = {i for i in range(len(pieces)) if own.is_control(i) or own.is_unknown(i)}
             scores = {piece: own.get_score(i) for i, piece in enumerate(pieces)}
         elif isinstance(own, CTCTextEncoder):
-            names = {own.lab2ind[label]: name for role, name in _NAMES.items()
-                     if (label := getattr(own, role, None)) in own.lab2ind}
-            pieces = [names.get(i, str(own.ind2lab.get(i, "")).replace(" ", "▁")) for i in range(len(own.ind2lab))]
-            silent, scores = set(names), {}
+            labels = source.label_rows(own)
+            pieces, silent, scores = list(labels.pieces), set(labels.roles.values()), {}
         else:
             raise SbkitError(f"the tokenizer of {self.folder} is a {type(own).__name__}",
                              hint="a SentencePiece model and SpeechBrain's CTCTextEncoder can be imported")
@@ -198,7 +196,7 @@ class SpeechBrainModel:
             (said,) = ctc_greedy_decode(scores, torch.ones(1), blank_id=self.blank)
             if isinstance(own, sentencepiece.SentencePieceProcessor):
                 return scores[0].numpy(), own.decode_ids(said)
-            marks = {getattr(own, role, None) for role in _NAMES}
+            marks = {getattr(own, label, None) for label in _MARKS}
             return scores[0].numpy(), "".join(label for label in own.decode_ndim(said) if label not in marks)
 
         return run

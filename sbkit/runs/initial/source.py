@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from speechbrain.dataio.encoder import CTCTextEncoder
 from speechbrain.utils.checkpoints import METAFNAME, PARAMFILE_EXT, Checkpoint
 
+from sbkit.data.piece_model import piece_model
 from sbkit.data.tokens import Tokenizer
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, first_line
 from sbkit.nn.pretrained.source import Settings
 from sbkit.recipe import load
 from sbkit.recipe.resolve import flatten
@@ -44,6 +46,8 @@ _WEIGHTS = "model.safetensors"  # of bundles that have them by their names in th
 _TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
 _OTHER = "it holds no tensors"
 _SPECIAL = ("blank", "bos", "eos")
+#: What a SentencePiece model calls what a CTCTextEncoder has labels of its own for.
+_NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
 
 
 class TokenRows(NamedTuple):
@@ -74,6 +78,15 @@ class TokenTables(NamedTuple):
     tensors: Sequence[torch.Tensor]
     vocabulary: Callable[[], TokenRows]
     """Asked for once the corpus is prepared."""
+
+
+def label_rows(encoder: CTCTextEncoder) -> TokenRows:
+    """Return what each id of a CTCTextEncoder stands for, by the names that a SentencePiece model would have."""
+    roles = {role: encoder.lab2ind[label] for role in ("blank", *_NAMES)
+             if (label := getattr(encoder, f"{role}_label", None)) in encoder.lab2ind}
+    names = {place: _NAMES[role] for role, place in roles.items() if role in _NAMES}
+    return TokenRows([names.get(i, str(encoder.ind2lab.get(i, "")).replace(" ", "▁"))
+                      for i in range(len(encoder.ind2lab))], roles)
 
 
 @dataclass
@@ -180,6 +193,10 @@ class WeightSource:
         """The SentencePiece model of its tokens, as a run keeps it; None if it has none."""
         if self.tokenizer is None:
             return None
+        if (labels := self._labels()) is not None:
+            order = sorted(range(len(labels.pieces)), key=lambda place: place != labels.roles.get("blank"))
+            return piece_model([labels.pieces[place] for place in order],
+                               {new for new, place in enumerate(order) if place in labels.roles.values()})
         Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()  # an error before anything is written
         return self.tokenizer.read_bytes()
 
@@ -188,9 +205,24 @@ class WeightSource:
         if self.tokenizer is None:
             lost = f": {self.lost_tokenizer} doesn't exist" if self.lost_tokenizer is not None else ""
             raise SbkitError(f"{self.description} has no tokenizer{lost}")
+        if (labels := self._labels()) is not None:
+            return labels
         tokenizer = Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()
         ids = {"blank": tokenizer.blank_id, "bos": tokenizer.bos_id, "eos": tokenizer.eos_id} | self.roles
         return TokenRows(tokenizer.pieces(), {role: place for role, place in ids.items() if place >= 0})
+
+    def _labels(self) -> TokenRows | None:
+        """What its tokenizer says if that is a CTCTextEncoder's text."""
+        assert self.tokenizer is not None
+        with untrusted.open_regular(self.tokenizer) as file:
+            if file.read(1) not in (b"'", b'"'):
+                return None
+        encoder = CTCTextEncoder()
+        try:
+            encoder.load(self.tokenizer)
+        except Exception as error:  # whatever stands there
+            raise SbkitError(f"{self.tokenizer} can't be read as a CTCTextEncoder: {first_line(error)}") from error
+        return label_rows(encoder)
 
 
 def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from run_folders import corpus, run_with_model
 from safetensors.torch import load_file, save_file
+from speechbrain.dataio.encoder import CTCTextEncoder
 from starts import spanish, state, target
 
 from sbkit.errors import SbkitError
@@ -276,6 +277,30 @@ def test_rows_of_equal_tokens_are_taken_and_others_reinitialised(run, tmp_path, 
     assert f"for {common} of {len(own)} tokens, {len(own) - common} are reinitialised" in table
     assert torch.equal(after["model.0.convblock_0.convs.conv_0.conv.weight"],
                        theirs["0.convblock_0.convs.conv_0.conv.weight"])
+
+
+@pytest.mark.slow
+def test_labels_of_a_ctc_text_encoder_are_tokens_and_can_be_kept(bundle, run, english, tmp_path, caplog):
+    from sbkit.runs.restore import read_run
+
+    folder = Path(shutil.copytree(bundle, tmp_path / "asr"))
+    (folder / "config.json").unlink()
+    pieces, theirs = read_run(run).keys.tokenizer.pieces(), saved(run, "epoch2")["3.w.weight"]
+    labels = CTCTextEncoder()
+    labels.insert_blank(index=0)
+    labels.update_from_iterable([piece.replace("▁", " ") for piece in pieces[1:]], sequence_input=False)
+    labels.bos_label, labels.eos_label = "<s>", "</s>"
+    labels.save(folder / "tokenizer.ckpt")
+    _, after, table = started(tmp_path, spanish(tmp_path / "es", train=5, dev=1, test=1), caplog, init_from=str(folder))
+    own = target(tmp_path / "new", tmp_path / "es").keys.tokenizer.pieces()
+    common = [(place, pieces.index(piece)) for place, piece in enumerate(own) if piece in pieces]
+    assert len(common) > 5
+    assert all(torch.equal(after["model.3.w.weight"][here], theirs[there]) for here, there in common)
+    assert f"for {len(common)} of {len(own)} tokens" in table
+    _, after, _ = started(tmp_path / "kept", english, caplog, init_from=str(folder), init_tokenizer="keep")
+    assert torch.equal(after["model.3.w.weight"], theirs)
+    (folder / "tokenizer.ckpt").write_text("'a' is 1\n")
+    assert "can't be read as a CTCTextEncoder" in refusal(english, tmp_path / "bad", folder).message
 
 
 def test_what_is_named_is_reinitialised(run, english, tmp_path, caplog):
