@@ -27,6 +27,8 @@ from sbkit.system.environment import check_torch_pair, onnxruntimes, version_of
 from sbkit.train.memory import host
 
 _PAIR = ("torch", "torchaudio")
+#: Python's versions whose forked processes wait for a lock that a thread of torch may hold (CPython's issue 112275).
+_HANGS = ("~=3.10.0, <3.10.15", "~=3.11.0, <3.11.10")
 
 
 def python(scope: Scope) -> Iterator[MachineFinding]:
@@ -35,7 +37,10 @@ def python(scope: Scope) -> Iterator[MachineFinding]:
 
     found = f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
     wanted = metadata.metadata("sbkit")["Requires-Python"] if version_of("sbkit") else ""
-    if SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
+    if any(SpecifierSet(each).contains(platform.python_version()) for each in _HANGS):
+        yield MachineFinding("Python", found, NOTE, "a process that it forks to read data may hang at its start, which "
+                             "3.10.15, 3.11.10 and 3.12 have mended: make PYTHON=python3.12 install")
+    elif SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
         yield MachineFinding("Python", found)
     else:
         yield MachineFinding("Python", found, IN_THE_WAY, f"sbkit needs {wanted}: make PYTHON=python3.12 install")

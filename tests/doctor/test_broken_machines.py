@@ -2,6 +2,7 @@
 
 import collections
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -85,6 +86,14 @@ def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, installed, signum,
     probe.inspect_library.cache_clear()
 
 
+@pytest.mark.parametrize("version, verdict", [
+    ("3.10.14", NOTE), ("3.10.15", OK), ("3.11.9", NOTE), ("3.11.10", OK), ("3.12.0", OK), ("3.9.1", IN_THE_WAY)])
+def test_a_python_whose_forked_processes_may_hang_is_noted(monkeypatch, version, verdict):
+    monkeypatch.setattr(platform, "python_version", lambda: version)
+    (found,) = examination.python(Scope())
+    assert found.verdict == verdict and ("fork" in found.fix) == (verdict == NOTE)
+
+
 def test_both_builds_of_onnxruntime_are_in_the_way(says, installed):
     installed(onnxruntime="1.23.0", onnxruntime_gpu="1.23.0")
     says()
@@ -120,6 +129,7 @@ def test_a_checkout_that_is_not_installed_says_so_in_words(installed, monkeypatc
     found = only(examination.needed)
     assert (found.verdict, found.fix) == (NOTE, "pip install -e . in its folder, or make install")
     assert "not installed, so what it needs is not known" in found.found
+    monkeypatch.setattr(platform, "python_version", lambda: "3.12.1")
     assert only(examination.python).verdict == OK
 
 
