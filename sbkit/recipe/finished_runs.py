@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -174,7 +175,7 @@ def _predicted(setting: Setting, steps: Steps) -> dict[str, Any] | None:
 
 def cpu_model(environment: Mapping[str, Any]) -> str:
     """The name of the CPU without its number of cores, since threads are what a run computes with."""
-    return str(environment.get("cpu")).rpartition(", ")[0]
+    return re.sub(r", \d+ cores?$", "", str(environment.get("cpu")))
 
 
 def setting_of(run: Mapping[str, Any], threads: int) -> Setting:

@@ -95,8 +95,7 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
     """Apply overrides to a tree."""
     for key, new in given.value.items():
         target = root.value.get(key)
-        if new.place == _NO_VALUE and target is not None and not isinstance(target.value, bool) and not (
-                target.tag and re.fullmatch(r"<[\w.]+>", str(target.value))):  # which may be true or false
+        if new.place == _NO_VALUE and target is not None and not _may_be_true(root, target):
             example = "VALUE" if target.tag or not isinstance(target.value, (int, float, str)) else target.value
             findings.error("no-value", new.place, target.key, "it has no value",
                            f"write one behind it, such as --{target.key} {example or 'VALUE'}")
@@ -116,6 +115,15 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
         else:
             findings.error("override-structure", new.place, target.key,
                            f"{target.key} has no parts that could be set one by one ({target.place})", _advise(target))
+
+
+def _may_be_true(root: Node, target: Node) -> bool:
+    """Whether a value is true or false, or may be: it refers to what isn't known here."""
+    refers = re.fullmatch(r"<([\w.\[\]]+)>", str(target.value)) if target.tag == "!ref" else None
+    if refers is None:
+        return isinstance(target.value, bool)
+    there = root.value.get(refers[1])
+    return there is None or _may_be_true(root, there)
 
 
 def _advise(target: Node) -> str:

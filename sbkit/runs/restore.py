@@ -54,7 +54,8 @@ def read_run(run: str | Path) -> Recipe:
     """Read the recipe of a run, with paths adapted to where the folder is now."""
     run = Path(run)
     path = run / RECIPE
-    if run.resolve().parent.name == EVALUATIONS and (of := run.resolve().parents[1] / RECIPE).is_file():
+    if run.resolve().parent.name == EVALUATIONS and run.is_dir() and not (run / "save").exists() \
+            and (of := run.resolve().parents[1] / RECIPE).is_file():
         raise SbkitError(f"{run} has the results of a test, not a run", hint=f"name the run's own folder: {of.parent}")
     if not path.is_file():
         missing = f"is not a run: it has no {RECIPE}" if run.is_dir() else "does not exist"

@@ -149,6 +149,8 @@ def test_the_folder_of_a_test_is_not_a_run(run):
     (own := run / "evaluations" / "test_only").mkdir(parents=True)
     with pytest.raises(SbkitError, match=f"results of a test, not a run; name the run's own folder: {run}$"):
         restore.read_run(own)
+    with pytest.raises(SbkitError, match="nosuch does not exist"):
+        restore.read_run(own.with_name("nosuch"))
 
 
 def test_a_name_that_fits_none_or_several_lists_what_there_is(run):

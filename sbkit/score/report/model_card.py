@@ -184,7 +184,7 @@ def _training(run: RunData) -> list[tuple[str, ...]]:
         for name in ("parameters", "devices", "device", "precision") if start.get(name) is not None]
     seconds = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if run.epochs:
-        done, wanted = len(run.epochs), run.key("number_of_epochs")
+        done, wanted = run.epochs[-1].get("epoch", len(run.epochs)), run.key("number_of_epochs")
         unfinished = f" of {wanted}: the run has not finished" if wanted.isdecimal() and done < int(wanted) else ""
         rows += [("epochs", f"{done}{unfinished}"), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
                  ("time of these steps", time_span(seconds))]
