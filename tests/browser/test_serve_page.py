@@ -160,6 +160,7 @@ def test_a_server_with_a_key_asks_for_it(browser, tmp_path):
             assert browser.run(WAIT % f"document.getElementById('state').innerText === '{state}'")
         drop(browser, encoded(serving.wav("open")), "a.wav")
         assert browser.run(WAIT % "document.getElementById('words').innerText === 'open'")
+        assert browser.run(WAIT % "!document.getElementById('speak').disabled")
         browser.run("document.getElementById('speak').click()")
         assert browser.run(WAIT % "document.getElementById('state').innerText.startsWith('Speak.')")
         browser.run("document.getElementById('speak').click()")

@@ -226,12 +226,12 @@ def test_two_million_rows_take_seconds(tmp_path):
     n = 2_000_000
     numbers = np.arange(n).astype(str).tolist()
     manifest = make(n, ids=numbers, wavs=numbers, texts=numbers, speakers=numbers, durations=np.ones(n))
-    started = time.monotonic()
+    started = time.process_time()
     manifest.write(tmp_path / "m.csv")
-    written = time.monotonic()
+    written = time.process_time()
     assert len(Manifest.read(tmp_path / "m.csv")) == n
     # Two to three seconds each on an idle laptop; loops over rows would take a minute.
-    assert written - started < 20 and time.monotonic() - written < 20
+    assert written - started < 20 and time.process_time() - written < 20
 
 
 @pytest.mark.parametrize("header, told", [

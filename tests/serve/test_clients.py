@@ -189,14 +189,14 @@ def test_an_upload_that_comes_too_slowly_loses_its_place_and_a_slow_one_does_not
 
 @pytest.mark.slow
 def test_who_can_not_begin_in_time_behind_the_others_of_its_address_is_refused_at_once(bundle):
-    limits = Limits(decoders=1, max_requests=64, max_active=2, client_share=0.5, request_seconds=2)
+    limits = Limits(decoders=1, max_requests=64, max_active=2, client_share=0.5, request_seconds=4)
     mallory, alice = {"x-forwarded-for": "192.0.2.1"}, {"x-forwarded-for": "192.0.2.2"}
     with serving.serving(bundle, limits=limits, proxies=("127.0.0.1",)) as server:
         for _ in range(2):  # the first round shows how long it takes
             with ThreadPoolExecutor(24) as pool, server.held():
                 answers = [each.result() for each in [pool.submit(post, server, "a", **mallory) for _ in range(24)]]
         late = [each for each in answers if each.status_code == 429]
-        assert sum(each.elapsed.total_seconds() < 1.5 for each in late) > 12, "not after 2 s"
+        assert sum(each.elapsed.total_seconds() < 3 for each in late) > 12, "not after 4 s"
         assert "as can begin within the time limit" in late[0].json()["error"]["message"]
         assert late[0].headers["retry-after"]
         assert post(server, "b", **alice).json()["text"] == "b"
@@ -212,14 +212,14 @@ def test_a_server_that_was_never_asked_refuses_at_once_what_it_can_not_hear_in_t
         return real(engine, signals)
 
     monkeypatch.setattr(Engine, "submit", slow)
-    limits = Limits(decoders=1, max_active=2, request_seconds=4, client_share=1)
+    limits = Limits(decoders=1, max_active=2, request_seconds=8, client_share=1)
     with serving.serving(bundle, limits=limits, proxies=("127.0.0.1",)) as server, ThreadPoolExecutor(9) as pool:
         def ask(seconds, client):
             return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, timeout=60,
                               files={"file": ("a", serving.silence(seconds))}, headers={"x-forwarded-for": client})
 
-        alone = ask(100, "192.0.2.2")
-        assert alone.status_code == 504 and alone.elapsed.total_seconds() < 2
-        burst = [each.result() for each in [pool.submit(ask, 25, "192.0.2.1") for _ in range(9)]]
+        alone = ask(200, "192.0.2.2")
+        assert alone.status_code == 504 and alone.elapsed.total_seconds() < 4
+        burst = [each.result() for each in [pool.submit(ask, 50, "192.0.2.1") for _ in range(9)]]
     refused = [each for each in burst if each.status_code == 429]
-    assert len(refused) == 8 and max(each.elapsed.total_seconds() for each in refused) < 3, "not after 4 s"
+    assert len(refused) == 8 and max(each.elapsed.total_seconds() for each in refused) < 6, "not after 8 s"

@@ -1,6 +1,7 @@
 """Output that nobody can read any more fails nobody, and is in the log once."""
 
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -138,7 +139,7 @@ def test_a_bar_without_a_terminal_is_one_line(total, said, capsys):
             bar.update()
             bar.refresh()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"speaking: {said}, took 00:00, ") and line.endswith("clip/s")
+    assert re.fullmatch(rf"speaking: {re.escape(said)}, took \d\d:\d\d, .*clip/s", line)
 
 
 def test_a_long_bar_without_a_terminal_says_how_far_it_is(capsys, monkeypatch):
@@ -148,4 +149,5 @@ def test_a_long_bar_without_a_terminal_says_how_far_it_is(capsys, monkeypatch):
         time.sleep(0.02)
         bar.refresh()
     half, last = capsys.readouterr().err.splitlines()
-    assert half.startswith("measuring: 2/4 (50 %), 00:00 left, ") and last.startswith("measuring: 2/4 (50 %), took ")
+    assert re.match(r"measuring: 2/4 \(50 %\), \d\d:\d\d left, ", half)
+    assert last.startswith("measuring: 2/4 (50 %), took ")

@@ -138,7 +138,7 @@ def test_work_of_a_child_is_ours():
     program = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", program], check=True)
     seconds, work, own = (now - then for now, then in zip(systems.Others._now(), before, strict=True))
-    assert 0.5 <= own <= work + 0.1 and seconds >= 0.4
+    assert 0.5 <= own <= work + 0.3 and seconds >= 0.4
 
 
 def test_nemo_is_left_out_with_a_reason(tmp_path):

@@ -208,7 +208,7 @@ def all_reduce_seconds():
 @pytest.mark.slow
 def test_waiting_for_another_rank_shows_as_all_reduce():
     first, second = processes.results(all_reduce_seconds)
-    assert first > 0.5 >= second
+    assert first > second + 0.3
 
 
 def test_a_profile_shows_the_parts_of_a_step(tmp_path):
