@@ -121,6 +121,12 @@ def encoders(tree: Node) -> dict[str, Settings]:
     return found
 
 
+def wrapped(tree: Node) -> str | None:
+    """The folder or repository of the encoder that one of SpeechBrain's wrappers holds."""
+    sources = (_given(node, "source", 0) for node in tree.value.values() if _kind(node) in _WRAPPERS)
+    return next((source for source in sources if isinstance(source, str)), None)
+
+
 def _inside(node: Node | None) -> Iterator[tuple[str, Node]]:
     """What a module is made with, by the name that it is held under: a place in a list, or the argument's."""
     kind = _kind(node)

@@ -28,7 +28,7 @@ from sbkit.runs.initial.files import (
     statistics_in,
     tensors_in,
 )
-from sbkit.runs.initial.names import SavedNames, encoders
+from sbkit.runs.initial.names import SavedNames, encoders, wrapped
 from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import RECIPE
 from sbkit.system import untrusted
@@ -194,7 +194,9 @@ class WeightSource:
         if self.tokenizer is None:
             return None
         if (labels := self._labels()) is not None:
-            order = sorted(range(len(labels.pieces)), key=lambda place: place != labels.roles.get("blank"))
+            if "blank" not in labels.roles:
+                raise SbkitError(f"{self.tokenizer} has no blank, which a run needs", hint="write init_tokenizer: new")
+            order = sorted(range(len(labels.pieces)), key=lambda place: place != labels.roles["blank"])
             return piece_model([labels.pieces[place] for place in order],
                                {new for new, place in enumerate(order) if place in labels.roles.values()})
         Tokenizer(self.tokenizer.parent, model=self.tokenizer).load()  # an error before anything is written
@@ -221,8 +223,10 @@ class WeightSource:
         try:
             encoder.load(self.tokenizer)
         except Exception as error:  # whatever stands there
-            raise SbkitError(f"{self.tokenizer} can't be read as a CTCTextEncoder: {first_line(error)}") from error
-        return label_rows(encoder)
+            raise SbkitError(f"{self.tokenizer} can't be read as a CTCTextEncoder: {first_line(error)}",
+                             hint="is it the file that the encoder's own save() wrote?") from error
+        found = label_rows(encoder)
+        return found._replace(roles=found.roles | self.roles)
 
 
 def find(path: str | Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightSource:
@@ -412,10 +416,17 @@ def _of_speechbrain(folder: Path) -> WeightSource:
         raise SbkitError(f"init_from: {folder} lacks {', '.join(f'{name}{PARAMFILE_EXT}' for name in missing)}, which "
                          "its pretrainer loads", hint="download or copy all of it")
     tokenizer = next((folder / name for name in _TOKENIZERS if (folder / name).is_file()), None)
+    held = {}
+    if (inner := wrapped(tree)) is not None:
+        try:
+            held = {"encoder": Settings.of(inner)}
+        except SbkitError as error:
+            logger.warning("init_from: whether the encoder of %s is of this recipe's kind is not known: %s", folder,
+                           error.message)
     others = [name for name, file in files.items() if not names.is_module(name) and not looks_like_tensors(file)]
     return WeightSource(f"the {'bundle' if bundle else 'folder'} {folder}",
                         {name: file for name, file in files.items() if name not in others}, names, tokenizer=tokenizer,
-                        no_tensors=dict.fromkeys(others, _OTHER))
+                        encoders=held, no_tensors=dict.fromkeys(others, _OTHER))
 
 
 def pretrained_files(folder: Path) -> list[str]:

@@ -125,6 +125,14 @@ def test_of_a_model_of_speechbrains_the_encoder_that_it_wraps_is_taken(data, tmp
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("here", ["hubert-layer", "wav2vec2-group"])
+def test_an_encoder_of_another_kind_in_speechbrains_wrapper_is_refused(data, tmp_path, here):
+    model = speechbrain_models.make(tmp_path / "model", pretrained=encoders.make(tmp_path / "1", "wav2vec2-layer"))
+    with pytest.raises(SbkitError, match="is another pretrained encoder"):
+        initial.load(target(tmp_path / "new", data, RECIPE, TINY, init_from=str(model),
+                            encoder_source=str(encoders.make(tmp_path / "2", here))))
+
+
 def test_an_encoder_whose_head_is_left_out_says_how_to_take_it(tmp_path):
     model = published.make(tmp_path / "model")
     assert f"--init_from {model} takes its CTC head and its tokens too" in Encoder(str(model)).check_source()[1]

@@ -299,6 +299,11 @@ def test_labels_of_a_ctc_text_encoder_are_tokens_and_can_be_kept(bundle, run, en
     assert f"for {len(common)} of {len(own)} tokens" in table
     _, after, _ = started(tmp_path / "kept", english, caplog, init_from=str(folder), init_tokenizer="keep")
     assert torch.equal(after["model.3.w.weight"], theirs)
+    labels = CTCTextEncoder()
+    labels.update_from_iterable([piece.replace("▁", " ") for piece in pieces], sequence_input=False)
+    labels.save(folder / "tokenizer.ckpt")
+    with pytest.raises(SbkitError, match="has no blank, which a run needs"):
+        target(tmp_path / "none", english, init_from=str(folder), init_tokenizer="keep")
     (folder / "tokenizer.ckpt").write_text("'a' is 1\n")
     assert "can't be read as a CTCTextEncoder" in refusal(english, tmp_path / "bad", folder).message
 
