@@ -54,7 +54,7 @@ encoder: !new:speechbrain.nnet.containers.LengthsCapableSequential
 #: The same around an encoder of transformers, which SpeechBrain's wrapper makes from a folder.
 PRETRAINED = """
 sample_rate: 16000
-wav2vec2: !new:speechbrain.integrations.huggingface.wav2vec2.Wav2Vec2
+wav2vec2: !new:speechbrain.integrations.huggingface.{wrapper}
     source: {source}
     output_norm: true
     freeze: true
@@ -96,9 +96,9 @@ pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer
 LETTERS = [*"etaonirsh", " "]
 
 
-def make(folder, labels=False, sharp=40.0, pretrained=None):
+def make(folder, labels=False, sharp=40.0, pretrained=None, wrapper="wav2vec2.Wav2Vec2"):
     """A folder; ``labels``: with a CTCTextEncoder, whose blank is the last, instead of a SentencePiece model;
-    ``pretrained``: the folder of an encoder of transformers."""
+    ``pretrained``: the folder of an encoder of transformers, and ``wrapper`` SpeechBrain's class around it."""
     folder.mkdir(parents=True)
     if labels:
         encoder = CTCTextEncoder()
@@ -114,7 +114,8 @@ def make(folder, labels=False, sharp=40.0, pretrained=None):
     text = (RECIPE if pretrained is None else PRETRAINED) + END
     if pretrained is not None:
         text += "        wav2vec2: !ref <wav2vec2>\n"
-    for name, value in (("source", pretrained), ("size", size), ("blank", blank), ("tokenizer", kind)):
+    for name, value in (("source", pretrained), ("wrapper", wrapper), ("size", size), ("blank", blank),
+                        ("tokenizer", kind)):
         text = text.replace(f"{{{name}}}", str(value))
     (folder / "hyperparams.yaml").write_text(text)
     torch.manual_seed(3)

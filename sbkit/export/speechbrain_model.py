@@ -27,7 +27,7 @@ from sbkit.runs.initial import source
 from sbkit.score.metric import Metric
 
 _MARKS = ("unk_label", "bos_label", "eos_label")  # of a CTCTextEncoder
-_WRAPPERS, _EPSILON = ("wav2vec2", "hubert", "wavlm"), 1e-5
+_TYPES, _EPSILON = ("wav2vec2", "hubert", "wavlm"), 1e-5
 _PROBED = {True: (64, 640), False: (16_000, 64_000)}  # frames, or samples: a length, and how much longer another is
 
 
@@ -40,9 +40,9 @@ class Waves(nn.Module):
     def __init__(self, own: Any):  # of SpeechBrain's integrations, which need transformers
         super().__init__()
         config = own.model.config.to_dict()
-        if own.output_all_hiddens or config["model_type"] not in _WRAPPERS:
+        if own.output_all_hiddens or config["model_type"] not in _TYPES:
             raise SbkitError(f"the {config['model_type']} in this model can't be imported: it is of another kind, or "
-                             "gives the states of all layers (output_all_hiddens)", hint=f"{', '.join(_WRAPPERS)} can")
+                             "gives the states of all layers (output_all_hiddens)", hint=f"{', '.join(_TYPES)} can")
         options = EncoderOptions(mask_time_prob=0.0, mask_feature_prob=0.0,
                                  add_adapter=config.get("add_adapter", False))
         self.network = build_network(Settings("the model", config, {"do_normalize": False}), options)

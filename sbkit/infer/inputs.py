@@ -78,7 +78,14 @@ def _rows(path: Path, remote: Remote) -> Iterator[Recording]:
     from sbkit.data.manifest import Manifest
 
     for row in Manifest.read(path):
-        yield Recording(row.wav, row.id, row.start, row.duration, row.text.strip() or None, remote=remote)
+        yield Recording(_beside(row.wav, path.parent), row.id, row.start, row.duration, row.text.strip() or None,
+                        remote=remote)
+
+
+def _beside(wav: str, folder: Path) -> str:
+    """A relative path from the list's folder, as in training, unless the working directory alone has it."""
+    beside = os.path.join(folder, wav)  # an absolute one stays
+    return wav if "://" in wav or (os.path.exists(wav) and not os.path.exists(beside)) else beside
 
 
 def _json_rows(path: Path, remote: Remote) -> Iterator[Recording]:

@@ -119,11 +119,14 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
 
 def _may_be_true(root: Node, target: Node) -> bool:
     """Whether a value is true or false, or may be: it refers to what isn't known here."""
-    refers = re.fullmatch(r"<([\w.\[\]]+)>", str(target.value)) if target.tag == "!ref" else None
-    if refers is None:
-        return isinstance(target.value, bool)
-    there = root.value.get(refers[1])
-    return there is None or _may_be_true(root, there)
+    for _ in root.value:  # no more steps than keys, should they refer to each other in a circle
+        refers = re.fullmatch(r"<([\w.\[\]]+)>", str(target.value)) if target.tag == "!ref" else None
+        if refers is None:
+            return isinstance(target.value, bool)
+        if refers[1] not in root.value:
+            return True
+        target = root.value[refers[1]]
+    return True
 
 
 def _advise(target: Node) -> str:

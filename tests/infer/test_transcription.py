@@ -221,6 +221,17 @@ def test_no_bundle(clips, tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_relative_paths_start_from_the_list_or_where_they_are_from_here(bundle, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("../a.wav", "b.wav"):
+        soundfile.write(name, bundles.say(name[-5]), bundles.RATE)
+    seconds = len(bundles.say("a")) / bundles.RATE
+    (tmp_path / "m.csv").write_text(f"ID,duration,wav,wrd\nu1,{seconds},a.wav,a\nu2,{seconds},b.wav,b\n")
+    assert run(bundle, tmp_path / "m.csv") == 0
+    assert capsys.readouterr().out.splitlines() == ["u1\ta", "u2\tb"]
+
+
 def test_ids_can_not_leave_the_folder(bundle, tmp_path):
     soundfile.write(tmp_path / "a.wav", bundles.say("a"), bundles.RATE)
     (tmp_path / "m.csv").write_text(f"ID,duration,wav,spk_id,wrd\n../../evil,0.2,{tmp_path}/a.wav,,\n")

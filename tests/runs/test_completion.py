@@ -156,6 +156,12 @@ def test_what_was_never_trained_is_not_tested(started, tmp_path):
     assert (code, added) == (2, (0, 0))
 
 
+def test_a_test_of_an_unfinished_run_says_that_it_is_and_nothing_of_training(started, tmp_path):
+    assert started(until="testing")[0] == -signal.SIGKILL
+    said = program(train, str(tmp_path), "--number_of_epochs", "2", "--test_only").stderr
+    assert "out has not finished: it has trained 1 of 2 epochs" in said and "Model FLOPs" not in said
+
+
 def test_another_test_set_is_tested(started, tmp_path):
     assert started()[0] == 0
     lines = (tmp_path / "data" / "test.csv").read_text().splitlines()

@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 _LISTS = ("ModuleList", "Sequential")
 #: SpeechBrain's wrappers of transformers' encoders, and what recipes here call what these hold as their model.
-_WRAPPERS, _WRAPPED = ("Wav2Vec2", "HuBERT", "WavLM"), "encoder.network"
+_WRAPPERS, _HELD_AS = ("Wav2Vec2", "HuBERT", "WavLM"), "encoder.network"
 _ADAPTED, _ADAPTERS = "Adapted", ("LoRA", "Houlsby")
 _RANK = inspect.signature(LoRA).parameters["rank"].default
 
@@ -68,7 +68,7 @@ class SavedNames:
         for key, value in state.items():
             prefix = max((each for each in heads if key.startswith(each)), key=len)
             rest = key[len(prefix):]
-            found[f"{heads[prefix]}.{renamed(rest) if heads[prefix] == _WRAPPED else rest}"] = value
+            found[f"{heads[prefix]}.{renamed(rest) if heads[prefix] == _HELD_AS else rest}"] = value
         return found
 
     def _heads(self, node: Node | None, name: str = "") -> dict[str, str]:
@@ -103,7 +103,7 @@ class SavedNames:
 
     def _prefixes(self, node: Node | None, before: str = "") -> Iterator[tuple[str, str]]:
         if _kind(node) in _WRAPPERS:
-            yield f"{before}model.", _WRAPPED
+            yield f"{before}model.", _HELD_AS
         for place, inner in _inside(node):
             if id(inner) in self._keys:
                 yield f"{before}{place}.", self._keys[id(inner)]

@@ -224,7 +224,8 @@ class WeightSource:
             encoder.load(self.tokenizer)
         except Exception as error:  # whatever stands there
             raise SbkitError(f"{self.tokenizer} can't be read as a CTCTextEncoder: {first_line(error)}",
-                             hint="is it the file that the encoder's own save() wrote?") from error
+                             hint="give the tokenizer.ckpt that SpeechBrain's encoder saved, or leave the head out: "
+                             '--init_leave "[ctc_lin]"') from error
         found = label_rows(encoder)
         return found._replace(roles=found.roles | self.roles)
 

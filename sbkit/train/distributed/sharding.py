@@ -2,7 +2,7 @@
 
 Both are keys of a recipe:
 
-    activation_checkpointing: [TransformerEncoderLayer]   # class names, or paths such as model.1.encoder.layers.*
+    activation_checkpointing: [ConformerEncoderLayer]   # class names, or paths such as model.1.encoder.layers.*
     fsdp: True                                            # or such a list of layers, each gathered as one piece
 """
 

@@ -305,7 +305,9 @@ def test_labels_of_a_ctc_text_encoder_are_tokens_and_can_be_kept(bundle, run, en
     with pytest.raises(SbkitError, match="has no blank, which a run needs"):
         target(tmp_path / "none", english, init_from=str(folder), init_tokenizer="keep")
     (folder / "tokenizer.ckpt").write_text("'a' is 1\n")
-    assert "can't be read as a CTCTextEncoder" in refusal(english, tmp_path / "bad", folder).message
+    error = refusal(english, tmp_path / "bad", folder)
+    assert "can't be read as a CTCTextEncoder" in error.message and '--init_leave "[ctc_lin]"' in error.hint
+    started(tmp_path / "left", english, caplog, init_from=str(folder), init_leave=["ctc_lin"])
 
 
 def test_what_is_named_is_reinitialised(run, english, tmp_path, caplog):
