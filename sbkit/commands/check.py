@@ -15,7 +15,7 @@ from sbkit.system.environment import check_torch_pair
 
 HELP = (
     "Report everything wrong with a recipe, what it costs and what fits in memory. --json for programs, --measure to\n"
-    "run a few steps.\n--as 8xH100 rehearses the whole run on cards that compute nothing, on a machine without a GPU;\n"
+    "run a few steps.\n--on 8xH100 (or --as) rehearses the whole run on such cards, which compute nothing;\n"
     "--html FILE writes its page too.\n--price 2.5 adds what the whole run will take: hours, cost at this price of an "
     "hour of a device, energy.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
     "and lists what it could not check."
@@ -38,12 +38,12 @@ def _check(words: list[str]) -> int:
     from sbkit.recipe.check import check
 
     given, words = arguments.own_options(words, "see sbkit check --help", FLAGS,
-                                         as_=str, html=Path, price=_rate)
+                                         as_or_on=str, html=Path, price=_rate)
     if given.price is not None and given.no_run:
         raise SbkitError("--price counts what a step computes, and --no-run builds nothing", hint="drop one of them")
     if given.measure and given.no_run:
         raise SbkitError("--measure runs steps of the recipe, and --no-run runs nothing", hint="drop one of them")
-    if given.as_ is not None:
+    if given.as_or_on is not None:
         if given.measure or given.no_run:
             raise SbkitError("--as rehearses the whole run, so it can't be used with "
                              f"{'--measure' if given.measure else '--no-run'}", hint="drop one of them")
@@ -93,7 +93,7 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     from sbkit.rehearsal.report import DRIVER, assemble, page, write_html
     from sbkit.rehearsal.run import rehearse
 
-    count, card = parse_cards(given.as_)
+    count, card = parse_cards(given.as_or_on)
     html: Path | None = given.html
     if html is not None:
         disk.check_writable(html, "--html")

@@ -52,8 +52,8 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     from sbkit.system.console import atomic_write, table
     from sbkit.system.environment import describe
 
-    resumed = recorded.get("commands", 1) != 1
-    if resumed:
+    cause = reproduction.RESUMED if recorded.get("commands", 1) != 1 else None
+    if cause:
         print("the run was resumed with another command, and this recipe is of the last: losses of before may be of "
               "other values", flush=True)
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
@@ -82,14 +82,14 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     print(f"not compared to the bit: {'; '.join(other)}" if other else "same device and versions: compared to the bit",
           flush=True)
     command = launch.command(recorded, [str(recipe), *words])
-    found = reproduction.train(command, launch.threads, folder, wanted, exact=not other, resumed=resumed,
-                               to_the_end=args.full)
+    found = reproduction.train(command, launch.threads, folder, wanted, recorded.get("weights"),
+                               exact=not other, cause=cause, to_the_end=args.full)
     print(table(["step", "recorded", "found"], [[step, f"{loss:.6f}", f"{found[step]:.6f}"]
                                                 for step, loss in list(wanted.items())[-10:]]))
     if args.full:
         figures = reproduction.figures_of(folder)
         for name, figure in recorded["figures"].items():
-            reproduction.require_same(f"test {name}", figure, figures.get(name, float("nan")), not other, resumed)
+            reproduction.require_same(f"test {name}", figure, figures.get(name, float("nan")), not other, cause)
         print(table(["figure", "recorded", "found"],
                     [[name, f"{figure:.6g}", f"{figures[name]:.6g}"] for name, figure in recorded["figures"].items()]))
     print(f"reproduced {'within rounding' if other else 'to the bit'}: the recorded loss of {steps}"

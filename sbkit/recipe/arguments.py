@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -63,18 +64,19 @@ def own_options(words: list[str], hint: str, flags: Sequence[str] = (),
     """Split a command's own ``--name value`` and ``--flag`` from its other arguments.
 
     hint : follows the message about one that can't be read
-    options : what reads the value of each, ``as_`` for ``--as``; one that isn't given is None
+    options : what reads the value of each, ``as_or_on`` for ``--as`` and ``--on``; one that isn't given is None
     """
     def refuse(message: str) -> NoReturn:
         raise SbkitError(message, hint=hint)
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse  # type: ignore[method-assign]
+    spelled = {name: name.split("_or_") for name in options}
     for name, read in options.items():
-        parser.add_argument(f"--{name.rstrip('_')}", dest=name, type=read)
+        parser.add_argument(*(f"--{each}" for each in spelled[name]), dest=name, type=read)
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true")
-    names.COMMAND_OPTIONS[1:] = [*(name.rstrip("_") for name in options), *flags]
+    names.COMMAND_OPTIONS[1:] = [*itertools.chain(*spelled.values()), *flags]
     return parser.parse_known_args(words)
 
 

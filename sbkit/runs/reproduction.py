@@ -1,8 +1,8 @@
 """What a finished run records so that others can have it again, and how another run compares with it.
 
-``reproduce.json`` holds the recipe, a hash of each row's text and of its audio, the machine and its versions, the loss
-of steps 1, 10 and each hundredth, and the final figures. Two runs are equal to the bit only on one kind of device, with
-the same versions, threads and number of processes; elsewhere they agree within rounding.
+``reproduce.json`` holds the recipe, hashes of each row's text and audio and of the weights at the start, the machine and
+its versions, the loss of steps 1, 10 and each hundredth, and the final figures. Two runs are equal to the bit only on
+one kind of device, with the same versions, threads and number of processes; elsewhere they agree within rounding.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
         "precision": run["precision"], "environment": run["environment"],
         "corpus": {split: hashes(manifest, split) for split, manifest in keys.corpus.load().items()},
         **what, "figures": results.stats, "commands": len({line["command"] for line in starts}),
+        "weights": next((line["weights"] for line in starts if "weights" in line), None),
     }
     with atomic_write(folder / REPRODUCE) as out:
         json.dump(found, out, indent=1, default=str)
@@ -234,14 +235,15 @@ def not_to_the_bit(recorded: Mapping[str, Any], environment: Mapping[str, str], 
     return [f"{name} {now}, recorded with {before}" for name, before, now in pairs if before != now]
 
 
-def losses_of(folder: Path) -> dict[int, float]:
-    """The losses of single steps that a run has written so far."""
+def losses_of(folder: Path) -> tuple[dict[int, float], str | None]:
+    """The losses of single steps that a run has written so far, and the hash of the weights that it began with."""
     path = folder / METRICS
     if not path.is_file():
-        return {}
+        return {}, None
     lines = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
-    parsed = [json.loads(line) for line in lines if '"kind": "loss"' in line]
-    return {line["step"]: math.nan if line["loss"] is None else line["loss"] for line in parsed}
+    parsed = [json.loads(line) for line in lines if '"kind": "loss"' in line or '"weights": "' in line]
+    return {line["step"]: math.nan if line["loss"] is None else line["loss"] for line in parsed if "step" in line}, \
+        next((line["weights"] for line in parsed if "weights" in line), None)
 
 
 def figures_of(folder: Path) -> dict[str, float]:
@@ -252,30 +254,36 @@ def figures_of(folder: Path) -> dict[str, float]:
         raise SbkitError(f"{folder} was not tested", hint="its log.txt says why", exit_code=1) from None
 
 
-def require_same(what: str, recorded: float, found: float, exact: bool, resumed: bool = False) -> None:
+#: Why a run may compute other figures than the recorded one, which can't be helped or can.
+RESUMED = "the run was resumed with another command, and what it had trained with before is not recorded"
+OTHER_WEIGHTS = ("it began with other weights: --set init_from=PLACE (or encoder_source, or the pretrainer's paths) "
+                 "has to name what the recorded run had; without these, code beside the recipe or sbkit's is another")
+
+
+def require_same(what: str, recorded: float, found: float, exact: bool, cause: str | None = None) -> None:
     """Raise an error unless two figures are the same, to the bit or within rounding.
 
-    resumed : with another command, whose recipe alone is recorded
+    cause : of a difference, if one is known
     """
     same = recorded == found if exact else math.isclose(recorded, found, rel_tol=ROUNDING, abs_tol=1e-3)
     if not same and not (math.isnan(recorded) and math.isnan(found)):
         within = "to the bit" if exact else f"within {100 * ROUNDING:.0f} %"
+        if cause is None:
+            cause = "corpus, recipe and versions are those recorded, so sbkit's code is another" if exact else \
+                "of another device or version, rounding grows with the steps: compare the final figures (--full)"
         raise SbkitError(f"{what} is {found!r}, recorded as {recorded!r}: not the same {within}", exit_code=1,
-                         hint="the run was resumed with another command, and what it had trained with before is not "
-                         "recorded" if resumed else
-                         "corpus, recipe and versions are those recorded, so sbkit's code is another" if exact else
-                         "of another device or version, rounding grows with the steps: compare the final figures "
-                         "(--full)")
+                         hint=cause)
 
 
-def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[int, float], *, exact: bool,
-          resumed: bool, to_the_end: bool) -> dict[int, float]:
+def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[int, float], weights: str | None, *,
+          exact: bool, cause: str | None, to_the_end: bool) -> dict[int, float]:
     """Train in processes of their own, up to the last wanted step or to the end; compare losses as they come.
 
     folder : of the run; what it prints goes to ``train.log`` beside it
     wanted : losses by their steps
+    weights : the hash of those that the recorded run began with, if known
     """
-    if set(wanted) <= set(losses_of(folder)) and (not to_the_end or (folder / TESTED).is_file()):
+    if set(wanted) <= set(losses_of(folder)[0]) and (not to_the_end or (folder / TESTED).is_file()):
         raise SbkitError(f"{folder} holds an earlier call's run, and nothing would be trained",
                          hint="remove it or choose another --to; after the first steps --full goes on from there")
     log = folder.parent / "train.log"
@@ -285,9 +293,13 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
         try:
             while True:
                 ended = process.poll() is not None
-                found = losses_of(folder)
+                found, began = losses_of(folder)
+                other = None not in (began, weights) and began != weights
+                if other and exact and cause is None:
+                    raise SbkitError("the weights at the start are not those recorded", hint=OTHER_WEIGHTS, exit_code=1)
                 for step in sorted(set(wanted) & set(found)):
-                    require_same(f"the loss of step {step}", wanted[step], found[step], exact, resumed)
+                    require_same(f"the loss of step {step}", wanted[step], found[step], exact,
+                                 OTHER_WEIGHTS if other else cause)
                     bar.update(step - bar.n)
                 if ended or (not to_the_end and set(wanted) <= set(found)):
                     break

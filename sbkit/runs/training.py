@@ -27,8 +27,10 @@ from sbkit.runs.keys import Bundles
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
+from sbkit.train.checkpoint.adapted import hash_of
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
+from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ def _from_here_on(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed
         state = brain.train_state
         done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
         logger.info("Going on with epoch %d of %d%s", epochs.current + 1, epochs.limit, done)
-    _log_start(brain, changes if resumed and epochs.current < epochs.limit else [])
+    _log_start(brain, changes if resumed and epochs.current < epochs.limit else [], begins=not resumed)
     guard.begins()
     yield from epochs
 
@@ -127,13 +129,15 @@ def _utilisation(brain: Brain, device: torch.device, manifest: Manifest) -> Util
     return found
 
 
-def _log_start(brain: Brain, changes: Sequence[str]) -> None:
-    """Record how the run was started, with what changed values, and on what machine, for its report."""
+def _log_start(brain: Brain, changes: Sequence[str], begins: bool) -> None:
+    """Record how the run was started, with what changed values, from what weights, and on what machine."""
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
+        values = {name: value for name, value in brain.modules.state_dict().items() if isinstance(value, torch.Tensor)}
         brain.metrics_log.write(
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(brain.device),
             precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
+            **({"weights": hash_of(values)} if begins and not is_sharded(brain.modules) else {}),
             **({"changed": changes, "after_step": brain.optimizer_step} if changes else {}),
         )
 

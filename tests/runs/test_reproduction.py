@@ -129,7 +129,7 @@ def test_another_machine_is_compared_within_rounding(manifest):
         with pytest.raises(SbkitError, match=r"the loss is .*, recorded as 2.0: not the same"):
             reproduction.require_same("the loss", 2.0, found, exact)
     with pytest.raises(SbkitError, match="what it had trained with before is not recorded"):
-        reproduction.require_same("the loss", 2.0, 2.5, exact=True, resumed=True)
+        reproduction.require_same("the loss", 2.0, 2.5, exact=True, cause=reproduction.RESUMED)
 
 
 @pytest.mark.slow
@@ -166,6 +166,11 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     mine.write_text(text)
     assert main([*again, "--full"]) == 0  # goes on from there
     assert "and the test" in capsys.readouterr().out
+    other = json.loads((tmp_path / "out" / "reproduce.json").read_text()) | {"weights": "of another file"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    assert main(["reproduce", f"{tmp_path}/other.json", "--to", f"{tmp_path}/fourth", *again[4:]]) == 1
+    said = capsys.readouterr().err
+    assert "the weights at the start are not those recorded" in said and "--set init_from=PLACE" in said
     recording = next(path for path in (tmp_path / "data").rglob("*.wav"))
     flip(recording)
     assert main(again) == 1

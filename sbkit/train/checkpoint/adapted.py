@@ -64,7 +64,7 @@ class Adapted(nn.Module):
         """Return the SHA-256 of the base's names, shapes and values."""
         versions = tuple(parameter._version for parameter in self._base.values())
         if self._hashed[0] != versions:
-            self._hashed = versions, _hash_of(self._base)
+            self._hashed = versions, hash_of(self._base)
         return self._hashed[1]
 
     def start_afresh(self) -> None:
@@ -124,14 +124,15 @@ def read_base(path: Path, named: str) -> dict[str, Tensor]:
         found = load_file(path)
     except Exception as error:  # safetensors has its own error for each kind of damage
         raise SbkitError(f"{path} is damaged: {error}", hint=_AGAIN) from error
-    if _hash_of(found) != named:
+    if hash_of(found) != named:
         raise SbkitError(f"{path} is damaged: its values don't match the hash in its name", hint=_AGAIN)
     return found
 
 
-def _hash_of(base: Mapping[str, Tensor]) -> str:
+def hash_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors' names, types, shapes and values."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(base.items()):
+    for name, parameter in sorted(tensors.items()):
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}\n".encode())
         digest.update(_bytes(parameter))
     return digest.hexdigest()
