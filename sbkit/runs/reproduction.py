@@ -1,8 +1,8 @@
 """What a finished run records so that others can have it again, and how another run compares with it.
 
-``reproduce.json`` holds the recipe, hashes of each row's text and audio and of the weights at the start, the machine and
-its versions, the loss of steps 1, 10 and each hundredth, and the final figures. Two runs are equal to the bit only on
-one kind of device, with the same versions, threads and number of processes; elsewhere they agree within rounding.
+``reproduce.json`` holds the recipe, hashes of each row's text and audio and of the weights at the start, the machine
+and its versions, the loss of steps 1, 10 and each hundredth, and the final figures. Two runs are equal to the bit only
+on one kind of device, with the same versions, threads and number of processes; elsewhere they agree within rounding.
 """
 
 from __future__ import annotations

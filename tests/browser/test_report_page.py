@@ -40,6 +40,7 @@ def page(tmp_path_factory):
 
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("screen", SCREENS)
 def test_it_renders_without_an_error_and_without_a_network(browser, page, screen):
     browser.open(page, **SCREENS[screen])

@@ -61,6 +61,7 @@ def quiet(browser, server):
     assert all(url.startswith((server.url, "data:", "blob:")) for url in asked), asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("screen", SCREENS)
 def test_it_renders_without_an_error_and_without_a_network(browser, server, screen):
     opened(browser, server, **SCREENS[screen])
@@ -122,6 +123,7 @@ def speak(browser, server):
     return browser.run(LINES), browser.run("window.soft")
 
 
+@pytest.mark.slow
 def test_what_is_spoken_appears_while_it_is_spoken(browser, server):
     end = time.monotonic() + 120  # a busy machine's pretended microphone loses sound, so it may be said again
     lines, soft = speak(browser, server)
@@ -136,6 +138,7 @@ def test_what_is_spoken_appears_while_it_is_spoken(browser, server):
 COLOURS = """["firm", "soft"].map((name) => getComputedStyle(document.querySelector("#words ." + name)).color)"""
 
 
+@pytest.mark.slow
 def test_settled_words_of_a_line_are_told_from_those_that_may_change(browser, streaming):
     end = time.monotonic() + 120
     lines, _ = speak(browser, streaming)

@@ -59,6 +59,7 @@ def errors(browser):
     return [*browser.told("Runtime.exceptionThrown"), *(event["entry"] for event in browser.told("Log.entryAdded"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("screen", SCREENS)
 def test_it_fits_the_screen_and_asks_nobody_else(browser, both, screen):
     opened(browser, both, **SCREENS[screen])

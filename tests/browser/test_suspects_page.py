@@ -50,6 +50,7 @@ def saved(browser, path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("screen", SCREENS)
 def test_it_renders_and_asks_for_nothing(browser, page, screen):
     browser.open(page, **SCREENS[screen])

@@ -66,12 +66,14 @@ def test_a_mixture_is_refused_because_each_part_has_a_list(tmp_path, capsys):
     assert "trains on a mixture" in error and "clean each part by itself" in error
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_and_nothing_is_listed(words, tmp_path, capsys):
     assert cli.main(["clean", *words, "--init_from", str(tmp_path / "nowhere")]) == 1
     assert "the run of fold 1 ended with code 2" in capsys.readouterr().err
     assert not (tmp_path / "out" / "clean" / "suspects.csv").exists()
 
 
+@pytest.mark.slow
 def test_a_check_names_a_list_that_is_missing(words, capsys):
     given = [word for word in words if word not in ("--no-check", "--noprogressbar")]
     assert cli.main(["check", *given, "--corpus.exclude", "/nowhere.csv"]) == 1

@@ -92,6 +92,7 @@ def test_the_same_bytes_under_another_name_are_left_out_of_training(source, tmp_
     assert not [each for each in corpus.report["leaks"] if each["what"] == "copies"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [False, True])
 def test_copies_by_sound_are_left_out_of_training_and_named_in_dev(source, tmp_path, processes, monkeypatch):
     if processes:

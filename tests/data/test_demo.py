@@ -52,6 +52,7 @@ def test_has_the_files_and_columns_of_a_release(corpus):
     assert all(int(row["down_votes"]) > int(row["up_votes"]) for row in invalid)
 
 
+@pytest.mark.slow
 def test_clips_are_what_clip_durations_says(corpus):
     durations = read(corpus / "clip_durations.tsv")
     assert {row["clip"] for row in durations} == {path.name for path in (corpus / "clips").iterdir()}
@@ -196,6 +197,7 @@ def test_ones_own_voices_speak_all_splits_steadily(studio):
     assert min(loudest) > 0.9 * max(loudest), "one level, as in a studio"
 
 
+@pytest.mark.slow
 def test_a_corpus_of_other_voices_is_another(studio):
     for voices in ([], ["en-us"]):
         with pytest.raises(SbkitError, match="exists already"):

@@ -378,6 +378,7 @@ def test_mistakes_are_named():
         Batching(10, sort="length")
 
 
+@pytest.mark.slow
 def test_two_million_utterances_are_planned_in_3_seconds_and_1_gb():
     code = """
 import re, time

@@ -38,6 +38,7 @@ def test_text_survives_and_ids_are_speechbrains(tokenizer):
     assert tokenizer.decode([1, *tokenizer.encode(TEXTS[0]), 0, 2]) == TEXTS[0]
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=9), max_size=9))
 def test_characters_are_counted_as_in_each_text(texts):
     assert count_characters(texts) == Counter("".join(texts)) == count_characters(Column(texts))

@@ -67,6 +67,7 @@ def test_without_a_language_model_it_finds_the_most_likely_texts(seed, frames):
         assert one.acoustic == pytest.approx(expected[one.text], abs=1e-3) and one.score == pytest.approx(one.acoustic)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 3), hot=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, frames, hot, models):
@@ -91,6 +92,7 @@ def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, f
         assert one.score == pytest.approx(expected[one.text], abs=1e-3)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
 def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(seed, frames, models):
@@ -165,6 +167,7 @@ def test_what_is_no_number_is_refused(where):
 # ------------------------------------------------------------- streams
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**6), frames=st.integers(0, 40), sharp=st.sampled_from([0.3, 1.0, 4.0]),
        unit=st.sampled_from([None, "word", "piece"]), data=st.data())
 @settings(max_examples=40, deadline=None)
@@ -177,6 +180,7 @@ def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, frames, sharp, uni
     assert heard.settled == words(best.spans, PIECES.__getitem__, NO_PAUSE, skip={0})
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**6), spoken=st.lists(st.integers(0, 12), max_size=5), data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(seed, spoken, data, models):

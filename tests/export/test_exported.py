@@ -44,6 +44,7 @@ def test_a_graph_that_cannot_be_traced_is_told_with_its_line(model, code):
         graph.trace_module(model(), EXAMPLE, OPEN)
 
 
+@pytest.mark.slow
 def test_numbers_near_to_nothing_stay_in_onnx(tmp_path):
     program = graph.trace_module(LogOfSilence(), EXAMPLE, OPEN)
     graph.write_onnx(program, tmp_path / "model.onnx", {"signals": ("batch", "samples"), "lengths": ("batch",)},

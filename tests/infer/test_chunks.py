@@ -20,6 +20,7 @@ def pieces(signal, sizes):
         at, i = at + size, i + 1
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     seconds=st.floats(0.01, 60), chunk=st.floats(0.5, 15), sizes=st.lists(st.integers(1, 7000), min_size=1, max_size=4),

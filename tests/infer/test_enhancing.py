@@ -48,6 +48,7 @@ def enhance(*words):
     return main(["enhance", *map(str, words), "--device", "cpu", "--threads", "1"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 100, enhancers.HOP, RATE, round(2.5 * PIECE_SECONDS * RATE)])
 def test_a_recording_is_what_the_checkpoint_makes_of_it(model, samples):
     found = model.enhance(noise(samples))
@@ -115,6 +116,7 @@ def test_a_recording_is_never_replaced_by_what_becomes_of_it(bundle, tmp_path, c
     assert (tmp_path / "a.wav").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_hour_takes_the_memory_of_a_minute(bundle, tmp_path):
     """The peak of what numpy and Python hold; blocks of a recording have ten seconds."""
     peaks = []

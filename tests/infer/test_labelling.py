@@ -200,6 +200,7 @@ def test_audio_that_can_t_be_labelled_is_refused(home, tmp_path, refused, capsys
     assert "a corpus can't have recordings from standard input; save them to files" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_bundle_that_is_no_recogniser_is_refused(home, tmp_path, refused):
     assert "has a model that gives no words, and a speech recogniser is needed" in refused(
         bundle=graph_bundles.make(tmp_path / "graph"))

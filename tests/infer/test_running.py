@@ -37,6 +37,7 @@ def run(*words):
     return main(["run", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_each_recording_is_a_line_of_json_in_the_order_given(bundle, clips, capsys):
     assert run(bundle, clips / "quiet.wav", clips / "deep") == 0
     captured = capsys.readouterr()
@@ -54,6 +55,7 @@ def test_a_folder_has_arrays_by_the_recordings_ids(bundle, clips, tmp_path, caps
     assert json.loads((tmp_path / "out" / "quiet.json").read_text())["label"] == "quiet"
 
 
+@pytest.mark.slow
 def test_sound_is_written_as_sound_without_padding(sound, clips, tmp_path):
     assert run(sound, clips, "--output", tmp_path / "out", "--format", "wav") == 0
     found, rate = soundfile.read(tmp_path / "out" / "deep" / "loud.wav")

@@ -77,6 +77,7 @@ def trained(home):
     return home / "results" / "run"
 
 
+@pytest.mark.slow
 def test_without_an_encoder_the_recipe_says_what_to_give(home):
     assert "no pretrained encoder is named; give its folder, or its name on the Hugging Face Hub: --encoder_source" in \
         sbkit(home, "check", RECIPE, code=1)

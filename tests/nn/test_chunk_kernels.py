@@ -107,6 +107,7 @@ def test_padded_batches_by_kernels_are_torchs_with_the_same_dropout(lengths, siz
     assert_same(ours, outcome(module, x, config, keys), 3e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("attention", ["RoPEMHA", "RelPosMHAXL"])
 def test_in_a_batch_an_utterance_comes_out_as_speechbrain_gives_it_alone(attention, by_kernels):

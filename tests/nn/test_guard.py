@@ -40,6 +40,7 @@ def tables(draw):
     return torch.tensor(indices), torch.tensor(lengths), size
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(tables(), st.booleans(), st.booleans())
 def test_host_and_device_agree_with_a_plain_loop(case, with_lengths, with_blank):

@@ -73,6 +73,7 @@ def test_all_weights_learn(models):
     assert all(each.grad is not None and each.grad.isfinite().all() for each in mine.parameters())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_it_is_traced_for_any_batch_and_length(models):
     _, mine, _ = models

@@ -83,6 +83,7 @@ class Further(CTC):
 '''
 
 
+@pytest.mark.slow
 def test_a_column_that_the_task_needs_and_the_corpus_lacks_is_an_error_where_the_corpus_is(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "gone").mkdir()

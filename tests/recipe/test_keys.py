@@ -502,6 +502,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CTC.Keys.declared())
 def test_a_key_has_an_effect(name, flagship, tmp_path, monkeypatch):
     first, second, see, *more = CASES[name]

@@ -132,6 +132,7 @@ def test_a_key_that_only_the_command_line_has_is_the_runs_own(started, tmp_path)
     assert read_run(out).keys.log_interval == 0
 
 
+@pytest.mark.slow
 def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):
     out = tmp_path / "out"
     assert started()[0] == 0
@@ -151,6 +152,7 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_was(started, tmp_path):
     assert started()[:2] == (0, (0, 0)), "and it is still done"
 
 
+@pytest.mark.slow
 def test_what_was_never_trained_is_not_tested(started, tmp_path):
     code, added, _ = started("--test_only")
     assert (code, added) == (2, (0, 0))
@@ -162,6 +164,7 @@ def test_a_test_of_an_unfinished_run_says_that_it_is_and_nothing_of_training(sta
     assert "out has not finished: it has trained 1 of 2 epochs" in said and "Model FLOPs" not in said
 
 
+@pytest.mark.slow
 def test_another_test_set_is_tested(started, tmp_path):
     assert started()[0] == 0
     lines = (tmp_path / "data" / "test.csv").read_text().splitlines()

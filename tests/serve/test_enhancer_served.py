@@ -19,6 +19,7 @@ def server(tmp_path_factory):
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.3, 9.7])
 def test_an_upload_comes_back_as_the_checkpoint_would_make_it(server, seconds):
     noisy = (0.1 * np.random.default_rng(0).standard_normal(round(seconds * enhancers.RATE))).astype(np.float32)

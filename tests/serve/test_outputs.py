@@ -33,6 +33,7 @@ def ask(server, path="outputs", data=None, **fields):
                                                                                   else data)})
 
 
+@pytest.mark.slow
 def test_outputs_are_json_with_their_label(served):
     answer = ask(served, model="loudness")
     assert answer.status_code == 200 and answer.json()["label"] == "loud" and answer.json()["model"] == "loudness"

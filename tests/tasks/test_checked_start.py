@@ -62,6 +62,7 @@ def test_what_does_not_fit_the_source(run, tmp_path, key, value, words):
     assert words in error.message and error.key == (key if key == "init_leave" else "init_from")
 
 
+@pytest.mark.slow
 def test_rows_of_tokens_are_of_the_models_width(run, tmp_path):
     state = {name: value.contiguous() for name, value in
              torch.load(next(run.glob("save/*epoch1*/model.ckpt")), weights_only=True).items()}

@@ -156,6 +156,7 @@ def mid_epoch(folder, die_at=None, workers=0):
     return brain, lin.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("die_at, workers", [(3, 0), (5, 2), (11, 0)])
 def test_speechbrain_s_loaders_go_on_where_the_run_died_in_the_middle_of_an_epoch(tmp_path, die_at, workers):
     whole, weight = mid_epoch(tmp_path / "whole")

@@ -83,6 +83,7 @@ def test_its_tokenizer_may_be_kept(data, tmp_path, caplog, letters):
     assert any(f"for all {len(letters)} tokens" in row for row in table)
 
 
+@pytest.mark.slow
 def test_the_check_shows_what_will_be_taken_and_what_can_not(data, tmp_path):
     model = published.make(tmp_path / "model", letters=SMALL)
     keys = {**TINY, "output_folder": str(tmp_path / "new"), "data_folder": str(data), "init_from": str(model)}
@@ -95,6 +96,7 @@ def test_the_check_shows_what_will_be_taken_and_what_can_not(data, tmp_path):
         started(tmp_path, data, model, None, init_tokenizer="keep")
 
 
+@pytest.mark.slow
 def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(data, tmp_path, caplog):
     model = published.make(tmp_path / "model", "w2v-bert-adapter", SMALL)
     with pytest.raises(SbkitError, match=r"has layers between encoder and head \(add_adapter\)") as raised:

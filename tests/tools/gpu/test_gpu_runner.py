@@ -55,6 +55,7 @@ def test_a_crash_and_an_error_are_told_and_what_was_found_before_stays(run):
     assert raised.verdict == FAILED and "Traceback" in Path(raised.log).read_text()
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_cut_off_with_all_that_it_started(run, tmp_path):
     run("well")  # the server that forks them has imported everything
     started = time.monotonic()
