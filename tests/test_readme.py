@@ -55,7 +55,8 @@ def test_a_figure_that_leads_to_a_run_is_that_runs():
     for figure, unit, name in figures:
         found = json.loads(prose(page.parent / name))["figures"]
         measure = "SI_SNRi" if unit == "dB" else "EER" if "EER" in found else "WER"
-        assert found[measure] == pytest.approx(float(figure), abs=0.005)
+        assert any(value == pytest.approx(float(figure), abs=0.005) for key, value in found.items()
+                   if key.startswith(measure)), name
 
 
 @pytest.mark.parametrize("words", COMMANDS)

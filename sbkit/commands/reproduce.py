@@ -69,7 +69,11 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
         raise SbkitError(f"{args.to} holds the run of another {args.file.name}", hint="choose another --to")
     words = [f"--{each}" for each in ([] if args.source is None else [f"corpus.source={args.source}"]) + args.values]
 
-    prepare.run([str(recipe), *words])
+    try:
+        prepare.run([str(recipe), *words])
+    except SbkitError as error:
+        raise SbkitError(error.message, hint=f"{error.hint or 'is it there?'}; --source PLACE and --set KEY=PLACE "
+                         "say where what the run had lies on this machine") from error
     request = arguments.parse([str(recipe), *words])
     keys = load.open_recipe(load.load(recipe, request.overrides), recipe).keys
     unread = reproduction.compare_corpus(recorded, keys.corpus.load())

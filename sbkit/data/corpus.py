@@ -299,17 +299,20 @@ class Corpus:
         return self._declared
 
     def check_declared(self, needs_text: bool, columns: Declared) -> None:
-        """Refuse a local source that lacks a column, as far as that is seen without reading or unpacking it."""
+        """Refuse a local source that lacks a column which the task declares or ``columns`` names.
+
+        As far as that is seen without reading or unpacking it.
+        """
         columns = self._declare(needs_text, columns)
         given = self.source
         elsewhere = isinstance(given, (str, Path)) and (on_hub(given) or Path(given).is_file())
-        if not columns or given is None or elsewhere:
+        if not (columns or self.columns) or given is None or elsewhere:
             return
         source = self._open(show_progress=False)
         for name in (name for names in choose_splits(source, self.only, self.splits).values() for name in names):
             header = source.header(name)
-            for role in source.wanted if header is not None else ():
-                if pick(role, header or (), self.columns) is None:
+            for role in source.needed if header is not None else ():
+                if (role in source.wanted or role in self.columns) and pick(role, header or (), self.columns) is None:
                     raise no_column(f"{source.where} [{name}]", role, header or (), self.columns)
 
     def _demo_folder(self) -> Path:

@@ -160,7 +160,8 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     precision = chosen or RunOptions.precision
     absent = device.type == "cuda" and not torch.cuda.is_available()
     if absent:
-        report.notes.append(f"{device}: there is none here, so its time is not estimated")
+        report.notes.append(f"{device}: there is none here, so its time is not estimated, and no run would start; "
+                            "--as 8xH100 rehearses one")
     if precision == "auto":
         precision = "bf16" if absent else native_precision(device)
     wrong = any(f.severity == "error" for f in findings)

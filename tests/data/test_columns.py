@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 
@@ -135,6 +136,15 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(sounds, tmp_pat
             other.check_declared(False, {"colour": LabelColumn(), "clean": SignalColumn()})
     corpus.check_declared(False, DECLARED)
     assert not list((tmp_path / "csv").glob("manifests/*.csv")), "a check prepares nothing"
+
+
+def test_a_column_that_only_the_corpus_names_is_looked_for_too(sounds, tmp_path):
+    write("csv", tmp_path, rows(sounds), sounds)
+    for columns, missing in (({"text": "sentence"}, "the text: looked for 'sentence' among ID, duration, wav"),
+                             ({"speaker": "nobody"}, None), ({"text": "mood"}, None)):
+        corpus = Corpus(tmp_path, folder=tmp_path / "m", columns=columns)
+        with pytest.raises(SbkitError, match=missing) if missing else contextlib.nullcontext():
+            corpus.check_declared(True, {})
 
 
 def test_a_recordings_folder_has_no_columns(sounds, tmp_path):

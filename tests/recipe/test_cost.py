@@ -75,4 +75,5 @@ def test_what_was_measured_is_said_in_one_line(planned, said):
 def test_a_card_that_is_not_here_is_said():
     request = arguments.parse([str(Path(__file__).parents[2] / "hparams" / "ctc.yaml"), "--device", "cuda"])
     report = check(request.path, request.overrides, run_opts=request.run_opts)
-    assert "cuda: there is none here, so its time is not estimated" in report.notes
+    assert ("cuda: there is none here, so its time is not estimated, and no run would start; "
+            "--as 8xH100 rehearses one") in report.notes
