@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         report = lm.build(
             _texts(sources, rules), args.out, order=args.order, prune=args.prune, unit=args.unit,
             tokenizer=None if run is None else run.tokenizer, min_count=args.min_count,
-            evaluate=_texts(held_out, rules) if held_out else None, binary=args.binary)
+            evaluate=_texts(held_out, rules) if held_out else None, binary=args.binary,
+            held_out=", ".join("stdin" if name == "-" else name for name in held_out))
     except OSError as error:
         raise disk.unwritable(args.out, "--out", error) from error
     print(report)

@@ -301,7 +301,9 @@ def summarize(report: Mapping[str, Any]) -> str:
     """A table and notes from the content of a ``prepare_report.json``, for the terminal."""
     splits = report["splits"]
     reasons = [reason for reason in REASONS if any(reason in entry["left_out"] for entry in splits.values())]
-    rows = [[split, entry["rows"], entry["kept"], float(entry["hours"]),
+    named = {split: split if names == [split] else f"{split} ({', '.join(names)})"
+             for split, names in report["source"]["splits"].items()}
+    rows = [[named[split], entry["rows"], entry["kept"], float(entry["hours"]),
              *(entry["left_out"].get(reason, {"count": 0})["count"] for reason in reasons)]
             for split, entry in splits.items()]
     lines = [f"{report['source']['kind']}: {report['source']['where']}",

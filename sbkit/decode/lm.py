@@ -48,7 +48,7 @@ class LMReport:
     tokens: int
     vocabulary: int
     quality: Quality
-    held_out: bool  # the quality was measured on text that the model wasn't estimated from
+    held_out: str  # what the quality was measured on, if the model wasn't estimated from it
     seconds: float
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class LMReport:
 
         rows = [[order, count, full, shown(self.discounts[order - 1])] for order, (count, full) in
                 enumerate(zip_longest(self.counts, self.counted, fillvalue=0), start=1)]
-        of = "the text given for it" if self.held_out else "the text it was estimated from"
+        of = self.held_out or "the text it was estimated from"
         quality = self.quality
         return "\n".join([
             f"{self.tokens} {self.unit}s in {self.sentences} sentences, {self.vocabulary} different",
@@ -70,7 +70,8 @@ class LMReport:
 
 def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence[int] | float | None = None,
           unit: str = "word", tokenizer: Tokenizer | None = None, min_count: int = 1,
-          evaluate: Iterable[str] | None = None, binary: bool = False) -> LMReport:
+          evaluate: Iterable[str] | None = None, binary: bool = False,
+          held_out: str = "the text given for it") -> LMReport:
     """Estimate a Kneser-Ney language model from text and write it.
 
     Arguments
@@ -86,6 +87,7 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     min_count : words that occur less often become the unknown word
     evaluate : text to report perplexity and unknown words on; by default ``texts``
     binary : write KenLM's binary next to the ARPA file
+    held_out : what the report calls the text to evaluate on
     """
     began = time.perf_counter()
     out = Path(out)
@@ -118,7 +120,8 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
             files.append(out.with_name(f"{name}.bin"))
             kenlm_binary.write(model, files[-1])
     return LMReport(files, unit, model.counts, counted, discounts, corpus.sentences, corpus.tokens,
-                    len(corpus.words) - len(SPECIAL), quality, evaluate is not None, time.perf_counter() - began)
+                    len(corpus.words) - len(SPECIAL), quality, "" if evaluate is None else held_out,
+                    time.perf_counter() - began)
 
 
 def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer: Tokenizer | None,

@@ -37,7 +37,7 @@ def test_a_model_of_text_files_and_its_report(home, tmp_path, capsys):
                     "--binary") == 0
     told = capsys.readouterr().out
     assert "19 words in 4 sentences, 8 different" in told
-    assert "on the text given for it" in told and "1 of 5 words unknown (20.00 %)" in told
+    assert f" on {home}/held.txt (" in told and "1 of 5 words unknown (20.00 %)" in told
     expected = lm.build(TEXT, tmp_path / "same.arpa", evaluate=["the cat sat", "the bird"])
     assert f"perplexity {expected.quality.perplexity:.2f} " in told
     assert (tmp_path / "lm.arpa").read_bytes() == (tmp_path / "same.arpa").read_bytes()
@@ -80,7 +80,7 @@ def test_a_run_gives_its_transcripts_its_rules_and_its_pieces(home, tmp_path, ca
     assert estimate(home, run, "--out", tmp_path / "run.arpa") == 0
     told = capsys.readouterr().out
     assert f"{len(Manifest.read(run / 'manifests' / 'train.csv'))} sentences" in told
-    assert "on the text given for it" in told  # dev
+    assert f" on {run}/manifests/dev.csv (" in told
     # Text that is written otherwise becomes like the transcripts.
     (home / "shout.txt").write_text("THE BRAVE Teacher, finds; an old ladder!\n")
     assert estimate(home, "{home}/shout.txt", "--like", run, "--out", tmp_path / "like.arpa", "--order", 2) == 0

@@ -90,7 +90,9 @@ def test_any_corpus_by_the_rules_of_the_run(run, home, capsys):
     assert result(run, "other-best")["utterances"] == 4
     heard = utterances.read(run / "evaluations" / "other-best" / "utterances.jsonl")
     assert all(one.reference and one.reference == one.reference.lower() for one in heard)
+    capsys.readouterr()
     assert evaluate(run, "--on", other, "--split", "validated", "--name", "mine") == 0
+    assert "test (validated) " in capsys.readouterr().err
     assert result(run, "mine-best")["utterances"] == 6
     assert evaluate(run, "--on", other / "validated.csv") == 0
     assert result(run, "validated-best")["WER"] == result(run, "mine-best")["WER"]

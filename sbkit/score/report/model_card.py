@@ -18,7 +18,7 @@ from sbkit.errors import SbkitError
 from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.report import data
 from sbkit.score.report.data import RunData
-from sbkit.score.run_files import EVALUATIONS, MANIFESTS, RESULT
+from sbkit.score.run_files import EVALUATIONS, MANIFESTS, REPORT, RESULT
 from sbkit.score.significance import interval
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write, time_span
@@ -62,6 +62,8 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpo
     except SbkitError as error:  # of its log or its test: the model is compared and whole
         logger.warning("The bundle's model card has nothing of its training: %s", error.message)
         return readme
+    for each in run.warnings:
+        logger.warning("The training of %s ended with a warning: %s; %s says more", folder, each["headline"], REPORT)
     tested = int(run.key("average_checkpoints") or 1)
     figures, remark = _figures(run), ""
     if figures and (checkpoint, mean_of, mean) != ("best", tested, None):

@@ -121,7 +121,8 @@ class SherpaWhole(Target):
         alike = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
         if not alike and not getattr(graph.encoder, "makes_loudness_equal", False):
             raise SbkitError("sherpa-onnx makes all recordings equally loud, and this model was not trained on "
-                             "recordings like that", hint="train with normalize: norm_type: sentence")
+                             "recordings like that",
+                             hint="train with normalize: norm_type: sentence, or leave out --target sherpa")
         if sample_rate != 16_000:
             raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes {sample_rate}",
                              hint="leave out --target sherpa")
@@ -190,7 +191,7 @@ class CTCStream(SherpaStream):
         if self.graph.step.subsampling % _FRAMES_COUNTED:
             raise SbkitError("sherpa-onnx takes each frame of a streaming model to be 40 ms long, and this model's "
                              f"frames are {10 * self.graph.step.subsampling} ms long",
-                             hint="train with frames of 40 ms, or a multiple of that")
+                             hint="train with frames of 40 ms, or a multiple of that, or leave out --target sherpa")
 
     def written(self, config: Config) -> tuple[nn.Module, int]:
         output = SherpaOutput(config, _FRAMES_COUNTED * self.graph.bank.hop / SAMPLE_RATE)

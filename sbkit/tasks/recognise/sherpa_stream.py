@@ -213,7 +213,7 @@ def _check(graph: StreamingGraph) -> None:
     if other:
         told = ", ".join(f"{name}: {settings[name]}" for name in other)
         raise SbkitError(f"sherpa-onnx gives a streaming model other features than this one was trained on ({told})",
-                         hint="train with the compute_features of hparams/streaming.yaml")
+                         hint="train with the compute_features of hparams/streaming.yaml, or leave out --target sherpa")
 
 
 def check_version(version: str | None = None) -> None:

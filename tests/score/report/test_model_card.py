@@ -116,6 +116,16 @@ def test_a_bundles_readme_goes_on_with_it(run):
     assert text.index("How to use it.") < text.index("## Figures") < text.index("## Training")
 
 
+def test_exporting_what_training_had_warned_of_says_so(run, caplog):
+    model_card.of_bundle("# words\n", run, None)
+    assert not caplog.messages
+    headline = "The model has learnt nothing: its loss stands at chance"
+    with open(run / "metrics.jsonl", "a") as log:
+        log.write(json.dumps({"kind": "warning", "what": "chance", "headline": headline, "detail": "", "holds": True}))
+    model_card.of_bundle("# words\n", run, None)
+    assert caplog.messages == [f"The training of {run} ended with a warning: {headline}; report.html says more"]
+
+
 def test_a_recipe_that_includes_another_has_its_keys_there(run):
     """As the copy of recipes/ in a run's folder has them."""
     (run / "hyperparams.yaml").write_text(

@@ -195,7 +195,7 @@ def test_other_features_are_refused(installed, changes, told):
 def test_shorter_frames_are_refused(installed):
     made = recogniser(bank(), input_size=24)
     made.frontend = CausalFrontEnd(BANDS, [4])
-    with pytest.raises(SbkitError, match="to be 40 ms long, and this model's frames are 20 ms long"):
+    with pytest.raises(SbkitError, match=r"this model's frames are 20 ms long.*leave out --target sherpa"):
         exported(made).target(layout.SHERPA)
 
 
