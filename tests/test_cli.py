@@ -83,6 +83,6 @@ def test_shard_packs_a_manifest(tmp_path, capsys):
     soundfile.write(tmp_path / "a.wav", 0.1 * np.random.randn(16000), 16000)
     (tmp_path / "train.csv").write_text(f"ID,duration,wav,spk_id,wrd\na,1.0,{tmp_path}/a.wav,s,hello\n")
     assert main(["shard", str(tmp_path / "train.csv"), str(tmp_path / "out"), "--encode", "wav16k"]) == 0
-    assert "1 utterances" in capsys.readouterr().out
+    assert "1 utterance, " in capsys.readouterr().out
     packed = Manifest.read(tmp_path / "out" / "train.csv")
     assert ".tar?offset=" in packed.wavs[0] and packed.texts[0] == "hello"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes
 from sbkit.errors import SbkitError
-from sbkit.system.console import table
+from sbkit.system.console import counted, table
 from sbkit.system.environment import check_torch_pair
 
 if TYPE_CHECKING:
@@ -141,10 +141,10 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
             print(f"  {part}: {each.headline()}")
         if scored.replaced:
             print(f"  replaced the result of {scored.replaced}; another --name keeps both")
-        for what, ids in (("could not be read", list(scored.facts["damaged"])),
-                          ("have no reference", scored.facts.get("without_reference"))):
+        for what, ids in (("that could not be read", list(scored.facts["damaged"])),
+                          ("without a reference", scored.facts.get("without_reference"))):
             if ids:
-                print(f"  not scored: {len(ids)} utterances that {what}: {', '.join(ids[:5])}")
+                print(f"  not scored: {counted(len(ids), 'utterance')} {what}: {', '.join(ids[:5])}")
     bounds = [(name, 1, "more", bound) for name, bound in request.most]
     bounds += [(name, -1, "less", bound) for name, bound in request.least]
     if request.max_wer is not None:

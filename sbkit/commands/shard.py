@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sbkit.commands.options import add_schemes, count
 from sbkit.errors import SbkitError
+from sbkit.system.console import counted
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -39,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
         rows, out, name=source.stem, shard_size_mb=args.shard_size_mb,
         encode=args.encode, sample_rate=args.sample_rate, workers=args.workers,
     )
-    print(f"{len(manifest)} utterances, {manifest.hours:.2f} hours: {out / source.stem}.csv")
+    print(f"{counted(len(manifest), 'utterance')}, {manifest.hours:.2f} hours: {out / source.stem}.csv")
     return 0

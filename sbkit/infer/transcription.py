@@ -21,7 +21,7 @@ from sbkit.infer.inputs import below, collect, lengths, refuse_meeting
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
 from sbkit.infer.transcript import FORMATS, Transcript, check_formats
-from sbkit.system.console import atomic_write, progress, time_span
+from sbkit.system.console import atomic_write, counted, progress, time_span
 
 #: File in a folder of transcripts that records what made them.
 MADE_BY = ".sbkit-transcribe.json"
@@ -140,7 +140,7 @@ def _score(heard: list[tuple[Recording, Transcript]]) -> None:
     rows = [(each.id, each.reference, transcript.text) for each, transcript in heard if each.reference]
     lacking = [each.id for each, _ in heard if not each.reference]
     if lacking:
-        print(f"not scored: {len(lacking)} recordings without a reference: {', '.join(lacking[:5])}"
+        print(f"not scored: {counted(len(lacking), 'recording')} without a reference: {', '.join(lacking[:5])}"
               f"{', ...' if len(lacking) > 5 else ''}", file=sys.stderr)
     words.add(*zip(*rows, strict=True))
     characters.add(*zip(*rows, strict=True))

@@ -24,11 +24,11 @@ from sbkit.recipe.flops import Arithmetic
 from sbkit.recipe.ownership import Owned
 from sbkit.recipe.parts import flattened
 from sbkit.recipe.price import EFFICIENCY
-from sbkit.recipe.report import Section, counted
+from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings, Node, Place
 from sbkit.recipe.trace import Trace, build_brain, gpu_stand_ins
 from sbkit.recipe.values import unwrapped
-from sbkit.system.console import time_span
+from sbkit.system.console import counted, time_span
 
 GIB = 2**30
 #: Memory of common GPUs in GB, for planning without one.
@@ -292,7 +292,7 @@ def _amounts(hours: float, passes: int, epochs: int) -> dict[str, float]:
     """Hours of audio by what takes them."""
     times = f", {passes} times {time_span(3600 * hours)}" if passes > 1 else ""
     return {f"time of an epoch, {time_span(3600 * hours * passes)} of audio{times}": hours * passes,
-            f"time of the run, {epochs} epoch{'s' if epochs > 1 else ''}": hours * passes * epochs}
+            f"time of the run, {counted(epochs, 'epoch')}": hours * passes * epochs}
 
 
 def _remarks(estimate: CostEstimate) -> list[str]:

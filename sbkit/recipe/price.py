@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sbkit.recipe.finished_runs import FinishedRun, RunEstimate, Setting, Steps
-from sbkit.recipe.report import Section, counted, few
-from sbkit.system.console import time_span
+from sbkit.recipe.report import Section, few
+from sbkit.system.console import counted, time_span
 
 if TYPE_CHECKING:
     from sbkit.data.plan import Plan

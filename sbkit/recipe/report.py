@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sbkit.system.console import table
+from sbkit.system.console import counted, table
 
 ERROR, WARNING = "error", "warning"
 #: Increase when a field of the JSON is renamed or removed.
@@ -134,11 +134,6 @@ class Report:
             "sections": {name: asdict(section) for name, section in self.sections.items()},
             "not_looked_at": self.notes, "seconds": round(self.seconds, 3),
         }, indent=1, ensure_ascii=False, default=str)
-
-
-def counted(count: int, what: str) -> str:
-    """So many of something: 1 error, 2 errors."""
-    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, EditCounts, Tokens, align, count
-from sbkit.system.console import atomic_write
+from sbkit.system.console import atomic_write, counted
 
 _NOTHING = "there is nothing to score: no utterance was added"
 GAP = "<eps>"  # placeholder for a missing token in an alignment, as in SpeechBrain's file
@@ -79,8 +79,8 @@ class ErrorRates:
 
     def __repr__(self) -> str:
         name = "WER" if self.unit == "word" else "CER"
-        utterances = f"{len(self):,} utterance{'' if len(self) == 1 else 's'}"
-        return f"ErrorRates({f'{name} {self.rate:.2f} %' if self.ids else f'no {name} yet'}, {utterances})"
+        known = f"{name} {self.rate:.2f} %" if self.ids else f"no {name} yet"
+        return f"ErrorRates({known}, {counted(len(self), 'utterance')})"
 
     def add(self, ids: Sequence[str], references: Sequence[str | Tokens],
             hypotheses: Sequence[str | Tokens | None]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.score.estimate import MetricEstimate
-from sbkit.system.console import atomic_write, table
+from sbkit.system.console import atomic_write, counted, table
 
 #: Number of recordings named in a message about unreadable ones.
 NAMED = 5
@@ -86,7 +86,7 @@ class Results:
 
     def headline(self) -> str:
         """The numbers on one line."""
-        return ", ".join([*(self._said(name) for name in self.stats), f"{self.utterances} utterances"])
+        return ", ".join([*(self._said(name) for name in self.stats), counted(self.utterances, "utterance")])
 
     def _said(self, name: str) -> str:
         sure = self.estimate is not None and name == self.estimate.name

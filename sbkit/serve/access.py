@@ -152,10 +152,14 @@ class AccessControl:
             await self._refuse(scope, answer, failed(answer.id, error))
         finally:
             shown = path if path in _COUNTED else "/v1/models" if path.startswith("/v1/models/") else "other"
+            took, status = time.monotonic() - began, answer.status or (499 if scope["type"] == "http" else 101)
             if scope["type"] == "http":
-                self._metrics.requests.labels(shown, answer.status or 499).inc()
+                self._metrics.requests.labels(shown, status).inc()
                 if scope["method"] == "POST":
-                    self._metrics.seconds.labels(shown).observe(time.monotonic() - began)
+                    self._metrics.seconds.labels(shown).observe(took)
+            if path not in PROBES:
+                _log.info("%s %s %s: %d after %.2f s (%s)", (scope.get("client") or "?")[0],
+                          scope.get("method", "WebSocket"), shown, status, took, answer.id)
 
     # ------------------------------------------------------------------ checks
 

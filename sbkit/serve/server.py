@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from sbkit.errors import SbkitError
+from sbkit.serve import access
 from sbkit.serve.access import Hosts, loopback
 from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
@@ -140,6 +141,7 @@ class _Server:
     def run(self) -> int:
         """Run until the end and return the exit code."""
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger(access.__name__).setLevel(logging.INFO)  # a line for each request
         logging.getLogger("uvicorn.error").addFilter(
             lambda record: not any(each in record.getMessage() for each in _CLIENTS_ERRORS))
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns about each malformed form

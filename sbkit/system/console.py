@@ -63,6 +63,11 @@ def time_span(seconds: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 9.95 or not value else f"{max(value, 0.001):.2g} {unit}"
 
 
+def counted(count: int, what: str) -> str:
+    """So many of something: 1 error, 2 errors."""
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
+
+
 def _is_number(text: str) -> bool:
     return text.rstrip("%x").replace(",", "").replace(".", "", 1).lstrip("-").isdigit()
 

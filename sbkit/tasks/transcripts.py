@@ -15,7 +15,7 @@ from sbkit.score import utterances
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Results
 from sbkit.score.significance import interval
-from sbkit.system.console import atomic_write
+from sbkit.system.console import atomic_write, counted
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Transcripts(Results):
     def headline(self) -> str:
         low, high = interval(self.words)
         return (f"WER {self.words.rate:.2f} % (95 % interval {low:.2f} to {high:.2f}), "
-                f"CER {self.characters.rate:.2f} %, {len(self.words)} utterances")
+                f"CER {self.characters.rate:.2f} %, {counted(len(self.words), 'utterance')}")
 
     def lines(self) -> list[str]:
         """Show one utterance as an example, and the remark."""

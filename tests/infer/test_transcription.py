@@ -182,7 +182,7 @@ def test_references_of_one_s_own(bundle, clips, tmp_path, capsys):
     (tmp_path / "refs.tsv").write_text("one\tfirst words\ntwo.flac\tmore words there\n\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 0
     told = capsys.readouterr().err
-    assert "WER 20.00 %" in told and "not scored: 1 recordings without a reference: deep/er/three" in told
+    assert "WER 20.00 %" in told and "not scored: 1 recording without a reference: deep/er/three" in told
     (tmp_path / "refs.tsv").write_text("else\tfirst words\n")
     assert run(bundle, clips, "--references", tmp_path / "refs.tsv") == 2
     assert "names none of the recordings" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_a_recording_that_cannot_be_read_is_named_and_not_scored(run, home, caps
         recording.write_bytes(whole)
     facts = result(run, "test-best")
     assert facts["utterances"] == 8 and list(facts["damaged"]) == ["test2"]
-    assert "not scored: 1 utterances that could not be read: test2" in capsys.readouterr().out
+    assert "not scored: 1 utterance that could not be read: test2" in capsys.readouterr().out
 
 
 def test_characters_that_the_model_cannot_write_are_counted(run, home, caplog):

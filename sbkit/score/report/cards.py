@@ -17,6 +17,7 @@ from sbkit.score.rates import aligned
 from sbkit.score.report.data import ScoredRun, percent
 from sbkit.score.results import ScoredRecording, SoundSample
 from sbkit.score.utterances import ScoredUtterance
+from sbkit.system.console import counted
 
 _RATE = 16_000
 _COMPRESSION = 0.8  # variable bit rate, some 37 kbit/s for speech at 16 kHz
@@ -94,7 +95,7 @@ class Cards:
             here = text(tag("p", other[2], class_="side"), diff(reference, other[0], other[1]),
                         tag("p", "this run", class_="side"), here)
         edits, length = int(results.edits[index]), int(results.lengths[index])
-        facts = [f"{edits} error{'' if edits == 1 else 's'} in {length} words", f"{one.duration:.1f} s"]
+        facts = [f"{counted(edits, 'error')} in {counted(length, 'word')}", f"{one.duration:.1f} s"]
         if one.confidence is not None:
             facts.append(f"confidence {percent(one.confidence)}")
         facts += [value.replace("_", " ") for name, value in one.meta.items() if name in ("accent", "age", "gender")]

@@ -183,7 +183,8 @@ class RunData:
     @property
     def name(self) -> str:
         """The last parts of the folder's path, enough to tell runs apart."""
-        return "/".join(self.folder.resolve().parts[-3:]).lstrip("/")
+        whole = self.folder.resolve()
+        return "/".join(whole.parts[-3:]) if len(whole.parts) > 4 else str(whole)
 
 
 @functools.lru_cache(maxsize=4)

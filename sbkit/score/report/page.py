@@ -55,7 +55,9 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
     data = read(run)
     other = None if against is None else read(against)
     compared = None if other is None else _compared(other, data)
-    name = REPORT if other is None else f"report-against-{other.name.replace('/', '-')}.html"  # next to the run's own
+    name = REPORT  # a comparison goes next to the run's own
+    if other is not None:
+        name = f"report-against-{other.name.lstrip('/').replace('/', '-')}.html"
     path = data.folder / name if out is None else Path(out)
     clips = AudioEmbedder(audio_megabytes, data.owns, remote)
     page = _page(data, other, compared, title or data.name, utterances, clips)

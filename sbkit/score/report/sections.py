@@ -19,7 +19,7 @@ from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunF
 from sbkit.score.report.groups import UtteranceGroup
 from sbkit.score.results import Player, ScoredRecording
 from sbkit.score.significance import RATES, interval
-from sbkit.system.console import time_span
+from sbkit.system.console import counted, time_span
 
 WORDS_SHOWN = 14
 EXAMPLES_SHOWN = 10
@@ -76,7 +76,7 @@ def tiles(run: RunData) -> Markup:
             _tile("Sentences right", percent(1 - summary["SER"] / 100, 1),
                   f"{summary['num_scored_sents'] - summary['num_erroneous_sents']} of {len(run.results)}"),
             _tile("Test set", time_span(run.results.hours * 3600),
-                  f"{len(run.results)} utterances, {summary['num_scored_tokens']} words"),
+                  f"{counted(len(run.results), 'utterance')}, {summary['num_scored_tokens']} words"),
         ]
     sure = run.estimate
     for name, value in run.stats.items():
@@ -87,8 +87,7 @@ def tiles(run: RunData) -> Markup:
     trained = sum(epoch.get("train_seconds") or 0 for epoch in run.epochs)
     if trained:
         steps = run.epochs[-1].get("step", 0)
-        epochs = "1 epoch" if len(run.epochs) == 1 else f"{len(run.epochs)} epochs"
-        cells.append(_tile("Training", time_span(trained), f"{epochs}, {steps:,} steps"))
+        cells.append(_tile("Training", time_span(trained), f"{counted(len(run.epochs), 'epoch')}, {steps:,} steps"))
     speed = run.epochs[-1].get("audio_s_per_s") if run.epochs else None
     if speed:
         cells.append(_tile("Training speed", f"{speed:.3g}\N{NO-BREAK SPACE}s/s", _speed_details(run.epochs[-1])))

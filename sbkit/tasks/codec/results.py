@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from sbkit.score.results import Table
+from sbkit.system.console import counted
 from sbkit.tasks.listening import measure_of
 from sbkit.tasks.sound_results import SoundResults, word_rates
 
@@ -103,7 +104,7 @@ class Resyntheses(SoundResults):
         said += [f"{name} {self.stats[name]:.3f}" for name in ("STOI", "PESQ") if name in self.stats]
         if "WER" in self.stats:
             said.append(f"WER {self.stats['WER']:.2f} % (recordings {self.stats['WER_of_recordings']:.2f} %)")
-        return ", ".join([*said, f"{self.books.bit_rate:.0f} bit/s", f"{self.utterances} utterances"])
+        return ", ".join([*said, f"{self.books.bit_rate:.0f} bit/s", counted(self.utterances, "utterance")])
 
     def facts(self) -> dict[str, Any]:
         return {**self.stats, "codebooks": [

@@ -17,6 +17,7 @@ from sbkit.nn.enhance.enhancer import si_snr, snr
 from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import key
 from sbkit.score.results import Table
+from sbkit.system.console import counted
 from sbkit.tasks.keys import TaskKeys
 from sbkit.tasks.listening import Drawn, first_drawn, stoi
 from sbkit.tasks.sound_results import SoundResults
@@ -78,7 +79,7 @@ class Enhanced(SoundResults):
             said[0] += " (95 % interval {:.2f} to {:.2f})".format(*self.estimate.interval)
         if "STOI" in self.stats:
             said.append(f"STOI {self.stats['STOI']:.3f} (noisy {self.stats['STOI_of_noisy']:.3f})")
-        return ", ".join([*said, f"{self.utterances} utterances"])
+        return ", ".join([*said, counted(self.utterances, "utterance")])
 
     def remark(self, row: EnhancedRow) -> str:
         """Say what was measured of a clip."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from sbkit.score.results import Table
+from sbkit.system.console import counted
 from sbkit.tasks.sound_results import SoundResults, word_rates
 
 #: Texts in the table of those in which most was misheard.
@@ -63,7 +64,7 @@ class Spoken(SoundResults):
         said = [f"WER {self.stats['WER']:.2f} % (recordings {self.stats['WER_of_recordings']:.2f} %)"] \
             if "WER" in self.stats else []
         return ", ".join([*said, f"real-time factor {self.stats['real_time_factor']:.4f}",
-                          f"{self.utterances} utterances"])
+                          counted(self.utterances, "utterance")])
 
     def facts(self) -> dict[str, Any]:
         return {**self.stats, **self.intervals()}

@@ -5,6 +5,7 @@ import html
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -323,6 +324,12 @@ def test_utterances_come_back_from_disk_as_they_went(tmp_path_factory, heard):
     path = tmp_path_factory.mktemp("heard") / "u.jsonl"
     utterances.write(path, heard)
     assert utterances.read(path) == heard
+
+
+@pytest.mark.parametrize("folder, name", [("/out/run", "/out/run"), ("/a/b/run/evaluations/x", "run/evaluations/x")])
+def test_a_run_is_named_by_the_end_of_its_path_or_by_all_of_a_short_one(tmp_path, folder, name):
+    run = read(run_folders.run_that_tells(tmp_path / "run", run_folders.told()))
+    assert dataclasses.replace(run, folder=Path(folder)).name == name
 
 
 def test_points_of_a_rate_have_their_ranges_and_names():
