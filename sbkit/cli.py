@@ -35,11 +35,11 @@ A recipe is code: what it names is imported and called, even by check. For a rec
 
 #: Commands that take a recipe and overrides, as SpeechBrain's scripts do; argparse never sees their arguments.
 RECIPE_COMMANDS = {
-    "train": "Train, test and report",
-    "check": "Report everything wrong with a recipe, what it costs and what fits in memory",
-    "tune": "Find by trial the largest batch that fits; cached per model, device and precision (--fresh)",
-    "prepare": "Prepare the corpus and the tokenizer only, and report what was left out and why",
-    "clean": "List training rows whose labels are probably wrong, by models that have not seen them",
+    "train": "train, test and report",
+    "check": "report everything wrong with a recipe, what it costs and what fits in memory",
+    "tune": "find by trial the largest batch that fits; cached per model, device and precision (--fresh)",
+    "prepare": "prepare the corpus and the tokenizer only, and report what was left out and why",
+    "clean": "list training rows whose labels are probably wrong, by models that have not seen them",
 }
 COMMANDS = {
     "new": "write a starter folder: a task's recipes, train.py and a README",

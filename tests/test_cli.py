@@ -23,7 +23,9 @@ def test_every_command_has_its_file_and_every_file_is_a_command():
     files = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__", "options"}
     assert files == {name.replace("-", "_") for name in {**RECIPE_COMMANDS, **COMMANDS}}
     for name, what in RECIPE_COMMANDS.items():
-        assert cli.command_module(name).HELP.startswith(f"{what}."), "one sentence, in the list and on its own page"
+        sentence = f"{what[0].upper()}{what[1:]}."
+        assert cli.command_module(name).HELP.startswith(sentence), "one sentence, in the list and on its own page"
+    assert [what for what in {**RECIPE_COMMANDS, **COMMANDS}.values() if not what[0].islower()] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -314,6 +314,9 @@ def summarize(report: Mapping[str, Any]) -> str:
             shown = " ".join(f"{char!r} x{count}" for char, count in list(outside.items())[:10])
             lines.append(f"{split}: characters outside the alphabet: {shown}")
         durations = entry["durations"]
+        if (listed := durations.get("listed")) and (missing := durations.get("measured")):
+            lines.append(f"{split}: the list has no duration above 0 for {missing} of {listed + missing} rows, so "
+                         "these were measured")
         if durations.get("disagree"):
             lines.append(f"{split}: {durations['disagree']} of {durations['checked']} listed durations that "
                          "were checked differ from the audio")

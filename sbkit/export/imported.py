@@ -83,7 +83,7 @@ def _opened(request: ImportRequest, run: Path) -> Trained:
                               encoder={"add_adapter": bool(published.model.settings.config.get("add_adapter"))})
     initial.load(brain)
     encoder = brain.recognizer.encoder
-    for note in encoder.notes():
+    for note in encoder.notes(trains=False):
         print(note)
     own, least = published.model.own_code(encoder.frames), getattr(encoder.network, "min_samples", 1)
     return _trained(request, run, brain, ("transformers", _own_code(own, published.kept_order, tokenizer, least)))

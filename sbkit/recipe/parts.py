@@ -200,9 +200,11 @@ def layers_called(modules: nn.Module, wanted: LayerNames, key: str) -> list[nn.M
         if not hits:
             missing.append(entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry)))
     if missing:
-        repeated = ", ".join(sorted({type(m).__name__ for m in repeated_layers(modules)})) or "none"
+        repeated = sorted({type(m).__name__ for m in repeated_layers(modules)})
+        near = did_you_mean(missing[0], [*repeated, *(path for path, _ in modules.named_modules())], cutoff=0.75)
         raise SbkitError(f"{key}: nothing under modules is called {', '.join(map(repr, missing))}",
-                         hint=f"name a class or a path; repeated layers: {repeated}")
+                         hint=f"did you mean {near}?" if near else
+                         f"name a class or a path; repeated layers: {', '.join(repeated) or 'none'}")
     return list(found.values())
 
 
@@ -252,6 +254,7 @@ def check_named(built: Built, modules: nn.Module, complete: bool, findings: Find
             except SbkitError as error:
                 findings.error("no-such-part", built.place(key), key, error.message.removeprefix(f"{key}: "),
                                error.hint or "")
+                built.hparams[key] = None  # the cost doesn't count on it
     freeze = built.hparams.get("freeze")
     if not freeze or not complete:
         return

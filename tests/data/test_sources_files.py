@@ -94,6 +94,19 @@ def test_a_start_that_is_none_leaves_its_row_out_by_name(tmp_path):
     assert left_out["count"] == 2 and left_out["examples"][0].startswith("a: its start")
 
 
+@pytest.mark.parametrize("durations, rows", [(["1.0", "-1", "soon"], 2), (["2.0"] * 3, 0), ([""] * 3, 0)])
+def test_rows_whose_duration_is_taken_from_the_audio_are_counted(tmp_path, durations, rows):
+    lines = []
+    for i, duration in enumerate(durations):
+        (tmp_path / f"{i}.wav").write_bytes(encoded(speechlike(1.0 + i), 16000))
+        lines.append(f"{i},{duration},{i}.wav,x")
+    write(tmp_path / "train.csv", "\n".join(["ID,duration,wav,wrd", *lines]) + "\n")
+    corpus = Corpus({"train": tmp_path / "train.csv"}, folder=tmp_path / "m")
+    assert corpus.prepare(show_progress=False)["train"].durations.tolist() == [1.0, 2.0, 3.0]
+    told = f"train: the list has no duration above 0 for {rows} of 3 rows, so these were measured"
+    assert (told in corpus.summary()) == bool(rows) == ("measured" in corpus.summary())
+
+
 def test_columns_under_other_names(tmp_path):
     path = write(tmp_path / "x.csv", "file,said\na.wav,hello\na.wav,twice\n")
     with pytest.raises(SbkitError, match=r"x\.csv has no column for the text: looked for any of 'wrd', 'text'"

@@ -114,11 +114,12 @@ def test_a_server_says_what_transformers_says(imported):
 
 
 @pytest.mark.slow
-def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path):
+def test_words_are_those_of_a_tokenizer_that_writes_small_letters(tmp_path, capsys):
     """And whose blank is its last token."""
     letters = [*published.LETTERS[1:], "<pad>"]
     folder = published.make(tmp_path / "small", letters=letters, do_lower_case=True)
     assert import_model(ImportRequest(str(folder), tmp_path / "bundle", formats=["torch"], clips=2)) == 0
+    assert "layerdrop" not in capsys.readouterr().out, "only training would skip layers"
     lines = (tmp_path / "bundle" / layout.TOKENS).read_text().splitlines()
     assert lines[0] == "<blk> 0" and {"a 5", "▁ 4", "z 30"} <= set(lines)
     model = sbkit.infer.load(tmp_path / "bundle", model=layout.TORCH, device="cpu")

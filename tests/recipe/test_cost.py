@@ -77,3 +77,13 @@ def test_a_card_that_is_not_here_is_said():
     report = check(request.path, request.overrides, run_opts=request.run_opts)
     assert ("cuda: there is none here, so its time is not estimated, and no run would start; "
             "--as 8xH100 rehearses one") in report.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named, counted", [("ConformerEncoderLayer", True), ("ConformerEncoderLayers", False)])
+def test_layers_that_are_none_are_not_counted_on(tmp_path, named, counted):
+    report = check(Path(__file__).parent / "small.yaml",
+                   {"output_folder": str(tmp_path), "activation_checkpointing": [named]})
+    assert [error.key for error in report.errors] == ["activation_checkpointing"] * (not counted)
+    said = report.sections["bill"].values["inexact"]
+    assert said == ["activation_checkpointing needs less memory than is counted here"] * counted

@@ -147,9 +147,9 @@ class Encoder(nn.Module):
         self.reinitialised = frozenset(f"network.{name}" for name in missing)
         return files, lines
 
-    def notes(self) -> list[str]:
+    def notes(self, trains: bool = True) -> list[str]:
         """What to log about the encoder that its source says otherwise, or that was chosen."""
-        dropped, language = self.settings.config.get("layerdrop"), self.adapter_language
+        dropped, language = trains and self.settings.config.get("layerdrop"), self.adapter_language
         lines = [f"layerdrop is 0, and not {dropped:g} as in its config: no layer is skipped"] if dropped else []
         if self._adapters():
             lines.append(f"adapters of {language}" if language else "adapters of the model's own file, of no language")

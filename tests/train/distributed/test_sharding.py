@@ -180,6 +180,9 @@ def test_recomputed_activations_change_no_gradient(wanted):
 def test_a_name_that_fits_nothing_is_an_error_that_lists_the_layers_that_repeat():
     with pytest.raises(SbkitError, match=r"activation_checkpointing.*'EncoderLayer'.*repeated layers: Layer"):
         sharding.checkpoint_activations(modules(), ["EncoderLayer"])
+    for wrong, meant in (("Layers", "Layer"), ("0.layer.0", "0.layers.0")):
+        with pytest.raises(SbkitError, match=f"did you mean {meant}[?]"):
+            sharding.checkpoint_activations(modules(), [wrong])
 
 
 def test_one_process_needs_no_sharding():
