@@ -92,7 +92,8 @@ def listen(request: ListenRequest) -> int:
 def _check(request: ListenRequest) -> None:
     """Refuse what can't be listened to before a model is loaded for it."""
     if request.source not in (STDIN, None):
-        raise SbkitError(f"listen takes a microphone, or - for standard input, but not {request.source}",
+        missing = "" if Path(request.source).exists() else ", and there is no such file"
+        raise SbkitError(f"listen takes a microphone, or - for standard input, but not {request.source}{missing}",
                          hint=f"files are for: sbkit transcribe {request.bundle} {request.source}; or, if it has "
                               f"16-bit samples alone: sbkit listen {request.bundle} - < {request.source}")
     if request.source == STDIN and request.microphone is not None:

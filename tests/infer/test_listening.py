@@ -99,11 +99,14 @@ def test_what_is_wrong_is_one_line(bundle, monkeypatch, tmp_path, capsys, data, 
     assert last.startswith("error: ") and re.search(told, last)
 
 
-def test_a_file_is_for_transcribe(tmp_path, capsys):
-    assert main(["listen", str(tmp_path / "none"), "talk.wav"]) == 2  # and no bundle is looked at
-    assert capsys.readouterr().err == (
-        "error: listen takes a microphone, or - for standard input, but not talk.wav; files are for: sbkit transcribe "
-        f"{tmp_path}/none talk.wav; or, if it has 16-bit samples alone: sbkit listen {tmp_path}/none - < talk.wav\n")
+def test_a_file_is_for_transcribe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for missing in (", and there is no such file", ""):
+        assert main(["listen", "none", "talk.wav"]) == 2  # and no bundle is looked at
+        assert capsys.readouterr().err == (
+            f"error: listen takes a microphone, or - for standard input, but not talk.wav{missing}; files are for: "
+            "sbkit transcribe none talk.wav; or, if it has 16-bit samples alone: sbkit listen none - < talk.wav\n")
+        (tmp_path / "talk.wav").touch()
 
 
 def test_nothing_is_heard_after_the_end_of_the_audio(bundle, monkeypatch, tmp_path, capsys):
