@@ -172,16 +172,16 @@ def test_while_one_address_does_all_that_it_can_another_has_right_answers_soon(b
         for _ in range(10):
             again(trickle)
         time.sleep(3)
-        took, until = [], time.monotonic() + 30
+        took, until = [], time.monotonic() + 12
         with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=60) as honest:
-            while time.monotonic() < until:
+            while time.monotonic() < until or len(took) < 4:
                 began = time.monotonic()
                 answer = honest.post(f"{url}/v1/audio/transcriptions", data={"model": "level"},
                                      files={"file": ("a", serving.wav("a right answer"))})
                 took.append(time.monotonic() - began)
                 assert answer.status_code == 200 and answer.json()["text"] == "a right answer", answer.text
         print(f"{len(took)} answers, after {median(took):.2f} s in the middle and {max(took):.2f} s at most")
-        assert median(took) < 5 and len(took) > 3  # the longest is up to what else this machine does
+        assert median(took) < 5  # the longest is up to what else this machine does
         assert memory(process) < before + 300 and not any("Traceback" in each for each in lines), lines[:50]
     finally:
         over.set()
