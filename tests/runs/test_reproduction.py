@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import run_folders
 import soundfile
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import BatchNorm1d
 
 from sbkit.cli import main
 from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe import flops
 from sbkit.runs import lock, reproduction
+from sbkit.train.checkpoint.adapted import hash_of
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 SMALL = {**run_folders.TINY, "number_of_epochs": 3, "precision": "fp32", "step_seconds": 3, "max_batch_seconds": 3,
@@ -35,6 +38,11 @@ def manifest(tmp_path):
 
 def recorded(manifest):
     return {"corpus": {"train": reproduction.hashes(manifest, "train")}}
+
+
+def test_the_weights_that_a_run_begins_with_may_be_numbers_too():
+    counted = BatchNorm1d(2).state_dict()  # how many batches it has seen is one
+    assert hash_of(counted) != hash_of({**counted, "num_batches_tracked": torch.tensor(1)})
 
 
 def flip(path):

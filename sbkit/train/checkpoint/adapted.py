@@ -139,4 +139,5 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview | bytes:
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data if tensor.numel() else b""
+    values = tensor.detach().cpu().contiguous().reshape(-1)  # a number has no bytes to view
+    return values.view(torch.uint8).numpy().data if len(values) else b""
