@@ -110,7 +110,10 @@ def test_few_files_a_full_disk_and_trickling_clients_then_a_right_answer(bundle,
         assert memory(process) < before + 150, "nothing is piled up"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-        assert len(lines) < 20 and not any("Traceback" in each for each in lines), lines[:50]
+        requests = [each for each in lines if " sbkit.serve.access: " in each]
+        ids = {each.split()[-1] for each in requests}
+        assert len(ids) == len(requests), "a line for each request"
+        assert len(lines) - len(requests) < 20 and not any("Traceback" in each for each in lines), lines[:50]
     finally:
         over.set()
         for each in silent:
