@@ -21,7 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
                         help="where to train (default: reproduced)")
     parser.add_argument("--source", metavar="PLACE", help="where the corpus is, if not where the run had it")
     parser.add_argument("--set", dest="values", metavar="KEY=VALUE", action="append", default=[],
-                        help="another key of the recipe whose place is another here, such as corpus.data_root=/data")
+                        help="another place that the recipe names, such as init_from=/models/demo")
     parser.add_argument("--steps", type=count, default=100,
                         help="compare what was recorded of so many steps: the loss of 1, 10 and each hundredth (100)")
     parser.add_argument("--full", action="store_true", help="train to the end, and compare the test's figures too")
@@ -48,7 +48,8 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     from sbkit.commands import prepare
     from sbkit.recipe import arguments, load, writing
     from sbkit.recipe.report import listed
-    from sbkit.runs import reproduction, restore
+    from sbkit.recipe.resolve import flatten
+    from sbkit.runs import initial, reproduction, restore
     from sbkit.system.console import atomic_write, table
     from sbkit.system.environment import describe
 
@@ -67,9 +68,13 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
         out.write(text if before is None else before)
     if before not in (None, text):
         raise SbkitError(f"{args.to} holds the run of another {args.file.name}", hint="choose another --to")
-    words = [f"--{each}" for each in ([] if args.source is None else [f"corpus.source={args.source}"]) + args.values]
+    texts = flatten(load.resolved(recipe, {})).texts()
+    source = "corpus.source" if "corpus.source" in texts else "data_folder"  # of a mixture
+    words = reproduction.places(texts, ([] if args.source is None else [f"{source}={args.source}"]) + args.values)
 
     try:
+        initial.open_source(load.open_recipe(load.load(recipe, arguments.parse([str(recipe), *words]).overrides),
+                                             recipe).keys, {})
         prepare.run([str(recipe), *words])
     except SbkitError as error:
         raise SbkitError(error.message, hint=f"{error.hint or 'is it there?'}; --source PLACE and --set KEY=PLACE "

@@ -126,7 +126,7 @@ def read(setting: Setting | None = None) -> list[FinishedRun]:
             run = FinishedRun(Setting(**line["setting"]), Steps(**line["steps"]), float(line["step_seconds"]),
                               float(line["hours"]), said)
             numbers = (run.step_seconds, run.hours, *dataclasses.astuple(run.steps)[:-1])  # all but the task
-            if all(0 < value < math.inf for value in numbers):
+            if all(0 < value < math.inf for value in numbers) and 3600 * run.hours >= SHORTEST:
                 runs.append(run)
     return [run for run in runs if setting in (None, run.setting)]
 

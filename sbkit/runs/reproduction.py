@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -31,6 +32,7 @@ from sbkit.data.remote import NOWHERE
 from sbkit.errors import SbkitError, shown
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.finished_runs import cpu_model
+from sbkit.recipe.report import did_you_mean
 from sbkit.runs.keys import TaskKeys
 from sbkit.score.results import Results
 from sbkit.score.run_files import METRICS, RECIPE, REPRODUCE, TESTED
@@ -201,6 +203,29 @@ def read(path: Path) -> dict[str, Any]:
     if len(lines) != len(sums):
         raise SbkitError(f"{path}: its recipe has {len(lines)} lines, and had {len(sums)}", exit_code=1)
     return found
+
+
+def places(texts: Mapping[str, str], given: Iterable[str]) -> list[str]:
+    """Return the options that put places where the recorded recipe has others, in all keys that have them.
+
+    texts : the recorded values by key
+    given : ``KEY=PLACE``
+    """
+    words = []
+    for each in given:
+        key, _, place = each.partition("=")
+        if not place:
+            raise SbkitError(f"--set {each}: write KEY=PLACE")
+        if key not in texts:
+            near = did_you_mean(key, texts)
+            raise SbkitError(f"--set: the recorded recipe has no key {key}", hint=near and f"did you mean {near}?")
+        was = texts[key]
+        if re.fullmatch(r"[-+.\d].*\d|\d|true|false|[\[{!].*", was):
+            raise SbkitError(f"--set {key}: it is {was}, and no place", exit_code=1,
+                             hint="a run is reproduced with the values that it had; train another with sbkit train")
+        words += [f"--{name}={place}{text[len(was):]}" for name, text in texts.items()
+                  if name == key or (was != "null" and (text == was or text.startswith(f"{was}/")))]
+    return words
 
 
 class TrainingLaunch(NamedTuple):

@@ -22,6 +22,7 @@ SILENCE, MORE_SPEECH, CUT, NOTHING_FITS, SPELLING, OTHER_WORDS = REASONS = (
 _NAMED = 0.1
 _LISTED = 0.5
 _HEARD = 0.4  # least share of the labels' words that models which can judge them hear
+_WELL_HEARD = 0.65  # of models that hear less, misspelt labels can hardly be told from what they mishear
 _RARELY = 0.01  # share of the rows that nothing speaks against whose confidence is lower than what "nothing fits" means
 
 _Step = tuple[str, str, str]
@@ -133,12 +134,18 @@ def _reason(score: LabelScore, pair: Sequence[_Step], unsure: float) -> str:
         else OTHER_WORDS
 
 
+def _heard(scores: Sequence[LabelScore]) -> tuple[float, float]:
+    """Return the share of the labels' words that the models hear, and their error rate."""
+    steps = Counter(step for pair in _aligned(scores) for step, *_ in pair)
+    words = max(1, steps.total() - steps[INSERTION])
+    return steps[EQUAL] / words, (steps.total() - steps[EQUAL]) / words
+
+
 def _refuse_untrained(scores: Sequence[LabelScore]) -> None:
     """Refuse scores of models that hear too little to judge labels."""
-    steps = Counter(step for pair in _aligned(scores) for step, *_ in pair)
-    words, unit = max(1, steps.total() - steps[INSERTION]), units(score.label for score in scores)
-    right, rate = steps[EQUAL] / words, (steps.total() - steps[EQUAL]) / words
+    right, rate = _heard(scores)
     if right < _HEARD:
+        unit = units(score.label for score in scores)
         raise SbkitError("the models have not learnt enough to judge labels: of rows that they were not trained on "
                          f"they hear {right:.0%} of the {unit}s ({unit} error rate {rate:.0%}), and {_HEARD:.0%} are "
                          "needed",
@@ -163,6 +170,10 @@ def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -
     """Say how many labels are probably wrong, by reason, and what is expected of the list."""
     named, scored = [row for row in found if row.decision != KEEP], len(scores)
     unread = f"; {rows - scored:,} rows could not be read" if scored < rows else ""
+    right, _ = _heard(scores)
+    if right < _WELL_HEARD:
+        unread += (f"\nthe models hear {right:.0%} of the {units(score.label for score in scores)}s, so most "
+                   "misspelt labels stay unnamed: the same command with a larger --number_of_epochs finds more")
     if not named:
         return f"none of {scored:,} labels is probably wrong{unread}"
     counts = Counter(row.reason for row in named)

@@ -310,7 +310,8 @@ class Brain(sb.core.Brain):
             logger.info("Test only mode, skipping training and validation stages.")
             return
         outlast_terminal()
-        with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.fitting():
+        with (ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), loaders.ended_with_errors(),
+              self.trainer.fitting()):
             state = self.train_state
             state.plan_driven = loaders.is_plan_driven(train_set)
             train_set = loaders.resolve_loader(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
@@ -367,7 +368,8 @@ class Brain(sb.core.Brain):
     ) -> float:
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
         outlast_terminal()
-        with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.ignoring_signals():
+        with (ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), loaders.ended_with_errors(),
+              self.trainer.ignoring_signals()):
             test_set = loaders.resolve_loader(self, test_set, Stage.TEST,
                                               {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from speechbrain.dataio.sampler import DistributedSamplerWrapper
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
+from sbkit.data.reader import quiet_worker, starting_workers
 from sbkit.errors import SbkitError
 from sbkit.train import rng
 from sbkit.train.batches import DataSource
@@ -130,9 +133,53 @@ def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: d
         if stage is not Stage.TRAIN and brain.shares_validation:
             kwargs = shared(dataset, kwargs)
         dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
+    ordinary = _with_workers(dataset)
+    if ordinary is not None and getattr(ordinary.worker_init_fn, "func", None) is not _start_worker:
+        ordinary.worker_init_fn = partial(_start_worker, ordinary.worker_init_fn)
     if ranks.world_size() > 1:
         _use_same_order(dataset, int(brain.keys.seed or 0), brain.device)
     return dataset
+
+
+def _with_workers(loader: object) -> DataLoader[Any] | None:
+    """Return torch's loader if this is one, or a LoopedLoader of one, that reads in worker processes."""
+    inner = getattr(loader, "loader", loader)
+    return inner if isinstance(inner, DataLoader) and inner.num_workers else None
+
+
+def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
+    """Let a worker outlast signals to the whole process group, as the run does; then what the recipe has it do."""
+    quiet_worker(worker)
+    if given is not None:
+        given(worker)
+
+
+def begun(loader: Iterable[Any]) -> Iterator[Any]:
+    """Return the iterator of a loader, whose workers no signal ends while they start."""
+    ordinary = _with_workers(loader)
+    if ordinary is None:
+        return iter(loader)
+    with starting_workers():
+        iterator = iter(loader)
+    _begun[iterator] = ordinary
+    return iterator
+
+
+_begun: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()  # by torch's own iterators
+
+
+@contextlib.contextmanager
+def ended_with_errors() -> Iterator[None]:
+    """End the workers of ordinary loaders when an error ends the run: torch would wait, since they outlast SIGTERM."""
+    try:
+        yield
+    except BaseException:
+        for iterator, loader in list(_begun.items()):
+            loader._iterator = None  # of persistent workers
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+        _begun.clear()
+        raise
 
 
 def _use_same_order(loader: object, seed: int, device: torch.device | str) -> None:

@@ -39,6 +39,7 @@ from sbkit.train.distributed.parallel import Buffers, LossModule, ModuleWrapper
 from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.freezing import Freezing
+from sbkit.train.keys import ScriptKeys
 from sbkit.train.memory.oom import MemoryLimits, joined, parts_of
 from sbkit.train.monitor.display import Progress, StageDisplay
 from sbkit.train.monitor.timing import StepBudget
@@ -197,6 +198,8 @@ class Trainer:
                                              brain.utilisation, compiled=brain.compiled)
         if not state.step:
             state.began = time.monotonic()
+        elif isinstance(brain.keys, ScriptKeys) and ranks.is_main():
+            logger.info("Going on after %d batches of epoch %d", state.step, epoch)
         updated = True
         with self.budget.active(), display:
             for batch in self._read(batches):
@@ -242,8 +245,8 @@ class Trainer:
 
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches up to the limit of steps, and count the time spent waiting for them as "data"."""
-        iterator = iter(batches)
-        self._generators.restore()  # after iter(): starting workers draws random numbers
+        iterator = loaders.begun(batches)
+        self._generators.restore()  # after that: starting workers draws random numbers
         while True:
             if self.state.reached(self.brain.optimizer_step_limit):
                 logger.info("Train iteration limit exceeded")
@@ -604,4 +607,7 @@ class Trainer:
             else:
                 self._save()
                 saved = checkpointer.wait()
-        ranks.raise_on_main(Stopped.by(signum, self.state.optimizer_step, saved and saved.path))
+        stopped = Stopped.by(signum, self.state.optimizer_step, saved and saved.path)
+        if isinstance(self.brain.keys, ScriptKeys) and ranks.is_main():  # a script ends without a word
+            logger.warning("%s", stopped)
+        ranks.raise_on_main(stopped)

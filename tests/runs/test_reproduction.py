@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,6 +125,26 @@ def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, chan
     path.write_text(json.dumps(found))
     with pytest.raises(SbkitError, match=problem):
         reproduction.read(path)
+
+
+RECORDED = {"lr": "0.003", "layers": "4", "ema": "false", "betas": "[0.9, 0.98]", "encoder": "!new:torch.nn.Linear",
+            "data_folder": "/data/cv/en", "corpus.source": "/data/cv/en", "corpus.exclude": "/data/cv/en/bad.csv",
+            "corpus.data_root": "null", "init_from": "null"}
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ("data_folder=/cv", ["--data_folder=/cv", "--corpus.source=/cv", "--corpus.exclude=/cv/bad.csv"]),
+    ("corpus.data_root=/cv", ["--corpus.data_root=/cv"]), ("corpus.exclude=mine.csv", ["--corpus.exclude=mine.csv"]),
+    ("lr=0.01", "--set lr: it is 0.003, and no place"), ("layers=5", "layers: it is 4, and no place"),
+    ("ema=true", "ema: it is false, and no place"), ("betas=[1]", "betas: it is "),
+    ("encoder=x", "encoder: it is !new"), ("init_from", "write KEY=PLACE"),
+    ("init_form=x", "the recorded recipe has no key init_form; did you mean init_from")])
+def test_a_place_is_set_wherever_the_recipe_has_it_and_nothing_else_is(given, words):
+    if isinstance(words, list):
+        assert reproduction.places(RECORDED, [given]) == words
+    else:
+        with pytest.raises(SbkitError, match=re.escape(words)):
+            reproduction.places(RECORDED, [given])
 
 
 def test_another_machine_is_compared_within_rounding(manifest):

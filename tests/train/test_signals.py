@@ -256,6 +256,43 @@ def test_workers_live_on_when_the_whole_group_gets_the_signal(signum, code):
     assert err.strip().count("\n") == 0, err
 
 
+SCRIPT = """
+    import sys, time, torch, warnings, sbkit
+    from speechbrain.utils.checkpoints import Checkpointer
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # where there is one core
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self): return 100_000
+        def __getitem__(self, i):
+            time.sleep(0.005)
+            return torch.ones(1)
+    class Tiny(sbkit.Brain):
+        def compute_forward(self, batch, stage): return self.modules.layer(batch)
+        def compute_objectives(self, output, batch, stage): return output.square().mean()
+        def on_fit_batch_end(self, *args):
+            if self.step == 3:
+                print("ready", flush=True)
+    layer = torch.nn.Linear(1, 1)
+    kept = Checkpointer({!r}, {{"layer": layer}})
+    options = {{"noprogressbar": True, "device": "cpu"}}
+    brain = Tiny({{"layer": layer}}, torch.optim.SGD, run_opts=options, checkpointer=kept)
+    brain.fit(range(2), Slow(), train_loader_kwargs={})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_script_whose_group_gets_the_signal_saves_says_so_and_ends_soon(tmp_path, signum, code, persistent):
+    """Its loader is SpeechBrain's, whose workers get the signal too."""
+    loader = {"num_workers": 2, "batch_size": 2, "persistent_workers": persistent}
+    with Script(SCRIPT.format(str(tmp_path), loader)) as script:
+        script.send_all(signum)
+        began = time.monotonic()
+        returned, _, err = script.end()
+    assert returned == code and "Traceback" not in err and time.monotonic() - began < 10
+    assert err.count(f"checkpoint saved at {tmp_path}/CKPT") == 1 and len(list(tmp_path.glob("CKPT*"))) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signum, to_all", [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGUSR1, False),
                                             (signal.SIGHUP, True)],

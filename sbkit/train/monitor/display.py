@@ -81,7 +81,7 @@ class Progress:
         speed = self._seconds * ranks.world_size() / (now - self._last)
         metrics.write(
             "step", epoch=self.epoch, step=result.number, loss=self._loss.known(),
-            **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm,
+            **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm or None,
             audio_s_per_s=speed or None, **self._used(speed), data_wait_share=self.budget.share("data"),
             padding_share=1 - self._seconds / self._padded if self._padded else None,
             skipped_steps=self.skipped, **({"loss_scale": result.scale} if result.scale != 1 else {}),
