@@ -27,6 +27,9 @@ MEMORY = "/dev/shm"
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 8 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
+# Threads that wait for a core by looping take that of another test.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A shell that starts us in the background has us, and what we start, ignore Ctrl-C, and nohup the end of a terminal.
 # Tests of them need them.
 for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -40,6 +40,8 @@ from sbkit.system import untrusted
 from sbkit.system.console import atomic_write, progress, stored_json
 from sbkit.system.cores import usable_cores
 from sbkit.system.environment import training_command
+from sbkit.train.checkpoint.adapted import hash_of
+from sbkit.train.distributed.sharding import is_sharded
 
 FORMAT = 1
 #: Bytes of a row's hash. Two rows of a million have the same one with a probability of 0.2 %, a changed row its old one
@@ -77,7 +79,7 @@ def record(keys: TaskKeys, request: CommandLine, results: Results, log: Sequence
         "precision": run["precision"], "environment": run["environment"],
         "corpus": {split: hashes(manifest, split) for split, manifest in keys.corpus.load().items()},
         **what, "figures": results.stats, "commands": len({line["command"] for line in starts}),
-        "weights": next((line["weights"] for line in starts if "weights" in line), None),
+        "weights": next((line["weights"] for line in starts if line.get("weights")), None),
     }
     with atomic_write(folder / REPRODUCE) as out:
         json.dump(found, out, indent=1, default=str)
@@ -89,6 +91,12 @@ def _recipe(text: str) -> list[str]:
 
 def _checksums(lines: Iterable[str]) -> str:
     return " ".join(f"{zlib.crc32(line.encode()):08x}" for line in lines)
+
+
+def weights_hash(modules: torch.nn.Module) -> str | None:
+    """The hash of a model's tensors; None if each rank has a part of them only."""
+    tensors = {name: value for name, value in modules.state_dict().items() if isinstance(value, torch.Tensor)}
+    return None if is_sharded(modules) else hash_of(tensors)
 
 
 # ---------------------------------------------------------------- rows

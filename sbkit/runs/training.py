@@ -24,13 +24,12 @@ from sbkit.recipe.speed import Utilisation, peak_of
 from sbkit.runs import initial, old_set, restore
 from sbkit.runs.begun import steps_begun, warn_of_lost_steps
 from sbkit.runs.keys import Bundles
+from sbkit.runs.reproduction import weights_hash
 from sbkit.runs.start_guard import StartGuard
 from sbkit.system.environment import command, describe
 from sbkit.train.brain import Brain
-from sbkit.train.checkpoint.adapted import hash_of
 from sbkit.train.checkpoint.state import OtherModel
 from sbkit.train.distributed import ranks
-from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.monitor.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -133,11 +132,10 @@ def _log_start(brain: Brain, changes: Sequence[str], begins: bool) -> None:
     """Record how the run was started, with what changed values, from what weights, and on what machine."""
     if brain.metrics_log is not None:
         parameters = sum(parameter.numel() for parameter in brain.modules.parameters())
-        values = {name: value for name, value in brain.modules.state_dict().items() if isinstance(value, torch.Tensor)}
         brain.metrics_log.write(
             "run", command=command(), folder=os.getcwd(), devices=ranks.world_size(), device=str(brain.device),
             precision=brain.precision, threads=torch.get_num_threads(), parameters=parameters, environment=describe(),
-            **({"weights": hash_of(values)} if begins and not is_sharded(brain.modules) else {}),
+            weights=weights_hash(brain.modules) if begins else None,
             **({"changed": changes, "after_step": brain.optimizer_step} if changes else {}),
         )
 

@@ -22,6 +22,7 @@ from speechbrain.dataio.sampler import DistributedSamplerWrapper
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
+from sbkit.data.loader import plain_errors
 from sbkit.data.reader import quiet_worker, starting_workers
 from sbkit.errors import SbkitError
 from sbkit.train import rng
@@ -112,6 +113,8 @@ def first_batch(loader: object, step: int) -> int:
     if step and not begins and ranks.is_main():
         logger.warning("This data loader can't resume in the middle of an epoch, so it starts with its first batch. "
                        "Give fit the dataset, or a SaveableDataLoader that is among the checkpointer's recoverables")
+    elif step and ranks.is_main():
+        logger.info("Going on after the first %d batches of the epoch", step)
     return begins
 
 
@@ -169,10 +172,14 @@ _begun: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDiction
 
 
 @contextlib.contextmanager
-def ended_with_errors() -> Iterator[None]:
-    """End the workers of ordinary loaders when an error ends the run: torch would wait, since they outlast SIGTERM."""
+def reading() -> Iterator[None]:
+    """While loaders are read: say plainly what ails their workers, and end those of ordinary loaders with the run.
+
+    Torch would wait for them at exit, since they outlast SIGTERM.
+    """
     try:
-        yield
+        with plain_errors():
+            yield
     except BaseException:
         for iterator, loader in list(_begun.items()):
             loader._iterator = None  # of persistent workers

@@ -133,7 +133,7 @@ class Trainer:
                 raise
 
     @contextlib.contextmanager
-    def ignoring_signals(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Let a signal not end the evaluation inside this context: only ``fit`` has something to save."""
         signals, self.signals = self.signals, None
         try:
@@ -198,8 +198,6 @@ class Trainer:
                                              brain.utilisation, compiled=brain.compiled)
         if not state.step:
             state.began = time.monotonic()
-        elif isinstance(brain.keys, ScriptKeys) and ranks.is_main():
-            logger.info("Going on after %d batches of epoch %d", state.step, epoch)
         updated = True
         with self.budget.active(), display:
             for batch in self._read(batches):
