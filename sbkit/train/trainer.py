@@ -28,7 +28,7 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
 from sbkit.recipe.report import listed
-from sbkit.train import loaders, rng
+from sbkit.train import loaders, rng, script_lock
 from sbkit.train.averaging import EMA
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, length
 from sbkit.train.compiling import CudaGraphs
@@ -124,7 +124,7 @@ class Trainer:
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
         """Catch signals inside this context; an error discards the held state, as this process may start again."""
-        with StopSignals() as self.signals:
+        with script_lock.held(self.brain.keys, self.brain.checkpointer), StopSignals() as self.signals:
             try:
                 yield
             except BaseException:

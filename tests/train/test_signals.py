@@ -294,6 +294,21 @@ def test_a_script_whose_group_gets_the_signal_saves_says_so_and_ends_soon(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_second_script_with_the_same_checkpoints_is_refused_while_the_first_trains(tmp_path):
+    text = SCRIPT.format(str(tmp_path), {})
+    with Script(text) as first:
+        second = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True,
+                                timeout=100)
+        assert second.returncode and not second.stdout
+        assert f"another process trains with the checkpoints in {tmp_path}; wait until it has ended" in second.stderr
+        first.send(signal.SIGKILL)
+        first.end()
+    with Script(text) as again:
+        again.send(signal.SIGTERM)
+        assert again.end()[0] == 143
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("signum, to_all", [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGUSR1, False),
                                             (signal.SIGHUP, True)],
                          ids=["to torchrun", "to all, like Ctrl-C", "SLURM's, to torchrun", "to all, by the terminal"])

@@ -1,0 +1,35 @@
+"""Only one process trains with a script's checkpoints; ``sbkit train`` holds its whole folder (``sbkit.runs.lock``)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from speechbrain.utils.checkpoints import Checkpointer
+
+from sbkit.data.lock import Lock
+from sbkit.errors import SbkitError
+from sbkit.train.distributed import ranks
+from sbkit.train.keys import ScriptKeys, TrainKeys
+
+_PATIENCE = 5.0  # seconds: a process that was just told to stop still saves
+
+
+@contextlib.contextmanager
+def held(keys: TrainKeys, checkpointer: Checkpointer | None) -> Iterator[None]:
+    """Hold the folder of a script's checkpoints while it trains."""
+    with contextlib.ExitStack() as stack:
+        if checkpointer is not None and isinstance(keys, ScriptKeys):
+            ranks.run_on_main(_take, stack, Path(checkpointer.checkpoints_dir))
+        yield
+
+
+def _take(stack: contextlib.ExitStack, folder: Path) -> None:
+    lock, until = stack.enter_context(Lock(folder)), time.monotonic() + _PATIENCE
+    while lock.acquire() is False:
+        if time.monotonic() > until:
+            raise SbkitError(f"another process trains with the checkpoints in {folder}",
+                             hint="wait until it has ended, or give this one a folder of its own")
+        time.sleep(0.1)
