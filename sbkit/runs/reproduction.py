@@ -289,8 +289,8 @@ def figures_of(folder: Path) -> dict[str, float]:
 
 #: Why a run may compute other figures than the recorded one, which can't be helped or can.
 RESUMED = "the run was resumed with another command, and what it had trained with before is not recorded"
-OTHER_WEIGHTS = ("it began with other weights: --set init_from=PLACE (or encoder_source, or the pretrainer's paths) "
-                 "has to name what the recorded run had; without these, code beside the recipe or sbkit's is another")
+OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's paths) has to name what the recorded "
+                 "run had; without these, code beside the recipe or sbkit's is another")
 
 
 def require_same(what: str, recorded: float, found: float, exact: bool, cause: str | None = None) -> None:
@@ -329,10 +329,11 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
                 found, began = losses_of(folder)
                 other = None not in (began, weights) and began != weights
                 if other and exact and cause is None:
-                    raise SbkitError("the weights at the start are not those recorded", hint=OTHER_WEIGHTS, exit_code=1)
+                    raise SbkitError("the run begins with other weights than the recorded one", hint=OTHER_WEIGHTS,
+                                     exit_code=1)
                 for step in sorted(set(wanted) & set(found)):
                     require_same(f"the loss of step {step}", wanted[step], found[step], exact,
-                                 OTHER_WEIGHTS if other else cause)
+                                 f"it began with other weights: {OTHER_WEIGHTS}" if other else cause)
                     bar.update(step - bar.n)
                 if ended or (not to_the_end and set(wanted) <= set(found)):
                     break

@@ -201,7 +201,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     (tmp_path / "other.json").write_text(json.dumps(other))
     assert main(["reproduce", f"{tmp_path}/other.json", "--to", f"{tmp_path}/fourth", *again[4:]]) == 1
     said = capsys.readouterr().err
-    assert "the weights at the start are not those recorded" in said and "--set init_from=PLACE" in said
+    assert "the run begins with other weights than the recorded one" in said and "--set init_from=PLACE" in said
     recording = next(path for path in (tmp_path / "data").rglob("*.wav"))
     flip(recording)
     assert main(again) == 1
