@@ -72,15 +72,15 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     source = "corpus.source" if "corpus.source" in texts else "data_folder"  # of a mixture
     words = reproduction.places(texts, ([] if args.source is None else [f"{source}={args.source}"]) + args.values)
 
-    try:
-        initial.open_source(load.open_recipe(load.load(recipe, arguments.parse([str(recipe), *words]).overrides),
-                                             recipe).keys, {})
-        prepare.run([str(recipe), *words])
-    except SbkitError as error:
-        raise SbkitError(error.message, hint=f"{error.hint or 'is it there?'}; --source PLACE and --set KEY=PLACE "
-                         "say where what the run had lies on this machine") from error
     request = arguments.parse([str(recipe), *words])
     keys = load.open_recipe(load.load(recipe, request.overrides), recipe).keys
+    try:
+        initial.open_source(keys, {})
+        keys.corpus.check_there()
+    except SbkitError as error:
+        raise SbkitError(error.message, exit_code=error.exit_code, hint=f"{error.hint or 'check that it is there'}; "
+                         "--source PLACE and --set KEY=PLACE say where this machine has what the run had") from error
+    prepare.run([str(recipe), *words])
     unread = reproduction.compare_corpus(recorded, keys.corpus.load())
     rows = sum(split["rows"] for split in recorded["corpus"].values())
     print(f"the corpus is the same: texts and audio of {rows:,} rows"

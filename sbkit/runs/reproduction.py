@@ -94,9 +94,12 @@ def _checksums(lines: Iterable[str]) -> str:
 
 
 def weights_hash(modules: torch.nn.Module) -> str | None:
-    """The hash of a model's tensors; None if each rank has a part of them only."""
+    """The hash of a model's tensors; None if each rank has a part of them only, or their bytes can't be had."""
     tensors = {name: value for name, value in modules.state_dict().items() if isinstance(value, torch.Tensor)}
-    return None if is_sharded(modules) else hash_of(tensors)
+    try:
+        return None if is_sharded(modules) else hash_of(tensors)
+    except RuntimeError:  # of sparse ones
+        return None
 
 
 # ---------------------------------------------------------------- rows
@@ -228,11 +231,11 @@ def places(texts: Mapping[str, str], given: Iterable[str]) -> list[str]:
             near = did_you_mean(key, texts)
             raise SbkitError(f"--set: the recorded recipe has no key {key}", hint=near and f"did you mean {near}?")
         was = texts[key]
-        if re.fullmatch(r"[-+.\d].*\d|\d|true|false|[\[{!].*", was):
+        if re.fullmatch(r"[-+]?(\.?\d[\d_.]*(e[-+]?\d+)?|\.inf)|true|false|[\[{!].*", was):
             raise SbkitError(f"--set {key}: it is {was}, and no place", exit_code=1,
                              hint="a run is reproduced with the values that it had; train another with sbkit train")
         words += [f"--{name}={place}{text[len(was):]}" for name, text in texts.items()
-                  if name == key or (was != "null" and (text == was or text.startswith(f"{was}/")))]
+                  if name == key or (was not in ("", "null") and (text == was or text.startswith(f"{was}/")))]
     return words
 
 
@@ -290,7 +293,7 @@ def figures_of(folder: Path) -> dict[str, float]:
 #: Why a run may compute other figures than the recorded one, which can't be helped or can.
 RESUMED = "the run was resumed with another command, and what it had trained with before is not recorded"
 OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's paths) has to name what the recorded "
-                 "run had; without these, code beside the recipe or sbkit's is another")
+                 "run had, and --to another folder; without these, code beside the recipe or sbkit's is another")
 
 
 def require_same(what: str, recorded: float, found: float, exact: bool, cause: str | None = None) -> None:

@@ -169,16 +169,16 @@ def suspects(scores: Sequence[LabelScore], train: Manifest, corpus: str) -> list
 def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -> str:
     """Say how many labels are probably wrong, by reason, and what is expected of the list."""
     named, scored = [row for row in found if row.decision != KEEP], len(scores)
-    unread = f"; {rows - scored:,} rows could not be read" if scored < rows else ""
-    right, _ = _heard(scores)
-    if right < _WELL_HEARD:
-        unread += (f"\nthe models hear {right:.0%} of the {units(score.label for score in scores)}s, so most "
-                   "misspelt labels stay unnamed: the same command with a larger --number_of_epochs finds more")
+    notes = f"; {rows - scored:,} rows could not be read" if scored < rows else ""
+    heard, _ = _heard(scores)
+    if heard < _WELL_HEARD:
+        notes += (f"\nthe models hear {heard:.0%} of the {units(score.label for score in scores)}s, so most "
+                  "misspelt labels stay unnamed: the same command with a larger --number_of_epochs finds more")
     if not named:
-        return f"none of {scored:,} labels is probably wrong{unread}"
+        return f"none of {scored:,} labels is probably wrong{notes}"
     counts = Counter(row.reason for row in named)
     right = named[-1].expected_right
     low = (1 - right) * len(named) / scored
     reasons = table(["reason", "labels"], [[name, counts[name]] for name in REASONS if counts[name]])
     return (f"{reasons}\n{len(named):,} of {scored:,} labels are probably wrong; at most {right:.0%} of these are "
-            f"expected to be right, so at least {low:.1%} of all labels are wrong{unread}")
+            f"expected to be right, so at least {low:.1%} of all labels are wrong{notes}")

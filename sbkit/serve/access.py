@@ -158,8 +158,8 @@ class AccessControl:
                 if scope["method"] == "POST":
                     self._metrics.seconds.labels(shown).observe(took)
             if path not in PROBES:
-                _log.info("%s %s %s: %d after %.2f s (%s)", (scope.get("client") or "?")[0],
-                          scope.get("method", "WebSocket"), shown, status, took, answer.id)
+                _log.info("%s %s %s: %d after %.2f s (%s)", repr((scope.get("client") or "?")[0])[1:46],
+                          scope.get("method", "WebSocket")[:10], shown, status, took, answer.id)
 
     # ------------------------------------------------------------------ checks
 

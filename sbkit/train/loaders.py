@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import itertools
 import json
 import logging
@@ -22,7 +22,6 @@ from speechbrain.dataio.sampler import DistributedSamplerWrapper
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
-from sbkit.data.loader import plain_errors
 from sbkit.data.reader import quiet_worker, starting_workers
 from sbkit.errors import SbkitError
 from sbkit.train import rng
@@ -169,24 +168,16 @@ def begun(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 _begun: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()  # by torch's own iterators
+os.register_at_fork(after_in_child=_begun.clear)  # their workers are the parent's
 
 
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """While loaders are read: say plainly what ails their workers, and end those of ordinary loaders with the run.
-
-    Torch would wait for them at exit, since they outlast SIGTERM.
-    """
-    try:
-        with plain_errors():
-            yield
-    except BaseException:
-        for iterator, loader in list(_begun.items()):
-            loader._iterator = None  # of persistent workers
-            if hasattr(iterator, "_shutdown_workers"):
-                iterator._shutdown_workers()
-        _begun.clear()
-        raise
+@atexit.register
+def _end_workers() -> None:
+    """End the workers of ordinary loaders, which outlast SIGTERM, before multiprocessing would wait for them."""
+    for iterator, loader in list(_begun.items()):
+        for each in (getattr(iterator, "iterator", iterator), loader._iterator):
+            if hasattr(each, "_shutdown_workers"):
+                each._shutdown_workers()
 
 
 def _use_same_order(loader: object, seed: int, device: torch.device | str) -> None:

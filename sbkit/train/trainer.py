@@ -28,7 +28,7 @@ from speechbrain.core import INTRA_EPOCH_CKPT_FLAG, Stage
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
 from sbkit.recipe.report import listed
-from sbkit.train import loaders, rng, script_lock
+from sbkit.train import loaders, rng, scripts
 from sbkit.train.averaging import EMA
 from sbkit.train.batches import DataSource, MicroBatch, Objectives, Outputs, length
 from sbkit.train.compiling import CudaGraphs
@@ -39,7 +39,6 @@ from sbkit.train.distributed.parallel import Buffers, LossModule, ModuleWrapper
 from sbkit.train.distributed.sharding import is_sharded
 from sbkit.train.forward_state import ForwardState
 from sbkit.train.freezing import Freezing
-from sbkit.train.keys import ScriptKeys
 from sbkit.train.memory.oom import MemoryLimits, joined, parts_of
 from sbkit.train.monitor.display import Progress, StageDisplay
 from sbkit.train.monitor.timing import StepBudget
@@ -124,7 +123,7 @@ class Trainer:
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
         """Catch signals inside this context; an error discards the held state, as this process may start again."""
-        with script_lock.held(self.brain.keys, self.brain.checkpointer), StopSignals() as self.signals:
+        with scripts.held(self.brain.keys, self.brain.checkpointer), StopSignals() as self.signals:
             try:
                 yield
             except BaseException:
@@ -606,6 +605,5 @@ class Trainer:
                 self._save()
                 saved = checkpointer.wait()
         stopped = Stopped.by(signum, self.state.optimizer_step, saved and saved.path)
-        if isinstance(self.brain.keys, ScriptKeys) and ranks.is_main():  # a script ends without a word
-            logger.warning("%s", stopped)
+        scripts.say(self.brain.keys, stopped)
         ranks.raise_on_main(stopped)

@@ -129,12 +129,13 @@ def test_a_file_that_is_not_what_a_run_wrote_is_refused(manifest, tmp_path, chan
 
 RECORDED = {"lr": "0.003", "layers": "4", "ema": "false", "betas": "[0.9, 0.98]", "encoder": "!new:torch.nn.Linear",
             "data_folder": "/data/cv/en", "corpus.source": "/data/cv/en", "corpus.exclude": "/data/cv/en/bad.csv",
-            "corpus.data_root": "null", "init_from": "null"}
+            "corpus.data_root": "null", "init_from": "null", "older": "../run1"}
 
 
 @pytest.mark.parametrize(("given", "words"), [
     ("data_folder=/cv", ["--data_folder=/cv", "--corpus.source=/cv", "--corpus.exclude=/cv/bad.csv"]),
     ("corpus.data_root=/cv", ["--corpus.data_root=/cv"]), ("corpus.exclude=mine.csv", ["--corpus.exclude=mine.csv"]),
+    ("older=/runs/one", ["--older=/runs/one"]),
     ("lr=0.01", "--set lr: it is 0.003, and no place"), ("layers=5", "layers: it is 4, and no place"),
     ("ema=true", "ema: it is false, and no place"), ("betas=[1]", "betas: it is "),
     ("encoder=x", "encoder: it is !new"), ("init_from", "write KEY=PLACE"),

@@ -294,6 +294,15 @@ def test_a_script_whose_group_gets_the_signal_saves_says_so_and_ends_soon(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_script_that_is_done_ends_soon(tmp_path, persistent):
+    loader = {"num_workers": 2, "batch_size": 2, "persistent_workers": persistent}
+    with Script(SCRIPT.format(str(tmp_path), loader).replace("100_000", "20")) as script:
+        began = time.monotonic()
+        assert script.end()[0] == 0 and time.monotonic() - began < 10
+
+
+@pytest.mark.slow
 def test_a_second_script_with_the_same_checkpoints_is_refused_while_the_first_trains(tmp_path):
     text = SCRIPT.format(str(tmp_path), {})
     with Script(text) as first:

@@ -1,8 +1,9 @@
-"""Only one process trains with a script's checkpoints; ``sbkit train`` holds its whole folder (``sbkit.runs.lock``)."""
+"""What a script with ``sbkit.Brain`` lacks of ``sbkit train``: one process at a time, and a word at its end."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from sbkit.data.lock import Lock
 from sbkit.errors import SbkitError
 from sbkit.train.distributed import ranks
 from sbkit.train.keys import ScriptKeys, TrainKeys
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0  # seconds: a process that was just told to stop still saves
 
@@ -33,3 +36,9 @@ def _take(stack: contextlib.ExitStack, folder: Path) -> None:
             raise SbkitError(f"another process trains with the checkpoints in {folder}",
                              hint="wait until it has ended, or give this one a folder of its own")
         time.sleep(0.1)
+
+
+def say(keys: TrainKeys, stopped: Exception) -> None:
+    """Say what ended a script, which Python ends without a word."""
+    if isinstance(keys, ScriptKeys) and ranks.is_main():
+        logger.warning("%s", stopped)
