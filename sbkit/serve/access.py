@@ -158,7 +158,7 @@ class AccessControl:
                 if scope["method"] == "POST":
                     self._metrics.seconds.labels(shown).observe(took)
             if path not in PROBES:
-                _log.info("%s %s %s: %d after %.2f s (%s)", repr((scope.get("client") or "?")[0])[1:46],
+                _log.info("%s %s %s: %d after %.2f s (%s)", ascii((scope.get("client") or "?")[0])[1:-1][:45],
                           scope.get("method", "WebSocket")[:10], shown, status, took, answer.id)
 
     # ------------------------------------------------------------------ checks

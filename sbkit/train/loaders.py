@@ -176,7 +176,7 @@ def _end_workers() -> None:
     """End the workers of ordinary loaders, which outlast SIGTERM, before multiprocessing would wait for them."""
     for iterator, loader in list(_begun.items()):
         for each in (getattr(iterator, "iterator", iterator), loader._iterator):
-            if hasattr(each, "_shutdown_workers"):
+            if each is not None and hasattr(each, "_shutdown_workers"):
                 each._shutdown_workers()
 
 
