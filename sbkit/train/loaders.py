@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import logging
@@ -163,7 +164,8 @@ def begun(loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader)
     with starting_workers():
         iterator = iter(loader)
-    _begun[iterator] = ordinary
+    with contextlib.suppress(TypeError):  # a recipe's own iterator may be of a kind that can't be kept
+        _begun[iterator] = ordinary
     return iterator
 
 

@@ -24,8 +24,8 @@ _PATIENCE = 5.0  # seconds: a process that was just told to stop still saves
 def held(keys: TrainKeys, checkpointer: Checkpointer | None) -> Iterator[None]:
     """Hold the folder of a script's checkpoints while it trains."""
     with contextlib.ExitStack() as stack:
-        if checkpointer is not None and isinstance(keys, ScriptKeys):
-            ranks.run_on_main(_take, stack, Path(checkpointer.checkpoints_dir))
+        if checkpointer is not None and isinstance(keys, ScriptKeys) and ranks.is_main():
+            _take(stack, Path(checkpointer.checkpoints_dir))
         yield
 
 
