@@ -221,17 +221,19 @@ def test_the_same_ctrl_c_twice_is_one():
     assert returned == 130 and out == "in order\n"
 
 
-WORKERS = """
-    import os, sys, time, torch, warnings
-    from torch.utils.data import DataLoader
+SLOW = """
+    import time, torch, warnings
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # where there is one core
-    from sbkit.data.reader import quiet_worker
-    from sbkit.train.signals import Stopped, StopSignals
     class Slow(torch.utils.data.Dataset):
         def __len__(self): return 100_000
         def __getitem__(self, i):
             time.sleep(0.005)
-            return i
+            return torch.ones(1)
+"""
+WORKERS = SLOW + """
+    from torch.utils.data import DataLoader
+    from sbkit.data.reader import quiet_worker
+    from sbkit.train.signals import Stopped, StopSignals
     with StopSignals() as stop:
         loader = DataLoader(Slow(), num_workers=2, worker_init_fn=quiet_worker)
         after = None
@@ -256,15 +258,9 @@ def test_workers_live_on_when_the_whole_group_gets_the_signal(signum, code):
     assert err.strip().count("\n") == 0, err
 
 
-SCRIPT = """
-    import sys, time, torch, warnings, sbkit
+SCRIPT = SLOW + """
+    import sbkit
     from speechbrain.utils.checkpoints import Checkpointer
-    warnings.filterwarnings("ignore", message="This DataLoader will create")  # where there is one core
-    class Slow(torch.utils.data.Dataset):
-        def __len__(self): return 100_000
-        def __getitem__(self, i):
-            time.sleep(0.005)
-            return torch.ones(1)
     class Tiny(sbkit.Brain):
         def compute_forward(self, batch, stage): return self.modules.layer(batch)
         def compute_objectives(self, output, batch, stage): return output.square().mean()
