@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, add_schemes
+from sbkit.commands.options import add_model, add_schemes, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,4 +26,4 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.train.signals import EndSignals
 
     with EndSignals():
-        return enhance(EnhanceRequest(**{name: getattr(args, name) for name in EnhanceRequest.__dataclass_fields__}))
+        return enhance(request_of(EnhanceRequest, args))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes
+from sbkit.commands.options import RUNS_CODE, add_search, chunk_sizes, request_of
 from sbkit.errors import SbkitError
 from sbkit.system.console import counted, table
 from sbkit.system.environment import check_torch_pair
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     check_torch_pair()
     from sbkit.runs.evaluation import EvaluateRequest
 
-    return evaluate(EvaluateRequest(**{name: getattr(args, name) for name in EvaluateRequest.__dataclass_fields__}))
+    return evaluate(request_of(EvaluateRequest, args))
 
 
 def evaluate(request: EvaluateRequest) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import RUNS_CODE, above, count, several_of, share
+from sbkit.commands.options import RUNS_CODE, above, count, request_of, several_of, share
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=count, metavar="MS",
                         help="milliseconds that sherpa-onnx's streaming model hears at a time (640)")
     parser.add_argument("--clips", type=count, default=40, help="number of test utterances to compare the formats on")
-    parser.add_argument("--tolerance", type=above, metavar="D",
+    parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,
                         help="largest allowed difference of a number from the checkpoint's (0.001)")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
 
@@ -41,5 +41,4 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.export.bundle import ExportRequest, export
     from sbkit.infer.bundles import BundleLoader
 
-    wanted = {name: getattr(args, name) for name in ExportRequest.__dataclass_fields__}
-    return export(ExportRequest(**{name: value for name, value in wanted.items() if value is not None}), BundleLoader())
+    return export(request_of(ExportRequest, args), BundleLoader())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import above, count, several_of
+from sbkit.commands.options import above, count, request_of, several_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -33,4 +33,4 @@ def run(args: argparse.Namespace) -> int:
     check_torch_exports()
     from sbkit.export.imported import ImportRequest, import_model
 
-    return import_model(ImportRequest(**{name: getattr(args, name) for name in ImportRequest.__dataclass_fields__}))
+    return import_model(request_of(ImportRequest, args))

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sbkit.commands.options import above, add_model, add_schemes, add_search, count, share
+from sbkit.commands.options import above, add_model, add_schemes, add_search, count, request_of, share
 
 if TYPE_CHECKING:
     from sbkit.infer.labelling import RecordingShard
@@ -60,4 +60,4 @@ def run(args: argparse.Namespace) -> int:
     """Label the recordings and return the exit code."""
     from sbkit.infer.labelling import LabelRequest, label
 
-    return label(LabelRequest(**{name: getattr(args, name) for name in LabelRequest.__dataclass_fields__}))
+    return label(request_of(LabelRequest, args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, add_search, count
+from sbkit.commands.options import add_model, add_search, count, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,4 +28,4 @@ def run(args: argparse.Namespace) -> int:
     """Listen and return the exit code."""
     from sbkit.infer.listening import ListenRequest, listen
 
-    return listen(ListenRequest(**{name: getattr(args, name) for name in ListenRequest.__dataclass_fields__}))
+    return listen(request_of(ListenRequest, args))

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
 from sbkit.score.chunk_size import WHOLE
 
 _Number = TypeVar("_Number", int, float)
+T = TypeVar("T")
 
 RUNS_CODE = "The recipe in a run's folder is code, which this command imports and calls: use only runs that you trust."
+
+
+def request_of(kind: type[T], args: argparse.Namespace, **more: object) -> T:
+    """Make a dataclass of the arguments that it has fields for, and of more values."""
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass, says the text
+    return kind(**{name: value for name, value in vars(args).items() if name in fields}, **more)
 
 
 def add_schemes(parser: argparse.ArgumentParser) -> None:

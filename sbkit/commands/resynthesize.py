@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model
+from sbkit.commands.options import add_model, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,5 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.infer.resynthesis import ResynthesizeRequest, resynthesize
     from sbkit.train.signals import EndSignals
 
-    wanted = {name: getattr(args, name) for name in ResynthesizeRequest.__dataclass_fields__}
     with EndSignals():
-        return resynthesize(ResynthesizeRequest(**wanted))
+        return resynthesize(request_of(ResynthesizeRequest, args))

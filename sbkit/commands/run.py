@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, add_schemes
+from sbkit.commands.options import add_model, add_schemes, request_of
 
 FORMATS = "npz", "wav", "json"
 
@@ -34,4 +34,4 @@ def run(args: argparse.Namespace) -> int:
     """Run the model and return the exit code."""
     from sbkit.infer.running import RunRequest, run
 
-    return run(RunRequest(**{name: getattr(args, name) for name in RunRequest.__dataclass_fields__}))
+    return run(request_of(RunRequest, args))

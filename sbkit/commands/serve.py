@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from sbkit.commands.options import above, add_model, add_search
+from sbkit.commands.options import above, add_model, add_search, request_of
 from sbkit.serve.limits import Limits
 
 
@@ -47,8 +47,5 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.decode.search_options import SearchRequest
     from sbkit.serve.server import ServeRequest, serve
 
-    given = vars(args)
-    limits = Limits(**{name: given[name] for name in Limits.__dataclass_fields__ if name in given})
-    search = SearchRequest(**{name: given[name] for name in SearchRequest.__dataclass_fields__}).search
-    taken = {name: given[name] for name in ServeRequest.__dataclass_fields__ if name in given}
-    return serve(ServeRequest(**taken, search=search, limits=limits))
+    search = request_of(SearchRequest, args).search
+    return serve(request_of(ServeRequest, args, search=search, limits=request_of(Limits, args)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model
+from sbkit.commands.options import add_model, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,4 +28,4 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.train.signals import EndSignals
 
     with EndSignals():
-        return speak(SpeakRequest(**{name: getattr(args, name) for name in SpeakRequest.__dataclass_fields__}))
+        return speak(request_of(SpeakRequest, args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import add_model, add_schemes, count
+from sbkit.commands.options import add_model, add_schemes, count, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,5 @@ def run(args: argparse.Namespace) -> int:
     from sbkit.infer.tokenizing import TokenizeRequest, tokenize
     from sbkit.train.signals import EndSignals
 
-    wanted = {name: getattr(args, name) for name in TokenizeRequest.__dataclass_fields__}
     with EndSignals():
-        return tokenize(TokenizeRequest(**wanted))
+        return tokenize(request_of(TokenizeRequest, args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sbkit.commands.options import above, add_model, add_schemes, add_search, count
+from sbkit.commands.options import above, add_model, add_schemes, add_search, count, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,5 +31,4 @@ def run(args: argparse.Namespace) -> int:
     """Transcribe the recordings and return the exit code."""
     from sbkit.infer.transcription import TranscribeRequest, transcribe
 
-    wanted = {name: getattr(args, name) for name in TranscribeRequest.__dataclass_fields__}
-    return transcribe(TranscribeRequest(**wanted))
+    return transcribe(request_of(TranscribeRequest, args))

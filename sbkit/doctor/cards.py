@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sbkit.doctor import probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope, note_if
 
 _SECONDS = 10
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -31,10 +31,8 @@ def driver(scope: Scope) -> Iterator[MachineFinding]:
     version = re.search(r"Driver Version: *([\d.]+)", text) or re.search(r"Kernel Module[^\d]*([\d.]+)", _proc())
     newest = re.search(r"CUDA Version: *([\d.]+)", text)
     if version is None:
-        yield MachineFinding("NVIDIA driver", "none: training and models run on the CPU",
-                             NOTE if torch.get("cuda") else "ok",
-                             "if there is a card, install its driver; a container needs --gpus all"
-                             if torch.get("cuda") else "")
+        yield note_if(torch.get("cuda"), "NVIDIA driver", "none: training and models run on the CPU",
+                      "if there is a card, install its driver; a container needs --gpus all")
         return
     found = f"{version[1]}" + (f", for CUDA up to {newest[1]}" if newest else "")
     if torch.get("available"):
@@ -74,10 +72,9 @@ def cards(scope: Scope) -> Iterator[MachineFinding]:
         if not runs_on(facts["architectures"], major, minor):
             yield MachineFinding(f"cuda:{index}", f"{found}; this torch has no code for it", IN_THE_WAY,
                                  f"install one that has: this was built for {', '.join(facts['architectures'])}")
-        elif card["free"] < 0.9 * card["total"]:
-            yield MachineFinding(f"cuda:{index}", found, NOTE, "another process uses its memory: nvidia-smi lists it")
         else:
-            yield MachineFinding(f"cuda:{index}", found)
+            yield note_if(card["free"] < 0.9 * card["total"], f"cuda:{index}", found,
+                          "another process uses its memory: nvidia-smi lists it")
     if facts.get("without_peer_access"):
         pairs = ", ".join(f"{a} and {b}" for a, b in facts["without_peer_access"])
         yield MachineFinding("between cards", f"no direct access between {pairs}: NCCL copies through the host", NOTE,
@@ -113,7 +110,6 @@ def health(scope: Scope) -> Iterator[MachineFinding]:
         if len(values) != len(_CARD):
             continue
         card = dict(zip(_CARD, values, strict=True))
-        what = f"card {card['index']}"
         facts = [f"{card['temperature.gpu']} °C", f"SM clock {card['clocks.sm']} of {card['clocks.max.sm']} MHz",
                  f"persistence {_word(card['persistence_mode'])}", f"MIG {_word(card['mig.mode.current'])}"]
         fixes = []
@@ -125,7 +121,7 @@ def health(scope: Scope) -> Iterator[MachineFinding]:
             fixes.append("MIG slices can't talk to each other by NCCL: train on one slice, or turn MIG off")
         if _lower(card["power.limit"], card["power.default_limit"]):
             fixes.append(f"its power limit is {card['power.limit']} W of {card['power.default_limit']}")
-        yield MachineFinding(what, ", ".join(facts), NOTE if fixes else "ok", "; ".join(fixes))
+        yield note_if(fixes, f"card {card['index']}", ", ".join(facts), "; ".join(fixes))
 
 
 def _word(value: str) -> str:
@@ -150,9 +146,8 @@ def clocks(scope: Scope) -> Iterator[MachineFinding]:
                 if name in _SLOWED and int(micros) > 60e6}
         throttled = [f"throttled now by {each}" for each in sorted(now)]
         throttled += [f"was throttled by {each} for {seconds / 60:.0f} min" for each, seconds in sorted(past.items())]
-        fix = "cooling, power supply or power limit (nvidia-smi -q -d POWER) limit its speed"
-        yield MachineFinding(f"clock of card {index}", "; ".join(throttled) or "not throttled",
-                             NOTE if throttled else "ok", fix if throttled else "")
+        yield note_if(throttled, f"clock of card {index}", "; ".join(throttled) or "not throttled",
+                      "cooling, power supply or power limit (nvidia-smi -q -d POWER) limit its speed")
 
 
 def libraries(scope: Scope) -> Iterator[MachineFinding]:

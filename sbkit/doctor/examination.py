@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.doctor import cards, folders, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, Check, MachineFinding, Scope, run_check
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, Scope, note_if, run_check
 from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs, price
 from sbkit.system.cores import usable_cores
@@ -119,9 +119,9 @@ def onnxruntime(scope: Scope) -> Iterator[MachineFinding]:
         names = ", ".join(name.removesuffix("ExecutionProvider") for name in found["providers"])
         cards = probe.inspect_library("torch").get("cards", {}).get("cards")
         unused = cards and "CUDAExecutionProvider" not in found["providers"]
-        yield MachineFinding("onnxruntime", f"{builds[0]}, built for {names}", NOTE if unused else "ok",
-                             "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; "
-                             "pip install onnxruntime-gpu" if unused else "")
+        yield note_if(unused, "onnxruntime", f"{builds[0]}, built for {names}",
+                      "ONNX models run on the CPU; for the GPU: pip uninstall -y onnxruntime; pip install "
+                      "onnxruntime-gpu")
 
 
 def compilers(scope: Scope) -> Iterator[MachineFinding]:
@@ -131,18 +131,15 @@ def compilers(scope: Scope) -> Iterator[MachineFinding]:
     why_not = probe.inspect_library("torch").get("kernels", {})
     why_not = why_not.get("error") or why_not.get("why_not")
     fix = "apt install gcc" if compiler is None else "training on a CPU works without, but slower"
-    yield MachineFinding("C compiler", compiler or "none (gcc, cc or clang)", "ok" if compiler else NOTE,
-                         "" if compiler else fix)
-    yield MachineFinding("CPU kernels", f"not used: {why_not}" if why_not else "compiled and loaded",
-                         NOTE if why_not else "ok", fix if why_not else "")
+    yield note_if(compiler is None, "C compiler", compiler or "none (gcc, cc or clang)", fix)
+    yield note_if(why_not, "CPU kernels", f"not used: {why_not}" if why_not else "compiled and loaded", fix)
     triton, header = version_of("triton"), Path(sysconfig.get_paths()["include"]) / "Python.h"
     missing = [what for what, there in (("triton", triton), ("a C compiler", compiler), ("Python.h", header.is_file()))
                if not there]
     fixes = {"triton": "pip install triton", "a C compiler": "apt install gcc", "Python.h": "apt install python3-dev"}
-    yield MachineFinding("Triton", (triton or "not installed") + (f"; {', '.join(missing)} missing" if missing else ""),
-                         NOTE if missing else "ok",
-                         "GPU kernels and --compile need it: " + "; ".join(fixes[each] for each in missing)
-                         if missing else "")
+    found = (triton or "not installed") + (f"; {', '.join(missing)} missing" if missing else "")
+    yield note_if(missing, "Triton", found,
+                  "GPU kernels and --compile need it: " + "; ".join(fixes[each] for each in missing))
 
 
 SHARED_MEMORY = "/dev/shm"
@@ -172,9 +169,7 @@ def main_memory(scope: Scope) -> Iterator[MachineFinding]:
     total, free = host.total(), host.available()
     found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     found += "; limited for this process (ulimit -v or -d)" if host.bounded() else ""
-    little = free < _LITTLE_MEMORY
-    yield MachineFinding("memory", found, NOTE if little else "ok",
-                         "sbkit tune --memory finds batches that fit" if little else "")
+    yield note_if(free < _LITTLE_MEMORY, "memory", found, "sbkit tune --memory finds batches that fit")
 
 
 def shared_memory(scope: Scope) -> Iterator[MachineFinding]:
@@ -184,20 +179,17 @@ def shared_memory(scope: Scope) -> Iterator[MachineFinding]:
         return
     state = os.statvfs(SHARED_MEMORY)
     free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
-    little = free < _SHARED
-    yield MachineFinding("shared memory", f"{SHARED_MEMORY}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free",
-                         NOTE if little else "ok",
-                         "fewer batches are read ahead: docker run --shm-size=8g, or fewer workers" if little else "")
+    yield note_if(free < _SHARED, "shared memory",
+                  f"{SHARED_MEMORY}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free",
+                  "fewer batches are read ahead: docker run --shm-size=8g, or fewer workers")
 
 
 def open_files(scope: Scope) -> Iterator[MachineFinding]:
     """Check the limit of open files; each batch on its way from a worker uses some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = f"{_limit(soft)} (at most {_limit(hard)})"
-    little = soft != resource.RLIM_INFINITY and soft < _FILES
-    yield MachineFinding("open files", limits, NOTE if little else "ok",
-                         f"ulimit -n {min(65536, hard) if hard != resource.RLIM_INFINITY else 65536}, before a run "
-                         "with many data workers" if little else "")
+    more = min(65536, hard) if hard != resource.RLIM_INFINITY else 65536
+    yield note_if(soft != resource.RLIM_INFINITY and soft < _FILES, "open files",
+                  f"{_limit(soft)} (at most {_limit(hard)})", f"ulimit -n {more}, before a run with many data workers")
 
 
 def _limit(value: int) -> str:
@@ -208,16 +200,16 @@ def language(scope: Scope) -> Iterator[MachineFinding]:
     """Check that file names and texts use UTF-8."""
     names, text = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
     wrong = {names.lower(), text.lower()} - {"utf-8", "utf8"}
-    yield MachineFinding("locale", f"file names {names}, text {text}", NOTE if wrong else "ok",
-                         "export LANG=C.UTF-8 PYTHONUTF8=1: names and transcripts are UTF-8" if wrong else "")
+    yield note_if(wrong, "locale", f"file names {names}, text {text}",
+                  "export LANG=C.UTF-8 PYTHONUTF8=1: names and transcripts are UTF-8")
 
 
 def predictions(scope: Scope) -> Iterator[MachineFinding]:
     """Report how right ``sbkit check --price`` has been about this machine's finished runs."""
     found, right = price.summary(finished_runs.read())
-    yield MachineFinding("predictions", found, OK if right else NOTE, "" if right else
-                         f"they should be within {price.ALLOWED_ERROR:.0%}: until more runs have finished, expect the "
-                         "upper end of the interval, and add --measure")
+    yield note_if(not right, "predictions", found,
+                  f"they should be within {price.ALLOWED_ERROR:.0%}: until more runs have finished, expect the upper "
+                  "end of the interval, and add --measure")
 
 
 #: The checks in the order of the table, with their names in case they fail.

@@ -28,6 +28,11 @@ class MachineFinding:
     fix: str = ""
 
 
+def note_if(wrong: object, what: str, found: str, fix: str) -> MachineFinding:
+    """A finding that is a note, and says what to do, where something is wrong."""
+    return MachineFinding(what, found, NOTE, fix) if wrong else MachineFinding(what, found)
+
+
 @dataclass(frozen=True)
 class Scope:
     """What the doctor checks besides the machine."""

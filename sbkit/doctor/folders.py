@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope, note_if
 from sbkit.system.disk import cache_folder
 
 _LITTLE_DISK = 5 << 30
@@ -34,10 +34,9 @@ def caches(scope: Scope) -> Iterator[MachineFinding]:
         if not may:
             yield MachineFinding(what, f"{folder} can't be written", NOTE,
                                  f"export {variable}=FOLDER, with a writable folder")
-        elif free < _LITTLE_DISK:
-            yield MachineFinding(what, f"{folder}, {_gib(free)} free", NOTE, f"make room, or export {variable}=FOLDER")
         else:
-            yield MachineFinding(what, f"{folder}, {_gib(free)} free")
+            yield note_if(free < _LITTLE_DISK, what, f"{folder}, {_gib(free)} free",
+                          f"make room, or export {variable}=FOLDER")
 
 
 def data(scope: Scope) -> Iterator[MachineFinding]:
@@ -54,13 +53,10 @@ def data(scope: Scope) -> Iterator[MachineFinding]:
                              "is it the right folder, and may this user read it?")
         return
     speed = read / max(seconds, 1e-6)
-    slow = speed < _SLOW and seconds > 0.2
-    yield MachineFinding("data",
-                         f"{scope.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader "
-                          "(cached files are faster)",
-                         NOTE if slow else "ok",
-                         "sbkit shard packs many small files into few large ones; or copy the data to a local disk"
-                         if slow else "")
+    yield note_if(speed < _SLOW and seconds > 0.2, "data",
+                  f"{scope.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader (cached "
+                  "files are faster)",
+                  "sbkit shard packs many small files into few large ones; or copy the data to a local disk")
 
 
 def _read(path: Path) -> tuple[int, float, int]:
@@ -94,11 +90,10 @@ def output(scope: Scope) -> Iterator[MachineFinding]:
                              "give --output_folder a writable folder")
         return
     speed, free = _write_speed(_existing_parent(folder)), _free(folder)
-    little, slow = free < _LITTLE_DISK, speed < _SLOW
-    yield MachineFinding("output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
-                         NOTE if little or slow else "ok",
-                         "a checkpoint needs three times its model's size: make room" if little else
-                         "checkpoints are slow: use a local disk, or a longer ckpt_interval_minutes" if slow else "")
+    little = free < _LITTLE_DISK
+    yield note_if(little or speed < _SLOW, "output", f"{folder}: {_gib(free)} free, writes {speed / 1e6:.0f} MB/s",
+                  "a checkpoint needs three times its model's size: make room" if little else
+                  "checkpoints are slow: use a local disk, or a longer ckpt_interval_minutes")
 
 
 def _write_speed(folder: Path) -> float:
@@ -118,16 +113,13 @@ def time_stamps(scope: Scope) -> Iterator[MachineFinding]:
     if not scope.run.is_dir():
         yield MachineFinding("run", f"{scope.run} does not exist", IN_THE_WAY, "give --run the output folder of a run")
         return
-    now, newest = time.time(), 0.0
-    for path in islice(_files(scope.run), _SAMPLED_FILES):
-        newest = max(newest, path.lstat().st_mtime)
-    ahead = newest - now
+    newest = max((path.lstat().st_mtime for path in islice(_files(scope.run), _SAMPLED_FILES)), default=0.0)
+    ahead = newest - time.time()
     wrong = ahead > _AHEAD
     found = (f"the newest file of {scope.run} is {ahead / 60:.0f} min in the future" if wrong else
              f"no file of {scope.run} is in the future" if newest else f"{scope.run} is empty")
-    yield MachineFinding("clock", found, NOTE if wrong else "ok",
-                         "set this machine's clock (timedatectl): it decides which checkpoint is the newest" if wrong
-                         else "")
+    yield note_if(wrong, "clock", found,
+                  "set this machine's clock (timedatectl): it decides which checkpoint is the newest")
 
 
 def _existing_parent(folder: Path) -> Path:
