@@ -40,11 +40,6 @@ class Shard:
     bytes: int
     sha256: str
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """The frames of each utterance."""
-        return np.diff(self._ends["ends"], prepend=0)
-
     def read(self, index: int) -> tuple[dict[str, str], np.ndarray]:
         """Read the row of an utterance, and its codes [T, Q] as they are in the file."""
         return self.row(index), self._part("codes", self._ends["ends"], index)

@@ -40,7 +40,7 @@ class MetricEstimate:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The bounds within which 95 % of the drawn values are."""
-        return bounds(np.array(self.drawn), 0.95) if len(self.drawn) >= FEWEST else None
+        return bounds(np.array(self.drawn)) if len(self.drawn) >= FEWEST else None
 
     def __str__(self) -> str:
         if self.interval is None:
@@ -96,5 +96,5 @@ def compare(a: MetricEstimate, b: MetricEstimate) -> RunComparison:
                                                                                            "(sbkit evaluate)")
     difference = np.array(b.drawn[:pairs]) - np.array(a.drawn[:pairs])
     tail = min(np.count_nonzero(difference <= 0), np.count_nonzero(difference >= 0))
-    return RunComparison(a.value, b.value, *bounds(difference, 0.95), min(1.0, 2 * (tail + 1) / (pairs + 1)), 0.95,
-                         a.name, a.lower_is_better)
+    return RunComparison(a.value, b.value, *bounds(difference), min(1.0, 2 * (tail + 1) / (pairs + 1)), a.name,
+                         a.lower_is_better)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from sbkit.errors import SbkitError
 from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, EditCounts, Tokens, align, count
 from sbkit.system.console import atomic_write, counted
 
-_NOTHING = "there is nothing to score: no utterance was added"
+_SPACE = "_"
 GAP = "<eps>"  # placeholder for a missing token in an alignment, as in SpeechBrain's file
 
 
@@ -57,15 +57,13 @@ class ErrorRates:
 
     Arguments
     ---------
-    unit : ``word`` for WER, or ``character`` for CER.
-    space : the character between words, which is scored too, as in SpeechBrain.
+    unit : ``word`` for WER, or ``character`` for CER, which counts the space between words too, as in SpeechBrain.
     """
 
-    def __init__(self, unit: str = "word", space: str = "_"):
+    def __init__(self, unit: str = "word"):
         if unit not in ("word", "character"):
             raise SbkitError(f"error rates are counted by 'word' or by 'character', not by '{unit}'")
         self.unit = unit
-        self.space = space
         self.ids: list[str] = []
         self._known: set[str] = set()
         self.references: list[Tokens] = []
@@ -108,14 +106,14 @@ class ErrorRates:
 
     def _tokens(self, side: Sequence[str | Tokens | None]) -> list[Any]:
         words = [text.split() if isinstance(text, str) else text for text in side]
-        return words if self.unit == "word" else [each if each is None else self.space.join(each) for each in words]
+        return words if self.unit == "word" else [each if each is None else _SPACE.join(each) for each in words]
 
     @property
     def counts(self) -> EditCounts:
         """The edits of each utterance, in the order in which they were added."""
         if self._counts is None:
             if not self.ids:
-                raise SbkitError(_NOTHING)
+                raise SbkitError("there is nothing to score: no utterance was added")
             self._counts = count(self.references, self.hypotheses)
         return self._counts
 
@@ -151,10 +149,6 @@ class ErrorRates:
         for row in zip(self.ids, self.references, self.hypotheses, *columns, strict=True):
             yield Scored(*row)
 
-    def worst(self, limit: int = 20) -> list[Scored]:
-        """The utterances with the highest rates, those with the most edits first if equal."""
-        return sorted(self, key=lambda scored: (-scored.rate, -scored.edits))[:limit]
-
     def alignments(self) -> list[str]:
         """Each utterance's alignment as steps ``=``, ``S``, ``D``, ``I`` (see ``edits.align``)."""
         wrong = np.flatnonzero(self.edits).tolist()
@@ -184,18 +178,6 @@ class ErrorRates:
                     insertions=scored.insertions, deletions=scored.deletions,
                     substitutions=scored.substitutions,
                 ) + _picture(scored.reference, scored.hypothesis, way))
-
-
-def score(references: Mapping[str, str | Tokens], hypotheses: Mapping[str, str | Tokens], unit: str = "word",
-          ) -> ErrorRates:
-    """Score texts by id; every reference needs a hypothesis and vice versa."""
-    rates = ErrorRates(unit)
-    _refuse([name for name in hypotheses if name not in references], "a hypothesis but no reference",
-            "score a system on the corpus that it transcribed")
-    if not references:
-        raise SbkitError(_NOTHING)
-    rates.add(list(references), list(references.values()), [hypotheses.get(i) for i in references])
-    return rates
 
 
 def aligned(reference: Tokens, hypothesis: Tokens, way: str) -> Iterator[tuple[str, str, str]]:

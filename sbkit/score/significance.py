@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -13,30 +12,29 @@ from sbkit.errors import SbkitError
 from sbkit.score.rates import ErrorRates, some
 
 NORMAL_FROM = 10_000  # utterances
+RESAMPLES, PAIRED_RESAMPLES = 2000, 10_000
+_CONFIDENCE = 0.95
 RATES = ("WER", "CER")  # in per cent
 _AT_ONCE = 4_000_000  # random numbers held at a time
 
 
-def interval(rates: ErrorRates, confidence: float = 0.95, resamples: int = 2000, seed: int = 0,
-             ) -> tuple[float, float]:
+def interval(rates: ErrorRates) -> tuple[float, float]:
     """Compute bounds of the error rate in per cent by bootstrap over utterances.
 
     Utterances are resampled rather than words, because errors within an utterance are correlated.
     """
-    return interval_of(rates.edits, rates.lengths, confidence, resamples, seed)
+    return interval_of(rates.edits, rates.lengths)
 
 
-def interval_of(edits: np.ndarray, lengths: np.ndarray, confidence: float = 0.95, resamples: int = 2000, seed: int = 0,
-                ) -> tuple[float, float]:
+def interval_of(edits: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
     """Compute bounds for part of a test set, from edits and tokens of its utterances, both [N].
 
     With so many utterances that resampling takes long, the normal distribution of a ratio of sums is used.
     """
     if len(edits) > NORMAL_FROM:
-        return _normal_bounds(edits, lengths, confidence)
-    drawn = np.concatenate([
-        edits / lengths for edits, lengths in _resampled(np.stack([edits, lengths]), resamples, seed)])
-    return bounds(100 * drawn, confidence)
+        rate, reach = 100 * float(edits.sum() / lengths.sum()), _normal_reach(edits, lengths)
+        return max(0.0, rate - reach), rate + reach
+    return bounds(_drawn_rates(edits, lengths, RESAMPLES))
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class RunComparison:
     low: float  # bounds of rate_b - rate_a
     high: float
     p_value: float
-    confidence: float
     name: str = "WER"
     lower_is_better: bool = True
 
@@ -59,7 +56,7 @@ class RunComparison:
 
     @property
     def significant(self) -> bool:
-        return self.p_value < 1 - self.confidence
+        return self.p_value < 1 - _CONFIDENCE
 
     @property
     def better(self) -> bool:
@@ -74,8 +71,7 @@ class RunComparison:
         return f"Significantly {'better' if self.better else 'worse'}: {of}"
 
 
-def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0,
-            ) -> RunComparison:
+def compare(a: ErrorRates, b: ErrorRates) -> RunComparison:
     """Test whether ``b`` differs from ``a``: a paired bootstrap for the interval, matched pairs for the p-value.
 
     The p-value is that of a permutation test: if both runs were equally good, each utterance's difference in edits
@@ -85,17 +81,15 @@ def compare(a: ErrorRates, b: ErrorRates, confidence: float = 0.95, resamples: i
     order = {name: i for i, name in enumerate(b.ids)}
     difference = b.edits[[order[name] for name in a.ids]] - a.edits
     if len(difference) > NORMAL_FROM:
-        reach = _normal_reach(difference, a.lengths, confidence)
+        reach = _normal_reach(difference, a.lengths)
         middle = b.rate - a.rate
-        return RunComparison(a.rate, b.rate, middle - reach, middle + reach, _normal_p(difference), confidence)
-    drawn = np.concatenate([
-        edits / lengths for edits, lengths in _resampled(np.stack([difference, a.lengths]), resamples, seed)])
-    low, high = bounds(100 * drawn, confidence)
-    return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference, resamples, seed), confidence)
+        return RunComparison(a.rate, b.rate, middle - reach, middle + reach, _normal_p(difference))
+    low, high = bounds(_drawn_rates(difference, a.lengths, PAIRED_RESAMPLES))
+    return RunComparison(a.rate, b.rate, low, high, _permutation_p(difference))
 
 
 def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
-    if (a.unit, a.space) != (b.unit, b.space):
+    if a.unit != b.unit:
         raise SbkitError(f"a rate by {a.unit} can't be compared with one by {b.unit}")
     ours, theirs = (dict(zip(rates.ids, rates.references, strict=True)) for rates in (a, b))
     alone = [*(name for name in ours if name not in theirs), *(name for name in theirs if name not in ours)]
@@ -113,33 +107,30 @@ def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
                          hint="both runs need the same text rules")
 
 
-def _resampled(columns: np.ndarray, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield sums of ``columns`` [2, N] over utterances drawn with replacement, [2, R] at a time."""
-    rng = np.random.default_rng(seed)
-    size = columns.shape[1]
+def _drawn_rates(edits: np.ndarray, lengths: np.ndarray, resamples: int) -> np.ndarray:
+    """The rates, in per cent, of as many utterances drawn with replacement, [resamples]."""
+    rng, columns, size = np.random.default_rng(0), np.stack([edits, lengths]), len(edits)
     at_once = max(1, _AT_ONCE // size)
+    found = []
     for start in range(0, resamples, at_once):
         drawn = rng.integers(size, size=(min(at_once, resamples - start), size), dtype=np.int32)
-        yield columns[:, drawn].sum(axis=2)
+        wrong, said = columns[:, drawn].sum(axis=2)
+        found.append(wrong / said)
+    return 100 * np.concatenate(found)
 
 
-def bounds(values: np.ndarray, confidence: float) -> tuple[float, float]:
-    """The quantiles between which a share of values is."""
-    tail = (1 - confidence) / 2
+def bounds(values: np.ndarray) -> tuple[float, float]:
+    """The quantiles between which 95 % of values are."""
+    tail = (1 - _CONFIDENCE) / 2
     low, high = np.quantile(values, [tail, 1 - tail])
     return float(low), float(high)
 
 
-def _normal_bounds(edits: np.ndarray, lengths: np.ndarray, confidence: float) -> tuple[float, float]:
-    rate, reach = 100 * float(edits.sum() / lengths.sum()), _normal_reach(edits, lengths, confidence)
-    return max(0.0, rate - reach), rate + reach
-
-
-def _normal_reach(edits: np.ndarray, lengths: np.ndarray, confidence: float) -> float:
+def _normal_reach(edits: np.ndarray, lengths: np.ndarray) -> float:
     """The distance of the bounds from the ratio of the sums, in per cent."""
     rate = edits.sum() / lengths.sum()
     deviation = float(np.sqrt(np.square(edits - rate * lengths).sum()) / lengths.sum())
-    return 100 * NormalDist().inv_cdf(0.5 + confidence / 2) * deviation
+    return 100 * NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2) * deviation
 
 
 def _normal_p(difference: np.ndarray) -> float:
@@ -148,15 +139,15 @@ def _normal_p(difference: np.ndarray) -> float:
     return math.erfc(abs(float(difference.sum())) / deviation / math.sqrt(2)) if deviation else 1.0
 
 
-def _permutation_p(difference: np.ndarray, resamples: int, seed: int) -> float:
+def _permutation_p(difference: np.ndarray) -> float:
     difference = difference[difference != 0]  # zeros don't change with their sign
     if not len(difference):
         return 1.0
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     at_once = max(1, _AT_ONCE // len(difference))
     as_large = 0
-    for start in range(0, resamples, at_once):
-        shape = (min(at_once, resamples - start), len(difference))
+    for start in range(0, PAIRED_RESAMPLES, at_once):
+        shape = (min(at_once, PAIRED_RESAMPLES - start), len(difference))
         signed = (2 * rng.integers(2, size=shape, dtype=np.int8) - 1) @ difference.astype(np.float64)
         as_large += int(np.count_nonzero(abs(signed) >= abs(difference.sum())))
-    return (as_large + 1) / (resamples + 1)
+    return (as_large + 1) / (PAIRED_RESAMPLES + 1)

@@ -120,5 +120,5 @@ def test_what_cannot_be_compared_is_refused():
 
 
 def test_a_lower_distance_is_better():
-    assert RunComparison(2.0, 1.0, -1.5, -0.5, 0.001, 0.95, "distance").better
-    assert not RunComparison(2.0, 1.0, -1.5, -0.5, 0.001, 0.95, "gain", lower_is_better=False).better
+    assert RunComparison(2.0, 1.0, -1.5, -0.5, 0.001, "distance").better
+    assert not RunComparison(2.0, 1.0, -1.5, -0.5, 0.001, "gain", lower_is_better=False).better

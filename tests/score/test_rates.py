@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from speechbrain.utils.metric_stats import ErrorRateStats
 
 from sbkit.errors import SbkitError
-from sbkit.score.rates import Confusion, ErrorRates, score
+from sbkit.score.rates import Confusion, ErrorRates
 from tools.bench import score as bench
 
 WORDS = st.lists(st.sampled_from(["a", "the", "cat", "house", "größe", "राम"]), max_size=8)
@@ -33,17 +33,9 @@ def both(pairs, unit="word"):
     return ours, theirs
 
 
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(PAIRS, st.sampled_from(["word", "character"]))
-def test_summary_equals_speechbrain(pairs, unit):
-    ours, theirs = both(pairs, unit)
-    assert ours.summary() == theirs.summarize()
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.tuples(GIVEN, GIVEN), max_size=4), min_size=1, max_size=3))
-@example([[(["\0", "a"], ["", 97])]])  # Python gives each pair one hash, or rapidfuzz
+@example([[(["\0", "a"], ["", 97]), (["\0", "a"], ["", "a"])]])  # Python gives each pair one hash, or rapidfuzz
 def test_any_words_in_any_form_are_counted_as_speechbrain_counts_them_as_lists(batches):
     ours, theirs = ErrorRates(), ErrorRateStats()
     for batch in batches:
@@ -69,12 +61,6 @@ def test_file_equals_speechbrain_byte_for_byte(tmp_path_factory, pairs, unit):
     assert path.read_text(encoding="utf-8") == stream.getvalue()
 
 
-def test_words_are_compared_to_their_last_character():
-    rates = ErrorRates()
-    rates.add(["1", "2"], ["a b", "a\0 b"], ["a\0 b", "a\0 b"])
-    assert rates.edits.tolist() == [1, 0]
-
-
 def test_a_number_asked_for_early_counts_what_comes_later_too():
     rates = ErrorRates()
     rates.add(["1"], ["a b"], ["a b"])
@@ -94,6 +80,8 @@ def test_what_cannot_be_scored_is_named_and_nothing_of_it_is_taken():
         rates.add(["u1", "u2"], ["a", "b"], ["a", None])
     with pytest.raises(SbkitError, match="more than once: u1"):
         rates.add(["u1", "u1"], ["a", "b"], ["a", "b"])
+    with pytest.raises(SbkitError, match="reference: u0, u1, u2, u3, u4 and 4 more"):
+        rates.add([f"u{i}" for i in range(9)], [""] * 9, ["a"] * 9)
     with pytest.raises(SbkitError, match="more than once: old"):
         rates.add(["old"], ["a"], ["a"])
     with pytest.raises(SbkitError, match="2 ids, 1 references and 2 hypotheses"):
@@ -105,25 +93,13 @@ def test_what_cannot_be_scored_is_named_and_nothing_of_it_is_taken():
         ErrorRates("phone")
 
 
-def test_scores_by_id_and_names_ids_without_a_partner():
-    assert score({"u1": "a b", "u2": "c"}, {"u2": "c", "u1": "a x"}).rate == pytest.approx(100 / 3)
-    with pytest.raises(SbkitError, match="a hypothesis but no reference: u9"):
-        score({"u1": "a"}, {"u1": "a", "u9": "b"})
-    with pytest.raises(SbkitError, match="no hypothesis: u2"):
-        score({"u1": "a", "u2": "b"}, {"u1": "a"})
-    with pytest.raises(SbkitError, match="nothing to score"):
-        score({}, {})
-
-
 def test_rates_show_what_they_are():
-    assert repr(score({"u1": "a b", "u2": "c"}, {"u2": "c", "u1": "a x"})) == "ErrorRates(WER 33.33 %, 2 utterances)"
-    assert repr(score({"u1": "ab"}, {"u1": "ab"}, "character")) == "ErrorRates(CER 0.00 %, 1 utterance)"
-    assert repr(ErrorRates()) == "ErrorRates(no WER yet, 0 utterances)"
-
-
-def test_many_names_are_cut_short():
-    with pytest.raises(SbkitError, match="reference: u0, u1, u2, u3, u4 and 4 more"):
-        ErrorRates().add([f"u{i}" for i in range(9)], [""] * 9, ["a"] * 9)
+    rates, characters = ErrorRates(), ErrorRates("character")
+    assert repr(rates) == "ErrorRates(no WER yet, 0 utterances)"
+    rates.add(["u1", "u2"], ["a b", "c"], ["a x", "c"])
+    characters.add(["u1"], ["ab"], ["ab"])
+    assert repr(rates) == "ErrorRates(WER 33.33 %, 2 utterances)"
+    assert repr(characters) == "ErrorRates(CER 0.00 %, 1 utterance)"
 
 
 def test_texts_and_lists_of_words_in_any_order_and_spacing_are_scored_alike():
@@ -140,21 +116,14 @@ def test_texts_and_lists_of_words_in_any_order_and_spacing_are_scored_alike():
     assert texts.alignments() == lists.alignments() == ["==D", "DD", "=D", "=D"]
 
 
-def test_confusions_and_the_worst_utterances():
+def test_confusions():
     rates = ErrorRates()
     rates.add(
         ["1", "2", "3", "4"], ["the cat sat", "a cat sat", "the dog", "yes"],
         ["the hat sat", "a hat sat down", "the", "yes"])
     assert rates.confusions() == [
         Confusion("cat", "hat", 2), Confusion("", "down", 1), Confusion("dog", "", 1)]
-    assert [scored.id for scored in rates.worst(2)] == ["2", "3"]
     assert [scored.edits for scored in rates] == [1, 2, 1, 0]
-
-
-def test_characters_count_the_space_between_words_as_speechbrain_does():
-    rates = ErrorRates("character")
-    rates.add(["1"], ["ab c"], ["abc"])
-    assert rates.summary()["num_scored_tokens"] == 4 and rates.summary()["deletions"] == 1
 
 
 @pytest.mark.slow
