@@ -25,10 +25,6 @@ class Aligned(NamedTuple):
     """How pieces write the space before a word; None: there is none."""
 
 
-class Unspellable(SbkitError):
-    """Error of a text that a recogniser's pieces can't spell."""
-
-
 def spell(text: str, pieces: Sequence[str], separator: str | None = WORD_START) -> list[int]:
     """Spell a text with as few pieces as possible; returns their ids.
 
@@ -46,8 +42,8 @@ def spell(text: str, pieces: Sequence[str], separator: str | None = WORD_START) 
     while end:
         if (last := best[end]) is None:
             unknown = sorted(set(written) - {character for piece in ids for character in piece})
-            raise Unspellable(f"the recogniser can't write {', '.join(map(repr, unknown)) or 'this text'}",
-                              hint="use one that was trained on the same alphabet")
+            raise SbkitError(f"the recogniser can't write {', '.join(map(repr, unknown)) or 'this text'}",
+                             hint="use one that was trained on the same alphabet")
         found.append(last[2])
         end = last[1]
     return found[::-1]

@@ -26,6 +26,7 @@ _WORD = np.dtype([("key", "<u8"), ("id", "<u4")])
 _UNIGRAM = np.dtype([("log10", "<f4"), ("backoff", "<f4")])
 _MIDDLE = np.dtype([("key", "<u8"), ("log10", "<f4"), ("backoff", "<f4")])
 _LONGEST = np.dtype([("key", "<u8"), ("log10", "<f4")])
+_MULTIPLIER = 1.5  # how much larger than what it holds a table is that is written here
 #: How much larger than what it holds a table may be, and the longest row of slots that are taken: with KenLM's factor
 #: of 1.5, a table of a billion n-grams has about 300.
 _MAX_MULTIPLIER, _MAX_STEPS = 100, 10_000
@@ -187,11 +188,8 @@ def _goes_on(backoff: np.ndarray) -> np.ndarray:
     return ~((backoff == 0) & np.signbit(backoff))
 
 
-def write(model: NGram, path: str | Path, multiplier: float = 1.5) -> None:
-    """Write a model that KenLM, and software built on it, can read. The write is atomic.
-
-    ``multiplier`` is the size of a hash table relative to the number of its n-grams.
-    """
+def write(model: NGram, path: str | Path) -> None:
+    """Write a model that KenLM, and software built on it, can read. The write is atomic."""
     if model.order < 2:
         raise SbkitError("KenLM's format needs an order of at least 2")
     # KenLM gives the unknown word number 0.
@@ -220,7 +218,7 @@ def write(model: NGram, path: str | Path, multiplier: float = 1.5) -> None:
             for before in range(k - 1, -1, -1):
                 key = combine(key, spelled[:, before])
             values["key"] = key
-            tables.append(_table(values, multiplier))
+            tables.append(_table(values, len(values)))
         else:
             unigrams = np.zeros(len(words) + 1, _UNIGRAM)
             for name in ("log10", "backoff"):
@@ -232,20 +230,20 @@ def write(model: NGram, path: str | Path, multiplier: float = 1.5) -> None:
     sanity["magic"], sanity["floats"], sanity["one"] = _MAGIC, (0, 1, -0.5), 1
     sanity["words"] = (1, 0xFFFFFFFF, 0)
     fixed = np.zeros(1, _FIXED)
-    fixed["order"], fixed["multiplier"], fixed["has_words"] = model.order, multiplier, 1
+    fixed["order"], fixed["multiplier"], fixed["has_words"] = model.order, _MULTIPLIER, 1
     header = sanity.tobytes() + fixed.tobytes() + np.array(model.counts, "<u8").tobytes()
     with atomic_write(path, "wb") as file:
         file.write(header + bytes(-len(header) % 8))
         file.write(np.array([0, len(words)], "<u4").tobytes())
-        file.write(_table(vocabulary, multiplier, len(words)).tobytes())
+        file.write(_table(vocabulary, len(words)).tobytes())
         for table in tables:
             file.write(table.tobytes())
         file.write(b"".join(word + b"\0" for word in words))
 
 
-def _table(entries: np.ndarray, multiplier: float, promised: int | None = None) -> np.ndarray:
+def _table(entries: np.ndarray, promised: int) -> np.ndarray:
     """Build a hash table with linear probing: an entry is in the first free slot from key modulo size on."""
-    size = _buckets(len(entries) if promised is None else promised, multiplier)
+    size = _buckets(promised, _MULTIPLIER)
     table = np.zeros(size, entries.dtype)
     ideal = (entries["key"] % np.uint64(size)).astype(np.int64)
     order = np.argsort(ideal, kind="stable")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,8 @@ from sbkit.infer.recordings import Recording, Source
 #: Seconds of a recording that are enhanced at once.
 PIECE_SECONDS = 4.0
 State = list[np.ndarray]
-
-
-@dataclass(frozen=True)
-class NoisyPiece:
-    """Frames [T, hop] float32 of a stream, and the state after those before."""
-
-    frames: np.ndarray
-    state: State
-
-    def __len__(self) -> int:
-        return self.frames.size
+#: Frames [T, hop] float32 of a stream, and the state after those before.
+Piece = tuple[np.ndarray, State]
 
 
 class EnhanceEngine(BatchEngine):
@@ -48,30 +38,30 @@ class EnhanceEngine(BatchEngine):
 
     # ------------------------------------------------------------------ within the worker
 
-    def _example(self) -> NoisyPiece:
-        return NoisyPiece(np.zeros((2, self.config.hop), np.float32), self.state())
+    def _example(self) -> Piece:
+        return np.zeros((2, self.config.hop), np.float32), self.state()
 
     def _interface(self) -> Interface:
-        example = self._example()
-        inputs = {"pieces": example.frames[None],
-                  **{name: part[None] for name, part in zip(self.config.state, example.state, strict=True)}}
+        frames, state = self._example()
+        inputs = {"pieces": frames[None],
+                  **{name: part[None] for name, part in zip(self.config.state, state, strict=True)}}
         return Interface(inputs, ("enhanced", *(f"next_{name}" for name in self.config.state)))
 
     def _warm_up(self, path: Path) -> None:
         self._run([self._example()])  # what it gives is looked at
 
-    def _run(self, pieces: list[NoisyPiece]) -> list[tuple[np.ndarray, State]]:
+    def _run(self, pieces: list[Piece]) -> list[tuple[np.ndarray, State]]:
         """Run pieces of one length together: a state is that after all frames of a batch."""
         found: dict[int, tuple[np.ndarray, State]] = {}
-        for count in {len(piece.frames) for piece in pieces}:
-            alike = [i for i, piece in enumerate(pieces) if len(piece.frames) == count]
+        for count in {len(frames) for frames, _ in pieces}:
+            alike = [i for i, (frames, _) in enumerate(pieces) if len(frames) == count]
             for some in [alike] if self.config.batching else [[i] for i in alike]:
                 found.update(zip(some, self.run_batch([pieces[i] for i in some]), strict=True))
         return [found[i] for i in range(len(pieces))]
 
-    def run_batch(self, pieces: list[NoisyPiece]) -> list[tuple[np.ndarray, State]]:
-        frames = np.stack([piece.frames for piece in pieces])
-        state = [np.stack(parts) for parts in zip(*(piece.state for piece in pieces), strict=True)]
+    def run_batch(self, pieces: list[Piece]) -> list[tuple[np.ndarray, State]]:
+        frames = np.stack([frames for frames, _ in pieces])
+        state = [np.stack(parts) for parts in zip(*(state for _, state in pieces), strict=True)]
         sound, *after = self.compute(frames, *state)
         if sound.shape != frames.shape or [part.shape for part in after] != [part.shape for part in state]:
             raise SbkitError(f"the enhancer gave {list(sound.shape)} for {list(frames.shape)}",
@@ -116,8 +106,7 @@ class LiveEnhancer:
 
     def _enhanced(self, samples: np.ndarray) -> np.ndarray:
         """Enhance a piece, note the next state, and return the samples [N] that are to be heard."""
-        piece = NoisyPiece(samples.reshape(-1, self._hop), self._state)
-        [(sound, self._state)] = self._engine.submit([piece]).result()
+        [(sound, self._state)] = self._engine.submit([(samples.reshape(-1, self._hop), self._state)]).result()
         skipped = min(self._skip, len(sound))
         self._skip -= skipped
         sound = sound[skipped : skipped + self._owed]

@@ -20,17 +20,18 @@ _BEHIND_SECONDS = 30.0  # that the microphone may be ahead of the model
 
 
 class Pcm:
-    """Reads 16-bit little-endian samples [N] of one channel, as soon as they are there.
+    """Reads 16-bit little-endian samples [N] of one channel from standard input, as soon as they are there.
 
     Arguments
     ---------
-    file : a binary file, read to its end
+    file : standard input, read to its end
     rate : samples per second
-    name : of the file in messages
     """
 
-    def __init__(self, file: BufferedIOBase, rate: int, name: str = "standard input"):
-        self._file, self.rate, self.name = file, rate, name
+    name = "standard input"
+
+    def __init__(self, file: BufferedIOBase, rate: int):
+        self._file, self.rate = file, rate
         self.warning: str | None = None
         """What is to be told after the last samples."""
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.decode.spans import Word
-from sbkit.infer.pieces import MARGIN_SECONDS, PAUSE_SECONDS, cut_at_pauses
+from sbkit.infer.labelling import MARGIN_SECONDS, PAUSE_SECONDS, cut_at_pauses
 
 
 def spoken(lengths, pauses):
