@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
-import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -15,17 +14,14 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.csv as pacsv
 
-from sbkit.errors import SbkitError, first_line, shown, shown_names
+from sbkit.errors import SbkitError, shown, shown_names
 from sbkit.system import untrusted
 
 # A row never straddles two blocks unless it is longer than this.
 _BLOCK_BYTES = 16 << 20
-_TOO_LONG_LINE = "no line is so long"
+_ROWS_AT_ONCE = 65_536
 # Of a header.
 _MAX_HEADER_BYTES, _MAX_COLUMNS = 1 << 20, 10_000
-_MAX_TOLD = 500  # characters of what Arrow says, which has the line
-# Arrow's message about a row with too many or too few fields.
-_WRONG_COUNT = re.compile(r"Expected \d+ columns, got \d+")
 # Appended as a last line: it becomes a row of its own unless a quotation mark is still open. No UTF-8 decodes to it.
 _END = "\udcff"
 
@@ -71,12 +67,13 @@ def read_delimited(path: str | Path, *, delimiter: str = ",", quoted: bool = Tru
     with _plain_errors(path):
         skip, header_line = _first_line(path)
         names = _header(path, header_line, delimiter, quoted)
-        if quoted and f"{delimiter} " in header_line:
-            return _read_spaced(path, names, skip, delimiter)
         wanted = [name for name in names if only is None or name in only]
         if not wanted:
             return Delimited(path, {}, header=names)
-        return _read_arrow(path, names, wanted, skip, delimiter, quoted)
+        spaced = quoted and f"{delimiter} " in header_line  # such as ``ID, duration, wav``, which Arrow doesn't strip
+        columns = None if spaced else _read_arrow(path, names, wanted, skip, delimiter, quoted)
+        return _read_rows(path, names, wanted, skip, delimiter, quoted, spaced) if columns is None else Delimited(
+            path, columns, header=names)
 
 
 def header(path: str | Path, *, delimiter: str = ",", quoted: bool = True) -> list[str]:
@@ -128,75 +125,69 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
 
 
 def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str,
-                quoted: bool) -> Delimited:
-    for malformed in (False, True):
-        try:
-            table = _table(path, names, wanted, skip, delimiter, quoted, without_malformed=malformed)
-            break
-        except pa.ArrowInvalid as error:
-            if "Empty CSV" in str(error):
-                table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
-                break
-            if (where := _where_not_utf8(path, names, delimiter)) is not None:
-                raise SbkitError(f"{path}, {where}: not UTF-8", hint="save it as UTF-8") from None
-            if malformed or _WRONG_COUNT.search(str(error)) is None:
-                if quoted:
-                    list(_malformed_lines(path, len(names), skip, delimiter, quoted))  # may raise with the line
-                raise SbkitError(f"{path}: {first_line(error)[:_MAX_TOLD]}") from None
-    columns = {name: table.column(name) for name in wanted}
-    # Arrow doesn't report line numbers, so the rare file with malformed rows is read once more. So is a file whose
-    # last row has several lines: with an unclosed quotation mark Arrow takes the rest of the file as one field.
-    suspicious = quoted and len(table) and any("\n" in column[-1].as_py() for column in columns.values())
-    bad = list(_malformed_lines(path, len(names), skip, delimiter, quoted)) if malformed or suspicious else []
-    return Delimited(path, columns, bad, names)
+                quoted: bool) -> dict[str, pa.ChunkedArray] | None:
+    """Read columns; None if a row has too few or too many fields, or is no text: Arrow doesn't say in which line."""
+    try:
+        table = pacsv.read_csv(
+            path, read_options=pacsv.ReadOptions(block_size=_BLOCK_BYTES, column_names=[*names], skip_rows=skip),
+            parse_options=pacsv.ParseOptions(delimiter=delimiter, quote_char='"' if quoted else False,
+                                             newlines_in_values=quoted),
+            convert_options=pacsv.ConvertOptions(column_types=dict.fromkeys(names, pa.large_string()),
+                                                 strings_can_be_null=False, include_columns=[*wanted]))
+    except pa.ArrowInvalid as error:
+        if "Empty CSV" not in str(error):
+            return None
+        table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
+    # With an unclosed quotation mark Arrow takes the rest of the file as one field.
+    suspicious = quoted and len(table) and any("\n" in column[-1].as_py() for column in table.columns)
+    return None if suspicious else {name: table.column(name) for name in wanted}
 
 
-def _table(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str, quoted: bool,
-           without_malformed: bool = False) -> pa.Table:
-    # If a thread of Arrow's releases a Python function while the process ends, the process aborts. So the function is
-    # only used if there are malformed rows, and then without threads.
-    return pacsv.read_csv(
-        path,
-        read_options=pacsv.ReadOptions(block_size=_BLOCK_BYTES, column_names=[*names], skip_rows=skip,
-                                       use_threads=not without_malformed),
-        parse_options=pacsv.ParseOptions(
-            delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted,
-            invalid_row_handler=(lambda row: "skip") if without_malformed else None,
-        ),
-        convert_options=pacsv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False,
-            include_columns=[*wanted],
-        ),
-    )
+def _read_rows(path: Path, names: Sequence[str], wanted: Sequence[str], skip: int, delimiter: str,
+               quoted: bool, spaced: bool) -> Delimited:
+    """Read a file row by row, which takes longer than Arrow, and tells in which line something is wrong."""
+    malformed: list[tuple[int, str]] = []
+    columns: dict[str, list[pa.Array]] = {name: [] for name in wanted}
+
+    def fitting(rows: Iterable[tuple[int, list[str]]]) -> Iterator[list[str]]:
+        for line, row in rows:
+            if len(row) == len(names):
+                yield row
+            elif row:
+                malformed.append((line, f"{len(row)} fields instead of {len(names)}"))
+
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="" if quoted else None) as file:
+        lines = _lines(path, file, names, skip, delimiter)
+        plain = ((number, line.rstrip("\n").split(delimiter)) for number, line in enumerate(lines, skip + 1)
+                 if line != "\n")
+        rows = fitting(_quoted_rows(path, lines, skip, delimiter, spaced) if quoted else plain)
+        while some := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+            for name, column in columns.items():
+                place = names.index(name)
+                column.append(pa.array([row[place] for row in some], pa.large_string()))
+    found = {name: pa.chunked_array(column, pa.large_string()) for name, column in columns.items()}
+    return Delimited(path, found, malformed, names)
 
 
-def _malformed_lines(path: Path, expected: int, skip: int, delimiter: str,
-                     quoted: bool) -> Iterator[tuple[int, str]]:
-    with open(path, encoding="utf-8-sig", newline="" if quoted else None) as file:
-        lines = _lines(path, file, skip)
-        if quoted:
-            counts = ((line, len(row)) for line, row in _quoted_rows(path, lines, skip, delimiter))
-        else:
-            counts = ((number, line.count(delimiter) + (line != "\n")) for number, line in enumerate(lines, skip + 1))
-        for line, found in counts:
-            if found not in (0, expected):
-                yield line, _wrong_fields(expected, found)
-
-
-def _lines(path: Path, file: IO[str], skip: int) -> Iterator[str]:
+def _lines(path: Path, file: IO[str], names: Sequence[str], skip: int, delimiter: str) -> Iterator[str]:
     """The lines after the first ``skip``."""
     for number, line in enumerate(iter(lambda: file.readline(_BLOCK_BYTES), ""), 1):
         if len(line) == _BLOCK_BYTES:
-            raise SbkitError(f"{path}, line {number}: {_TOO_LONG_LINE}", hint="is it a table at all?")
+            raise SbkitError(f"{path}, line {number}: no line is so long", hint="is it a table at all?")
         if number > skip:
+            try:
+                line.encode()
+            except UnicodeEncodeError as error:  # bytes that are none of UTF-8 have come as half characters
+                name = names[min(line[: error.start].count(delimiter), len(names) - 1)]
+                raise SbkitError(f"{path}, line {number}, column {shown(name)}: not UTF-8",
+                                 hint="save it as UTF-8") from None
             yield line
 
 
 def _quoted_rows(path: Path, lines: Iterator[str], skip: int, delimiter: str,
-                 skipinitialspace: bool = False) -> Iterator[tuple[int, list[str]]]:
+                 spaced: bool) -> Iterator[tuple[int, list[str]]]:
     """(line number, fields) of each row of a file whose first ``skip`` lines were read already."""
-    reader = csv.reader(itertools.chain(lines, [_END]), delimiter=delimiter,
-                        skipinitialspace=skipinitialspace)
+    reader = csv.reader(itertools.chain(lines, [_END]), delimiter=delimiter, skipinitialspace=spaced)
     begins = skip + 1
     try:
         for row in reader:
@@ -212,37 +203,3 @@ def _quoted_rows(path: Path, lines: Iterator[str], skip: int, delimiter: str,
                              "can't read", hint="remove it, or use a later Python") from None
     raise SbkitError(f"{path}, line {begins}: a quotation mark opens a field here and is never closed",
                      hint="close it, or double the quotation marks that are part of a text")
-
-
-def _read_spaced(path: Path, names: Sequence[str], skip: int, delimiter: str) -> Delimited:
-    """Read a file with blanks after the commas (``ID, duration, wav``), which Arrow's faster reader doesn't strip."""
-    rows, malformed = [], []
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        lines = _lines(path, file, skip)
-        for line, row in _quoted_rows(path, lines, skip, delimiter, skipinitialspace=True):
-            if len(row) == len(names):
-                rows.append(row)
-            elif row:
-                malformed.append((line, _wrong_fields(len(names), len(row))))
-    columns = {
-        name: pa.chunked_array([pa.array([row[i] for row in rows], pa.large_string())])
-        for i, name in enumerate(names)
-    }
-    return Delimited(path, columns, malformed, names)
-
-
-def _wrong_fields(expected: int, found: int) -> str:
-    return f"{found} fields instead of {expected}"
-
-
-def _where_not_utf8(path: Path, names: Sequence[str], delimiter: str) -> str | None:
-    with open(path, "rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_BLOCK_BYTES), b""), 1):
-            if len(line) == _BLOCK_BYTES:
-                raise SbkitError(f"{path}, line {number}: {_TOO_LONG_LINE}", hint="is it a table at all?")
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                before = line[: error.start].count(delimiter.encode())
-                return f"line {number}, column {shown(names[min(before, len(names) - 1)])}"
-    return None

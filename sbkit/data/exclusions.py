@@ -31,24 +31,24 @@ def rows(split: str, reason: str, ids: Sequence[str], wavs: Sequence[str], detai
 def write(folder: Path, tables: Iterable[pa.Table]) -> None:
     """Write ``left_out.csv``, even if it has no rows."""
     none = pa.table([pa.array([], pa.large_string())] * len(_COLUMNS), names=_COLUMNS)
-    with atomic_write(folder / NAME, "wb") as file:
-        pacsv.write_csv(guarded(pa.concat_tables([none, *tables])), file)
+    write_guarded(folder / NAME, pa.concat_tables([none, *tables]))
 
 
 def read(folder: Path) -> pa.Table:
     """Read ``left_out.csv``."""
-    csv = read_delimited(folder / NAME)
-    return unguarded(pa.table([csv.need(name) for name in _COLUMNS], names=_COLUMNS))
+    return read_guarded(folder / NAME, _COLUMNS)
 
 
-def guarded(table: pa.Table) -> pa.Table:
-    """The table with an apostrophe before what a spreadsheet would take for a formula."""
-    return _replaced(table, f"^({_FORMULA})", r"'\1")
+def write_guarded(path: Path, table: pa.Table) -> None:
+    """Write a CSV, with an apostrophe before what a spreadsheet would take for a formula."""
+    with atomic_write(path, "wb") as file:
+        pacsv.write_csv(_replaced(table, f"^({_FORMULA})", r"'\1"), file)
 
 
-def unguarded(table: pa.Table) -> pa.Table:
-    """The table without the apostrophes of :func:`guarded`."""
-    return _replaced(table, f"^'({_FORMULA})", r"\1")
+def read_guarded(path: Path, names: Sequence[str], hint: str | None = None) -> pa.Table:
+    """Read columns of what :func:`write_guarded` wrote; ``hint`` goes with the error about one that is missing."""
+    csv = read_delimited(path)
+    return _replaced(pa.table([csv.need(name, hint=hint) for name in names], names=names), f"^'({_FORMULA})", r"\1")
 
 
 def _replaced(table: pa.Table, pattern: str, replacement: str) -> pa.Table:

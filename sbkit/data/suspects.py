@@ -9,13 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pacsv
 
-from sbkit.data.delimited import read_delimited
-from sbkit.data.exclusions import guarded, unguarded
+from sbkit.data.exclusions import read_guarded, write_guarded
 from sbkit.data.manifest import Column
 from sbkit.errors import SbkitError
-from sbkit.system.console import atomic_write
 
 KEEP, DROP, FIX = DECISIONS = ("keep", "drop", "fix")
 _NEEDED = ("ID", "decision", "label", "corpus")
@@ -48,9 +45,8 @@ def write(path: Path, rows: Sequence[Suspect]) -> None:
     """Write the list, completely or not at all."""
     columns = list(zip(*rows, strict=True)) or [()] * len(Suspect._fields)
     texts = [[f"{value:.3f}" if isinstance(value, float) else value for value in column] for column in columns]
-    with atomic_write(path, "wb") as file:
-        pacsv.write_csv(guarded(pa.table([pa.array(column, pa.large_string()) for column in texts],
-                                         names=list(Suspect._fields))), file)
+    write_guarded(path, pa.table([pa.array(column, pa.large_string()) for column in texts],
+                                 names=list(Suspect._fields)))
 
 
 @dataclass(frozen=True)
@@ -66,9 +62,7 @@ class Exclusions:
         """Read a list; refuses one with a decision that isn't among ``DECISIONS``."""
         if not path.is_file():
             raise SbkitError(f"corpus: exclude: there is no file {path}", hint="sbkit clean writes one: suspects.csv")
-        csv = read_delimited(path)
-        hint = "a list of sbkit clean has the columns " + ", ".join(Suspect._fields)
-        table = unguarded(pa.table([csv.need(name, hint=hint) for name in _NEEDED], names=_NEEDED))
+        table = read_guarded(path, _NEEDED, "a list of sbkit clean has the columns " + ", ".join(Suspect._fields))
         ids, decisions, labels, corpora = (Column(column) for column in table.columns)
         for row, decision in enumerate(decisions):
             if decision not in DECISIONS:

@@ -35,7 +35,8 @@ def both(pairs, unit="word"):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.tuples(GIVEN, GIVEN), max_size=4), min_size=1, max_size=3))
-@example([[(["\0", "a"], ["", 97]), (["\0", "a"], ["", "a"])]])  # Python gives each pair one hash, or rapidfuzz
+@example([[(["\0", "a"], ["", "a"])]])
+@example([[(["\0", "a"], ["", 97])]])  # Python gives each pair one hash, or rapidfuzz
 def test_any_words_in_any_form_are_counted_as_speechbrain_counts_them_as_lists(batches):
     ours, theirs = ErrorRates(), ErrorRateStats()
     for batch in batches:

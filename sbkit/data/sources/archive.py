@@ -9,6 +9,7 @@ import os
 import shutil
 import tarfile
 import zlib
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -44,7 +45,6 @@ class CommonVoiceArchive(Source):
         self.into = cache / name
         self.language = language
         self.show_progress = show_progress
-        self._release: CommonVoice | None = None
 
     def fingerprint(self) -> list[Any]:
         return [self.kind, stamp(self.path)]
@@ -52,15 +52,13 @@ class CommonVoiceArchive(Source):
     def intact(self) -> bool:
         return is_unpacked(self.path, self.into)
 
-    @property
+    @cached_property
     def release(self) -> CommonVoice:
-        if self._release is None:
-            unpack(self.path, self.into, show_progress=self.show_progress)
-            try:
-                self._release = CommonVoice(self.into, self.language)
-            except SbkitError as error:
-                raise SbkitError(f"{self.path}: {error.message}", hint=error.hint) from None
-        return self._release
+        unpack(self.path, self.into, show_progress=self.show_progress)
+        try:
+            return CommonVoice(self.into, self.language)
+        except SbkitError as error:
+            raise SbkitError(f"{self.path}: {error.message}", hint=error.hint) from None
 
     def names(self) -> list[str]:
         return self.release.names()

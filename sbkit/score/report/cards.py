@@ -80,30 +80,25 @@ _CLASSES = {EQUAL: "eq", INSERTION: "ins", DELETION: "del", SUBSTITUTION: "sub"}
 _NOTHING = "·"  # placeholder for a missing word in an alignment
 
 
-class Cards:
-    """Makes cards for the utterances of ``results``."""
-
-    def __init__(self, results: ScoredRun, clips: AudioEmbedder):
-        self.results, self.clips = results, clips
-
-    def card(self, index: int, *remarks: str, other: tuple[Tokens, str, str] | None = None) -> Markup:
-        """Make a card from the utterance's index, remarks about it, and another run's (words, alignment, name)."""
-        results, one = self.results, self.results.heard[index]
-        reference, heard = results.words.references[index], results.words.hypotheses[index]
-        here = diff(reference, heard, results.ways[index])
-        if other is not None:
-            here = text(tag("p", other[2], class_="side"), diff(reference, other[0], other[1]),
-                        tag("p", "this run", class_="side"), here)
-        edits, length = int(results.edits[index]), int(results.lengths[index])
-        facts = [f"{counted(edits, 'error')} in {counted(length, 'word')}", f"{one.duration:.1f} s"]
-        if one.confidence is not None:
-            facts.append(f"confidence {percent(one.confidence)}")
-        facts += [value.replace("_", " ") for name, value in one.meta.items() if name in ("accent", "age", "gender")]
-        if one.speaker:
-            facts.append(f"speaker {short(one.speaker)}")
-        below = tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts")
-        return tag("article", here, self.clips.player(one), *(tag("p", remark, class_="remark") for remark in remarks),
-                   below, class_="utterance")
+def card(results: ScoredRun, clips: AudioEmbedder, index: int, *remarks: str,
+         other: tuple[Tokens, str, str] | None = None) -> Markup:
+    """Make a card of an utterance from its index, remarks about it, and another run's (words, alignment, name)."""
+    one = results.heard[index]
+    reference, heard = results.words.references[index], results.words.hypotheses[index]
+    here = diff(reference, heard, results.ways[index])
+    if other is not None:
+        here = text(tag("p", other[2], class_="side"), diff(reference, other[0], other[1]),
+                    tag("p", "this run", class_="side"), here)
+    edits, length = int(results.edits[index]), int(results.lengths[index])
+    facts = [f"{counted(edits, 'error')} in {counted(length, 'word')}", f"{one.duration:.1f} s"]
+    if one.confidence is not None:
+        facts.append(f"confidence {percent(one.confidence)}")
+    facts += [value.replace("_", " ") for name, value in one.meta.items() if name in ("accent", "age", "gender")]
+    if one.speaker:
+        facts.append(f"speaker {short(one.speaker)}")
+    below = tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts")
+    return tag("article", here, clips.player(one), *(tag("p", remark, class_="remark") for remark in remarks), below,
+               class_="utterance")
 
 
 def diff(reference: Tokens, heard: Tokens, way: str) -> Markup:

@@ -20,9 +20,9 @@ from sbkit.score import chunk_size, estimate
 from sbkit.score.latency import LATE
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts, model_card, sections
-from sbkit.score.report.cards import AudioEmbedder, Cards
+from sbkit.score.report.cards import AudioEmbedder, card
 from sbkit.score.report.data import RunData, rate, read
-from sbkit.score.report.findings import can_judge, findings, suspects
+from sbkit.score.report.findings import findings, suspects
 from sbkit.score.report.sections import KEY, section
 from sbkit.score.run_files import EVALUATIONS, REPORT
 from sbkit.score.significance import RATES, RunComparison, compare
@@ -88,20 +88,19 @@ def _page(data: RunData, other: RunData | None, compared: RunComparison | None, 
     parts: dict[str, Markup | None] = {}
     results = data.results
     suspected = suspects(results) if results is not None else []
-    cards = None if results is None else Cards(results, clips)
     if other is not None and compared is not None:
-        parts["against"] = (compared_recordings(data, other, compared, clips, count // 4) if cards is None else
-                            comparison(data, other, compared, cards, count // 4))
+        parts["against"] = (compared_recordings if results is None else comparison)(
+            data, other, compared, clips, count // 4)
     parts["first"] = sections.standing_out(findings(data, suspected))
     parts["curves"] = sections.training(data, other)
     parts["results"] = sections.tables(data)
     parts["listen"] = sections.players(data, clips)
     parts["live"] = live(data)
-    if results is not None and cards is not None:
+    if results is not None:
         parts["where"] = sections.where(results, None if other is None else other.results)
         parts["words"] = sections.confused(results)
-        parts["worst"] = sections.worst(results, cards, count, suspected)
-        parts["labels"] = sections.labels(cards, suspected, count, can_judge(results))
+        parts["worst"] = sections.worst(results, clips, count, suspected)
+        parts["labels"] = sections.labels(results, clips, suspected, count)
     elif data.estimate is not None:
         parts["worst"] = sections.worst_recordings(data, data.estimate, clips, count)
     parts["data"] = sections.data(data)
@@ -131,7 +130,7 @@ def filled(title: str, body: Markup, template_file: Path = _PAGE) -> str:
 MEASURES = ("the other run", "this run", "difference", "95 % interval", "p")
 
 
-def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards, count: int) -> Markup:
+def comparison(run: RunData, other: RunData, words: RunComparison, clips: AudioEmbedder, count: int) -> Markup:
     """Compare ``run`` with ``other`` on the same test set; ``words`` is their difference."""
     ours, before = run.results, other.results
     assert ours is not None and before is not None, "write_report refuses runs without results"
@@ -145,12 +144,10 @@ def comparison(run: RunData, other: RunData, words: RunComparison, cards: Cards,
     same = len(change) - len(better) - len(worse)
     table = _compared_table(words, dataclasses.replace(characters, name="CER"))
 
-    def card(i: int) -> Markup:
-        at = int(theirs[i])
-        return cards.card(i, other=(before.words.hypotheses[at], before.ways[at], "the other run"))
-
     def listed(title: str, indices: list[int]) -> Markup | None:
-        return sections.listed(title, [card(i) for i in indices[:count]], len(indices))
+        cards = [card(ours, clips, i, other=(before.words.hypotheses[theirs[i]], before.ways[theirs[i]],
+                                             "the other run")) for i in indices[:count]]
+        return sections.listed(title, cards, len(indices))
 
     return section(
         "against", str(words).replace("-", "−"), table,

@@ -12,10 +12,10 @@ from sbkit.score.estimate import MetricEstimate
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import Confusion
 from sbkit.score.report import charts, groups
-from sbkit.score.report.cards import AudioEmbedder, Cards, most_wrong, short
+from sbkit.score.report.cards import AudioEmbedder, card, most_wrong, short
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
-from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel
+from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel, can_judge
 from sbkit.score.report.groups import UtteranceGroup
 from sbkit.score.results import Player, ScoredRecording
 from sbkit.score.significance import RATES, interval
@@ -310,7 +310,7 @@ def _words(title: str, pairs: Sequence[Confusion], limit: int) -> Markup:
     return tag("figure", tag("figcaption", title), tag("ol", lines, class_="words"))
 
 
-def worst(results: ScoredRun, cards: Cards, count: int, suspects: Sequence[SuspectLabel]) -> Markup | None:
+def worst(results: ScoredRun, clips: AudioEmbedder, count: int, suspects: Sequence[SuspectLabel]) -> Markup | None:
     """Show the utterances with the most errors; those with suspected labels are left out."""
     chosen = most_wrong(results, count, [suspect.index for suspect in suspects])
     if not chosen:
@@ -318,7 +318,7 @@ def worst(results: ScoredRun, cards: Cards, count: int, suspects: Sequence[Suspe
     lead = "The most errors beyond what their length makes likely."
     if suspects:
         lead += " Those whose transcript is suspected are listed below instead."
-    shown = tag("div", [cards.card(i) for i in chosen], class_="cards")
+    shown = tag("div", [card(results, clips, i) for i in chosen], class_="cards")
     return section("worst", "Worst utterances", KEY, shown, lead=lead)
 
 
@@ -347,11 +347,11 @@ KEY = tag(
     tag("span", "missed", class_="k del"), " ", tag("span", "made up", class_="k ins"), class_="key")
 
 
-def labels(cards: Cards, suspects: Sequence[SuspectLabel], count: int, judged: bool) -> Markup:
-    """Show transcripts that may be wrong; ``judged``: whether there was enough data."""
+def labels(results: ScoredRun, clips: AudioEmbedder, suspects: Sequence[SuspectLabel], count: int) -> Markup:
+    """Show transcripts that may be wrong."""
     if not suspects:
-        return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if judged else NOT_TOLD)
-    shown = [cards.card(suspect.index, _why(suspect)) for suspect in suspects[:count]]
+        return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if can_judge(results) else NOT_TOLD)
+    shown = [card(results, clips, suspect.index, _why(suspect)) for suspect in suspects[:count]]
     more = None if len(suspects) <= count else tag("p", f"{len(suspects) - count} more are not shown.", class_="note")
     return section("labels", "Suspected label errors", KEY, tag("div", shown, class_="cards"), more, lead=HONESTLY)
 
