@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import soxr
 
-from sbkit.errors import SbkitError, first_line
+from sbkit.errors import SbkitError, first_line, shown
 
 #: Rates in hertz that are resampled.
 MIN_RATE, MAX_RATE = 8_000, 192_000
@@ -84,6 +84,15 @@ def as_floats(samples: np.ndarray) -> np.ndarray:
     return samples.astype(np.float32, copy=False)
 
 
+def rate_of(value: object) -> int:
+    """Return the rate of a stream; refuse what can't be one."""
+    rate = whole(value)
+    if rate is None or not MIN_RATE <= rate <= MAX_RATE:
+        raise SbkitError(f"a stream's rate is {shown(value)} Hz, but must be a whole number from {MIN_RATE} to "
+                         f"{MAX_RATE}")
+    return rate
+
+
 class Resampler:
     """Brings the samples of one stream to the model's rate, as they come.
 
@@ -93,11 +102,7 @@ class Resampler:
     """
 
     def __init__(self, rate: int, own: int):
-        found = whole(rate)
-        if found is None or not MIN_RATE <= found <= MAX_RATE:
-            raise SbkitError(f"a stream's rate is {rate!r} Hz, but must be a whole number from {MIN_RATE} to "
-                             f"{MAX_RATE}")
-        self.rate, self._own = found, own
+        self.rate, self._own = rate_of(rate), own
         self.reset()
 
     def reset(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sbkit.decode.streaming import StreamSearch
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
@@ -88,24 +88,24 @@ class StreamEngine(BundleEngine):
         chunk : milliseconds of a chunk, one of :attr:`chunks`; None: the one in their middle
         on_heard : as for ``Session``
         """
-        session = Session(self.config, self._frames(chunk), self.batch.state(), search, self.enter, on_heard)
+        session = Session(self.config, self.frames_of(chunk), self.batch.state(), search, self.enter, on_heard)
         with self._lock:
             if self._closed:
                 raise closed()
             self._sessions.add(session)
         return session
 
-    def _frames(self, chunk: int | None) -> int:
-        """The output frames of a chunk of so many milliseconds."""
+    def frames_of(self, chunk: object) -> int:
+        """The output frames of a chunk of so many milliseconds; refuse what the model wasn't trained for."""
         chunks = self.chunks
         if chunk is None:
             return sorted(chunks.values())[len(chunks) // 2]
         size, there = whole(chunk), ", ".join(map(str, chunks))
         if size is None:
-            raise SbkitError(f"a chunk must be a whole number of milliseconds, not {chunk!r}",
+            raise SbkitError(f"a chunk must be a whole number of milliseconds, not {shown(chunk)}",
                              hint=f"the model was trained for {there}")
         if size not in chunks:
-            raise SbkitError(f"the model wasn't trained for chunks of {size} ms", hint=f"it was for {there}")
+            raise SbkitError(f"the model wasn't trained for chunks of {shown(size)} ms", hint=f"it was for {there}")
         return chunks[size]
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from sbkit.errors import SbkitError
+from sbkit.errors import SbkitError, shown
 from sbkit.export import layout
 from sbkit.infer.bundle_engine import Loaded
 from sbkit.infer.sentences import Phrase, Script
@@ -84,8 +84,8 @@ def speaker_of(config: layout.VoiceConfig, name: str | None) -> int:
     return config.speakers.index(name)
 
 
-def checked_speed(speed: float) -> float:
+def checked_speed(speed: object) -> float:
     """Return a speed that a voice can have, or raise."""
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not SLOWEST <= speed <= FASTEST:
-        raise SbkitError(f"speed is {speed!r}, but must be a number from {SLOWEST:g} to {FASTEST:g}")
+        raise SbkitError(f"speed is {shown(speed)}, but must be a number from {SLOWEST:g} to {FASTEST:g}")
     return float(speed)

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import sbkit
-from sbkit.errors import SbkitError
 from sbkit.infer.graph_model import MAX_SECONDS
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, replies
@@ -30,7 +29,7 @@ from sbkit.serve.backlog import Work
 from sbkit.serve.connection import ConnectionLimit
 from sbkit.serve.decoders import Decoders, Wave
 from sbkit.serve.disk import Disk, DiskReservation
-from sbkit.serve.errors import ApiError, failed, invalid, not_ready, stopping
+from sbkit.serve.errors import ApiError, failed, invalid, not_ready, refused_for, stopping
 from sbkit.serve.form import Form, OutputsForm, Upload
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
@@ -227,10 +226,8 @@ def _outputs(state: State, ask: OutputsForm, held: DiskReservation, visit: Reque
         made = served.engine.output(found)
     state.metrics.audio.labels(served.name).inc(len(signal) / rate)
     if ask.sound:
-        try:
+        with refused_for("response_format", "unsupported_value"):
             return Response(made.wav(rate, len(signal)), media_type="audio/wav")
-        except SbkitError as error:
-            raise invalid(str(error), "response_format", "unsupported_value") from None
     if made.size > _MOST_NUMBERS:
         raise invalid(f"the answer would have {made.size:,} numbers, more than {_MOST_NUMBERS:,}", "file",
                       "invalid_audio")

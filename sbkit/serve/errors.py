@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from sbkit.errors import SbkitError
 from sbkit.infer.device import OutOfMemory
 
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "requests"
@@ -39,6 +40,15 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Error 400: a field is invalid."""
     return ApiError(400, message, param=param, code=code)
+
+
+@contextlib.contextmanager
+def refused_for(param: str, code: str | None = None) -> Iterator[None]:
+    """Make what this block raises for a user error 400 of a field."""
+    try:
+        yield
+    except SbkitError as error:
+        raise invalid(str(error), param, code) from None
 
 
 def too_large(limit: int, param: str | None = "file") -> ApiError:
@@ -80,11 +90,6 @@ def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
     near = difflib.get_close_matches(names[0], sorted(known), n=1)
     return invalid(f"this server does not support {', '.join(name[:40] for name in names[:8])}"
                    + (f"; did you mean {near[0]}?" if near else ""), names[0][:40], "unsupported_parameter")
-
-
-def shown(value: object) -> str:
-    """A value as a message shows it, whatever it is."""
-    return f"{str(value)[:40]!r}" if isinstance(value, str) else f"{json.dumps(value)[:40]}"
 
 
 def wrong_model(name: str, why: str, endpoints: Sequence[str]) -> ApiError:

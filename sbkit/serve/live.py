@@ -27,17 +27,18 @@ from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
 
+from sbkit.errors import shown
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.lines import final
-from sbkit.infer.samples import whole
+from sbkit.infer.samples import rate_of
 from sbkit.serve.access import REQUEST_ID
 from sbkit.serve.clients import Shares, address
-from sbkit.serve.errors import ApiError, failed, invalid, missing_model, shown, too_late, unsupported
+from sbkit.serve.errors import ApiError, failed, invalid, missing_model, refused_for, too_late, unsupported
 from sbkit.serve.limits import Limits
 from sbkit.serve.live_recogniser import News, live_recogniser
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedModel
-from sbkit.serve.wire import Intake, Wire, rate_of
+from sbkit.serve.wire import Intake, Wire
 
 _BEHIND_SECONDS = 5.0  # of audio that was not heard yet; beyond that the client has to wait
 _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read the last messages is dropped
@@ -272,19 +273,12 @@ async def _start(wire: Wire, registry: Registry) -> tuple[ServedModel, int, int 
         raise invalid(f"model must be a name, not {shown(name)}", "model")
     served = registry.find(name, ServedModel)
     served.check()
-    return served, rate_of(first.get("sample_rate")), _chunk(served, first.get("chunk_ms"))
-
-
-def _chunk(served: ServedModel, wanted: object) -> int | None:
-    """Check the chunk that a client asks for."""
-    if wanted is None:
-        return None
-    if not served.chunks_ms:
+    chunk = first.get("chunk_ms")
+    if chunk is not None and served.streams is None:
         raise invalid(f"the model {served.name} has no graph for streams, so no chunks to choose from: leave out "
                       "chunk_ms", "chunk_ms")
-    size, there = whole(wanted), f"the model {served.name} has chunks of {', '.join(map(str, served.chunks_ms))} ms"
-    if size is None:
-        raise invalid(f"chunk_ms must be a whole number of milliseconds, not {shown(wanted)}; {there}", "chunk_ms")
-    if size not in served.chunks_ms:
-        raise invalid(f"{there}, not of {shown(size)}", "chunk_ms")
-    return size
+    if served.streams is not None:
+        with refused_for("chunk_ms"):
+            served.streams.frames_of(chunk)
+    with refused_for("sample_rate"):
+        return served, rate_of(first.get("sample_rate")), chunk

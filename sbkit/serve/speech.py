@@ -13,14 +13,15 @@ from typing import Any
 
 from fastapi import Request
 
+from sbkit.errors import shown
 from sbkit.infer.sentences import Phrase, Script
 from sbkit.infer.sound_file import KINDS, SoundStream, kinds
 from sbkit.infer.speech import Speech, pauses, spoken
 from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
-from sbkit.infer.voice import FASTEST, SLOWEST
+from sbkit.infer.voice import checked_speed, speaker_of
 from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
 from sbkit.serve import replies
-from sbkit.serve.errors import ApiError, failed, invalid, shown, too_large
+from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_large
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedVoice
 from sbkit.serve.replies import Cut
@@ -83,9 +84,9 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if len(text) > MAX_CHARACTERS:
         raise invalid(f"input has {len(text)} characters; a request may have {MAX_CHARACTERS}: send the text in parts",
                       "input", "string_above_max_length")
-    speaker = _speaker(fields.get("voice"), served)
-    kind = _kind(fields)
-    speed = _speed(fields.get("speed"))
+    speaker, kind = _speaker(fields.get("voice"), served), _kind(fields)
+    with refused_for("speed"):
+        speed = checked_speed(1.0 if (given := fields.get("speed")) is None else given)
     streamed = _text(fields, "stream_format") or _AUDIO
     if streamed not in (_AUDIO, _SSE):
         raise invalid(f"stream_format {shown(streamed)} must be {_AUDIO} or {_SSE}", "stream_format",
@@ -110,15 +111,10 @@ def _text(fields: dict[str, Any], name: str, needed: bool = False) -> str:
 def _speaker(value: object, served: ServedVoice) -> int:
     if isinstance(value, dict) and set(value) == {"id"}:
         value = value["id"]
-    speakers = served.config.speakers
-    if value is None:
-        return 0
-    if not isinstance(value, str):
+    if not isinstance(value, (str, type(None))):
         raise invalid('voice must be a name, or {"id": NAME}', "voice")
-    if value not in speakers:
-        raise invalid(f"the model {served.name} has no voice {shown(value)}; it has {', '.join(speakers)}", "voice",
-                      "voice_not_found")
-    return speakers.index(value)
+    with refused_for("voice", "voice_not_found"):
+        return speaker_of(served.config, value)
 
 
 def _kind(fields: dict[str, Any]) -> str:
@@ -127,14 +123,6 @@ def _kind(fields: dict[str, Any]) -> str:
         raise invalid(f"response_format {shown(kind)} can't be written here; use one of {', '.join(kinds())}",
                       "response_format", "unsupported_value")
     return kind
-
-
-def _speed(value: object) -> float:
-    if value is None:
-        return 1.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not SLOWEST <= value <= FASTEST:
-        raise invalid(f"speed {shown(value)} must be a number from {SLOWEST:g} to {FASTEST:g}", "speed")
-    return float(value)
 
 
 def _pieces(text: str, fields: dict[str, Any], served: ServedVoice) -> list[Phrase]:

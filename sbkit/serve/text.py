@@ -6,7 +6,8 @@ import json
 from collections import Counter
 from typing import Any
 
-from sbkit.serve.errors import invalid, shown
+from sbkit.errors import shown
+from sbkit.serve.errors import invalid
 
 
 def decoded(data: bytes, what: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from fastapi import WebSocket, WebSocketDisconnect
 
-from sbkit.infer.samples import MAX_RATE, MIN_RATE, Resampler, as_floats, from_pcm, whole
+from sbkit.infer.samples import Resampler, as_floats, from_pcm
 from sbkit.infer.sound_sources import Beginning
 from sbkit.serve.errors import ApiError, invalid
 from sbkit.serve.text import json_object
@@ -109,11 +109,3 @@ class Intake:
         """Return the samples [S] since the last call, float32; ``last``: nothing comes after them."""
         frames, self._frames, self._taken = self._frames, [], self._came
         return self._resampler(as_floats(from_pcm(b"".join(frames))), last)
-
-
-def rate_of(value: object) -> int:
-    """Check the rate that a client names."""
-    rate = whole(value)
-    if rate is None or not MIN_RATE <= rate <= MAX_RATE:
-        raise invalid(f"sample_rate must be a whole number from {MIN_RATE} to {MAX_RATE}", "sample_rate")
-    return rate

@@ -155,7 +155,7 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
 
 @pytest.mark.parametrize("first, param, words", [
     ('{"type": "start", "model": "nobody", "sample_rate": 16000}', "model", "does not exist"),
-    ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", 'a name, not ["level"]'),
+    ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", "a name, not ['level']"),
     ('{"type": "start", "sample_rate": 16000}', "model",
      "the field model is missing; the models here are level, whisper-1"),
     ('{"type": "start", "model": null, "sample_rate": 16000}', "model", "the field model is missing"),
