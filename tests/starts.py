@@ -10,6 +10,7 @@ import torch
 from run_folders import TINY, sound
 
 from sbkit.recipe import load
+from sbkit.runs import initial, pretrained
 
 RECIPE = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
 SPANISH = "el niño camina por la calle mientras su hermana juega con el perro pequeño bajo la lluvia".split()
@@ -41,3 +42,19 @@ def target(folder: Path, data: Path, recipe: Path = RECIPE, tiny: Mapping[str, o
 
 def state(brain) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in brain.modules.state_dict().items()}
+
+
+def started(folder: Path, data: Path, caplog, *recipe, **keys):
+    """The Brain of a run that has begun, its weights before it took those of its source, and the table of these."""
+    brain = target(folder, data, *recipe, **keys)
+    pretrained.load(brain.keys.pretrainer)
+    before = state(brain)
+    with caplog.at_level("INFO", "sbkit.runs.initial"):
+        initial.load(brain)
+    tables = [each.getMessage() for each in caplog.records if "Starting from" in each.getMessage()]
+    return brain, before, tables[-1] if tables else ""
+
+
+def lines_of(table: str) -> list[str]:
+    """With single spaces."""
+    return [" ".join(line.split()) for line in table.splitlines()]

@@ -26,15 +26,7 @@ from sbkit.recipe.source import Findings
 from sbkit.recipe.speed import peak_of
 from sbkit.rehearsal import corpus, nullcard
 from sbkit.rehearsal.cards import runs_on
-from sbkit.rehearsal.watch import (
-    Diary,
-    Watch,
-    call_after,
-    call_before,
-    dump_collectives,
-    keep_collectives,
-    memory_timeline,
-)
+from sbkit.rehearsal.watch import Diary, Watch, call_around, dump_collectives, keep_collectives, memory_timeline
 from sbkit.runs import start
 from sbkit.tasks.task import Task
 from sbkit.train import device as devices
@@ -296,7 +288,8 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
             if ranks.rank() == world - 1:
                 raise _Planted("the rehearsal ends this rank")
 
-    call_after(Brain, "__init__", lambda brain, *args, **kwargs: call_before(type(brain), "compute_forward", limit))
+    call_around(Brain, "__init__",
+                after=lambda brain, *args, **kwargs: call_around(type(brain), "compute_forward", limit))
     register_optimizer_step_pre_hook(lift)  # the first step makes states, and can't be taken in parts
     step_seconds = str(world * figures["max_batch_seconds"])
     try:

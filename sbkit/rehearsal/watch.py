@@ -126,12 +126,12 @@ class Watch:
         self._first: torch.optim.Optimizer | None = None
         self._waits: list[tuple[tuple[str, int], int]] = []  # places, each with the steps done by then
         self._counted = 0
-        call_after(Brain, "__init__", self._built)
-        call_before(flops, "operations_per_second", lambda *a, **k: diary.enter("count of FLOPs"))
-        call_after(flops, "operations_per_second", lambda *a, **k: diary.enter("start"))
-        call_before(Brain, "open_stage", self._open)
+        call_around(Brain, "__init__", after=self._built)
+        call_around(flops, "operations_per_second", lambda *a, **k: diary.enter("count of FLOPs"),
+                    lambda *a, **k: diary.enter("start"))
+        call_around(Brain, "open_stage", self._open)
         for name in ("save_checkpoint", "save_and_keep_only"):
-            call_before(Checkpointer, name, lambda *a, **k: diary.enter("checkpoint"))
+            call_around(Checkpointer, name, lambda *a, **k: diary.enter("checkpoint"))
         register_optimizer_step_post_hook(self._stepped)
 
     def _built(self, brain: Brain, *args: object, **kwargs: object) -> None:
@@ -215,28 +215,18 @@ class Watch:
                                 "don't keep tensors of a step; .detach() what must stay, and keep one")
 
 
-def call_before(owner: object, name: str, call: Callable[..., object]) -> None:
-    """Let a method or function call another with its arguments before it runs."""
+def call_around(owner: object, name: str, before: Callable[..., object] = lambda *args, **kwargs: None,
+                after: Callable[..., object] = lambda *args, **kwargs: None) -> None:
+    """Let a method or function call others with its arguments before it runs, and after it ran or failed."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> object:
-        call(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, wrapped)
-
-
-def call_after(owner: object, name: str, call: Callable[..., object]) -> None:
-    """Let a method or function call another with its arguments after it ran, also if it failed."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> object:
+        before(*args, **kwargs)
         try:
             return original(*args, **kwargs)
         finally:
-            call(*args, **kwargs)
+            after(*args, **kwargs)
 
     setattr(owner, name, wrapped)
 

@@ -10,6 +10,7 @@ import torch
 from speechbrain.utils.autocast import AMPConfig, TorchAutocast
 from speechbrain.utils.run_opts import RunOptions
 from torch.amp.grad_scaler import GradScaler
+from torch.utils._pytree import tree_map_only
 
 from sbkit.train.options import pick
 
@@ -84,16 +85,6 @@ def losses_in_fp32(outputs: T, context: TorchAutocast) -> T:
 
     Layers that are called in ``compute_objectives`` still run in half precision, because autocast is on there too.
     """
-    return _upcast(outputs) if isinstance(context.context, torch.autocast) else outputs
-
-
-def _upcast(value: Any) -> Any:  # of the same type as the value
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in _HALF else value
-    if type(value) is dict:
-        return {key: _upcast(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_upcast(item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_upcast(item) for item in value))
-    return value
+    if not isinstance(context.context, torch.autocast):
+        return outputs
+    return tree_map_only(torch.Tensor, lambda each: each.float() if each.dtype in _HALF else each, outputs)

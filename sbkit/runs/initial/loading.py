@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from sbkit.errors import SbkitError
 from sbkit.nn import adapters
@@ -116,14 +115,7 @@ def load(brain: Task) -> None:
     if ranks.is_main():
         logger.info("%s", outcome)
     load_statistics(brain.modules, counted)
-    _broadcast(brain)
-
-
-def _broadcast(brain: Task) -> None:
-    if ranks.world_size() > 1:
-        with torch.no_grad():
-            for tensor in brain.modules.state_dict(keep_vars=True).values():
-                dist.broadcast(tensor.detach(), src=0)
+    ranks.take_from_main(brain.modules.state_dict(keep_vars=True).values())
 
 
 class MeanWithSource:
@@ -138,7 +130,7 @@ class MeanWithSource:
                        if isinstance(value, torch.Tensor) and value.is_floating_point()}
         trained = copy.deepcopy(brain.modules.state_dict())
         ranks.run_on_main(_fill, brain)
-        _broadcast(brain)
+        ranks.take_from_main(brain.modules.state_dict(keep_vars=True).values())
         self._old = {name: value.detach().clone() for name, value in self._state.items()}
         for name, value in self._old.items():
             if adapters.is_zero_at_first(name) and torch.equal(value, trained[name]):

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from sbkit.system.console import write_now
@@ -32,7 +31,7 @@ class DDPWrapper(ModuleWrapper):
     Arguments
     ---------
     search : search for parameters that a backward does not use
-    settles : stop searching after the first step
+    search_once : stop searching after the first step
     """
 
     can_wait = True
@@ -48,9 +47,7 @@ class DDPWrapper(ModuleWrapper):
         self.ddp: _QuietDDP | None = None
         ranks.close_before_shutdown(self)
         self._wrap()
-        with torch.no_grad():
-            for buffer in loss_module.buffers():  # all ranks start with those of rank 0
-                dist.broadcast(buffer.detach(), src=0)
+        ranks.take_from_main(loss_module.buffers())
 
     def _wrap(self) -> None:
         """Wrap the modules in a new DDP that leaves out unused parameters."""

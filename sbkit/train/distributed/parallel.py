@@ -105,9 +105,7 @@ class HookWrapper(ModuleWrapper):
         self._sync = True
         self._handles: list[Any] = []
         self.reset()
-        with torch.no_grad():
-            for tensor in [*loss_module.parameters(), *loss_module.buffers()]:
-                dist.broadcast(tensor.detach(), src=0)
+        ranks.take_from_main([*loss_module.parameters(), *loss_module.buffers()])
 
     def reset(self) -> None:
         self.close()
@@ -213,14 +211,11 @@ class Buffers:
         self._seen = now
         self.sync()
 
-    @torch.no_grad()
     def sync(self) -> None:
         """Take rank 0's values of the buffers that change."""
-        if not self._changing:
-            return
-        buffers = dict(self.modules.named_buffers())
-        for name in self._changing:
-            dist.broadcast(buffers[name], src=0)
+        if self._changing:
+            buffers = dict(self.modules.named_buffers())
+            ranks.take_from_main(buffers[name] for name in self._changing)
 
 
 def _syncable(modules: nn.Module) -> dict[str, torch.Tensor]:
@@ -266,15 +261,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(same_size)
 
 
-def unreached(modules: nn.Module) -> set[str]:
-    """Return the names of trainable parameters without a gradient."""
-    return {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
-
-
 def shortened(missing: set[str], modules: nn.Module, warned: Collection[str] = ()) -> list[str]:
     """Return names of parameters; a module whose trainable ones are all among them is named as a whole.
 
-    told : parameters that don't count, since they were named before
+    warned : parameters that don't count, since they were named before
     """
     if not missing:
         return []
@@ -290,15 +280,16 @@ def shortened(missing: set[str], modules: nn.Module, warned: Collection[str] = (
 def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[str]) -> None:
     """Warn of parameters without a gradient after the first backward, with their names in the recipe.
 
-    told : those that were warned of before, which are left out, and to which these are added
+    warned : those that were warned of before, which are left out, and to which these are added
     """
-    names = shortened(unreached(modules) - warned, modules, warned)
+    unreached = {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
+    names = shortened(unreached - warned, modules, warned)
     if names and ranks.is_main():
         parts = ParameterGroups(modules, recipe)
         logger.warning("The loss does not reach these parameters, so they are not trained (right for a part that the "
                        "recipe leaves out, such as a decoder): %s",
                        ", ".join(map(parts.called, names)).replace("_orig_mod.", ""))
-    warned |= unreached(modules)
+    warned |= unreached
 
 
 def communicates_in_forward(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -287,6 +287,13 @@ def sum_across(tensor: torch.Tensor) -> torch.Tensor:
     summed = tensor.clone()
     dist.all_reduce(summed, group=cpu_group() if summed.device.type == "cpu" else None)
     return summed
+
+
+@torch.no_grad()
+def take_from_main(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite tensors with rank 0's values."""
+    for tensor in tensors if world_size() > 1 else ():
+        dist.broadcast(tensor.detach(), src=0)
 
 
 def any_of(flags: dict[str, bool]) -> dict[str, bool]:

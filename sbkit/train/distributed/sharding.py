@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
-import torch.distributed as dist
 from speechbrain.utils.checkpoints import Checkpointer, hook_on_loading_state_dict_checkpoint
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from sbkit.errors import SbkitError
@@ -45,7 +45,7 @@ def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrid
     ---------
     keys, overrides : the recipe's keys, and the methods that it overrides
     undivided : what else in the recipe needs parameters whole, as a message calls it
-    search, settles : see ``DDPWrapper``
+    search, search_once : see ``DDPWrapper``
     """
     parallel.convert_batch_norm(loss_module.owned)
     if keys.activation_checkpointing:
@@ -87,7 +87,8 @@ class Sharded(ModuleWrapper):
     """FSDP2 around the ``LossModule``: each rank holds a part of every parameter, gradient and optimizer state.
 
     The parameters of a block are gathered while it computes, so a block must be called (``layer(x)``). Parameters
-    outside of blocks can be used in any way, since it gathers them for the whole forward.
+    outside of blocks can be used in any way, since it gathers them for the whole forward. Gradients are divided in each
+    backward, also within ``no_sync``: keeping whole ones until the last micro-batch would need too much memory.
     """
 
     def __init__(self, loss_module: LossModule, device: torch.device, wanted: LayerNames | Literal[True] = True):
@@ -96,9 +97,7 @@ class Sharded(ModuleWrapper):
         from torch.distributed.fsdp import fully_shard  # here, because it imports much that few runs need
 
         self.world = ranks.world_size()
-        with torch.no_grad():
-            for tensor in [*loss_module.parameters(), *loss_module.buffers()]:
-                dist.broadcast(tensor.detach(), src=0)
+        ranks.take_from_main([*loss_module.parameters(), *loss_module.buffers()])
         mesh = init_device_mesh(device.type, (self.world,))
         pieces = repeated_layers(loss_module) if wanted is True else layers_called(loss_module.owned, wanted, "fsdp")
         if not pieces:
@@ -106,10 +105,6 @@ class Sharded(ModuleWrapper):
         for piece in reversed(pieces):  # inner ones first
             fully_shard(piece, mesh=mesh)
         fully_shard(loss_module, mesh=mesh)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        """Do nothing: keeping whole gradients until the last micro-batch would need too much memory."""
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -180,13 +175,7 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def full_value(value: object) -> object:
     """Return a state with its divided tensors whole, on the CPU; all ranks must call it."""
-    if _is_part(value):
-        return value.full_tensor().cpu()
-    if isinstance(value, dict):
-        return {key: full_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(full_value(item) for item in value)
-    return value
+    return tree_map(lambda each: each.full_tensor().cpu() if _is_part(each) else each, value)
 
 
 def _sharded_like(value: object, like: object) -> object:

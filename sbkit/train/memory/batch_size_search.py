@@ -86,27 +86,23 @@ def search(edges: Sequence[float], fits: Callable[[int, float], bool], max_secon
 
     edges : seconds of the longest utterance of each bucket, ascending
     fits : returns whether a step on (utterances, seconds of each) fits
-    most_seconds : the size that no batch needs to exceed
+    max_seconds : the size that no batch needs to exceed
     """
     found: list[int] = []
     bar = progress(list(reversed(edges)), what="buckets tried", unit="bucket", show=show)
     for edge in bar:  # longest first: its result is where the search for shorter ones starts
         max_count = max(1, math.ceil(max_seconds / edge))
         start = min(max_count, max(1, int(found[-1] * edges[-len(found)] / edge)) if found and found[-1] else 1)
-
-        def fits_here(n: int, edge: float = edge) -> bool:
-            return fits(n, edge)
-
-        found.append(_largest(fits_here, start, max_count))
+        found.append(_largest(fits, edge, start, max_count))
     return found[::-1]
 
 
-def _largest(fits: Callable[[int], bool], start: int, max_count: int) -> int:
+def _largest(fits: Callable[[int, float], bool], edge: float, start: int, max_count: int) -> int:
     """Return the largest n up to ``max_count`` that fits, to within ``PRECISION``; 0 if not even 1 fits."""
     good, bad = 0, max_count + 1
     n = start
     while good < n < bad:
-        if fits(n):
+        if fits(n, edge):
             good = n
             n = min(2 * n, max_count)
         else:
@@ -114,7 +110,7 @@ def _largest(fits: Callable[[int], bool], start: int, max_count: int) -> int:
             n = max(n // 2, 1)
     while bad - good > max(1, PRECISION * good):
         middle = (good + bad) // 2
-        if fits(middle):
+        if fits(middle, edge):
             good = middle
         else:
             bad = middle

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_folders import corpus, run_with_model
-from starts import RECIPE, state, target
+from run_folders import run_with_model
+from starts import RECIPE, started, state, target
 
 from sbkit.errors import SbkitError
 from sbkit.nn import adapters
@@ -41,21 +41,9 @@ def overlay(folder, rank=2):
 
 
 @pytest.fixture(scope="module")
-def english(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("adapted") / "data", train=6, dev=2, test=2)
-
-
-@pytest.fixture(scope="module")
-def run(english):
-    return run_with_model(english.parent / "run", english, recipe=overlay(english.parent))
-
-
-def started(tmp_path, data, caplog, **keys):
-    """The Brain of a run that has begun, and what was told."""
-    brain = target(tmp_path / "new", data, **keys)
-    with caplog.at_level("INFO", "sbkit.runs.initial"):
-        initial.load(brain)
-    return brain, caplog.text
+def run(english, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapted")
+    return run_with_model(folder / "run", english, recipe=overlay(folder))
 
 
 def merged(run, **chosen):
@@ -71,7 +59,7 @@ def same(one, other):
 
 @pytest.mark.slow
 def test_a_plain_recipe_takes_the_merged_weights(run, english, tmp_path, caplog):
-    brain, told = started(tmp_path, english, caplog, init_from=str(run))
+    brain, _, told = started(tmp_path / "new", english, caplog, init_from=str(run))
     assert same(state(brain), merged(run))
     assert "its LoRA merged into 3 weights" in told and "reinitialised" not in told and "left there" not in told
     rows = [line.split()[0] for line in told.splitlines() if " taken" in line]
@@ -79,7 +67,7 @@ def test_a_plain_recipe_takes_the_merged_weights(run, english, tmp_path, caplog)
 
 
 def test_a_recipe_with_the_same_lora_goes_on_with_base_and_adapters(run, english, tmp_path, caplog):
-    brain, told = started(tmp_path, english, caplog, recipe=overlay(tmp_path), init_from=str(run))
+    brain, _, told = started(tmp_path / "new", english, caplog, recipe=overlay(tmp_path), init_from=str(run))
     assert same(state(brain), state(load_run(run, "cpu")[1]))
     assert "merged" not in told and "reinitialised" not in told
     trained = brain.hparams.trained  # its checkpoints rest on the base that it has now
@@ -89,7 +77,7 @@ def test_a_recipe_with_the_same_lora_goes_on_with_base_and_adapters(run, english
 
 
 def test_another_lora_begins_as_nothing_on_top_of_what_was_trained(run, english, tmp_path, caplog):
-    brain, told = started(tmp_path, english, caplog, recipe=overlay(tmp_path, rank=3), init_from=str(run))
+    brain, _, told = started(tmp_path / "new", english, caplog, recipe=overlay(tmp_path, rank=3), init_from=str(run))
     assert "its LoRA merged" in told and "reinitialised" in told
     adapters.merge(brain.modules)
     assert same(state(brain), merged(run))
@@ -98,7 +86,7 @@ def test_another_lora_begins_as_nothing_on_top_of_what_was_trained(run, english,
 @pytest.mark.parametrize("rank", [None, 2])
 def test_the_mean_of_several(run, english, tmp_path, caplog, rank):
     lora = {} if rank is None else {"recipe": overlay(tmp_path, rank)}
-    brain, told = started(tmp_path, english, caplog, init_from=str(run), init_average=2, **lora)
+    brain, _, told = started(tmp_path / "new", english, caplog, init_from=str(run), init_average=2, **lora)
     adapters.merge(brain.modules)
     assert same(state(brain), merged(run, mean_of=2)) and "the mean of 2 checkpoints" in told
 
@@ -135,7 +123,7 @@ def test_of_a_run_with_a_moving_average_that(english, tmp_path, caplog):
         kept["weights"].items()}
     torch.save(kept, folder / "ema.ckpt")
     next(folder.glob("*sums.json")).unlink()
-    brain, _ = started(tmp_path, english, caplog, init_from=str(averaged))
+    brain, _, _ = started(tmp_path / "new", english, caplog, init_from=str(averaged))
     assert same(state(brain), merged(averaged))
     assert torch.equal(state(brain)["model.3.w.bias"], kept["weights"]["3.w.bias"])
 

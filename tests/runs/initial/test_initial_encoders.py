@@ -7,44 +7,44 @@ from pathlib import Path
 import encoders
 import pytest
 import torch
-from run_folders import corpus, run_with_model
-from starts import state, target
+from run_folders import run_with_model
+from starts import lines_of, started, state, target
 
 from sbkit.errors import SbkitError
 from sbkit.nn.pretrained import Encoder
 from sbkit.recipe.check import check
-from sbkit.runs import initial, pretrained
+from sbkit.runs import initial
 
 RECIPE = Path(__file__).parents[3] / "hparams" / "ssl.yaml"
 TINY = {"num_workers": 0, "least_steps": 0}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("encoders") / "data", train=6, dev=2, test=2)
-
-
-@pytest.fixture(scope="module")
-def run(data):
+def run(english, tmp_path_factory):
     """A run with a layer-normed wav2vec 2.0."""
-    home = data.parent
+    home = tmp_path_factory.mktemp("encoders")
     encoders.make(home / "source", "wav2vec2-layer")
-    made = run_with_model(home / "run", data, rates=(40.0,), recipe=RECIPE, tiny=TINY,
+    made = run_with_model(home / "run", english, rates=(40.0,), recipe=RECIPE, tiny=TINY,
                           encoder_source=str(home / "source"))
     Encoder(str(home / "source"), made / "save").keep()
     return made
 
 
-def begun(tmp_path, data, kind, run, caplog, seed=1, more=None, **keys):
+@pytest.fixture(scope="module")
+def lone_head(run):
+    """A file with nothing but the head of that run."""
+    (path,) = run.glob("save/*epoch1*/model.ckpt")
+    torch.save({f"ctc_lin{name[1:]}": value for name, value in torch.load(path, weights_only=True).items()
+                if name.startswith("1.")}, run.parent / "head.ckpt")
+    return run.parent / "head.ckpt"
+
+
+def begun(tmp_path, english, kind, run, caplog, more=None, **keys):
     """A Brain with its pretrained weights before and after it took those of the run, and the rows of the table."""
-    source = encoders.make(tmp_path / "other", kind, seed=seed, **(more or {}))
-    brain = target(tmp_path / "new", data, RECIPE, TINY, encoder_source=str(source), init_from=str(run), **keys)
-    pretrained.load(brain.keys.pretrainer)
-    before = state(brain)
-    with caplog.at_level("INFO", "sbkit.runs.initial"):
-        initial.load(brain)
-    (table,) = (record.getMessage() for record in caplog.records if "Starting from" in record.getMessage())
-    return before, state(brain), [" ".join(line.split()) for line in table.splitlines()]
+    source = encoders.make(tmp_path / "other", kind, seed=1, **(more or {}))
+    brain, before, table = started(tmp_path / "new", english, caplog, RECIPE, TINY, encoder_source=str(source),
+                                   init_from=str(run), **keys)
+    return before, state(brain), lines_of(table)
 
 
 def errors(tmp_path, run, **keys):
@@ -59,9 +59,9 @@ def errors(tmp_path, run, **keys):
                      "do_stable_layer_norm: True there, False here"),
     ("wav2vec2-group", "feat_extract_norm: layer there, group here"),
 ])
-def test_another_encoder_is_refused_in_the_check_and_at_the_start(data, run, tmp_path, caplog, kind, fields):
+def test_another_encoder_is_refused_in_the_check_and_at_the_start(english, run, tmp_path, caplog, kind, fields):
     with pytest.raises(SbkitError, match=r"encoder of the run .* is another pretrained encoder") as raised:
-        begun(tmp_path, data, kind, run, caplog)
+        begun(tmp_path, english, kind, run, caplog)
     assert fields in raised.value.message and raised.value.hint.endswith('--init_leave "[encoder]"')
     (error,) = errors(tmp_path, run)
     assert (error.code, error.key) == ("start", "init_from") and fields in error.message
@@ -69,8 +69,8 @@ def test_another_encoder_is_refused_in_the_check_and_at_the_start(data, run, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whisper", "hubert-group"])
-def test_another_encoder_that_is_left_out_is_kept_as_pretrained(data, run, tmp_path, caplog, kind):
-    before, after, rows = begun(tmp_path, data, kind, run, caplog, init_leave=["encoder"], mask_time_prob=0)
+def test_another_encoder_that_is_left_out_is_kept_as_pretrained(english, run, tmp_path, caplog, kind):
+    before, after, rows = begun(tmp_path, english, kind, run, caplog, init_leave=["encoder"], mask_time_prob=0)
     kept = [name for name in before if name.startswith("model.0.")]
     assert kept and all(torch.equal(before[name], after[name]) for name in kept)
     assert not torch.equal(before["model.1.weight"], after["model.1.weight"])
@@ -79,27 +79,19 @@ def test_another_encoder_that_is_left_out_is_kept_as_pretrained(data, run, tmp_p
     assert not errors(tmp_path, run, init_leave=["encoder"])
 
 
-def test_what_a_source_lacks_is_kept_as_pretrained(data, run, tmp_path, caplog):
-    lone = tmp_path / "head.ckpt"
-    (path,) = run.glob("save/*epoch1*/model.ckpt")
-    torch.save({f"ctc_lin{name[1:]}": value for name, value in torch.load(path, weights_only=True).items()
-                if name.startswith("1.")}, lone)
-    _, _, rows = begun(tmp_path, data, "whisper", lone, caplog, mask_time_prob=0)
+def test_what_a_source_lacks_is_kept_as_pretrained(english, lone_head, tmp_path, caplog):
+    _, _, rows = begun(tmp_path, english, "whisper", lone_head, caplog, mask_time_prob=0)
     assert "kept as pretrained: it isn't there" in rows[3] and rows[3].startswith("encoder ")
     assert not [row for row in rows if "reinitialised" in row]
 
 
-def test_what_pretraining_did_not_have_is_reinitialised(data, run, tmp_path, caplog):
-    lone = tmp_path / "head.ckpt"
-    (path,) = run.glob("save/*epoch1*/model.ckpt")
-    torch.save({f"ctc_lin{name[1:]}": value for name, value in torch.load(path, weights_only=True).items()
-                if name.startswith("1.")}, lone)
+def test_what_pretraining_did_not_have_is_reinitialised(english, lone_head, tmp_path):
     made = encoders.make(tmp_path / "other", "wav2vec2-layer")
     tensors = encoders.start(made, "wav2vec2-layer")
     del tensors["masked_spec_embed"]
     (made / "model.safetensors").unlink()
     torch.save(tensors, made / "pytorch_model.bin")
-    brain = target(tmp_path / "new", data, RECIPE, TINY, encoder_source=str(made), init_from=str(lone))
+    brain = target(tmp_path / "new", english, RECIPE, TINY, encoder_source=str(made), init_from=str(lone_head))
     _, fates = initial.check(brain.keys, brain)
     told = {fate.name: (fate.what, fate.why) for fate in fates}
     assert told["encoder.network.masked_spec_embed"] == ("reinitialised", "it isn't there")
@@ -107,11 +99,11 @@ def test_what_pretraining_did_not_have_is_reinitialised(data, run, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_an_encoder_that_differs_in_nothing_but_training_is_the_same(data, run, tmp_path, caplog):
+def test_an_encoder_that_differs_in_nothing_but_training_is_the_same(english, run, tmp_path, caplog):
     more = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "mask_time_prob": 0.4, "layerdrop": 0.0, "vocab_size": 77,
             "num_negatives": 3, "initializer_range": 0.5}
     source = tmp_path / "other"
-    before, after, rows = begun(tmp_path, data, "wav2vec2-layer", run, caplog, more=more)
+    before, after, rows = begun(tmp_path, english, "wav2vec2-layer", run, caplog, more=more)
     encoders.change(source, _name_or_path="elsewhere", transformers_version="4.0.0", torch_dtype="float16",
                     architectures=["Wav2Vec2ForCTC"])
     assert not errors(tmp_path, run)

@@ -10,8 +10,7 @@ import pytest
 import speechbrain_models
 import torch
 import transformers
-from run_folders import corpus
-from starts import spanish, target
+from starts import lines_of, spanish, started, target
 
 from sbkit.errors import SbkitError
 from sbkit.nn.pretrained import Encoder
@@ -27,26 +26,17 @@ TINY = {"num_workers": 0, "least_steps": 0, "head_kernel": 0}
 SMALL = [letter.lower() if len(letter) == 1 else letter for letter in published.LETTERS]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("published") / "data", train=6, dev=2, test=2)
-
-
-def started(tmp_path, data, model, caplog, **keys):
+def begun(tmp_path, data, model, caplog, **keys):
     """A Brain that took what the model has, that model, and the rows of the table."""
-    brain = target(tmp_path / "new", data, RECIPE, TINY, init_from=str(model), **keys)
-    with caplog.at_level("INFO", "sbkit.runs.initial"):
-        initial.load(brain)
-    (table,) = (record.getMessage() for record in caplog.records if "Starting from" in record.getMessage())
-    return brain, transformers.AutoModelForCTC.from_pretrained(model), [" ".join(line.split())
-                                                                       for line in table.splitlines()]
+    brain, _, table = started(tmp_path / "new", data, caplog, RECIPE, TINY, init_from=str(model), **keys)
+    return brain, transformers.AutoModelForCTC.from_pretrained(model), lines_of(table)
 
 
 @pytest.mark.parametrize("letters", [SMALL, published.LETTERS], ids=["small", "capitals"])
-def test_rows_of_equal_tokens_are_taken_and_the_whole_encoder(data, tmp_path, caplog, letters):
+def test_rows_of_equal_tokens_are_taken_and_the_whole_encoder(english, tmp_path, caplog, letters):
     """No encoder_source is named, and the case of a vocabulary of capitals doesn't count."""
     model = published.make(tmp_path / "model", letters=letters)
-    brain, own, table = started(tmp_path, data, model, caplog)
+    brain, own, table = begun(tmp_path, english, model, caplog)
     pieces, head, ids = brain.keys.tokenizer.pieces(), brain.keys.ctc_lin, dict(zip(SMALL, range(32), strict=True))
     assert len(pieces) > 10
     for row, piece in enumerate(pieces):
@@ -61,18 +51,18 @@ def test_rows_of_equal_tokens_are_taken_and_the_whole_encoder(data, tmp_path, ca
 
 def test_tokens_that_it_lacks_are_reinitialised(tmp_path, caplog):
     model = published.make(tmp_path / "model", letters=SMALL)
-    brain, _, table = started(tmp_path, spanish(tmp_path / "data", train=6, dev=2, test=2), model, caplog)
+    brain, _, table = begun(tmp_path, spanish(tmp_path / "data", train=6, dev=2, test=2), model, caplog)
     own = {*brain.keys.tokenizer.pieces()} - {"▁", "<unk>"}
     assert own - {*SMALL} == {"ñ"} and any("1 are reinitialised" in row for row in table)
 
 
 @pytest.mark.parametrize("letters", [SMALL, [*SMALL[3:], *SMALL[:3]], ["<pad>", *SMALL[4:]]],
                          ids=["first", "last", "no ends"])
-def test_its_tokenizer_may_be_kept(data, tmp_path, caplog, letters):
+def test_its_tokenizer_may_be_kept(english, tmp_path, caplog, letters):
     """Whatever its blank's place, and also where it has no ends of a sentence."""
     model = published.make(tmp_path / "model", letters=letters, **(
         {} if "<s>" in letters else {"bos_token": None, "eos_token": None, "unk_token": "<pad>"}))
-    brain, own, table = started(tmp_path, data, model, caplog, init_tokenizer="keep")
+    brain, own, table = begun(tmp_path, english, model, caplog, init_tokenizer="keep")
     keys, blank = brain.keys, letters.index("<pad>")
     order = [blank, *(place for place in range(len(letters)) if place != blank)]
     torch.testing.assert_close(keys.ctc_lin.weight, own.lm_head.weight[order], rtol=0, atol=0)
@@ -84,26 +74,26 @@ def test_its_tokenizer_may_be_kept(data, tmp_path, caplog, letters):
 
 
 @pytest.mark.slow
-def test_the_check_shows_what_will_be_taken_and_what_can_not(data, tmp_path):
+def test_the_check_shows_what_will_be_taken_and_what_can_not(english, tmp_path):
     model = published.make(tmp_path / "model", letters=SMALL)
-    keys = {**TINY, "output_folder": str(tmp_path / "new"), "data_folder": str(data), "init_from": str(model)}
+    keys = {**TINY, "output_folder": str(tmp_path / "new"), "data_folder": str(english), "init_from": str(model)}
     report = check(RECIPE, keys, starting=True)
     assert not report.errors and report.sections["start"].values["from"] == f"the CTC model {model}"
     published.tokenizer(model, "wav2vec2", SMALL[:-1])
     (error,) = check(RECIPE, keys, starting=True).errors
     assert error.key == "init_from" and "doesn't fit its head" in error.message
     with pytest.raises(SbkitError, match="doesn't fit its head"):
-        started(tmp_path, data, model, None, init_tokenizer="keep")
+        begun(tmp_path, english, model, None, init_tokenizer="keep")
 
 
 @pytest.mark.slow
-def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(data, tmp_path, caplog):
+def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(english, tmp_path, caplog):
     model = published.make(tmp_path / "model", "w2v-bert-adapter", SMALL)
     with pytest.raises(SbkitError, match=r"has layers between encoder and head \(add_adapter\)") as raised:
-        started(tmp_path, data, model, caplog)
+        begun(tmp_path, english, model, caplog)
     assert raised.value.hint == "--encoder.add_adapter true"
-    brain, own, _ = started(tmp_path, data, model, caplog, encoder={"add_adapter": True})
-    keys = {**TINY, "output_folder": str(tmp_path / "other"), "data_folder": str(data), "init_from": str(model)}
+    brain, own, _ = begun(tmp_path, english, model, caplog, encoder={"add_adapter": True})
+    keys = {**TINY, "output_folder": str(tmp_path / "other"), "data_folder": str(english), "init_from": str(model)}
     assert not check(RECIPE, {**keys, "encoder": {"add_adapter": True}}, starting=True).errors, "a frame takes 80 ms"
     for name, value in own.wav2vec2_bert.adapter.state_dict().items():
         torch.testing.assert_close(brain.keys.encoder.network.adapter.state_dict()[name], value, rtol=0, atol=0)
@@ -112,7 +102,7 @@ def test_layers_between_encoder_and_head_are_taken_too_or_the_head_is_refused(da
 @pytest.mark.parametrize("kind, wrapper", [("wav2vec2-layer", "wav2vec2.Wav2Vec2"), ("hubert-layer", "hubert.HuBERT"),
                                            ("wavlm-layer", "wavlm.WavLM"), ("hubert-layer", "wav2vec2.Wav2Vec2")])
 @pytest.mark.parametrize("named", [".", "wav2vec2.ckpt"])
-def test_of_a_model_of_speechbrains_the_encoder_that_it_wraps_is_taken(data, tmp_path, named, kind, wrapper):
+def test_of_a_model_of_speechbrains_the_encoder_that_it_wraps_is_taken(english, tmp_path, named, kind, wrapper):
     """Its kind is what its config says: SpeechBrain's Wav2Vec2 takes a HuBERT too."""
     theirs, source = (encoders.make(tmp_path / f"{seed}", kind, seed=seed) for seed in (1, 2))
     model = speechbrain_models.make(tmp_path / "model", pretrained=theirs, wrapper=wrapper)
@@ -122,7 +112,7 @@ def test_of_a_model_of_speechbrains_the_encoder_that_it_wraps_is_taken(data, tmp
         held = {name.replace(now, once): value for name, value in held.items()}
     assert any(name.endswith("weight_g") for name in held)
     torch.save(held, model / "wav2vec2.ckpt")
-    brain = target(tmp_path / "new", data, RECIPE, TINY, init_from=str(model / named), encoder_source=str(source))
+    brain = target(tmp_path / "new", english, RECIPE, TINY, init_from=str(model / named), encoder_source=str(source))
     initial.load(brain)
     expected, found = Encoder(str(theirs)), brain.keys.encoder.network.state_dict()
     expected.load()
@@ -131,10 +121,10 @@ def test_of_a_model_of_speechbrains_the_encoder_that_it_wraps_is_taken(data, tmp
 
 
 @pytest.mark.parametrize("here", ["hubert-layer", "wav2vec2-group"])
-def test_an_encoder_of_another_kind_in_speechbrains_wrapper_is_refused(data, tmp_path, here):
+def test_an_encoder_of_another_kind_in_speechbrains_wrapper_is_refused(english, tmp_path, here):
     model = speechbrain_models.make(tmp_path / "model", pretrained=encoders.make(tmp_path / "1", "wav2vec2-layer"))
     with pytest.raises(SbkitError, match="is another pretrained encoder"):
-        initial.load(target(tmp_path / "new", data, RECIPE, TINY, init_from=str(model),
+        initial.load(target(tmp_path / "new", english, RECIPE, TINY, init_from=str(model),
                             encoder_source=str(encoders.make(tmp_path / "2", here))))
 
 
@@ -152,11 +142,11 @@ def test_a_name_beside_folders_that_are_here_is_no_name_on_the_hub(tmp_path, mon
         sources.find("results/frist", "best", 1, Metric("WER"))
 
 
-def test_a_head_is_taken_with_its_convolution_or_not_at_all(data, tmp_path, caplog):
+def test_a_head_is_taken_with_its_convolution_or_not_at_all(english, tmp_path, caplog):
     model = published.make(tmp_path / "model", letters=SMALL)
     with pytest.raises(SbkitError, match="has no convolution, and here it has one") as raised:
-        started(tmp_path, data, model, caplog, head_kernel=5)
+        begun(tmp_path, english, model, caplog, head_kernel=5)
     assert raised.value.hint == \
         'go on with that head: --head_kernel 0; or with a new one: --init_leave "[ctc_lin]"'
-    _, _, table = started(tmp_path, data, model, caplog, head_kernel=5, init_leave=["ctc_lin"])
+    _, _, table = begun(tmp_path, english, model, caplog, head_kernel=5, init_leave=["ctc_lin"])
     assert any(row.startswith("ctc_lin ") and "reinitialised init_leave" in row for row in table)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
-from run_folders import corpus, run_with_model
+from run_folders import run_with_model
 from speechbrain.processing.features import InputNormalization
-from starts import RECIPE, target
-
-from sbkit.runs import initial
-from sbkit.runs.restore import load_run
-from sbkit.tasks.ctc import speechbrain_folder
+from starts import RECIPE, lines_of, started
 
 GLOBAL = {"normalize": {"norm_type": "global"}}
 OVERLAY = f"""
@@ -25,11 +24,6 @@ recipe: !include:{RECIPE}
 
 
 @pytest.fixture(scope="module")
-def english(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("statistics") / "data", train=6, dev=2, test=2)
-
-
-@pytest.fixture(scope="module")
 def norm():
     """SpeechBrain's own, which has heard something."""
     made = InputNormalization(norm_type="global")
@@ -38,13 +32,10 @@ def norm():
 
 
 @pytest.fixture(scope="module")
-def folder(english, norm):
+def folder(bundle, norm, tmp_path_factory):
     """As SpeechBrain's recipes for EncoderASR leave it: statistics in normalizer.ckpt, and an encoder of texts."""
-    run = run_with_model(english.parent / "run", english, rates=(40.0,))
-    recipe, brain = load_run(run, "cpu")
-    made = english.parent / "asr"
-    made.mkdir()
-    speechbrain_folder.write(made, run, brain.recognizer, recipe.keys.tokenizer, 16000, 0, "asr")
+    made = Path(shutil.copytree(bundle, tmp_path_factory.mktemp("statistics") / "asr"))
+    (made / "config.json").unlink()
     text = (made / "hyperparams.yaml").read_text()
     assert text.count("loadables:\n") == 1 and text.count("\npretrainer:") == 1
     text = text.replace("loadables:\n", "loadables:\n        normalizer: !ref <normalize>\n"
@@ -56,18 +47,15 @@ def folder(english, norm):
     return made
 
 
-def started(tmp_path, data, caplog, **keys):
+def begun(tmp_path, data, caplog, **keys):
     """The normalisation of a run that has begun, and the rows of its table."""
-    brain = target(tmp_path / "new", data, **keys)
-    with caplog.at_level("INFO", "sbkit.runs.initial"):
-        initial.load(brain)
-    (table,) = (record.getMessage() for record in caplog.records if "Starting from" in record.getMessage())
-    return brain.hparams.normalize, [" ".join(line.split()) for line in table.splitlines()[1:]]
+    brain, _, table = started(tmp_path / "new", data, caplog, **keys)
+    return brain.hparams.normalize, lines_of(table)
 
 
 @pytest.mark.slow
 def test_an_encoderasr_folder_gives_its_statistics(folder, norm, english, tmp_path, caplog):
-    own, rows = started(tmp_path, english, caplog, init_from=str(folder), **GLOBAL)
+    own, rows = begun(tmp_path, english, caplog, init_from=str(folder), **GLOBAL)
     assert own.count == norm.count
     assert torch.equal(own.glob_mean, norm.glob_mean) and torch.equal(own.glob_std, norm.glob_std)
     assert "normalize 161 taken running statistics" in rows
@@ -75,12 +63,12 @@ def test_an_encoderasr_folder_gives_its_statistics(folder, norm, english, tmp_pa
 
 
 def test_where_nothing_counts_them_they_are_left_there(folder, english, tmp_path, caplog):
-    own, rows = started(tmp_path, english, caplog, init_from=str(folder))
+    own, rows = begun(tmp_path, english, caplog, init_from=str(folder))
     assert own.count == 0 and "normalize 161 left there nothing here is called so" in rows
 
 
 def test_what_is_named_counts_anew(folder, english, tmp_path, caplog):
-    own, rows = started(tmp_path, english, caplog, init_from=str(folder), init_leave=["normalize"], **GLOBAL)
+    own, rows = begun(tmp_path, english, caplog, init_from=str(folder), init_leave=["normalize"], **GLOBAL)
     assert own.count == 0 and "normalize 161 left there init_leave" in rows
 
 
@@ -95,6 +83,6 @@ def test_a_run_gives_those_of_its_best_checkpoint(norm, english, tmp_path, caplo
         torch.save({"count": 7, "glob_mean": torch.full((80,), mean), "glob_std": torch.ones(80)},
                    checkpoint / "normalizer.ckpt")
         next(checkpoint.glob("*sums.json")).unlink()
-    own, rows = started(tmp_path, english, caplog, recipe=path, init_from=str(run), init_average=average, **GLOBAL)
+    own, rows = begun(tmp_path, english, caplog, recipe=path, init_from=str(run), init_average=average, **GLOBAL)
     assert own.count == 7 and torch.equal(own.glob_mean, torch.full((80,), 5.0))
     assert "normalize 161 taken running statistics" in rows

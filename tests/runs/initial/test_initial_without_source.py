@@ -7,7 +7,7 @@ from pathlib import Path
 import encoders
 import pytest
 import torch
-from run_folders import corpus, run_with_model
+from run_folders import run_with_model
 from safetensors.torch import load_file, save_file
 from starts import state, target
 
@@ -24,11 +24,6 @@ LORA = ROOT / "recipes" / "CommonVoice" / "ASR" / "CTC" / "hparams" / "lora.yaml
 TINY = {"num_workers": 0, "least_steps": 0}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("without") / "data", train=6, dev=2, test=2)
-
-
 def kept(folder, data, recipe=RECIPE, **keys):
     """A run as training leaves it, with its encoder's config."""
     made = run_with_model(folder, data, rates=(40.0,), recipe=recipe, tiny=TINY, **keys)
@@ -38,14 +33,15 @@ def kept(folder, data, recipe=RECIPE, **keys):
 
 
 @pytest.fixture(scope="module")
-def home(data):
+def home(english, tmp_path_factory):
     """A folder with runs of an encoder that is gone; it is in ``away`` now."""
-    source = str(encoders.make(data.parent / "source", "wav2vec2-layer"))
-    kept(data.parent / "run", data, encoder_source=source)
-    kept(data.parent / "half", data, encoder_source=source, encoder_layers=1, mask_time_prob=0)
-    kept(data.parent / "lora", data, LORA, encoder_source=source, language="en", precision="fp32")
-    Path(source).rename(data.parent / "away")
-    return data.parent
+    folder = tmp_path_factory.mktemp("without")
+    source = str(encoders.make(folder / "source", "wav2vec2-layer"))
+    kept(folder / "run", english, encoder_source=source)
+    kept(folder / "half", english, encoder_source=source, encoder_layers=1, mask_time_prob=0)
+    kept(folder / "lora", english, LORA, encoder_source=source, language="en", precision="fp32")
+    Path(source).rename(folder / "away")
+    return folder
 
 
 def begun(folder, data, run, recipe=RECIPE, **keys):
@@ -68,63 +64,63 @@ def is_all_of(brain, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_a_run_begins_without_the_source_of_the_one_before(home, data, tmp_path, named):
-    brain = begun(tmp_path, data, home / "run", encoder_source=str(home / "source") if named else None)
+def test_a_run_begins_without_the_source_of_the_one_before(home, english, tmp_path, named):
+    brain = begun(tmp_path, english, home / "run", encoder_source=str(home / "source") if named else None)
     assert is_all_of(brain, home / "run")
     assert Encoder(None, tmp_path / "save").source == str(home / "source"), "the new run has the config too"
 
 
 @pytest.mark.parametrize("below", ["", "save", "save/*epoch1*", "save/*epoch1*/model.ckpt"])
-def test_so_it_does_from_a_checkpoint_or_a_file_in_it(home, data, tmp_path, below):
+def test_so_it_does_from_a_checkpoint_or_a_file_in_it(home, english, tmp_path, below):
     (there,) = (home / "run").glob(below) if below else [home / "run"]
-    assert is_all_of(begun(tmp_path, data, there), home / "run")
+    assert is_all_of(begun(tmp_path, english, there), home / "run")
 
 
-def test_a_run_that_began_so_needs_neither_and_another_begins_from_it(home, data, tmp_path):
+def test_a_run_that_began_so_needs_neither_and_another_begins_from_it(home, english, tmp_path):
     first = home / "run"
-    second = kept(tmp_path / "second", data, init_from=str(first))
+    second = kept(tmp_path / "second", english, init_from=str(first))
     moved = first.rename(home / "moved")
     try:
         _, brain = load_run(second, "cpu")
         assert is_all_of(brain, second)
-        assert is_all_of(begun(tmp_path / "third", data, second), second)
+        assert is_all_of(begun(tmp_path / "third", english, second), second)
     finally:
         moved.rename(first)
 
 
-def test_a_run_without_masking_lends_its_encoder_to_one_with(home, data, tmp_path):
-    brain = begun(tmp_path, data, home / "half", encoder_layers=1)
+def test_a_run_without_masking_lends_its_encoder_to_one_with(home, english, tmp_path):
+    brain = begun(tmp_path, english, home / "half", encoder_layers=1)
     assert brain.hparams.encoder.network.masked_spec_embed.requires_grad
 
 
 @pytest.mark.slow
-def test_lora_begins_on_a_run_and_a_run_on_lora(home, data, tmp_path):
+def test_lora_begins_on_a_run_and_a_run_on_lora(home, english, tmp_path):
     more = {"language": "en", "precision": "fp32", "encoder_source": None}
-    brain = begun(tmp_path / "lora", data, home / "run", LORA, **more)
+    brain = begun(tmp_path / "lora", english, home / "run", LORA, **more)
     mine = state(brain)
     assert all(torch.equal(value, mine[f"model.{name}"]) for name, value in weights(home / "run").items())
-    assert begun(tmp_path / "on", data, home / "lora", LORA, **more).hparams.trained.base_hash() == \
+    assert begun(tmp_path / "on", english, home / "lora", LORA, **more).hparams.trained.base_hash() == \
         weights(home / "lora")["base"]
-    begun(tmp_path / "whole", data, home / "lora")
+    begun(tmp_path / "whole", english, home / "lora")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run, keys, why, first", [
     ("run", {"init_leave": ["encoder"]}, "init_leave", "feature_extractor.conv_layers.0.conv.weight"),
     ("half", {}, "the run .* lacks them", "encoder.layers.1.attention.k_proj.weight")])
-def test_what_only_the_source_has_is_told_in_the_check_and_at_the_start(home, data, tmp_path, run, keys, why, first):
+def test_what_only_the_source_has_is_told_in_the_check_and_at_the_start(home, english, tmp_path, run, keys, why, first):
     said = rf"tensors of the pretrained encoder have to come from its source \({why}\), such as encoder.network.{first}"
     with pytest.raises(SbkitError, match=rf"{said}, and the pretrained source .*/source does not exist"):
-        begun(tmp_path, data, home / run, **keys)
+        begun(tmp_path, english, home / run, **keys)
     (error,) = check(RECIPE, {**TINY, **keys, "output_folder": str(tmp_path), "init_from": str(home / run)},
                      starting=True).errors
     assert (error.code, error.key) == ("start", "init_from") and "have to come from its source" in error.message
 
 
-def test_where_the_source_is_the_rest_comes_from_it(home, data, tmp_path):
+def test_where_the_source_is_the_rest_comes_from_it(home, english, tmp_path):
     (home / "away").rename(home / "source")
     try:
-        brain = begun(tmp_path, data, home / "half")
+        brain = begun(tmp_path, english, home / "half")
         start = encoders.start(home / "source", "wav2vec2-layer")
     finally:
         (home / "source").rename(home / "away")
@@ -141,12 +137,12 @@ def test_without_either_it_says_what_to_give(tmp_path, start):
     assert "--encoder_source owner/name" in error.suggestion
 
 
-def test_what_no_checkpoint_would_hold_is_not_taken(home, data, tmp_path):
+def test_what_no_checkpoint_would_hold_is_not_taken(home, english, tmp_path):
     path = tmp_path / "head_alone.yaml"
     path.write_text(f"recipe: !include:{RECIPE}\n    freeze: {{encoder: true}}\n    checkpointer:\n"
                     "        recoverables:\n            model: !ref <ctc_lin>\n")
     with pytest.raises(SbkitError, match=r"such as model.0.network.\S+, would be taken, but no checkpoint of this run"):
-        begun(tmp_path / "new", data, home / "run", path)
+        begun(tmp_path / "new", english, home / "run", path)
 
 
 def language_adapter(source, language, value):
@@ -160,19 +156,19 @@ def adapters_of(brain):
 
 
 @pytest.mark.slow
-def test_adapters_of_another_language_are_not_taken_in_its_place(data, tmp_path):
+def test_adapters_of_another_language_are_not_taken_in_its_place(english, tmp_path):
     source = str(encoders.make(tmp_path / "mms", "mms-adapters"))
     language_adapter(source, "fra", 7.0)
     language_adapter(source, "deu", 9.0)
-    run = kept(tmp_path / "fra", data, encoder_source=source, adapter_language="fra")
+    run = kept(tmp_path / "fra", english, encoder_source=source, adapter_language="fra")
     Encoder(source, run / "save", adapter_language="fra").keep()
     with pytest.raises(SbkitError, match="has the adapters of fra, and adapter_language is deu") as caught:
-        begun(tmp_path / "refused", data, run, encoder_source=source, adapter_language="deu")
+        begun(tmp_path / "refused", english, run, encoder_source=source, adapter_language="deu")
     leave = ["*.adapter_layer.*"]
     assert str(leave) in caught.value.hint
-    brain = begun(tmp_path / "left", data, run, encoder_source=source, adapter_language="deu", init_leave=leave)
+    brain = begun(tmp_path / "left", english, run, encoder_source=source, adapter_language="deu", init_leave=leave)
     assert adapters_of(brain) == {9.0}
-    assert is_all_of(begun(tmp_path / "same", data, run, encoder_source=source, adapter_language="fra"), run)
+    assert is_all_of(begun(tmp_path / "same", english, run, encoder_source=source, adapter_language="fra"), run)
 
 
 @pytest.mark.parametrize("code", ["../../x", False, 12])
@@ -189,8 +185,8 @@ def test_a_file_of_the_same_name_is_not_taken_for_an_encoders(tmp_path, content)
         Encoder(None, init_from=tmp_path)
 
 
-def test_a_copy_of_an_earlier_start_does_not_outlast_another_init_from(home, data, tmp_path):
-    other = kept(tmp_path / "other", data, encoder_source=str(encoders.make(tmp_path / "hubert", "hubert-group")))
+def test_a_copy_of_an_earlier_start_does_not_outlast_another_init_from(home, english, tmp_path):
+    other = kept(tmp_path / "other", english, encoder_source=str(encoders.make(tmp_path / "hubert", "hubert-group")))
     folder = tmp_path / "new"
     Encoder(None, folder, init_from=home / "run").keep()
     assert Encoder(None, folder, init_from=other).settings.config["model_type"] == "hubert"
