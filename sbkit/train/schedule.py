@@ -60,12 +60,11 @@ class Schedule:
         if not warmup >= 0:
             raise SbkitError(f"schedule warmup is {warmup:g}, but can't be below 0",
                              hint="write a share of the run, such as 0.2, or steps; 0: none")
-        if max_rise_per_step is not None and max_rise_per_step <= 0:
-            raise SbkitError(f"schedule max_rise_per_step is {max_rise_per_step:g}, so the rate could never rise",
-                             hint="write a number above 0, or null for none")
-        if max_lr_at_chance is not None and max_lr_at_chance <= 0:
-            raise SbkitError(f"schedule max_lr_at_chance is {max_lr_at_chance:g}, so nothing could be learnt",
-                             hint="write a number above 0, or null for none")
+        for name, value, problem in (("max_rise_per_step", max_rise_per_step, "the rate could never rise"),
+                                     ("max_lr_at_chance", max_lr_at_chance, "nothing could be learnt")):
+            if value is not None and value <= 0:
+                raise SbkitError(f"schedule {name} is {value:g}, so {problem}",
+                                 hint="write a number above 0, or null for none")
         self.peak, self.warmup, self.shape, self.final = peak, warmup, shape, final
         self.max_rise_per_step, self.max_lr_at_chance = max_rise_per_step, max_lr_at_chance
         self.total_steps = 0  # set once the length of the run is known

@@ -4,23 +4,21 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
 
-from sbkit.errors import SbkitError
 from sbkit.rehearsal.cards import CARDS
-from sbkit.rehearsal.nullcard import active, build, environment
+from sbkit.rehearsal.nullcard import environment
 from sbkit.system.processes import torchrun_environment
 
 LIBRARIES = Path(importlib.util.find_spec("torch").origin).parent / "lib"
-on_a_card = pytest.mark.skipif(not (LIBRARIES / "libtorch_cuda.so").exists() or platform.system() != "Linux",
-                               reason="needs Linux and a CUDA build of torch")
+pytestmark = [pytest.mark.slow,
+              pytest.mark.skipif(not (LIBRARIES / "libtorch_cuda.so").exists() or platform.system() != "Linux",
+                                 reason="needs Linux and a CUDA build of torch")]
 START = "import json, os, torch\nfrom sbkit.rehearsal.nullcard import active, counters, errors, lacks\n"
 #: Forks processes whose imports are done, for each line of scripts with their environments and where they print.
 SERVER = """
@@ -82,8 +80,6 @@ def run(server, tmp_path):
     return run
 
 
-@pytest.mark.slow
-@on_a_card
 def test_the_card_is_the_one_that_was_asked_for_and_refuses_what_does_not_fit(run):
     [found] = run("""
 card = torch.cuda.get_device_properties(1)
@@ -99,15 +95,11 @@ print(json.dumps([active(), torch.cuda.device_count(), card.total_memory, card.m
     assert "Tried to allocate 16.00 GiB" in found[5] and found[6:] == [True, 4 << 30]
 
 
-@pytest.mark.slow
-@on_a_card
 @pytest.mark.parametrize(("listed", "count"), [("", 0), ("1", 1), ("0,3", 2), ("-1", 0)])
 def test_cards_can_be_hidden_as_real_ones_are(run, listed, count):
     assert run("print([torch.cuda.device_count()])", "L4", 4, CUDA_VISIBLE_DEVICES=listed) == [[count]]
 
 
-@pytest.mark.slow
-@on_a_card
 def test_copies_are_made_and_kernels_are_counted_and_leave_everything_as_it_is(run):
     [found] = run("""
 values = torch.arange(5.).pin_memory().to("cuda", non_blocking=True)
@@ -120,8 +112,6 @@ print(json.dumps([values.cpu().tolist(), torch.zeros(3, device="cuda").cpu().tol
     assert found == [[0, 1, 2, 3, 4], [0, 0, 0], 1, 2, 2, []]
 
 
-@pytest.mark.slow
-@on_a_card
 @pytest.mark.parametrize(("grid", "block", "shared", "why"), [
     ((0, 1, 1), (32, 1, 1), 0, "nothing to launch"), ((1, 65536, 1), (32, 1, 1), 0, "x 65535 blocks"),
     ((1, 1, 1), (64, 32, 1), 0, "at most 1024 threads"), ((1, 1, 1), (32, 1, 1), 49153, "shared memory")])
@@ -137,8 +127,6 @@ print(json.dumps(errors()))
     assert error.startswith("invalid launch of of_ours: ") and why in error
 
 
-@pytest.mark.slow
-@on_a_card
 def test_a_graph_is_captured_and_launched_at_once_and_waits_break_it(run):
     [found] = run("""
 layer, x, graph = torch.nn.Linear(8, 8).cuda(), torch.ones(4, 8, device="cuda"), torch.cuda.CUDAGraph()
@@ -160,8 +148,6 @@ print(json.dumps([captured.captures, captured.launches, replayed.launches, said,
     assert found[4] == ["cudaDeviceSynchronize while a CUDA graph is captured"]
 
 
-@pytest.mark.slow
-@on_a_card
 def test_a_forked_process_has_no_card_if_its_parent_asked_the_driver(run):
     [found] = run("""
 import ctypes
@@ -185,8 +171,6 @@ dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
 """
 
 
-@pytest.mark.slow
-@on_a_card
 def test_ranks_train_together_exchange_objects_and_have_groups_of_their_own(run, tmp_path):
     found = run(RANKS + """
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda())
@@ -202,8 +186,6 @@ dist.destroy_process_group()
     assert not list(tmp_path.glob("*nccl*"))  # what ranks share goes with them
 
 
-@pytest.mark.slow
-@on_a_card
 def test_a_collective_that_one_rank_never_calls_ends_and_names_who_waits_for_whom(run):
     found = run(RANKS + """
 dist.all_reduce(torch.ones(3, device="cuda"))
@@ -220,8 +202,6 @@ os._exit(0)
                            "the latest all_reduce of 3 float32), which did not come in 8 seconds"]
 
 
-@pytest.mark.slow
-@on_a_card
 def test_what_only_a_real_card_has_is_no_error_of_the_program(run):
     [found] = run("""
 import ctypes
@@ -231,8 +211,6 @@ print(json.dumps([before, driver.cuMemCreate(), lacks(), errors()]))
     assert found == [[], 801, ["cuMemCreate"], []]
 
 
-@pytest.mark.slow
-@on_a_card
 def test_a_rehearsal_leaves_out_what_needs_a_function_that_only_a_real_card_has(run, tmp_path):
     run("""
 from sbkit.rehearsal import rank
@@ -248,8 +226,6 @@ rank.live("export", 0, {"folder": os.environ["TMPDIR"]})
     assert any(line.get("skip", "").startswith("the null card has no cusolver") for line in lines)
 
 
-@pytest.mark.slow
-@on_a_card
 def test_a_text_is_aligned_where_it_is_computed_on_the_cpu(run):
     assert run("""
 from sbkit.decode import greedy
@@ -261,8 +237,6 @@ print(json.dumps([greedy.align(scores, *given).ids, greedy.greedy(scores, given[
 """) == [[[[2, 3]], [[]]]]
 
 
-@pytest.mark.slow
-@on_a_card
 def test_a_voice_speaks_a_frame_though_nothing_computed_how_many(run):
     assert run("""
 from sbkit.nn.codec import CodecDecoder, FiniteScalars, WaveHead
@@ -280,8 +254,6 @@ print(json.dumps([list(sound.shape), samples.tolist(), list(frames.shape)]))
 """) == [[[2, 80], [80, 80], [2, 3]]]
 
 
-@pytest.mark.slow
-@on_a_card
 def test_weights_are_still_there_once_ranks_have_taken_those_of_the_first(run):
     found = run(RANKS + """
 from sbkit.rehearsal import no_values
@@ -298,8 +270,6 @@ os._exit(0)
     assert found == [[True] * 7] * 2
 
 
-@pytest.mark.slow
-@on_a_card
 def test_recurrent_layers_keep_their_weights_and_train(run):
     found = run("""
 for layer in (torch.nn.LSTM(5, 8, 3, bidirectional=True, proj_size=3), torch.nn.GRU(6, 7, 2), torch.nn.RNN(4, 4)):
@@ -317,8 +287,6 @@ for layer in (torch.nn.LSTM(5, 8, 3, bidirectional=True, proj_size=3), torch.nn.
     assert all(line[2] > 50 * 2 * 4 * 4 and line[3:] == [True, True, [], []] for line in found)
 
 
-@pytest.mark.slow
-@on_a_card
 def test_what_the_libraries_ask_for_beside_their_outputs_is_no_number_by_chance(run):
     assert run("""
 norm, scores = torch.nn.BatchNorm1d(32).cuda(), torch.zeros(20, 2, 5, device="cuda", requires_grad=True)
@@ -331,8 +299,6 @@ print(json.dumps([torch.cuda.max_memory_allocated() < 4 * 4 * x.numel(), x.grad 
 """) == [[True, True, [], []]]
 
 
-@pytest.mark.slow
-@on_a_card
 def test_what_kernels_copy_for_themselves_is_in_the_estimate_of_memory(run):
     found = run("""
 from torch.nn import functional as F
@@ -367,8 +333,6 @@ for name, compute in WAYS.items():
         assert counted == pytest.approx(peak, rel=0.05), name
 
 
-@pytest.mark.slow
-@on_a_card
 def test_an_allocator_that_maps_memory_piece_by_piece_is_not_used():
     """Which torch reads as it is imported."""
     code = START + "print(json.dumps([torch.ones(1 << 20, device='cuda').numel(), lacks()]))"
@@ -377,8 +341,6 @@ def test_an_allocator_that_maps_memory_piece_by_piece_is_not_used():
     assert json.loads(done.stdout) == [1 << 20, []]
 
 
-@pytest.mark.slow
-@on_a_card
 def test_it_is_compiled_once_by_processes_that_start_together(tmp_path):
     code = "from sbkit.rehearsal.nullcard import build; print(build())"
     home = {**os.environ, "SBKIT_CACHE": str(tmp_path)}
@@ -388,8 +350,6 @@ def test_it_is_compiled_once_by_processes_that_start_together(tmp_path):
     assert len(paths) == 1 and [str(path) for path in (tmp_path / "kernels").iterdir()] == list(paths)
 
 
-@pytest.mark.slow
-@on_a_card
 def test_a_command_runs_on_it_and_what_was_set_before_stays():
     code = "import os, torch; print(torch.cuda.device_count(), os.environ['LD_PRELOAD'], os.environ['OF_MINE'])"
     before = {**os.environ, "LD_PRELOAD": "libm.so.6", "OF_MINE": "kept"}
@@ -398,43 +358,3 @@ def test_a_command_runs_on_it_and_what_was_set_before_stays():
                           text=True, check=True)
     count, preloaded, kept = done.stdout.split()
     assert (count, kept) == ("3", "kept") and preloaded.endswith(".so:libm.so.6")
-
-
-def test_this_process_is_not_on_it():
-    assert active() == ("sbkit/kernels" in os.environ.get("LD_PRELOAD", ""))
-
-
-def not_linux(monkeypatch, tmp_path):
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    return "Linux, not Darwin"
-
-
-def a_torch_for_cpus(monkeypatch, tmp_path):
-    (tmp_path / "lib").mkdir()
-    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    return "a CUDA build of torch is needed"
-
-
-def no_headers(monkeypatch, tmp_path):
-    (tmp_path / "torch" / "lib").mkdir(parents=True)
-    (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
-    found = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    return "CUDA's headers"
-
-
-@pytest.mark.skipif(platform.system() != "Linux", reason="is refused elsewhere for another reason")
-@pytest.mark.parametrize("trouble", [not_linux, a_torch_for_cpus, no_headers])
-def test_a_machine_that_cannot_have_it_is_told_why(trouble, monkeypatch, tmp_path):
-    why = trouble(monkeypatch, tmp_path)
-    with pytest.raises(SbkitError, match=why):
-        build()
-
-
-@on_a_card
-def test_without_a_compiler_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(SbkitError, match="no C compiler") as told:
-        build()
-    assert "g++" in told.value.hint

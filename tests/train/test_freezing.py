@@ -60,20 +60,6 @@ def test_what_is_frozen_stays_as_it_was_and_has_no_state():
     assert all(parameter.grad is None for parameter in made.modules["model"][0].parameters())
 
 
-def test_no_graph_is_kept_for_what_lies_below():
-    seen = []
-
-    class Looking(Named):
-        def compute_forward(self, batch, stage):
-            out = super().compute_forward(batch, stage)
-            seen.append(self.hparams.model[0](batch.x).requires_grad)
-            return out
-
-    modules = model()
-    brain(Looking, modules=modules, hparams={"freeze": {"model.0": True}}).fit([1], ToyTrainLoader(2))
-    assert seen == [False, False]
-
-
 def test_modules_that_are_frozen_whole_run_as_in_use():
     modes = []
 
@@ -193,7 +179,7 @@ def test_what_is_frozen_for_some_steps_trains_from_then_on(tmp_path):
     assert not torch.equal(averages["0.weight"], weights["model.0.weight"])
 
 
-@pytest.mark.parametrize("die_at", [2, 3, 4, 6, 7, 8, 9])
+@pytest.mark.parametrize("die_at", [2, 3, 4, 7, 8])
 def test_a_run_that_died_before_at_or_after_the_thaw_goes_on_as_if_it_had_not(tmp_path, die_at):
     compare(run(tmp_path / "whole"), cut_and_resumed(tmp_path / "cut", die_at))
 

@@ -73,7 +73,7 @@ def waits(brain_class, folder, monkeypatch, **overrides):
 OVERRIDES = {"number_of_epochs": 1}
 
 
-@pytest.mark.parametrize("overrides", [{}, {"ctc_weight": 0.3, "precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("overrides", [{}, {"ctc_weight": 0.3, "precision": "bf16", "ema_decay": 0.99}], ids=str)
 def test_a_step_of_the_flagship_never_waits_for_the_device(tmp_path, monkeypatch, overrides):
     assert waits(CTC, tmp_path, monkeypatch, **OVERRIDES, **overrides) == []
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import random
 import re
 import struct
 import sys
@@ -14,7 +13,6 @@ import zipfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import processes
 import pytest
 import torch
@@ -25,7 +23,7 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import ParameterGroups
 from sbkit.train import rng
-from sbkit.train.batches import rows, tensors_in, utterance_ids
+from sbkit.train.batches import tensors_in, utterance_ids
 from sbkit.train.diagnose.culprit import find_culprit, load_batches, replay, report
 from sbkit.train.diagnose.inspection import KeptBatch, examine, measure
 from sbkit.train.distributed import ranks
@@ -243,12 +241,6 @@ def test_a_report_and_a_replay_are_of_the_step_that_failed(tmp_path):
     assert recipe.optimizer_step == again.optimizer_step == 1000
 
 
-def test_without_weights_the_replay_says_so(tmp_path):
-    report(Recipe(), tmp_path, [KeptBatch(clips())], step=5)
-    (tmp_path / "culprits/step-5-rank-0/model.safetensors").unlink()
-    assert "Weights: the checkpoint's, not those of that step." in replay(Recipe(), tmp_path)
-
-
 def test_the_weights_of_a_step_after_others_that_were_skipped_are_those_of_the_first(tmp_path):
     recipe = Recipe("layer", seed=7)
     for step in (5, 6, 7, 9):
@@ -293,18 +285,11 @@ def test_only_so_many_are_kept_and_the_newest_is_found(tmp_path):
 def test_the_folder_is_json_for_readers_and_batches_for_a_replay(tmp_path):
     batch = clips()
     batch.signals[0, 0] = math.inf
-    told(Recipe(), batch, tmp_path)
+    told(Recipe(), batch, tmp_path, lr=torch.tensor(0.25))
     folder = tmp_path / "culprits/step-12-rank-0"
     assert sorted(path.name for path in folder.iterdir()) == ["batches.pt", "culprit.json", "model.safetensors"]
     content = json.loads((folder / "culprit.json").read_text(), parse_constant=pytest.fail)
-    assert content["accounts"][0]["bad_ids"] == ["clip-0"]
-
-
-def test_a_learning_rate_that_is_a_tensor_is_told_and_saved(tmp_path):
-    batch = clips()
-    batch.signals[0, 0] = math.inf
-    told(Recipe(), batch, tmp_path, lr=torch.tensor(0.25))
-    assert json.loads((tmp_path / "culprits/step-12-rank-0/culprit.json").read_text())["lr"] == 0.25
+    assert content["accounts"][0]["bad_ids"] == ["clip-0"] and content["lr"] == 0.25
 
 
 def test_a_disk_that_cannot_be_written_costs_the_report_not_the_run(tmp_path, caplog):
@@ -443,25 +428,6 @@ def test_a_file_that_would_run_something_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SbkitError, match=r"batches.pt can't be read: .*was it written by this sbkit"):
         replay(recipe, folder)
     assert not Thief.folder.exists()
-
-
-def test_one_utterance_of_a_batch():
-    batch = clips()
-    single = rows(batch, 1, 2)
-    assert single.ids == ["clip-1"] and single.texts == ["b"] and single.signals.shape == (1, 320)
-    assert torch.equal(single.signals[0], batch.signals[1])
-
-
-def test_generators_continue_where_they_were_captured():
-    def draws():
-        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()
-
-    draws()  # so that a spare gaussian is kept
-    state = rng.capture()
-    expected = [draws(), draws()]
-    draws()
-    rng.restore({name: tensor.clone() for name, tensor in state.items()})
-    assert [draws(), draws()] == expected
 
 
 def report_of_two(folder):

@@ -16,12 +16,23 @@ SMALL = Path(__file__).parents[2] / "recipe" / "small.yaml"
 on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a process to a bound of memory")
 
 
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path / "cache"))
+
+
+def trial_of(recipe, *words):
+    return trials.trial(arguments.parse([str(recipe), "--device", "cpu", *words]), torch.device("cpu"))
+
+
 @pytest.fixture
-def trial(tmp_path, monkeypatch):
-    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
-    request = arguments.parse([str(SMALL), "--device", "cpu"])
-    with trials.trial(request, torch.device("cpu")) as made:
+def trial():
+    """It leaves the warnings of unused layers to the run that comes after it."""
+    logger = logging.getLogger("sbkit.train.distributed.parallel")
+    with trial_of(SMALL) as made:
+        assert not logger.isEnabledFor(logging.WARNING)
         yield made
+    assert logger.isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.slow
@@ -36,33 +47,22 @@ def test_a_trial_takes_real_steps_on_noise(trial):
 
 
 @pytest.mark.slow
-def test_a_trial_warns_of_no_unused_layers_and_a_run_after_it_does(tmp_path, monkeypatch):
-    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
-    logger = logging.getLogger("sbkit.train.distributed.parallel")
-    with trials.trial(arguments.parse([str(SMALL), "--device", "cpu"]), torch.device("cpu")):
-        assert not logger.isEnabledFor(logging.WARNING)
-    assert logger.isEnabledFor(logging.WARNING)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
-def test_the_lengths_are_those_of_the_prepared_corpus_wherever_its_manifests_lie(inside, tmp_path, monkeypatch):
+def test_the_lengths_are_those_of_the_prepared_corpus_wherever_its_manifests_lie(inside, tmp_path):
     """Such as manifests that several runs share, outside of the output folder of each."""
-    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
     manifests = tmp_path / "run" / "manifests" if inside else tmp_path / "shared"
     Manifest(ids=["a", "b"], durations=[1.5, 3.0], wavs=["a.wav"] * 2, texts=["a", "b"]).write(manifests / "train.csv")
     words = ["--output_folder", str(tmp_path / "run"), *([] if inside else ["--corpus.folder", str(manifests)])]
-    with trials.trial(arguments.parse([str(SMALL), "--device", "cpu", *words]), torch.device("cpu")) as made:
+    with trial_of(SMALL, *words) as made:
         assert made.edges[-1] == 3.0
 
 
 @pytest.mark.slow
-def test_a_recipe_without_an_output_folder_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
+def test_a_recipe_without_an_output_folder_is_tried(tmp_path):
     path = tmp_path / "recipe.yaml"
     text = SMALL.read_text().replace("output_folder: !ref results/small/<seed>\n", "")
     path.write_text(text.replace("<output_folder>", str(tmp_path / "run")))
-    with trials.trial(arguments.parse([str(path), "--device", "cpu"]), torch.device("cpu")) as made:
+    with trial_of(path) as made:
         assert made.edges[-1] == 20.0
 
 
