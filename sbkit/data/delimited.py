@@ -134,10 +134,8 @@ def _read_arrow(path: Path, names: Sequence[str], wanted: Sequence[str], skip: i
                                              newlines_in_values=quoted),
             convert_options=pacsv.ConvertOptions(column_types=dict.fromkeys(names, pa.large_string()),
                                                  strings_can_be_null=False, include_columns=[*wanted]))
-    except pa.ArrowInvalid as error:
-        if "Empty CSV" not in str(error):
-            return None
-        table = pa.table({name: pa.array([], pa.large_string()) for name in wanted})
+    except pa.ArrowInvalid:  # also where no line follows the header
+        return None
     # With an unclosed quotation mark Arrow takes the rest of the file as one field.
     suspicious = quoted and len(table) and any("\n" in column[-1].as_py() for column in table.columns)
     return None if suspicious else {name: table.column(name) for name in wanted}

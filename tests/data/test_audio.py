@@ -117,22 +117,6 @@ def test_what_lies_below_7_khz_passes_unchanged(rate):
         assert abs(db(audio.resample(tone, rate, 16000)[800:-800]) - db(tone)) < 0.1, frequency
 
 
-@pytest.mark.parametrize("rate", [48000, 44100])
-def test_a_sweep_comes_out_as_it_was_80_db_above_all_else(rate):
-    """Against the same sweep computed at 16 kHz, up to 6.9 kHz."""
-    def sweep(rate):
-        time = np.arange(2 * rate) / rate
-        return np.sin(2 * np.pi * (50 * time + 0.5 * (6900 - 50) / 2 * time**2))
-
-    found = audio.resample(sweep(rate).astype(np.float32), rate, 16000)[800:-800].astype(float)
-    expected = sweep(16000)[800:-800]
-    scale = found @ expected / (expected @ expected)  # the pass band is level to 0.1 dB
-    assert 0.99 < scale < 1.01
-    spectrum = np.abs(np.fft.rfft(found - scale * expected)) / np.abs(np.fft.rfft(expected)).max()
-    assert db(found - scale * expected) - db(expected) < -40  # its ripple included
-    assert spectrum[int(7.2 / 8 * len(spectrum)) :].max() < 1e-4  # where nothing was, nothing is
-
-
 def test_speed_changes_length_and_pitch_together():
     time = np.arange(48000 * 2) / 48000
     data = encoded((0.5 * np.sin(2 * np.pi * 1000 * time)).astype(np.float32), 48000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -30,13 +29,6 @@ def test_seconds_come_from_python_numbers():
     assert isinstance(meta.seconds, float) and isinstance(meta.padded_seconds, float)
 
 
-def test_last_is_the_one_after_which_the_optimizer_steps():
-    it = batch()
-    assert it.last
-    it.micro = 0
-    assert not it.last
-
-
 def test_moves_every_tensor_and_keeps_the_rest():
     it = batch()
     it.damaged = [("x", "gone")]
@@ -52,12 +44,6 @@ def test_is_speechbrains_padded_data_when_asked():
     data, lengths = it.sig
     assert isinstance(it.sig, PaddedData)
     assert data is it.signals and torch.allclose(lengths, torch.tensor([1.0, 15 / 16, 14 / 16]))
-
-
-def test_survives_pickling():
-    it = batch()
-    again = pickle.loads(pickle.dumps(it))
-    assert torch.equal(again.signals, it.signals) and again.ids == it.ids
 
 
 def test_a_stand_in_gives_finite_losses_and_counts_for_nothing():

@@ -118,12 +118,6 @@ def spied(monkeypatch):
     return calls
 
 
-def test_it_is_prepared_once(release, tmp_path, spied):
-    prepare(release, tmp_path / "m")
-    corpus, again = prepare(release, tmp_path / "m")
-    assert len(spied) == 3 and len(again["train"]) == 3 and "train" in corpus.summary()
-
-
 @pytest.mark.parametrize("change", [
     "row", "clip", "durations", "text", "limit", "language", "manifest edited", "manifest gone",
     "report damaged"])
@@ -236,29 +230,6 @@ def test_a_split_that_is_gone_leaves_no_manifest_behind(release, tmp_path):
     assert list(manifests) == ["train", "test"] and not (tmp_path / "m" / "dev.csv").exists()
 
 
-def test_missing_and_damaged_clips_are_counted(release, tmp_path):
-    (release / "clip_durations.tsv").unlink()
-    (release / "clips" / "common_voice_en_train0.mp3").unlink()
-    (release / "clips" / "common_voice_en_train1.mp3").write_bytes(b"\0" * 100)
-    corpus, manifests = prepare(release, tmp_path / "m")
-    left_out = corpus.report["splits"]["train"]["left_out"]
-    assert {reason: left_out[reason]["count"] for reason in left_out} == {"missing clip": 1, "undecodable": 1}
-    assert left_out["undecodable"]["examples"][0].startswith("common_voice_en_train1: ")
-    assert manifests["train"].durations[0] == pytest.approx(SECONDS, abs=0.05)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"splits": {"train": "validated"}}, "has no split 'validated' for train; it has dev, test, train"),
-    ({"language": "fr"}, None),
-])
-def test_what_is_not_there_is_named(release, tmp_path, options, message):
-    if message is None:  # the folder is a language folder already: nothing to choose
-        assert prepare(release, tmp_path / "m", **options)
-        return
-    with pytest.raises(SbkitError, match=message):
-        prepare(release, tmp_path / "m", **options)
-
-
 @pytest.mark.parametrize(("options", "message"), [
     ({"splits": {"valid": "dev"}}, "splits names 'valid'"),
     ({"limit_splits": ["all"]}, "limit_splits names 'all'"),
@@ -323,12 +294,6 @@ def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
     assert made[2][1]["voices"] == ["en-us+f2", "en-gb-scotland"] and not made[0][1]["voices"]
     with pytest.raises(SbkitError, match=r"'\.\./x' is no voice of espeak-ng"):
         Corpus(demo_voices=["../x"])
-
-
-def test_a_folder_that_cannot_be_written_is_named(release, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SbkitError, match=r"file.*: cannot be written"):
-        prepare(release, tmp_path / "file" / "m")
 
 
 def test_a_full_disk_is_one_error(release, tmp_path, monkeypatch):

@@ -183,14 +183,6 @@ def test_a_corpus_of_a_few_steps_keeps_them_full():
     assert len(Plan([2.0, 4.0, 6.0, 8.0], Batching(100))) == 1
 
 
-def test_edges_come_from_the_corpus():
-    seconds = np.concatenate([np.full(500, 2.0), np.full(300, 7.0), np.full(100, 15.0)])
-    plan = Plan(seconds, Batching(60, buckets=3))
-    assert plan.edges.tolist() == [2.0, 7.0, 15.0] and padding_share(plan) == 0
-    shorter = Plan(seconds[:500], Batching(60, buckets=3))
-    assert shorter.edges.tolist() == [2.0]
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 4))
 def test_edges_cost_least(seconds, buckets):
@@ -347,12 +339,6 @@ def test_what_is_longer_is_rounded_to_no_less(a, b):
     low, high = sorted((a, b))
     rounded = [float(np.ceil(each / unit_of(each, 0.32) - 1e-4) * unit_of(each, 0.32)) for each in (low, high)]
     assert rounded[0] <= rounded[1] * (1 + 1e-6) and low * (1 - 1e-3) <= rounded[0] <= low * 1.126 + 0.32 * (low > 2.56)
-
-
-def test_one_utterance_is_a_plan():
-    plan = Plan([3.0], Batching(10))
-    assert steps_of(plan, 1) == [[0]] and padding_share(plan) == 0
-    assert [len(part) for part in plan.epoch(1).share(0, 1, 2, 2)] == [0, 0]
 
 
 def test_mistakes_are_named():

@@ -13,7 +13,7 @@ from sounds import encoded, speechlike
 from sbkit.data.manifest import Column
 from sbkit.data.prepare import REASONS, RowLimits, prepare_split, recording_keys
 from sbkit.data.presence import existing
-from sbkit.data.sources.base import Rows, blank, join_rows, unique_ids
+from sbkit.data.sources.base import Rows, blank, unique_ids
 from sbkit.data.text import TextRules
 
 RULES = TextRules(alphabet="abcdefghijklmnopqrstuvwxyz'")
@@ -100,13 +100,6 @@ def test_numbered_ids_are_unique_and_the_first_keeps_its_name(ids):
     numbered = unique_ids(ids)
     assert len(set(numbered)) == len(ids)
     assert all(numbered[ids.index(i)] == i for i in ids)
-
-
-def test_an_id_that_repeats_is_kept_once(clips):
-    source = rows(clips, ("good.wav", "a"), ("good.wav", "b"))
-    source.ids = Column(["same", "same"])
-    manifest, report = prepare(source)
-    assert list(manifest.texts) == ["a"] and counts(report) == {"repeated id": 1}
 
 
 def test_recordings_of_dev_and_test_stay_out_of_train(clips):
@@ -202,11 +195,3 @@ def test_what_exists(clips, tmp_path, monkeypatch, listing):
     (tmp_path / "link.wav").symlink_to(clips / "good.wav")
     (tmp_path / "lost.wav").symlink_to(clips / "gone.wav")
     assert existing(wavs).tolist() == [True, False, False, True, False, False, True, True, False]
-
-
-def test_splits_join_with_their_metadata(clips):
-    a, b = rows(clips, ("good.wav", "a")), rows(clips, ("long.wav", "b"), malformed=[("l", "w")])
-    a.meta = {"age": Column(["teens"])}
-    joined = join_rows([a, b])
-    assert list(joined.texts) == ["a", "b"] and list(joined.meta["age"]) == ["teens", ""]
-    assert joined.malformed == [("l", "w")] and len(joined) == 2

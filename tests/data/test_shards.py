@@ -13,19 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sounds import encoded, real_data, speechlike
+from sounds import encoded, speechlike
 
 from sbkit.cli import main
 from sbkit.data import shards, tar
 from sbkit.data.audio import read_audio, read_bytes
 from sbkit.data.corpus import Corpus
-from sbkit.data.loader import TrainLoader
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
-from sbkit.data.plan import Batching, Plan
 from sbkit.data.shards import write_shards
 from sbkit.errors import SbkitError
 from sbkit.system import disk
@@ -133,21 +130,6 @@ def test_the_folder_can_be_moved(manifest, tmp_path):
     assert all(len(read_audio(wav)) for wav in moved.wavs)
     with open(tmp_path / "there" / "shard.csv", encoding="utf-8") as file:
         assert next(csv.DictReader(file))["wav"].startswith("$data_root/shard-")
-
-
-def test_trains_like_the_files_and_resumes_at_any_step(manifest, tmp_path):
-    packed = pack(manifest, tmp_path, encode="wav16k")
-    plan = Plan(packed.durations, Batching(6, 12))
-    loader = TrainLoader(packed, None, plan, workers=0)
-    whole = list(loader.at(1))
-    originals = by_id(manifest)
-    for batch in whole:
-        for name, signal, size in zip(batch.ids, batch.signals, batch.signal_lengths.tolist(), strict=True):
-            assert np.abs(signal[:size].numpy() - read_audio(originals[name].wav)).max() <= 1 / 32768
-    resumed = list(loader.at(1, 2))
-    expected = [batch for batch in whole if batch.step >= 2]
-    assert [batch.ids for batch in resumed] == [batch.ids for batch in expected]
-    assert all(torch.equal(a.signals, b.signals) for a, b in zip(resumed, expected, strict=True))
 
 
 def test_segments_are_cut_out(tmp_path):
@@ -310,10 +292,3 @@ def test_shards_cover_all_rows_in_about_equal_parts(seconds, per_shard):
     assert bounds[0] == 0 and bounds[-1] == len(seconds) and (np.diff(bounds) > 0).all()
     parts = [sum(seconds[a:b]) for a, b in itertools.pairwise(bounds)]
     assert max(parts) <= 1.6 * per_shard + 2 * max(seconds)
-
-
-def test_real_recordings_in_shards(tmp_path):
-    manifest = Manifest.read(real_data("an4") / "test.csv", data_root=real_data("an4"))
-    packed = by_id(pack(manifest, tmp_path, encode="flac"))
-    for row in manifest:
-        assert np.array_equal(read_audio(packed[row.id].wav), read_audio(row.wav))

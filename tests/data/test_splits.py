@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import sbkit
-from sbkit.data.splits import ALIASES, SPLITS, check_needed, check_splits, choose_splits
+from sbkit.data.splits import ALIASES, SPLITS, choose_splits
 from sbkit.errors import SbkitError
 
 
@@ -42,18 +42,6 @@ def test_a_source_without_them_is_refused(names, wanted, named, message, hint):
     with pytest.raises(SbkitError) as error:
         choose_splits(Named(*names), wanted, named)
     assert error.value.message == message and hint in error.value.hint
-
-
-def test_a_split_that_the_run_needs_is_missed():
-    check_needed(Named("train"), ("train",), ["train"])
-    with pytest.raises(SbkitError, match=r"has no dev and no test split \(its splits: train\)"):
-        check_needed(Named("train"), SPLITS, ["train"])
-
-
-def test_an_option_names_only_splits():
-    check_splits("only", ("train", "test"))
-    with pytest.raises(SbkitError, match="corpus: only names 'valid'"):
-        check_splits("only", ("train", "valid"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Symbols and speakers: stored once, the same for good, read with a limit, and never an id that isn't there."""
 
-import json
 import pickle
 
 import pytest
@@ -78,8 +77,3 @@ def test_names_are_cut_and_too_many_speakers_refused(tmp_path):
     with pytest.raises(SbkitError, match="1,001 speakers") as error:
         Speakers(tmp_path / "t.json", several=True).prepare(map(str, range(MAX_SPEAKERS + 1)))
     assert "several: false" in error.value.hint
-
-
-def test_the_file_is_a_list_that_anyone_can_read(tmp_path):
-    Symbols(tmp_path / "s.json").prepare(["añ"])
-    assert json.loads((tmp_path / "s.json").read_text(encoding="utf-8")) == ["a", "ñ"]
