@@ -66,13 +66,13 @@ print(model.run("clip.mp3"){".label" if labels else ".outputs"})
     return "\n".join(parts)
 
 
-def recogniser_head(name: str, model: str, config: Config) -> str:
-    """Make the beginning of a recogniser's README: what it is, and how sbkit runs it."""
+def of_recogniser(name: str, model: str, config: Config, comparison: Comparison, sections: Sequence[str]) -> str:
+    """Make the whole text for a recogniser: what it is and how sbkit runs it, its ``sections``, and the comparison."""
     experiment, imported = config.trained.get("experiment"), config.trained.get("imported")
     origin = f"imported from {imported}" if imported else \
         f"trained\nby sbkit{f' (experiment {experiment})' if experiment else ''}"
     language = f" ({config.language})" if config.language else ""
-    return f"""{heading(name, config)}
+    head = f"""{heading(name, config)}
 
 Speech recognition{language} with {model} at {config.sample_rate} Hz, {origin}.
 
@@ -86,6 +86,8 @@ model = sbkit.infer.load("{name}")
 print(model.transcribe("clip.mp3").text)
 ```
 """
+    alone = "Run one utterance at a time: layers of this model see a batch's padding.\n"
+    return "\n".join([head, *sections, *([] if config.batching else [alone]), compared(comparison)])
 
 
 def joined(config: Config) -> str:

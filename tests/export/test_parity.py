@@ -8,7 +8,7 @@ from sbkit.export import parity
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.tasks.ctc.compared import compared
+from sbkit.tasks.ctc.exported import compared
 
 SYMBOLS = ["<blk>", "▁", "a", "b"]
 CONFIG = Config(sample_rate=16_000, hop_samples=160, subsampling=4, vocabulary=4)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sbkit.decode.spans import TokenSpans, best_path, collapse
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.clips import ComparisonClips
@@ -18,7 +19,6 @@ from sbkit.export.parity import Comparison
 from sbkit.export.runners import Runner
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme, sherpa, speechbrain_folder
-from sbkit.tasks.ctc.compared import LogProbComparison, compared
 from sbkit.tasks.ctc.keys import CTCKeys
 from sbkit.tasks.recognise import sherpa_stream
 from sbkit.tasks.recognise.exported import ExportedRecognizer
@@ -26,6 +26,34 @@ from sbkit.tasks.recognise.graph import OUTPUTS, Graph
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 logger = logging.getLogger(__name__)
+
+
+class LogProbComparison(Comparison):
+    """Compares log-probabilities, and the words that they stand for."""
+
+    what = "log-probabilities"
+
+
+def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
+             decode: Callable[[list[int]], str], sample_rate: int) -> LogProbComparison:
+    """Build the comparison of clips with the checkpoint.
+
+    decode : token ids to text, by the checkpoint's own tokenizer
+    """
+    blank = vocabulary.config.blank_id
+
+    def text(log_probs: np.ndarray) -> str:
+        spans = _spans(log_probs, blank)
+        vocabulary.check(spans.ids)
+        return vocabulary.text(vocabulary.words(spans))
+
+    return LogProbComparison(clips, reference, sample_rate, text,
+                             lambda output: decode(_spans(output, blank).ids.tolist()))
+
+
+def _spans(log_probs: np.ndarray, blank_id: int) -> TokenSpans:
+    labels, confidence = best_path(log_probs[None], np.array([len(log_probs)]), blank_id)
+    return collapse(labels, confidence, blank_id=blank_id)[0]
 
 
 @dataclass
@@ -71,7 +99,7 @@ class Recogniser(ExportedRecognizer):
         model, rate = self.recognizer, self.keys.sample_rate
 
         def whole() -> Target:
-            return sherpa.SherpaWhole(self.graph, model, self.keys.tokenizer.decode, rate)
+            return sherpa.SherpaWhole(self.graph, model, self.compared, rate)
 
         if model.chunks is None:
             if chunk is not None:
@@ -81,7 +109,7 @@ class Recogniser(ExportedRecognizer):
         milliseconds = sherpa_stream.chosen(model.chunks, model.subsampling * model.hop_samples / rate, chunk)
         kinds: dict[str, Callable[[], Target]] = {
             "whole recordings": whole,
-            "streams": lambda: sherpa.CTCStream(model, self.keys.tokenizer.decode, milliseconds)}
+            "streams": lambda: sherpa.CTCStream(model, milliseconds, self.compared)}
         made: list[Target] = []
         refused: dict[str, SbkitError] = {}
         for what, make in kinds.items():

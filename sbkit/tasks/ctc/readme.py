@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sbkit.export import layout
 from sbkit.export.layout import Config, Streaming
 from sbkit.export.parity import Comparison
-from sbkit.export.readme import PROGRAM, compared, joined, recogniser_head
+from sbkit.export.readme import PROGRAM, joined, of_recogniser
 
 _WORDS = """### From log-probabilities to words
 
@@ -178,15 +178,10 @@ def text(name: str, config: Config, comparison: Comparison, of_targets: Sequence
     """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary,
               "frame": 1000 * config.frame_seconds}
-    parts = [recogniser_head(name, "CTC", config), words(config)]
-    parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+    parts = [words(config), *(_USE[each].format(**values) for each in _USE if each in config.models)]
     if config.streaming is not None and config.streaming.models:
         parts.append(_streams(name, config, config.streaming))
-    parts += of_targets
-    if not config.batching:
-        parts.append("Run one utterance at a time: layers of this model see a batch's padding.\n")
-    parts.append(compared(comparison))
-    return "\n".join(parts)
+    return of_recogniser(name, "CTC", config, comparison, [*parts, *of_targets])
 
 
 def _streams(name: str, config: Config, streaming: Streaming) -> str:

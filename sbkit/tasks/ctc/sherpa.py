@@ -14,7 +14,6 @@ bundle's other models do. It differs from training in four ways, which the graph
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +28,11 @@ from sbkit.export.companion import Target
 from sbkit.export.graph import save, to_onnx, trace_module
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
-from sbkit.export.vocabulary import Vocabulary
 from sbkit.tasks.ctc import readme
-from sbkit.tasks.ctc.compared import compared
 from sbkit.tasks.recognise.graph import Graph, reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.sherpa_stream import SAMPLE_RATE, SherpaStream, imported
+from sbkit.tasks.recognise.streams import Compare
 
 if TYPE_CHECKING:
     from sherpa_onnx import OfflineRecognizer, OnlineRecognizer
@@ -110,13 +108,13 @@ class SherpaWhole(Target):
     ---------
     graph : of the recogniser
     recognizer : it stays as it is
-    decode : token ids to text, by the checkpoint's own tokenizer
+    compared : makes the comparison of clips with the checkpoint
     sample_rate : of its waveforms
     """
 
     name = layout.SHERPA
 
-    def __init__(self, graph: Graph, recognizer: Recognizer, decode: Callable[[list[int]], str], sample_rate: int):
+    def __init__(self, graph: Graph, recognizer: Recognizer, compared: Compare, sample_rate: int):
         norm = graph.normalize
         alike = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
         if not alike and not getattr(graph.encoder, "makes_loudness_equal", False):
@@ -126,7 +124,7 @@ class SherpaWhole(Target):
         if sample_rate != 16_000:
             raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes {sample_rate}",
                              hint="leave out --target sherpa")
-        self.graph, self.recognizer, self.decode, self.sample_rate = graph, recognizer, decode, sample_rate
+        self.graph, self.recognizer, self.compared, self.sample_rate = graph, recognizer, compared, sample_rate
 
     def write(self, folder: Path, config: Config) -> None:
         """Write the model's file; sherpa-onnx also reads the bundle's tokens.txt."""
@@ -151,8 +149,7 @@ class SherpaWhole(Target):
         size = layout.size(folder, model)
         comparison.add_words(self.name, transcribe, size)
         run = reference(self.recognizer, config.min_samples)
-        heard = compared(comparison.clips, Vocabulary.read(folder, config), lambda signal: run(_as_changed(signal)),
-                         self.decode, config.sample_rate)
+        heard = self.compared(comparison.clips, config, folder, lambda signal: run(_as_changed(signal)))
         heard.other_words = 0.0
         heard.add_words(self.name, transcribe, size)
         comparison.companions[self.name] = {"as it changes recordings": heard}
@@ -177,17 +174,12 @@ class CTCStream(SherpaStream):
 
     It counts each frame as 40 ms. Longer ones are repeated, which changes nothing for CTC. It writes out tokens that
     are no text. They become blanks.
-
-    Arguments
-    ---------
-    decode : token ids to text, by the checkpoint's own tokenizer
     """
 
     output, section = "logits", readme.SHERPA_STREAM
 
-    def __init__(self, recognizer: Recognizer, decode: Callable[[list[int]], str], milliseconds: int):
-        super().__init__(recognizer, milliseconds)
-        self.decode = decode
+    def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare):
+        super().__init__(recognizer, milliseconds, compared)
         if self.graph.step.subsampling % _FRAMES_COUNTED:
             raise SbkitError("sherpa-onnx takes each frame of a streaming model to be 40 ms long, and this model's "
                              f"frames are {10 * self.graph.step.subsampling} ms long",
@@ -201,10 +193,6 @@ class CTCStream(SherpaStream):
         return imported().OnlineRecognizer.from_nemo_ctc(
             model=str(folder / layout.MODELS[self.name]), tokens=str(folder / layout.TOKENS), feature_dim=self.bands,
             num_threads=torch.get_num_threads())
-
-    def compared(self, folder: Path, config: Config, reference: Callable[[np.ndarray], np.ndarray],
-                 comparison: Comparison) -> Comparison:
-        return compared(comparison.clips, Vocabulary.read(folder, config), reference, self.decode, config.sample_rate)
 
 
 def _transcribe(recognizer: OfflineRecognizer, signal: np.ndarray, sample_rate: int) -> str:

@@ -32,6 +32,7 @@ from sbkit.system.environment import version_of
 from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
+from sbkit.tasks.recognise.streams import Compare
 
 if TYPE_CHECKING:
     from sherpa_onnx import OnlineRecognizer
@@ -104,6 +105,7 @@ class SherpaStream(Target):
     ---------
     recognizer : it stays as it is
     milliseconds : of a chunk, as :func:`chosen`
+    compared : makes the comparison of clips with the checkpoint
     """
 
     name = layout.SHERPA_STREAM
@@ -112,10 +114,10 @@ class SherpaStream(Target):
     section: ClassVar[str]
     """The section of README.md that shows how to run it, with places for what it is."""
 
-    def __init__(self, recognizer: Recognizer, milliseconds: int):
+    def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare):
         graph = StreamingGraph(recognizer)
         _check(graph)
-        self.recognizer, self.graph, self.milliseconds = recognizer, graph, milliseconds
+        self.recognizer, self.graph, self.milliseconds, self.compared = recognizer, graph, milliseconds, compared
         self.frames = milliseconds * SAMPLE_RATE // _HOP // 1000
         """Features of a window."""
         self.chunk = self.frames // graph.step.subsampling
@@ -127,11 +129,6 @@ class SherpaStream(Target):
     def tail(self) -> int:
         """Samples of silence that must follow a stream."""
         return self.frames * _HOP
-
-    @abstractmethod
-    def compared(self, folder: Path, config: Config, reference: Callable[[np.ndarray], np.ndarray],
-                 comparison: Comparison) -> Comparison:
-        """Make the comparison of clips with what ``reference`` gives for each."""
 
     @abstractmethod
     def opened(self, folder: Path) -> OnlineRecognizer:
@@ -171,7 +168,7 @@ class SherpaStream(Target):
 
     def compare(self, folder: Path, config: Config, comparison: Comparison) -> None:
         """Compare the words that sherpa-onnx hears with the checkpoint's, of clips that silence follows."""
-        heard = self.compared(folder, config, self._reference(), comparison)
+        heard = self.compared(comparison.clips, config, folder, self._reference())
         heard.other_words = 0.0
         recognizer = self.opened(folder)
         heard.add_words(layout.SHERPA, lambda signal: transcribe(recognizer, signal, self.tail),

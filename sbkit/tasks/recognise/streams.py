@@ -14,7 +14,7 @@ from torch import Tensor
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.export.clips import ComparisonClips
-from sbkit.export.companion import Companion
+from sbkit.export.companion import Companion, OwnBundle
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.export.runners import Call, Runner, open_runner
@@ -29,7 +29,7 @@ _NOTHING = Window(np.zeros(0, np.float32), 0)
 
 
 #: Builds the comparison of clips with what a function gives for each, given the bundle's folder.
-Compare = Callable[[ComparisonClips, Config, Path, Callable[[np.ndarray], np.ndarray]], Comparison]
+Compare = Callable[[ComparisonClips, OwnBundle, Path, Callable[[np.ndarray], np.ndarray]], Comparison]
 
 
 class Streams(Companion):

@@ -163,8 +163,8 @@ class ExportedTransducer(ExportedRecognizer):
             raise SbkitError("sherpa-onnx hears a transducer in chunks, and the recipe has no chunks",
                              hint="train one with hparams/transducer.yaml, or leave out --target")
         frame = model.subsampling * model.hop_samples / self.sample_rate
-        made = SherpaTransducer(model, sherpa_stream.chosen(model.chunks, frame, chunk), self.keys.transducer,
-                                self.keys.tokenizer.pieces(), self.compared)
+        made = SherpaTransducer(model, sherpa_stream.chosen(model.chunks, frame, chunk), self.compared,
+                                self.keys.transducer, self.keys.tokenizer.pieces())
         sherpa_stream.check_version()
         return [made]
 

@@ -8,7 +8,7 @@ from sbkit.decode.transducer import MOST_IN_A_FRAME
 from sbkit.export import layout
 from sbkit.export.layout import TransducerConfig
 from sbkit.export.parity import Comparison
-from sbkit.export.readme import PROGRAM, compared, joined, recogniser_head
+from sbkit.export.readme import PROGRAM, joined, of_recogniser
 
 _SEARCH = """### From states to words
 
@@ -99,14 +99,9 @@ def text(name: str, config: TransducerConfig, comparison: Comparison, of_targets
               "frame": 1000 * config.frame_seconds, "decoder": config.decoder, "joiner": config.joiner,
               "blank": config.blank_id, "context": config.context, "joined": joined(config), "most": MOST_IN_A_FRAME,
               "silent": sorted({config.blank_id, *config.silent_ids})}
-    parts = [recogniser_head(name, "a transducer", config), _SEARCH.format(**values)]
-    parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+    parts = [_SEARCH.format(**values), *(_USE[each].format(**values) for each in _USE if each in config.models)]
     if config.streaming is not None and config.streaming.models:
         parts.append(_STREAMS.format(
             name=name, files=", ".join(f"`{file}`" for file in config.streaming.models.values()),
             milliseconds=", ".join(f"{1000 * size * config.frame_seconds:g}" for size in config.streaming.chunks)))
-    parts += of_targets
-    if not config.batching:
-        parts.append("Run one utterance at a time: layers of this model see a batch's padding.\n")
-    parts.append(compared(comparison))
-    return "\n".join(parts)
+    return of_recogniser(name, "a transducer", config, comparison, [*parts, *of_targets])

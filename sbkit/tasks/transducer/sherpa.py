@@ -9,23 +9,19 @@ tokens.txt of their own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sbkit.export import graph, layout
-from sbkit.export.clips import ComparisonClips
-from sbkit.export.companion import OwnBundle
 from sbkit.export.layout import Config
-from sbkit.export.parity import Comparison
 from sbkit.export.vocabulary import write_tokens
 from sbkit.nn.transducer import TransducerHead
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.sherpa_stream import SherpaStream, imported
+from sbkit.tasks.recognise.streams import Compare
 from sbkit.tasks.transducer import readme
 
 if TYPE_CHECKING:
@@ -98,15 +94,14 @@ class SherpaTransducer(SherpaStream):
     ---------
     head : it stays as it is
     pieces : the tokens
-    compare : makes the comparison of clips with what a reference gives for each, from the files in a folder
     """
 
     output, section = "states", readme.SHERPA_STREAM
 
-    def __init__(self, recognizer: Recognizer, milliseconds: int, head: TransducerHead, pieces: list[str],
-                 compare: Callable[[ComparisonClips, OwnBundle, Path, Callable[[np.ndarray], np.ndarray]], Comparison]):
-        super().__init__(recognizer, milliseconds)
-        self.head, self.pieces, self._compare = copy.deepcopy(head).eval().requires_grad_(False), pieces, compare
+    def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare, head: TransducerHead,
+                 pieces: list[str]):
+        super().__init__(recognizer, milliseconds, compared)
+        self.head, self.pieces = copy.deepcopy(head).eval().requires_grad_(False), pieces
 
     @property
     def size(self) -> int:
@@ -138,10 +133,6 @@ class SherpaTransducer(SherpaStream):
             graph.write_onnx(program, folder / name, {each: dimensions[each] for each in inputs},
                              {each: dimensions[each] for each in outputs}, {"comment": "made by sbkit"})
         write_tokens(folder / TOKENS, [self.pieces[i] for i in ids], len(ids) - 1)
-
-    def compared(self, folder: Path, config: Config, reference: Callable[[np.ndarray], np.ndarray],
-                 comparison: Comparison) -> Comparison:
-        return self._compare(comparison.clips, config, folder, reference)
 
     def opened(self, folder: Path) -> OnlineRecognizer:
         encoder, decoder, joiner, tokens = (

@@ -37,7 +37,7 @@ def bank(**changes):
 
 @pytest.fixture(scope="module")
 def stream():
-    return CTCStream(recogniser(bank()), str, MILLISECONDS)
+    return CTCStream(recogniser(bank()), MILLISECONDS, None)
 
 
 @pytest.fixture(scope="module")
