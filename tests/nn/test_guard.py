@@ -15,17 +15,14 @@ from hypothesis import strategies as st
 
 from sbkit.errors import SbkitError
 from sbkit.nn import guard
-from sbkit.nn.guard import GuardLog, guard_indices
+from sbkit.nn.guard import IndexTable, guard_indices
 
 BLANK = 0
 
 
-def on_device(indices, size, **kwargs):
-    """The device's way, run on the CPU; returns (indices, log)."""
-    log = GuardLog()
-    lengths, forbidden, ids = kwargs.get("lengths"), tuple(kwargs.get("forbidden", ())), kwargs.get("ids")
-    safe = next((i for i in range(size) if i not in forbidden), 0)
-    return guard.guard_on_device(indices, size, "tokens", ids, lengths, forbidden, safe, log), log
+def on_device(indices, size, lengths=None, ids=None, forbidden=()):
+    """The device's way, run on the CPU."""
+    return guard.guard_on_device(indices, IndexTable("tokens", size, ids, forbidden), lengths)
 
 
 @st.composite
@@ -53,17 +50,17 @@ def test_host_and_device_agree_with_a_plain_loop(case, with_lengths, with_blank)
                   if (not with_lengths or column < lengths[row])
                   and (not 0 <= value < size or value in forbidden)), None)
 
-    given_back, log = on_device(indices, size, **kwargs)
+    given_back = on_device(indices, size, **kwargs)
     assert ((given_back >= 0) & (given_back < size)).all(), "an index outside its table got through"
     good = (indices >= 0) & (indices < size)
     if first is None:
         host = guard_indices(indices, size, name="tokens", **kwargs)
         assert torch.equal(host, given_back)
         assert torch.equal(host[good], indices[good])
-        log.poll(wait=True)
+        guard.poll(wait=True)
         return
     row, column, value = first
-    for check in (lambda: guard_indices(indices, size, name="tokens", **kwargs), lambda: log.poll(True)):
+    for check in (lambda: guard_indices(indices, size, name="tokens", **kwargs), lambda: guard.poll(True)):
         with pytest.raises(SbkitError) as caught:
             check()
         for part in ("tokens", f"utterance clip-{row},", f"position {column}:", f"index {value} "):
@@ -73,8 +70,8 @@ def test_host_and_device_agree_with_a_plain_loop(case, with_lengths, with_blank)
 @pytest.mark.parametrize(("value", "fine"), [(6, True), (7, False), (-1, False), (BLANK, False), (1, True)])
 def test_the_edges_of_a_table(value, fine):
     labels = torch.tensor([[3, value]])
-    _, log = on_device(labels, 7, forbidden=(BLANK,))
-    for check in (lambda: guard_indices(labels, 7, name="x", forbidden=(BLANK,)), lambda: log.poll(True)):
+    on_device(labels, 7, forbidden=(BLANK,))
+    for check in (lambda: guard_indices(labels, 7, name="x", forbidden=(BLANK,)), lambda: guard.poll(True)):
         if fine:
             check()
         else:
@@ -97,9 +94,8 @@ def test_padding_is_made_safe_and_not_complained_about():
     lengths = torch.tensor([1, 2])
     expected = torch.tensor([[4, 1], [2, 3]])
     assert torch.equal(guard_indices(labels, 5, name="labels", lengths=lengths, forbidden=(0,)), expected)
-    given_back, log = on_device(labels, 5, lengths=lengths, forbidden=(0,))
-    assert torch.equal(given_back, expected)
-    log.poll(wait=True)
+    assert torch.equal(on_device(labels, 5, lengths=lengths, forbidden=(0,)), expected)
+    guard.poll(wait=True)
 
 
 def test_good_indices_come_back_as_they_are():
@@ -113,16 +109,15 @@ def test_codebooks_with_more_dimensions():
     with pytest.raises(SbkitError, match=r"row 1, position 11: index 9"):
         guard_indices(codes, 8, name="codebook")
     assert guard_indices(codes, 8, name="codebook", lengths=torch.tensor([3, 2])).max() == 0
-    given_back, log = on_device(codes, 8)
+    given_back = on_device(codes, 8)
     assert given_back.max() == 0 and given_back.dtype == torch.int32
     with pytest.raises(SbkitError, match=r"row 1, position 11: index 9"):
-        log.poll(wait=True)
+        guard.poll(wait=True)
 
 
 def test_empty_and_one_dimensional():
     assert guard_indices(torch.zeros(0, 3, dtype=torch.long), 4, name="x").shape == (0, 3)
-    given_back, log = on_device(torch.zeros(2, 0, dtype=torch.long), 4)
-    assert given_back.shape == (2, 0) and len(log) == 0
+    assert on_device(torch.zeros(2, 0, dtype=torch.long), 4).shape == (2, 0) and guard.pending() == 0
     with pytest.raises(SbkitError, match="position 2"):
         guard_indices(torch.tensor([1, 2, 4]), 4, name="x")
 
@@ -135,19 +130,18 @@ def test_floats_are_refused():
 def test_nothing_is_read_until_somebody_polls():
     labels = torch.tensor([[1, 9]])
     with CountsHostSyncs() as syncs:
-        _, log = on_device(labels, 5)
+        on_device(labels, 5)
         guard_indices(torch.tensor([[1, 4]]), 5, name="labels")
     assert syncs.count == 0
     with pytest.raises(SbkitError):
-        log.poll()
-    log.poll()  # said once
+        guard.poll()
+    guard.poll()  # said once
 
 
 def test_where_nobody_polls_the_next_call_raises():
-    log = GuardLog()
-    guard.guard_on_device(torch.tensor([[9]]), 5, "labels", ["clip"], None, (), 0, log)
+    on_device(torch.tensor([[9]]), 5, ids=["clip"])
     with pytest.raises(SbkitError, match="utterance clip"):
-        guard.guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
+        on_device(torch.tensor([[1]]), 5)
 
 
 def test_a_log_that_nobody_polls_does_not_grow(monkeypatch):
@@ -155,13 +149,12 @@ def test_a_log_that_nobody_polls_does_not_grow(monkeypatch):
         ready = False
 
     monkeypatch.setattr(guard, "Peek", Slow)
-    log = GuardLog()
     for _ in range(guard.MAX_PENDING + 5):
-        guard.guard_on_device(torch.tensor([[1]]), 5, "labels", None, None, (), 0, log)
-    assert len(log) <= guard.MAX_PENDING
-    log.poll()  # does not wait
-    log.poll(wait=True)
-    assert len(log) == 0
+        on_device(torch.tensor([[1]]), 5)
+    assert 0 < guard.pending() <= guard.MAX_PENDING
+    guard.poll()  # does not wait
+    guard.poll(wait=True)
+    assert guard.pending() == 0
 
 
 def test_shape_checks_on_fake_tensors_pass_through():
@@ -192,11 +185,10 @@ def test_importing_it_does_not_import_the_compiler():
 @pytest.mark.gpu
 def test_no_host_sync_on_a_gpu():
     labels, lengths = torch.tensor([[1, 9], [1, 1]]).cuda(), torch.tensor([2, 1]).cuda()
-    log = GuardLog()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths, log=log)
-        log.poll()
+        guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths)
+        guard.poll()
     except SbkitError:
         pass  # the verdict may already be there
     finally:
@@ -206,4 +198,6 @@ def test_no_host_sync_on_a_gpu():
 @pytest.mark.gpu(values=True)
 def test_on_a_gpu_no_index_is_out_of_range():
     labels, lengths = torch.tensor([[1, 9], [1, 1]]).cuda(), torch.tensor([2, 1]).cuda()
-    assert guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths, log=GuardLog()).max().item() < 5
+    assert guard_indices(labels, 5, name="labels", ids=["a", "b"], lengths=lengths).max().item() < 5
+    with pytest.raises(SbkitError):
+        guard.poll(wait=True)
