@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from sbkit.errors import SbkitError
 from sbkit.nn.accelerate import FASTER
+from sbkit.nn.kaldi import fourier
 from sbkit.nn.lengths import feature_frames, lengths_to_mask, takes_lengths
 
 _SILENCE = -1e4  # dB; below any frame, so that padding is never the loudest
@@ -139,10 +140,7 @@ def _fourier(stft: STFT) -> Tensor:
     window[left : left + length] = stft.window.double()
     if stft.normalized_stft:
         window /= math.sqrt(size)
-    bins, time = torch.arange(size // 2 + 1), torch.arange(size)
-    # Integers modulo the period keep the angles exact.
-    angles = (torch.outer(bins, time) % size).double() * (2 * math.pi / size)
-    return (torch.cat([angles.cos(), -angles.sin()]) * window).float()[:, None]
+    return (fourier(size, size, torch.float64).t() * window).float()[:, None].contiguous()
 
 
 def _mel(bank: Filterbank) -> Tensor:

@@ -88,10 +88,17 @@ class Comparison:
         self.results[0].format, self.compared_with = name, f"{name}'s own code"
         return self
 
-    def apart(self, expected: list[np.ndarray], found: list[np.ndarray]) -> float:
+    def apart(self, expected: list[Output], found: list[Output]) -> float:
         """Measure how far outputs are from the checkpoint's: the largest difference; infinity where shapes differ or
         values are not finite."""
-        return _difference(expected, found)
+        worst = 0.0
+        for pair in zip(expected, found, strict=True):
+            for mine, theirs in zip(*map(_parts, pair), strict=True):
+                if mine.shape != theirs.shape or not (np.isfinite(mine).all() and np.isfinite(theirs).all()):
+                    return float("inf")
+                if mine.size:
+                    worst = max(worst, float(np.abs(mine - theirs).max()))
+        return worst
 
     def threshold(self, tolerance: float) -> float:
         """Return how far apart they may be, where ``tolerance`` was asked for."""
@@ -277,17 +284,6 @@ def _timed(run: Callable[[Clip], Any], clips: list[Clip]) -> tuple[list[Any], fl
 
 def _parts(output: Output) -> tuple[np.ndarray, ...]:
     return output if isinstance(output, tuple) else (output,)
-
-
-def _difference(expected: Sequence[Output], found: Sequence[Output]) -> float:
-    worst = 0.0
-    for pair in zip(expected, found, strict=True):
-        for mine, theirs in zip(*map(_parts, pair), strict=True):
-            if mine.shape != theirs.shape or not (np.isfinite(mine).all() and np.isfinite(theirs).all()):
-                return float("inf")
-            if mine.size:
-                worst = max(worst, float(np.abs(mine - theirs).max()))
-    return worst
 
 
 def tied(expected: np.ndarray, found: np.ndarray) -> bool:

@@ -36,6 +36,14 @@ def synthesis(size: int, hop: int, taper: Tensor | None = None) -> Tensor:
     return (weighted * taper * hop / taper.square().sum()).float()
 
 
+def overlapped(frames: Tensor, hop: int) -> Tensor:
+    """Add frames [B, N, size] that begin every ``hop`` samples: [B, (N - 1) * hop + size]."""
+    pieces = frames.unflatten(2, (-1, hop))  # [B, N, overlap, hop]
+    overlap = pieces.shape[2]
+    shifted = [functional.pad(pieces[:, :, i], (0, 0, i, overlap - 1 - i)) for i in range(overlap)]
+    return torch.stack(shifted).sum(0).flatten(1)
+
+
 def check(size: int, hop: int) -> None:
     """Raise unless frames of ``size`` samples every ``hop`` overlap evenly and reach as far before as behind."""
     if size % hop or (size - hop) % 2:
@@ -162,9 +170,5 @@ class WaveHead(nn.Module):
 
     def overlapped(self, frames: Tensor) -> Tensor:
         """Add frames [B, N, size] that begin every ``hop`` samples, the first before the beginning: [B, N * hop]."""
-        pieces = frames.unflatten(2, (-1, self.hop))  # [B, N, overlap, hop]
-        overlap = pieces.shape[2]
-        shifted = [functional.pad(pieces[:, :, i], (0, 0, i, overlap - 1 - i)) for i in range(overlap)]
-        sound = torch.stack(shifted).sum(0).flatten(1)  # [B, (N + overlap - 1) * hop]
-        around = (self.size - self.hop) // 2
+        sound, around = overlapped(frames, self.hop), (self.size - self.hop) // 2
         return sound[:, around:sound.shape[1] - around]

@@ -56,10 +56,7 @@ class Frames(nn.Module, ABC):
 
     def synthesise(self, coefficients: Tensor) -> Tensor:
         """The inverse: frames are added where they overlap, [B, T, C] to [B, (T - 1) * hop + size]."""
-        pieces = (coefficients @ self.synthesis).unflatten(2, (-1, self.hop))
-        ratio = pieces.shape[2]
-        shifted = [nn.functional.pad(pieces[:, :, i], (0, 0, i, ratio - 1 - i)) for i in range(ratio)]
-        return torch.stack(shifted).sum(0).flatten(1)
+        return fourier.overlapped(coefficients @ self.synthesis, self.hop)
 
 
 class FourierFrames(Frames):

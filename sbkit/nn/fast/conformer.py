@@ -132,8 +132,7 @@ def _to_itself(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, m
             return None
         angles = attention._get_precomputed_values(t, size, torch.float32, x.device)
         table = angles.cosines[:t].contiguous(), angles.sines[:t].contiguous()
-        return fused.rotary_attention(x, keys, mask, norm, mha.in_proj_weight, mha.out_proj, table, mha.num_heads,
-                                      mha.scale, p, dtype)
+        return fused.attention(x, keys, mask, norm, mha, p, dtype, table)
     biases = mha.pos_bias_u, mha.pos_bias_v
     if not fused.single(*biases) or any(bias.numel() != x.shape[-1] for bias in biases) or mha.mask_pos_future:
         return None
@@ -143,8 +142,8 @@ def _to_itself(mha: Layer, norm: nn.LayerNorm, x: Tensor, keys: Tensor | None, m
     if type(places) is not Tensor or places.shape[1:] != (2 * t - 1, x.shape[-1]) or places.device != x.device \
             or places.dtype not in (torch.float32, dtype):
         return None
-    return fused.relative_attention(x, keys, mask, norm, mha.in_proj_weight, mha.pos_bias_u, mha.pos_bias_v,
-                                    places[0], mha.out_proj, mha.num_heads, mha.scale, p, dtype)
+    near, far = (bias.flatten() for bias in biases)
+    return fused.attention(x, keys, mask, norm, mha, p, dtype, None, near, far, places[0])
 
 
 def _convolution(module: Layer, x: Tensor, mask: Tensor | None, chunks: DynChunkTrainConfig | None,

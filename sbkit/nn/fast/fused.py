@@ -311,29 +311,20 @@ class _Norm(torch.autograd.Function):
         return of_x.view(grad.shape), *(sums.view(saved[1].shape) for sums in of_norm), *[None] * 4
 
 
-def rotary_attention(x: Tensor, skip: Tensor | None, apart: Tensor | None, before: nn.LayerNorm, w1: Tensor,
-                     second: nn.Linear, table: tuple[Tensor, Tensor], heads: int, scale: float, p: float,
-                     dtype: torch.dtype) -> Tensor:
-    """Compute x plus self-attention of its norm, with rotary positions.
+def attention(x: Tensor, skip: Tensor | None, apart: Tensor | None, before: nn.LayerNorm, mha: Layer, p: float,
+              dtype: torch.dtype, table: tuple[Tensor, Tensor] | None = None, near: Tensor | None = None,
+              far: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    """Compute x plus self-attention of its norm, with rotary positions, or with relative ones.
 
     skip : [B, T], True for frames that are not attended to
     apart : [T, T], True in a frame's row for frames that it does not attend to
-    table : cosines and sines [T, size] in fp32, in SpeechBrain's layout
+    table : cosines and sines [T, size] in fp32, in SpeechBrain's layout, of rotary positions
+    near, far : SpeechBrain's ``pos_bias_u`` and ``pos_bias_v`` [D], of relative positions
+    positions : [2 T - 1, D], the output of the layer for relative positions
     """
-    return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, None, None, None, second.weight,
-                            second.bias, table, _bytes(apart), heads, scale, before.eps, p, dtype)
-
-
-def relative_attention(x: Tensor, skip: Tensor | None, apart: Tensor | None, before: nn.LayerNorm, w1: Tensor,
-                       near: Tensor, far: Tensor, positions: Tensor, second: nn.Linear, heads: int, scale: float,
-                       p: float, dtype: torch.dtype) -> Tensor:
-    """Compute x plus self-attention of its norm, with relative positions; the other arguments as in rotary_attention.
-
-    near, far : SpeechBrain's ``pos_bias_u`` and ``pos_bias_v``
-    positions : [2 T - 1, D], the output of the layer for positions
-    """
-    return _Attention.apply(x, _bytes(skip), before.weight, before.bias, w1, near.flatten(), far.flatten(),
-                            positions, second.weight, second.bias, None, _bytes(apart), heads, scale, before.eps, p,
+    second = mha.out_proj
+    return _Attention.apply(x, _bytes(skip), before.weight, before.bias, mha.in_proj_weight, near, far, positions,
+                            second.weight, second.bias, table, _bytes(apart), mha.num_heads, mha.scale, before.eps, p,
                             dtype)
 
 
