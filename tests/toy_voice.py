@@ -32,10 +32,9 @@ UNHEARD = "zz"
 class Codec:
     """A codec's bundle: of each frame, codes that follow from its first sample."""
 
-    def __init__(self, name: str = "a", sizes: tuple[int, ...] = SIZES, frame_rate: float = RATE / STRIDE,
-                 sample_rate: int = RATE):
-        self.books = Books(sizes, frame_rate, sample_rate, name.encode().hex().ljust(64, "0"))
-        self.sample_rate, self.closed, self.signals = sample_rate, 0, 0
+    def __init__(self, name: str = "a"):
+        self.books = Books(SIZES, RATE / STRIDE, RATE, name.encode().hex().ljust(64, "0"))
+        self.sample_rate, self.closed, self.signals = RATE, 0, 0
 
     def encode_each(self, signals):
         self.signals += len(signals)

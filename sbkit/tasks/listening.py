@@ -81,10 +81,25 @@ def lot(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
-class Clock:
-    """Measures how long the last batch took."""
+class SpeechTask(Task):
+    """A task whose tests make speech, which a recogniser may hear, and of which a few clips are kept."""
 
-    seconds = 0.0
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.heard: Callable[[Sequence[np.ndarray]], list[str]] | None = None
+        """Transcribes waveforms [S] at the recipe's sample rate."""
+        self.batch_seconds = 0.0
+        """How long it took to make the last batch's speech."""
+        self.drawn = Drawn()
+
+    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
+        """Let a recogniser hear the recordings of a test, and what was made."""
+        self.heard = heard
+
+    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
+        """Begin to listen anew."""
+        self.drawn = Drawn()
+        super().open_stage(stage, epoch)
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
@@ -93,33 +108,14 @@ class Clock:
         began = time.perf_counter()
         yield
         _wait(device)
-        self.seconds = time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class SpeechTask(Task):
-    """A task whose tests make speech, which a recogniser may hear, and of which a few clips are kept."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.heard: Callable[[Sequence[np.ndarray]], list[str]] | None = None
-        """Transcribes waveforms [S] at the recipe's sample rate."""
-        self.clock, self.drawn = Clock(), Drawn()
-
-    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
-        """Let a recogniser hear the recordings of a test, and what was made."""
-        self.heard = heard
-
-    def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
-        """Begin to listen anew."""
-        self.clock, self.drawn = Clock(), Drawn()
-        super().open_stage(stage, epoch)
+        self.batch_seconds = time.perf_counter() - began
 
     def hear(self, wanted: Sequence[np.ndarray], made: Sequence[np.ndarray]) -> Iterable[tuple[str | None, str | None]]:
         """Transcribe recordings and what was made of each; None without a recogniser."""
         heard = [None] * 2 * len(made) if self.heard is None else self.heard([*wanted, *made])
         return zip(heard[:len(made)], heard[len(made):], strict=True)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -120,7 +120,7 @@ class Codec(SpeechTask):
         """Code waveforms [B, S], and make waveforms of the codes."""
         if stage != Stage.TEST:
             return self.coder(batch.signals, batch.signal_lengths)
-        with self.clock.timed(batch.signals.device):
+        with self.timed(batch.signals.device):
             return self.coder(batch.signals, batch.signal_lengths)
 
     def compute_objectives(self, made: Resynthesis, batch: Batch, stage: Stage) -> Loss:
@@ -168,7 +168,7 @@ class Codec(SpeechTask):
         wanted, again = ([wave[:row.samples] for row, wave in zip(rows, waves.cpu().numpy(), strict=True)]
                          for waves in (batch.signals, sound))
         rate, whole = self.keys.sample_rate, sum(map(len, again))
-        return [row._replace(seconds=self.clock.seconds * row.samples / whole, stoi=stoi(before, after, rate),
+        return [row._replace(seconds=self.batch_seconds * row.samples / whole, stoi=stoi(before, after, rate),
                              pesq=pesq(before, after, rate), heard=heard, heard_again=heard_again,
                              sound=self.drawn.take(row.id, after))
                 for row, before, after, (heard, heard_again) in zip(rows, wanted, again, self.hear(wanted, again),

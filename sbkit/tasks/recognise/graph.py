@@ -21,7 +21,6 @@ from sbkit.tasks.recognise.recognizer import GUARD_FRAMES, Recognizer
 
 EXAMPLE = (2, 24_000)  # the batch that is traced; sizes of 0 and 1 would become constants
 #: Names of inputs and outputs, and their open dimensions.
-INPUTS = {"signals": ("batch", "samples"), "lengths": ("batch",)}
 OUTPUTS = {"log_probs": ("batch", "frames"), "frames": ("batch",)}
 _UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of a transformer; an encoder needs none
 

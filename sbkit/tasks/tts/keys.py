@@ -53,6 +53,10 @@ class TTSKeys(TaskKeys):
     duration_weight: float = key("weight of the durations' loss beside that of the codes", 1.0, Range(0))
     max_symbols: int = key("the longest text that the voice's bundle speaks at once; longer ones are cut", 400, SIZE)
 
+    def wrong_bundles(self) -> list[Problem]:
+        """Return what is wrong with the bundles that a corpus is labelled with; the grossest problems alone."""
+        return list(self.absent()) or list(self.of_another_kind()) or list(self.of_another_codec())
+
     def absent(self) -> Iterator[Problem]:
         """Yield which of the bundles that a corpus is labelled with is not there."""
         for name, folder, recipe in (("codec", self.codec, "codec"), ("recogniser", self.recogniser, "ctc")):

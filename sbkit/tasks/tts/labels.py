@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,12 +144,13 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 
 def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
     """Label a corpus, unless it was labelled before with the same codec and the same recogniser."""
-    for problem in itertools.chain(keys.absent(), keys.of_another_codec()):
+    for problem in keys.wrong_bundles():
         raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
     codec, aligner = bundles.codec(keys.codec), bundles.aligner(keys.recogniser)
     try:
-        facts = _facts(keys, manifests, codec, aligner)
+        facts = {"codec": codec.books.codec, "books": codec.books.to_dict(), "recogniser": aligner.fingerprint,
+                 "manifests": {split: _digest(manifest, keys.symbols) for split, manifest in manifests.items()}}
         learnt = pinned_facts(keys) or label_facts(keys)
         if not initial.fresh(keys) and learnt is not None and not _same(learnt, facts):
             raise SbkitError(f"{keys.labels} is of another codec, recogniser or corpus, and checkpoints depend on it",
@@ -171,24 +171,6 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
 
 def _same(made_from: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
     return {name: made_from.get(name) for name in facts} == facts
-
-
-def _facts(keys: TTSKeys, manifests: Mapping[str, Manifest], codec: CodecBundle, aligner: AlignerBundle,
-           ) -> dict[str, Any]:
-    """Return what labels depend on; raises if the recipe's parts can't speak this codec's codes."""
-    if codec.sample_rate != keys.sample_rate:
-        raise SbkitError(f"the codec {keys.codec} has {codec.sample_rate} samples a second, and the recipe "
-                         f"{keys.sample_rate}", hint=f"--sample_rate {codec.sample_rate}")
-    if tuple(codec.books.sizes) != tuple(keys.quantiser.sizes):
-        raise SbkitError(f"the codec {keys.codec} has books of {list(codec.books.sizes)} codes, and the recipe's "
-                         f"quantiser of {list(keys.quantiser.sizes)}",
-                         hint="write quantiser, decoder and head as they are in the codec's recipe")
-    stride, wanted = keys.head.hop * keys.decoder.fold, codec.sample_rate / codec.books.frame_rate
-    if stride != wanted:
-        raise SbkitError(f"a code of {keys.codec} stands for {wanted:g} samples, and the recipe's decoder and head "
-                         f"make {stride} of one", hint="write decoder and head as they are in the codec's recipe")
-    return {"codec": codec.books.codec, "books": codec.books.to_dict(), "recogniser": aligner.fingerprint,
-            "manifests": {split: _digest(manifest, keys.symbols) for split, manifest in manifests.items()}}
 
 
 def _digest(manifest: Manifest, symbols: Symbols) -> str:

@@ -139,7 +139,7 @@ class TTS(SpeechTask):
         if trace.keys is None:
             return None
         keys = trace.keys
-        wrong = list(keys.absent()) or list(keys.of_another_kind()) or list(keys.of_another_codec())
+        wrong = keys.wrong_bundles()
         for problem in wrong:
             findings.error("start", trace.built.nodes[problem.key].place, *problem)
         return super().check_start(trace, findings) if not wrong else None
@@ -171,7 +171,7 @@ class TTS(SpeechTask):
         taught = self.voice.teach(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
         if stage != Stage.TEST:
             return Said(taught, targets)
-        with self.clock.timed(text.device):
+        with self.timed(text.device):
             sound, samples, _ = self.voice(text, lengths, speaker, torch.ones(len(text), device=text.device))
         return Said(taught, targets, sound, samples)
 
@@ -229,7 +229,7 @@ class TTS(SpeechTask):
         wanted, made = ([wave[:size] for wave, size in zip(waves.cpu().numpy(), sizes.tolist(), strict=True)]
                         for waves, sizes in ((batch.signals, batch.signal_lengths), (said.sound, said.samples)))
         whole = sum(map(len, made))
-        return [row._replace(spoken=len(sound) / rate, seconds=self.clock.seconds * len(sound) / whole, heard=heard,
+        return [row._replace(spoken=len(sound) / rate, seconds=self.batch_seconds * len(sound) / whole, heard=heard,
                              heard_again=heard_again, sound=self.drawn.take(row.id, sound))
                 for row, sound, (heard, heard_again) in zip(rows, made, self.hear(wanted, made), strict=True)]
 

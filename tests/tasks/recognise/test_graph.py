@@ -15,6 +15,7 @@ from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph, runners
+from sbkit.export.exported import INPUTS
 from sbkit.infer.backends import moved
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.causal import CausalFrontEnd
@@ -119,7 +120,7 @@ def made(tmp_path_factory):
             program = recogniser.trace(recogniser.Graph(model))
             if name in READ:
                 graph.write_torch(program, folder / "m.pt2")
-            graph.write_onnx(program, folder / "m.onnx", recogniser.INPUTS, recogniser.OUTPUTS, {"a": "b"})
+            graph.write_onnx(program, folder / "m.onnx", INPUTS, recogniser.OUTPUTS, {"a": "b"})
             found[name] = model, program, folder
         return found[name]
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from sbkit.export import graph, runners
+from sbkit.export.exported import INPUTS
 from sbkit.nn.pretrained import Encoder, Head
-from sbkit.tasks.recognise.graph import INPUTS, OUTPUTS, Graph, trace
+from sbkit.tasks.recognise.graph import OUTPUTS, Graph, trace
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 LENGTHS = (16_000, 12_345, 800, 37_000)

@@ -171,19 +171,6 @@ def test_a_split_with_a_single_row_that_cannot_be_labelled_is_refused(tmp_path):
         Made(tmp_path, {**TEXTS, "test": {"x": "zz"}, "train": {**TEXTS["train"], "z": "z"}}).label()
 
 
-@pytest.mark.parametrize(("codec", "said", "hint"), [
-    (toy_voice.Codec(sample_rate=8_000), "8000 samples a second, and the recipe 16000", "--sample_rate 8000"),
-    (toy_voice.Codec(sizes=(12, 13)), r"books of \[12, 13\] codes, and the recipe's quantiser of \[12, 12\]",
-     "as they are in the codec's recipe"),
-    (toy_voice.Codec(frame_rate=25.0), "stands for 640 samples, and the recipe's decoder and head make 320",
-     "as they are in the codec's recipe")])
-def test_a_codec_that_the_recipes_parts_cannot_speak_is_refused_before_anything_is_coded(made, codec, said, hint):
-    with pytest.raises(SbkitError, match=said) as error:
-        made.label(toy_voice.Bundles(codec))
-    assert hint in error.value.hint and codec.signals == 0 and codec.closed == 1
-    assert not Path(made.keys.labels).exists()
-
-
 @pytest.mark.parametrize("name", ["codec", "recogniser"])
 def test_without_one_of_the_bundles_nothing_is_opened(tmp_path, name):
     made = Made(tmp_path, **{name: None})

@@ -76,8 +76,9 @@ def feed_forward(folder: Path, width: int, layers: int) -> Path:
 def streaming(folder: Path) -> Path:
     """Make a recogniser of hparams/streaming.yaml, at its size, with graphs for recordings and for streams."""
     from sbkit.export import graph
+    from sbkit.export.exported import INPUTS
     from sbkit.tasks.recognise import streams
-    from sbkit.tasks.recognise.graph import INPUTS, OUTPUTS, Graph, trace
+    from sbkit.tasks.recognise.graph import OUTPUTS, Graph, trace
 
     with tempfile.TemporaryDirectory() as aside:
         model = _recognizer(Path(aside))
