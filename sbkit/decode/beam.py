@@ -49,8 +49,7 @@ class BeamSearch(TokenSearch):
             raise SbkitError(f"the search has {len(self.pieces)} tokens, and the stream {len(spelling.symbols)}",
                              hint="give both those of the model")
         line = CTCLine(self.fusion, self.weights, self.beam, self.width)
-        return BeamStream(line, lambda: EventStream(spelling, self.blank_id, self.token_threshold, self.token_beam),
-                          spelling)
+        return BeamStream(line, EventStream(spelling, self.blank_id, self.token_threshold, self.token_beam), spelling)
 
 
 class EventStream:

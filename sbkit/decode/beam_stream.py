@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -165,20 +164,15 @@ class BeamStream(StreamSearch, Generic[H]):
     Arguments
     ---------
     line : searches it; what it has loaded may be shared by all streams, which threads may feed at the same time
-    heard : makes what there is to search of a fresh stream
+    events : what there is to search of the stream
     spelling : how its tokens are written
     """
 
     quick = False
 
-    def __init__(self, line: LineSearch[H], heard: Callable[[], H], spelling: Spelling):
-        self._line, self._fresh, self.spelling = line, heard, spelling
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a fresh stream."""
-        self._events = self._fresh()
-        self._line.begin(self._events, 0)
+    def __init__(self, line: LineSearch[H], events: H, spelling: Spelling):
+        self._line, self._events, self.spelling = line, events, spelling
+        line.begin(events, 0)
         self._settled: list[Word] = []  # of this line, and not told yet
         self._in_line = False  # whether a word of this line was settled
 
@@ -199,9 +193,7 @@ class BeamStream(StreamSearch, Generic[H]):
     def finish(self) -> StreamResult:
         """Settle what is left: the stream is over."""
         self._end(self._events.frames)
-        heard = self._result([], self._in_line, self._events.frames)
-        self._in_line = False
-        return heard
+        return self._result([], self._in_line, self._events.frames)
 
     def _result(self, partial: list[Word], endpoint: bool, frame: int) -> StreamResult:
         words, self._settled = self._settled, []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,29 +13,8 @@ from sbkit.decode.spans import TokenSpans, check_shapes, collapse, refuse_nan
 from sbkit.errors import SbkitError
 
 
-@dataclass(frozen=True)
-class Hypotheses:
-    """The greedy transcripts of a batch, one ``TokenSpans`` per utterance."""
-
-    spans: list[TokenSpans]
-
-    @property
-    def ids(self) -> list[list[int]]:
-        """Token ids of each utterance."""
-        return [spans.ids.tolist() for spans in self.spans]
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __getitem__(self, index: int) -> TokenSpans:
-        return self.spans[index]
-
-    def __iter__(self) -> Iterator[TokenSpans]:
-        return iter(self.spans)
-
-
 @torch.no_grad()
-def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0) -> Hypotheses:
+def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0) -> list[TokenSpans]:
     """Find the best path through each utterance, with one copy to the host for the whole batch.
 
     An utterance's result depends only on its own frames, not on its neighbours or the padding.
@@ -53,12 +31,12 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0) -> Hypotheses:
     # Labels are exact in float32 up to 16 million, so everything fits in one tensor and one copy.
     path, confidence = torch.stack(frames).cpu().numpy()
     refuse_nan(confidence)
-    return Hypotheses(collapse(path.astype(np.int64), confidence, blank_id=blank_id))
+    return collapse(path.astype(np.int64), confidence, blank_id=blank_id)
 
 
 @torch.no_grad()
 def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor, blank_id: int = 0,
-          ids: Sequence[str] | None = None) -> Hypotheses:
+          ids: Sequence[str] | None = None) -> list[TokenSpans]:
     """Align a known transcript with the frames; confidence is the probability given to each token.
 
     Arguments
@@ -84,7 +62,7 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
             path, scores = forced_align(log_probs[i:i + 1, :size].float(), target, blank=blank_id)
             labels[i, :size] = path[0].cpu()
             confidence[i, :size] = scores[0].exp().cpu()
-    return Hypotheses(collapse(labels.numpy(), confidence.numpy(), blank_id=blank_id))
+    return collapse(labels.numpy(), confidence.numpy(), blank_id=blank_id)
 
 
 def _refuse_unfit(frames: list[int], targets: list[list[int]], blank_id: int, labels: int,

@@ -22,10 +22,6 @@ class SettlingStream(StreamSearch):
 
     def __init__(self, spelling: Spelling):
         self.spelling = spelling
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a fresh stream."""
         self._frames = 0
         self._open = _NOTHING  # complete tokens of words that aren't settled
         self._in_line = False  # whether a word of this line was settled
@@ -47,9 +43,7 @@ class SettlingStream(StreamSearch):
     def end(self, tokens: TokenSpans) -> StreamResult:
         """Settle the last tokens."""
         words = self.spelling.write(self.spelling.groups(tokens, self.spelling.longest), tokens)
-        over = self._in_line or bool(words)
-        self._open, self._in_line = _NOTHING, False
-        return StreamResult(words, [], over, self._frames * self.spelling.frame_seconds)
+        return StreamResult(words, [], self._in_line or bool(words), self._frames * self.spelling.frame_seconds)
 
     def _lines(self, tokens: TokenSpans) -> list[TokenSpans]:
         """Split tokens at pauses; the last part, which may be empty, is the line that goes on."""
@@ -73,14 +67,10 @@ class GreedyStream(SettlingStream):
     quick = True
 
     def __init__(self, spelling: Spelling, blank_id: int = 0):
+        super().__init__(spelling)
         self.blank_id = blank_id
         self._said = np.ones(len(spelling.symbols), bool)
         self._said[[blank_id, *spelling.silent]] = False
-        super().__init__(spelling)
-
-    def reset(self) -> None:
-        """Begin a fresh stream."""
-        super().reset()
         self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may go on
 
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
@@ -97,7 +87,6 @@ class GreedyStream(SettlingStream):
     def finish(self) -> StreamResult:
         """Settle what is left: the stream is over."""
         tokens, _ = self._tokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
-        self._label = self.blank_id
         return self.end(tokens)
 
     def _tokens(self, labels: np.ndarray, confidence: np.ndarray) -> tuple[TokenSpans, bool]:

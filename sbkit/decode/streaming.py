@@ -52,11 +52,7 @@ class StreamSearch(ABC):
 
     @abstractmethod
     def finish(self) -> StreamResult:
-        """Settle what is left; afterwards, only :meth:`reset` is of use."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Begin a fresh stream."""
+        """Settle what is left: the stream is over."""
 
 
 @dataclass(frozen=True)

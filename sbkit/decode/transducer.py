@@ -97,7 +97,9 @@ class TransducerSearch:
                 self._last[rows] = np.concatenate([self._last[rows, 1:], best[:, None]], 1)
                 self._predicted[rows] = self.joint.predict(self._last[rows])
         self._frames += lengths
-        return [spans_of(each) for each in found]
+        columns = (zip(*each, strict=True) if each else ((), (), ()) for each in found)
+        return [spans_of(np.array(ids, np.int64), np.array(frames, np.int64), np.array(likely))
+                for ids, frames, likely in columns]
 
 
 class TransducerStream(SettlingStream):
@@ -106,13 +108,8 @@ class TransducerStream(SettlingStream):
     quick = False
 
     def __init__(self, spelling: Spelling, joint: Joint):
-        self.joint = joint
         super().__init__(spelling)
-
-    def reset(self) -> None:
-        """Begin a fresh stream."""
-        super().reset()
-        self._greedy = TransducerSearch(self.joint)
+        self._greedy = TransducerSearch(joint)
 
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
         """Hear states [T, J]; see ``StreamSearch``."""
@@ -126,11 +123,9 @@ class TransducerStream(SettlingStream):
         return self.end(self._open)
 
 
-def spans_of(found: Sequence[tuple[int, int, float]]) -> TokenSpans:
-    """Make the tokens of an utterance from the id, the frame and the probability of each."""
-    ids, frames, confidence = zip(*found, strict=True) if found else ((), (), ())
-    starts = np.array(frames, np.int64)
-    return TokenSpans(np.array(ids, np.int64), starts, starts + 1, np.array(confidence, np.float32))
+def spans_of(tokens: np.ndarray, frames: np.ndarray, likely: np.ndarray) -> TokenSpans:
+    """Locate tokens [U] that were said in frames [U] with these probabilities [U]."""
+    return TokenSpans(tokens, frames, frames + 1, likely.astype(np.float32))
 
 
 def not_a_number() -> SbkitError:

@@ -25,7 +25,7 @@ from sbkit.decode.prefix_search import Beams, Extensions, Search, TokenHypothesi
 from sbkit.decode.spans import TokenSpans
 from sbkit.decode.streaming import Spelling
 from sbkit.decode.token_search import TokenSearch
-from sbkit.decode.transducer import MOST_IN_A_FRAME, Joint, not_a_number
+from sbkit.decode.transducer import MOST_IN_A_FRAME, Joint, not_a_number, spans_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,7 +129,7 @@ class TransducerBeam(TokenSearch):
         return States([row for each in batches for row in each.rows])
 
     def stream(self, spelling: Spelling) -> BeamStream[StateStream]:
-        return BeamStream(TransducerLine(*self._options(self.weights, self.beam)), StateStream, spelling)
+        return BeamStream(TransducerLine(*self._options(self.weights, self.beam)), StateStream(), spelling)
 
     def _options(self, weights: FusionWeights, beam: int) -> tuple[Any, ...]:  # of a TransducerPrefixSearch
         return self.joint, self.fusion, weights, beam, self.width, self.token_threshold, self.token_beam
@@ -173,8 +173,3 @@ class TransducerLine(LineSearch[StateStream], TransducerPrefixSearch):
 
     def _spans(self, tokens: np.ndarray, events: np.ndarray, likely: np.ndarray) -> TokenSpans:
         return spans_of(tokens, self.stream.frame[events], likely)
-
-
-def spans_of(tokens: np.ndarray, frames: np.ndarray, likely: np.ndarray) -> TokenSpans:
-    """Locate tokens [U] that were said in frames [U] with these probabilities [U]."""
-    return TokenSpans(tokens, frames, frames + 1, likely.astype(np.float32))

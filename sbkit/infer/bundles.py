@@ -48,7 +48,7 @@ class Aligner:
         try:
             ids = spell(text, symbols, config.word_separator)
             [spans] = align(torch.from_numpy(scores)[None], torch.tensor([len(scores)]), torch.tensor([ids]),
-                            torch.tensor([len(ids)]), config.blank_id, ids=["this one"]).spans
+                            torch.tensor([len(ids)]), config.blank_id, ids=["this one"])
         except SbkitError as error:
             return str(error)
         frame = config.frame_seconds

@@ -62,7 +62,7 @@ def install() -> None:
     def silence(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[TokenSpans]:
         return collapse(np.full_like(labels, blank_id), np.ones_like(confidence), blank_id=blank_id)
 
-    def aligned(log_probs: Tensor, *given: Any, **named: Any) -> greedy.Hypotheses:
+    def aligned(log_probs: Tensor, *given: Any, **named: Any) -> list[TokenSpans]:
         """Align a text with what a recogniser's bundle computes: that happens on the CPU, and has values."""
         on_cpu = log_probs.device.type == "cpu"
         with mock.patch.object(greedy, "collapse", collapse if on_cpu else silence):

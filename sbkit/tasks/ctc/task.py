@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from sbkit.data.batch import Batch
 from sbkit.decode.beam import BeamSearch
-from sbkit.decode.greedy import Hypotheses, greedy
+from sbkit.decode.greedy import greedy
 from sbkit.decode.joint import JointSearch, Step
+from sbkit.decode.spans import TokenSpans
 from sbkit.errors import SbkitError
 from sbkit.nn.ctc import CTCLoss, consistency, ctc_loss
 from sbkit.nn.pretrained import Encoder
@@ -179,7 +180,7 @@ class CTC(RecognitionTask):
     def searched(self, scores: Tensor) -> Tensor:
         return scores.float().log_softmax(-1)
 
-    def greedy(self, scores: Tensor, frames: Tensor) -> Hypotheses:
+    def greedy(self, scores: Tensor, frames: Tensor) -> list[TokenSpans]:
         return greedy(scores, frames, blank_id=self.keys.blank_index)
 
     def take_search(self, request: EvaluateRequest) -> None:

@@ -134,9 +134,9 @@ class LiveTest:
 
     def _by_streams(self, search: TokenSearch, searched: Tensor, cuts: Sequence[Sequence[int]]) -> list[list[Text]]:
         """Search utterances as streams, each of which is over with its last chunk."""
-        stream, grown = search.stream(search.spelling(self.frame_seconds)), []
+        spelling, grown = search.spelling(self.frame_seconds), []
         for scores, ends in zip(searched.cpu().numpy(), cuts, strict=True):
-            stream.reset()
+            stream = search.stream(spelling)
             settled: list[Word] = []
             texts = []
             for start, end in pairwise([0, *ends]):

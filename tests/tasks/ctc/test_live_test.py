@@ -131,10 +131,8 @@ def test_a_search_in_chunks_shows_what_a_stream_does_and_one_of_the_whole_what_i
     search, live = BeamSearch(Letters(), beam=8, hot_words={"ab": 3.0}, nbest=2), listener([160, None])
     rows = list(live.rows([scores] * 3, frames, together, search))
     log_probs = scores.log_softmax(-1)
-    stream = search.stream(search.spelling(0.04))
     for row, one, count, best in zip(rows, log_probs, frames.tolist(), search.decode(log_probs, frames), strict=True):
-        stream.reset()
-        texts, settled = [], []
+        stream, texts, settled = search.stream(search.spelling(0.04)), [], []
         for piece in one[:count].split(4):
             heard = stream.feed(piece.numpy())
             settled += [word.text for each in heard for word in each.settled]
