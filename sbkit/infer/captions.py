@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from sbkit.decode.spans import Word
-from sbkit.infer.lines import TranscriptLine, final
+from sbkit.infer.lines import LineMessages, TranscriptLine
 
 #: What a terminal is told: weak letters, usual ones, to erase from the cursor on.
 _DIM, _USUAL, _ERASE_BELOW = "\x1b[2m", "\x1b[0m", "\x1b[J"
@@ -62,22 +62,16 @@ class Plain(Captions):
             self._out.flush()
 
 
-class Json(Plain):
+class Json(Captions):
     """Writes a JSON object in a line for each change: ``partial``, ``final``, and ``end`` at last."""
 
     def __init__(self, text: Callable[[Sequence[Word]], str], out: TextIO):
-        super().__init__(text, out)
-        self._shown = ("", "")
+        super().__init__(out)
+        self._messages = LineMessages(text)
 
     def show(self, line: TranscriptLine) -> None:
-        words, shown = line.words, (self._text(line.settled), self._text(line.words))
-        if line.over:
-            self._write(final(words, shown[1]))
-            self._shown = ("", "")
-        elif shown != self._shown:
-            start = {"start": round(words[0].start, 3)} if words else {}
-            self._write({"type": "partial", **start, "text": shown[1], "settled": shown[0]})
-            self._shown = shown
+        if (message := self._messages.of(line)) is not None:
+            self._write(message)
 
     def end(self, seconds: float) -> None:
         self._write({"type": "end", "duration": round(seconds, 3)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,27 @@ class Lines:
         return changed
 
 
-def final(words: Sequence[Word], text: str) -> dict[str, Any]:
-    """Make the JSON object of a line that is over.
+class LineMessages:
+    """Makes the JSON objects of a stream's lines: of one that is over, and of the one in progress if it changed.
 
     Arguments
     ---------
-    words : of the line, at least one
-    text : the words, joined
+    text : joins words
     """
-    return {"type": "final", "start": round(words[0].start, 3), "end": round(words[-1].end, 3), "text": text,
-            "words": [{"word": word.text, **word.facts()} for word in words]}
+
+    def __init__(self, text: Callable[[Sequence[Word]], str]):
+        self._text = text
+        self._shown = ("", "")
+
+    def of(self, line: TranscriptLine) -> dict[str, Any] | None:
+        """Return the object of a line; None where nothing is new."""
+        words, settled, text = line.words, self._text(line.settled), self._text(line.words)
+        start = {"start": round(words[0].start, 3)} if words else {}
+        if line.over:
+            self._shown = ("", "")
+            return {"type": "final", **start, "end": round(words[-1].end, 3), "text": text,
+                    "words": [{"word": word.text, **word.facts()} for word in words]}
+        if (settled, text) == self._shown:
+            return None
+        self._shown = settled, text
+        return {"type": "partial", **start, "text": text, "settled": settled}

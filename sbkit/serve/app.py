@@ -30,7 +30,7 @@ from sbkit.serve.connection import ConnectionLimit
 from sbkit.serve.decoders import Decoders, Wave
 from sbkit.serve.disk import Disk, DiskReservation
 from sbkit.serve.errors import ApiError, failed, invalid, not_ready, refused_for, stopping
-from sbkit.serve.form import Form, OutputsForm, Upload
+from sbkit.serve.form import Form, OutputsForm
 from sbkit.serve.limits import Limits
 from sbkit.serve.live import LiveSessions
 from sbkit.serve.metrics import Metrics
@@ -142,7 +142,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
     @app.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(request: Request) -> Response:
         with _uploaded(state, rooms, request) as (upload, visit, held, stay):
-            ask = await visit.read(form.read(upload.request, state.loaded))
+            ask = await visit.read(form.read(upload, state.loaded))
             found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told), ask.served.batcher.backlog)
             await anext(found)  # it is audio; from here on errors are sent as events
             if ask.stream:
@@ -152,17 +152,17 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
     @app.post("/v1/audio/outputs", response_model=None)
     async def outputs(request: Request) -> Response:
         with _uploaded(state, rooms, request) as (upload, visit, held, _):
-            ask = await visit.read(form.read_outputs(upload.request, state.loaded))
+            ask = await visit.read(form.read_outputs(upload, state.loaded))
             return await anext(visit.stream(lambda _: _outputs(state, ask, held, visit), ask.served.batcher.backlog))
 
     @app.post("/v1/audio/speech", response_model=None)
     async def speech(request: Request) -> Response:
         with contextlib.ExitStack() as stay:
             stay.enter_context(rooms.place(clients.address(request.scope)))
-            upload = Upload(request, state.limits, limit_size)
-            visit = rooms.context(upload.request)
+            request = form.limited(request, state.limits, limit_size)
+            visit = rooms.context(request)
             stay.callback(visit.close)
-            ask = await visit.read(read_request(upload.request, state.loaded, visit.step))
+            ask = await visit.read(read_request(request, state.loaded, visit.step))
             spoken = sound(visit, ask, state.metrics)
             first = await anext(spoken)  # from here on nothing is wrong with the request
             answer = resumed(first, spoken, ask.sse, request.scope[REQUEST_ID], state.metrics)
@@ -194,16 +194,16 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
 @contextlib.contextmanager
 def _uploaded(state: State, rooms: RequestSlots, request: Request
-              ) -> Iterator[tuple[Upload, RequestContext, DiskReservation, contextlib.ExitStack]]:
+              ) -> Iterator[tuple[Request, RequestContext, DiskReservation, contextlib.ExitStack]]:
     """Hold a place and room on the disk for a request that uploads a recording, until the stack's end."""
     with contextlib.ExitStack() as stay:
         client = clients.address(request.scope)
         stay.enter_context(rooms.place(client))
         held = stay.enter_context(contextlib.closing(DiskReservation(state.disk, client)))
-        upload = Upload(request, state.limits, held.grow)
-        visit = rooms.context(upload.request)
+        request = form.limited(request, state.limits, held.grow)
+        visit = rooms.context(request)
         stay.callback(visit.close)
-        yield upload, visit, held, stay
+        yield request, visit, held, stay
 
 
 # ---------------------------------------------------------------------- a transcription, a model's tensors

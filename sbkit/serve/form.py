@@ -232,35 +232,34 @@ def _yes(value: str | None) -> bool:
     raise invalid(f"stream is {value[:40]!r}, but must be true or false", "stream")
 
 
-class Upload:
-    """Wraps a request; use :attr:`request` in its place.
+def limited(request: Request, limits: Limits, make_room: Callable[[int], None]) -> Request:
+    """Return a request whose body has to come fast enough, and where there is room for it.
 
     Arguments
     ---------
     make_room : is called with the bytes that the request claims, then with those that have arrived; raises
         ``ApiError`` if there is no room for them
     """
+    make_room(int(request.headers.get("content-length", "0")))
+    came, waited, whole = 0, 0.0, False
 
-    def __init__(self, request: Request, limits: Limits, make_room: Callable[[int], None]):
-        self._receive, self._limits, self._make_room = request.receive, limits, make_room
-        self._came, self._waited, self._whole = 0, 0.0, False
-        make_room(int(request.headers.get("content-length", "0")))
-        self.request = Request(request.scope, self._next)
-
-    async def _next(self) -> MutableMapping[str, Any]:
+    async def receive() -> MutableMapping[str, Any]:
         """Receive the next message. The clock runs only while waiting for the client."""
-        if self._whole:
-            return await self._receive()
-        least = self._limits.min_upload_kbs * 1024
+        nonlocal came, waited, whole
+        if whole:
+            return await request.receive()
+        least = limits.min_upload_kbs * 1024
         began = time.monotonic()
         try:
             message = await asyncio.wait_for(
-                self._receive(), max(self._limits.upload_grace_seconds + self._came / least - self._waited, 0.01))
+                request.receive(), max(limits.upload_grace_seconds + came / least - waited, 0.01))
         except (asyncio.TimeoutError, TimeoutError):
-            self._whole = True
-            raise too_slow(f"arrives at less than {self._limits.min_upload_kbs:g} KB a second") from None
-        self._waited += time.monotonic() - began
-        self._came += len(message.get("body", b""))
-        self._whole = not message.get("more_body")
-        self._make_room(self._came)
+            whole = True
+            raise too_slow(f"arrives at less than {limits.min_upload_kbs:g} KB a second") from None
+        waited += time.monotonic() - began
+        came += len(message.get("body", b""))
+        whole = not message.get("more_body")
+        make_room(came)
         return message
+
+    return Request(request.scope, receive)

@@ -29,7 +29,7 @@ from fastapi import WebSocket, WebSocketDisconnect
 
 from sbkit.errors import shown
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.infer.lines import final
+from sbkit.infer.lines import LineMessages
 from sbkit.infer.samples import rate_of
 from sbkit.serve.access import REQUEST_ID
 from sbkit.serve.clients import Shares, address
@@ -149,22 +149,17 @@ class SendQueue:
     """
 
     def __init__(self, vocabulary: Vocabulary, send: Callable[[dict[str, Any]], Awaitable[None]]):
-        self._text, self._send = vocabulary.text, send
+        self._messages, self._send = LineMessages(vocabulary.text), send
         self._waiting: deque[dict[str, Any]] = deque()
         self._changed = asyncio.Event()
-        self._shown = ("", "")
         self._ended = False
 
     def put(self, news: News) -> None:
         """Tell lines that are over, and the line that goes on if it changed."""
         for line in news.lines:
-            self._add(final(line, self._text(line)))
-            self._shown = ("", "")
-        shown = self._text(news.settled), self._text([*news.settled, *news.partial])
-        if shown != self._shown:
-            self._add({"type": "partial", "start": round(news.start, 3), "text": shown[1], "settled": shown[0],
-                       "heard": round(news.heard, 3)})
-            self._shown = shown
+            if (message := self._messages.of(line)) is not None:
+                heard = round(news.heard, 3)
+                self._add(message if line.over else message | {"start": message.get("start", heard), "heard": heard})
 
     def end(self, last: dict[str, Any]) -> None:
         """Send a last message; :meth:`run` ends after it."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,20 +21,13 @@ from sbkit.serve.registry import ServedModel
 from sbkit.serve.tail import Tail
 
 
-@dataclass(frozen=True)
-class News:
+class News(NamedTuple):
     """What is new in a session. Times are seconds from the first sample."""
 
-    lines: list[list[Word]]
-    """Lines that are over."""
-    settled: list[Word]
-    """Words of the line that goes on which nothing can change any more, from its first."""
-    partial: list[Word]
-    """Words after them, which may change."""
+    lines: list[TranscriptLine]
+    """Those that are over, and the one in progress if it goes on."""
     heard: float
     """Until when it was heard."""
-    start: float
-    """Where the line that goes on begins."""
 
 
 class LiveRecogniser(ABC):
@@ -160,9 +153,7 @@ class ChunkRecogniser(LiveRecogniser):
     def _as_news(self, heard: Sequence[StreamResult]) -> News:
         changed = [line for each in heard for line in self._lines.add(each)]
         self._heard = heard[-1].seconds
-        now = TranscriptLine([], [], False) if changed[-1].over else changed[-1]
-        return News([line.settled for line in changed if line.over], now.settled, now.partial, self._heard,
-                    now.words[0].start if now.words else self._heard)
+        return News([line for line in changed if line.over or line is changed[-1]], self._heard)
 
     def close(self) -> None:
         self._session.close()
@@ -202,9 +193,10 @@ class TailRecogniser(LiveRecogniser):
         if self._over or not len(signal):
             return None
         self._over = ended and not self._tail.unseen_seconds
-        found = self._tail.finalise(await self._words(signal, skip), len(signal), skip, self._over)
+        final, partial, heard = self._tail.finalise(await self._words(signal, skip), len(signal), skip, self._over)
         self._moved.set()
-        return News(at_pauses(found.final), [], found.partial, found.heard, found.start)
+        over = [TranscriptLine(words, [], True) for words in at_pauses(final)]
+        return News([*over, TranscriptLine([], partial, False)], heard)
 
     async def _words(self, signal: np.ndarray, skip: int) -> list[Word]:
         """Decode samples [S], without the first ``skip`` frames."""

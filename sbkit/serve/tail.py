@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,18 +17,6 @@ EVERY_SECONDS, SHARE = 0.3, 0.1
 _KEPT_SECONDS = 1.0
 #: A pause is cut at most this many seconds after its word, so that the next word keeps its start.
 _BEHIND_WORD_SECONDS = 0.5
-
-
-@dataclass
-class FinalisedWords:
-    """Words that are final, and those that may change; times are from the first sample."""
-
-    final: list[Word]
-    partial: list[Word]
-    start: float
-    """Where the text that may change begins."""
-    heard: float
-    """Until when it was heard."""
 
 
 class Tail:
@@ -92,14 +80,18 @@ class Tail:
         self._seen = self.start + len(seen)
         return seen, self._skip
 
-    def finalise(self, words: Sequence[Word], seen: int, skip: int, end: bool = False) -> FinalisedWords:
-        """Settle words decoded from the first ``seen`` samples; their times count from frame ``skip``."""
+    def finalise(self, words: Sequence[Word], seen: int, skip: int, end: bool = False,
+                 ) -> tuple[list[Word], list[Word], float]:
+        """Settle words decoded from the first ``seen`` samples; their times count from frame ``skip``.
+
+        Returns those that are final, those that may change, and until when it was heard, from the first sample.
+        """
         first = (self.start + skip * self._frame) / self._rate
         words = [replace(word, start=word.start + first, end=word.end + first) for word in words]
         until = (self.start + seen) / self._rate
         if end:
             self._forget(until)
-            return FinalisedWords(words, [], until, until)
+            return words, [], until
         count, cut = _pause(words, until)
         if count:
             self._forget(cut)
@@ -108,8 +100,7 @@ class Tail:
         elif seen >= self._longest:
             count, cut = _widest(words, first, until)
             self._forget(cut, context=True)
-        start = words[count].start if count < len(words) else until
-        return FinalisedWords(words[:count], words[count:], start, until)
+        return words[:count], words[count:], until
 
     def _forget(self, until: float, context: bool = False) -> None:
         """Drop samples before ``until``; cuts are aligned with frames."""

@@ -116,7 +116,7 @@ def test_however_it_is_cut_into_frames_the_words_are_those_of_the_recording(data
         from_ = first + skip * FRAME / RATE
         heard = [Word(word.text, max(word.start, from_) - from_, min(word.end, until) - from_, 1.0)
                  for word in spoken if word.end > from_ + 1e-6 and word.start < until - 1e-6]
-        found.extend(tail.finalise(heard, len(signal), skip, last).final)
+        found.extend(tail.finalise(heard, len(signal), skip, last)[0])
         return last
 
     came = 0

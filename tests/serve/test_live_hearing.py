@@ -49,7 +49,7 @@ def test_last_words_that_are_settled_between_two_looks_are_told(config):
         hearing.finish()
         lines = []
         while (news := await hearing.news()) is not None:
-            lines += news.lines
-        return [[word.text for word in line] for line in lines]
+            lines += [[word.text for word in line.words] for line in news.lines if line.over]
+        return lines
 
     assert asyncio.run(told()) == [["hello"]]
