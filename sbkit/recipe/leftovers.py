@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-import operator
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import compress, repeat
 from types import CellType, FrameType, FunctionType, GeneratorType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -23,7 +23,43 @@ Container = dict[Any, object] | list[object] | set[object] | deque[object]
 _CACHE = type(functools.cache(len))
 _OPAQUE = (type, ModuleType, FrameType, GeneratorType, _CACHE)  # not looked into; a cache is emptied instead
 _DEPTH = 8  # holders that are followed upwards from a stand-in
-T = TypeVar("T")
+
+
+class StandIns:
+    """The stand-ins that a forward makes: remembered, as to look for them among all objects takes longer than it."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._made: list[weakref.ref[FakeTensor]] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within it, each one that is made is remembered."""
+        real = FakeTensor.__new__
+
+        def make(cls: type[FakeTensor], *given: Any, **named: Any) -> FakeTensor:  # Any: of torch's own constructor
+            made = real(cls, *given, **named)
+            self._made.append(weakref.ref(made))
+            return made
+
+        with mock.patch.object(FakeTensor, "__new__", make):
+            yield
+
+    def alive(self) -> list[FakeTensor]:
+        """Those that something holds."""
+        return [each for made in self._made if (each := made()) is not None]
+
+    def refuse_left(self) -> None:
+        """Raise if something still holds one."""
+        if not self.alive():
+            return
+        gc.collect()  # objects that hold each other
+        names = sorted({_name(leak) for leak in self.alive()})
+        if names:
+            raise SbkitError(
+                f"a forward without data, which shows what a step costs, leaves tensors without values in "
+                f"{', '.join(names[:3])}{' and more' if names[3:] else ''}, where training would use them",
+                hint="hold such a tensor as a buffer, or compute it in each forward")
 
 
 class Holdings:
@@ -41,18 +77,19 @@ class Holdings:
             else:
                 self._before[id(each)] = each, _plain(each)
 
-    def restore(self, mode: FakeTensorMode) -> None:
-        """Put back what stand-ins of ``mode`` replaced, and empty functions' caches."""
+    def restore(self, made: StandIns) -> None:
+        """Put back what stand-ins replaced, and empty functions' caches."""
         for tensor in self._tensors:
             if type(tensor.grad) is FakeTensor:
                 tensor.grad = None
-        if not any(True for _ in _alive(mode)):
+        if not made.alive():
             return
         for container, before in self._before.values():
             if self._gained_stand_ins(container, before):
                 _refill(container, before)
-        for cache in _caches():
-            cache.cache_clear()
+        if made.alive():
+            for cache in _caches():
+                cache.cache_clear()
 
     def _gained_stand_ins(self, container: Container, before: Container) -> bool:
         known = {id(value) for value in _values(before)}
@@ -109,33 +146,10 @@ def _refill(container: Container, before: Container) -> None:
     fill(before)
 
 
-def refuse_left(mode: FakeTensorMode) -> None:
-    """Raise if something still holds stand-ins of ``mode``."""
-    if not any(True for _ in _alive(mode)):
-        return
-    gc.collect()  # objects that hold each other
-    names = sorted({_name(leak) for leak in _alive(mode)})
-    if names:
-        raise SbkitError(
-            f"a forward without data, which shows what a step costs, leaves tensors without values in "
-            f"{', '.join(names[:3])}{' and more' if names[3:] else ''}, where training would use them",
-            hint="hold such a tensor as a buffer, or compute it in each forward")
-
-
-def _alive(mode: FakeTensorMode) -> Iterator[FakeTensor]:
-    return (each for each in _all(FakeTensor) if each.fake_mode is mode)
-
-
-def _all(kind: type[T]) -> Iterator[T]:
-    """Find the objects of exactly this class among the hundreds of thousands that there are; no loop of Python's."""
-    objects = gc.get_objects()
-    return compress(objects, map(operator.is_, map(type, objects), repeat(kind)))
-
-
 def _caches() -> list[functools._lru_cache_wrapper[object]]:
     """The functions whose functools.cache holds stand-ins."""
     plain = (torch.Tensor, tuple, *_CONTAINERS)
-    return [cache for cache in _all(_CACHE) if any(
+    return [cache for cache in gc.get_objects() if type(cache) is _CACHE and any(
         type(each) is FakeTensor
         for each in _reached([held for held in gc.get_referents(cache) if isinstance(held, plain)], {id(vars(cache))}))]
 

@@ -39,7 +39,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import gpu_step
 from sbkit.recipe.build import Built
 from sbkit.recipe.keys import Keys, Task, TaskClass, TaskKeys
-from sbkit.recipe.leftovers import Holdings, refuse_left
+from sbkit.recipe.leftovers import Holdings, StandIns
 from sbkit.recipe.parts import frozen_for_good
 from sbkit.recipe.report import Section, listed
 from sbkit.recipe.source import Findings, Node, Place
@@ -86,22 +86,22 @@ class Trace:
 
 
 @contextlib.contextmanager
-def stand_ins(*holders: object) -> Iterator[FakeTensorMode]:
+def stand_ins(*holders: object) -> Iterator[StandIns]:
     """Within it, new tensors have shapes but no memory, and real weights are treated like them.
 
     holders : what may come to hold stand-ins; it holds what it held before, afterwards
     """
     held = Holdings(attention._get_precomputed_values, *holders)  # in which SpeechBrain caches rotary tables
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made = StandIns()
     # A compiled layer that is called within another mode would never be compiled afterwards.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
         # Torch logs a traceback for each mismatch, which becomes a finding here.
-        with logging_disabled(logging.ERROR), warnings.catch_warnings(), eager, mode:
+        with logging_disabled(logging.ERROR), warnings.catch_warnings(), eager, made.noted(), made.mode:
             warnings.simplefilter("ignore")
-            yield mode
+            yield made
     finally:
-        held.restore(mode)
+        held.restore(made)
 
 
 T = TypeVar("T")
@@ -109,9 +109,9 @@ T = TypeVar("T")
 
 def on_stand_ins(holder: Task | nn.Module, compute: Callable[[FakeTensorMode], T]) -> T:
     """Return what ``compute`` returns on stand-ins; a Brain or module, and all that it reaches, stays as it was."""
-    with getattr(holder, "restoring", contextlib.nullcontext)(), stand_ins(holder) as mode:
-        result = compute(mode)
-    refuse_left(mode)
+    with getattr(holder, "restoring", contextlib.nullcontext)(), stand_ins(holder) as made:
+        result = compute(made.mode)
+    made.refuse_left()
     return result
 
 
