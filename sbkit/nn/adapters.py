@@ -58,11 +58,9 @@ class Adapters(ABC):
 
     Arguments
     ---------
-    module : torch.nn.Module
-        The model to adapt.
-    targets : list of str
-        Paths of layers within the model, with ``*`` for any part of a path. Each must match a layer; where a layer and
-        one inside it match, only the outer one is adapted.
+    module : the model to adapt
+    targets : paths of layers within the model, with ``*`` for any part of a path. Each must match a layer; where a
+        layer and one inside it match, only the outer one is adapted
     """
 
     def __init__(self, module: nn.Module, targets: str | Iterable[str]):
@@ -104,12 +102,9 @@ class LoRA(Adapters):
     Arguments
     ---------
     module, targets : see ``Adapters``; the targets are ``torch.nn.Linear``
-    rank : int
-        The inner dimension of the product.
-    alpha : float, optional
-        The product is scaled by ``alpha / rank``; by default ``alpha`` is ``rank``.
-    dropout : float
-        Dropout of the adapter's input.
+    rank : the inner dimension of the product
+    alpha : the product is scaled by ``alpha / rank``; None: ``alpha`` is ``rank``
+    dropout : of the adapter's input
     """
 
     def __init__(self, module: nn.Module, targets: str | Iterable[str], rank: int = 16, alpha: float | None = None,
@@ -142,10 +137,8 @@ class Houlsby(Adapters):
     Arguments
     ---------
     module, targets : see ``Adapters``; the targets return a tensor [..., D], or a tuple that starts with one
-    size : int
-        The width of the bottleneck.
-    width : int, optional
-        D, for blocks without linear layers or layer norms to read it from.
+    size : the width of the bottleneck
+    width : D, for blocks without linear layers or layer norms to read it from
     """
 
     def __init__(self, module: nn.Module, targets: str | Iterable[str], size: int = 64, width: int | None = None):

@@ -19,10 +19,7 @@ class LengthRule:
     Unlike a relative length times the padded length, rounded, the result does not depend on the batch. The function is
     found once, by running the layers on inputs of 1, 2, 3, ... frames; its period is the subsampling factor.
 
-    Arguments
-    ---------
-    outputs : list of int
-        ``outputs[t]`` is the number of output frames for t input frames.
+    outputs : of each number of input frames, from 0 on
     """
 
     def __init__(self, outputs: list[int]):

@@ -25,8 +25,8 @@ class SpecAugment(nn.Module):
     time_warp: an utterance is stretched before a random frame and squeezed after it, or the other way round, by at most
         this many frames; 0: no warping.
     fill: what masked values become: ``mean`` of the utterance, or ``zero``.
-    ramp: ``[a, b]``: no masks while the model's score (see ``follow``) is below ``a``, then wider and wider ones, and
-        the full width from ``b`` on; ``null``: the full width from the first step.
+    ramp: ``[a, b]``: no masks while the model's score (see ``set_score``) is below ``a``, then wider and wider
+        ones, and the full width from ``b`` on; ``null``: the full width from the first step.
 
     >>> features = torch.randn(4, 100, 80)
     >>> SpecAugment()(features, torch.tensor([100, 80, 60, 3])).shape

@@ -143,7 +143,7 @@ class LearningNotices:
         self._state = _State()
 
     def begin_step(self, step: int, progress: LearningProgress, rate: float | None) -> list[Notice]:
-        """Return notices when ``step`` begins; ``progress.at(step)`` has been called before.
+        """Return notices when ``step`` begins; ``progress.score_at(step)`` has been called before.
 
         rate : the learning rate of the step; None: it is not known, so patience doesn't end before the run does
         """

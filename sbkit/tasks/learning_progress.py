@@ -33,13 +33,14 @@ class LearningProgress:
     >>> progress = LearningProgress(chance=3.0)
     >>> for step in range(1, 200):
     ...     progress.count(step, total=6.0, tokens=4.0)
-    >>> progress.at(200)
+    >>> progress.score_at(200)
     0.5
     """
 
     def __init__(self, chance: float = math.nan):
         self.chance = chance
-        self._loss: float | None = None
+        self.loss: float | None = None
+        """The average loss per token at the last call of ``score_at``; None if there was none yet."""
         self._comparable = True  # the average is of losses that can be compared, or there is none yet
         self._recent: list[tuple[int, float, bool]] = []  # steps that don't count yet, their loss, and if comparable
 
@@ -53,32 +54,27 @@ class LearningProgress:
         """Whether the loss can be compared with chance; before the first loss nothing is learnt."""
         return self.chance > 0 and self._comparable
 
-    @property
-    def loss(self) -> float | None:
-        """The average loss per token at the last call of ``at``; None if there was none yet."""
-        return self._loss
-
     def score_at(self, step: int) -> float:
         """How much is learnt when ``step`` begins: from 0 (the loss is at chance or above) to 1 (a loss of 0)."""
         while self._recent and self._recent[0][0] <= step - LAG:
             _, loss, comparable = self._recent.pop(0)
-            if self._loss is None or comparable > self._comparable:
-                self._loss, self._comparable = loss, comparable
+            if self.loss is None or comparable > self._comparable:
+                self.loss, self._comparable = loss, comparable
             elif comparable == self._comparable:
-                self._loss += NEWEST * (loss - self._loss)
-        if self._loss is None or not self.known:
+                self.loss += NEWEST * (loss - self.loss)
+        if self.loss is None or not self.known:
             return 0.0
-        return min(1.0, max(0.0, 1 - self._loss / self.chance))
+        return min(1.0, max(0.0, 1 - self.loss / self.chance))
 
     @mark_as_saver
     def save(self, path: str | PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as out:
-            yaml.safe_dump({"loss": self._loss, "comparable": self._comparable,
+            yaml.safe_dump({"loss": self.loss, "comparable": self._comparable,
                             "recent": [list(each) for each in self._recent]}, out)
 
     @mark_as_loader
     def load(self, path: str | PathLike[str], end_of_epoch: bool) -> None:
         with open(path, encoding="utf-8") as file:
             state: dict[str, Any] = yaml.safe_load(file)
-        self._loss, self._comparable = state["loss"], state["comparable"]
+        self.loss, self._comparable = state["loss"], state["comparable"]
         self._recent = [(step, loss, comparable) for step, loss, comparable in state["recent"]]

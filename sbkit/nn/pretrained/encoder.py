@@ -75,6 +75,9 @@ class Encoder(nn.Module):
             raise SbkitError(f"{self.source} has {'' if there else 'no '}layers between encoder and head (add_adapter)",
                              hint=f"--encoder.add_adapter {str(there).lower()}")
         self.network = build_network(self.settings, self.options)
+        self.width = self.network.width
+        self.longest_seconds = self.network.longest_seconds
+        self.makes_loudness_equal = self.network.normalizes  # so that loudness has no effect
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
             raise SbkitError(f"adapter_language is {adapter_language}, and {self.source} has no adapters for languages",
@@ -100,24 +103,9 @@ class Encoder(nn.Module):
         return frozenset(f"network.{name}" for name in self.network.reinitialised)
 
     @property
-    def width(self) -> int:
-        """The width D of states."""
-        return self.network.width
-
-    @property
     def stack(self) -> nn.ModuleList:
         """The layers of the transformer, lowest first, without the convolutions in front."""
         return self.network.stack
-
-    @property
-    def longest_seconds(self) -> float | None:
-        """The seconds of the longest utterance that it takes; None if any will do."""
-        return self.network.longest_seconds
-
-    @property
-    def makes_loudness_equal(self) -> bool:
-        """Whether inputs are normalised, so that loudness has no effect."""
-        return self.network.normalizes
 
     def frames(self, samples: N) -> N:
         """Return the number of states for a number of samples."""

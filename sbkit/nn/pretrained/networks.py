@@ -127,6 +127,7 @@ class Network(nn.Module, ABC):
     """Whether inputs are made equally loud."""
     longest_seconds: float | None = None
     """The seconds of the longest utterance that it takes; None if any will do."""
+
     def __init__(self, settings: Settings, options: EncoderOptions, config: Any):  # each family has a class for it
         super().__init__()
         self.width: int = config.hidden_size

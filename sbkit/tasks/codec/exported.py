@@ -66,12 +66,7 @@ class Samples(Comparison):
 
 
 class DecoderGraph(Companion):
-    """The graph from codes to samples; it is compared on the checkpoint's own codes, so that the same is asked of both.
-
-    Arguments
-    ---------
-    coder : in evaluation mode
-    """
+    """The graph from codes to samples; it is compared on the checkpoint's own codes, so both are asked the same."""
 
     name, files = "decoder", layout.DECODERS
     inputs: ClassVar[Mapping[str, tuple[str, ...]]] = OUTPUTS

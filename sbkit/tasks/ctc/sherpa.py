@@ -52,9 +52,7 @@ class SherpaOutput(nn.Module):
     """Log-probabilities [B, T, V] as sherpa-onnx is to write them out: [B, T * repeats, V] with blanks for tokens that
     are no text, such as the beginning and the end of a sentence.
 
-    Arguments
-    ---------
-    frame_seconds : what sherpa-onnx counts a frame as
+    ``frame_seconds`` is what sherpa-onnx counts a frame as.
     """
 
     blank: Tensor
@@ -102,15 +100,7 @@ def _level_of_silence(x: Tensor) -> Tensor:
 
 
 class SherpaWhole(Target):
-    """The recogniser for whole recordings; one that sherpa-onnx would run differently from its training is refused.
-
-    Arguments
-    ---------
-    graph : of the recogniser
-    recognizer : it stays as it is
-    compared : makes the comparison of clips with the checkpoint
-    sample_rate : of its waveforms
-    """
+    """The recogniser for whole recordings; one that sherpa-onnx would run differently from its training is refused."""
 
     name = layout.SHERPA
 

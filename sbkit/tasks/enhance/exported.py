@@ -48,12 +48,7 @@ class EnhancerStep(nn.Module):
 
 
 class EnhancerStreams(Companion):
-    """The graph for streams; it is compared with whole clips in pieces of several sizes.
-
-    Arguments
-    ---------
-    exported : the model that it is a companion of
-    """
+    """The graph for streams; it is compared with whole clips in pieces of several sizes."""
 
     name, files = "stream", layout.STREAMS
 

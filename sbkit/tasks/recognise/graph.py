@@ -28,9 +28,7 @@ _UNUSED = ("decoder", "custom_tgt_module", "positional_encoding_decoder")  # of 
 class Graph(nn.Module):
     """A recogniser as one function of waveforms; an utterance's result does not depend on its batch.
 
-    Arguments
-    ---------
-    recognizer : its parts are copied, so it stays as it is
+    Its parts are copied, so the recogniser stays as it is.
     """
 
     frontend: nn.Module | None

@@ -31,28 +31,19 @@ class Recognizer:
 
     Arguments
     ---------
-    features : module or None
-        [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``); None if the encoder takes
+    features : [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``); None if the encoder takes
         waveforms. One whose forward takes a second argument gets the lengths [B]. One that doesn't make a frame for
-        each ``hop_samples`` and one more has a method ``frames``, which maps numbers of samples to those of frames.
-    encoder : module
-        A SpeechBrain transformer (its ``encode``), or any module [B, T, F] (or [B, S]) -> [B, T', D]. One whose forward
-        takes a second argument gets the lengths [B]. One that changes the length has a method ``frames``, which maps
-        input lengths (an int or a tensor) to output lengths.
-    head : module, optional
-        [B, T, D] -> [B, T, V] scores, for those that score tokens frame by frame.
-    frontend : module, optional
-        [B, T, F] -> [B, T', ...], such as SpeechBrain's ``ConvolutionFrontEnd``.
-    normalize : module, optional
-        Called with features and relative lengths, as SpeechBrain's ``InputNormalization``.
-    augment : callable, optional
-        Called in training with features [B, T, F] and lengths [B].
-    hop_samples : int
-        Samples between two frames of ``features``.
-    chunks : Chunks, optional
-        What the encoder learns to see, if it is to run live.
-    scores_tokens : bool
-        Whether the head's outputs are scores of tokens, from which log-probabilities are made.
+        each ``hop_samples`` and one more has a method ``frames``, which maps numbers of samples to those of frames
+    encoder : a SpeechBrain transformer (its ``encode``), or any module [B, T, F] (or [B, S]) -> [B, T', D]. One whose
+        forward takes a second argument gets the lengths [B]. One that changes the length has a method ``frames``,
+        which maps input lengths (an int or a tensor) to output lengths
+    head : [B, T, D] -> [B, T, V] scores, for those that score tokens frame by frame
+    frontend : [B, T, F] -> [B, T', ...], such as SpeechBrain's ``ConvolutionFrontEnd``
+    normalize : called with features and relative lengths, as SpeechBrain's ``InputNormalization``
+    augment : called in training with features [B, T, F] and lengths [B]
+    hop_samples : samples between two frames of ``features``
+    chunks : what the encoder learns to see, if it is to run live
+    scores_tokens : whether the head's outputs are scores of tokens, from which log-probabilities are made
     """
 
     def __init__(

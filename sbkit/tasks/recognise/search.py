@@ -48,12 +48,7 @@ class BestWeights(NamedTuple):
 
 
 class Recorder:
-    """A stand-in for a search: records what there is to search, and decodes greedily itself.
-
-    Arguments
-    ---------
-    greedy : does that, with the arguments of :meth:`decode`
-    """
+    """A stand-in for a search: records what there is to search, and decodes greedily itself."""
 
     def __init__(self, search: TokenSearch, greedy: Callable[[Tensor, Tensor], Iterable[TokenSpans]]):
         self.search, self.tokenizer, self._greedy = search, search.tokenizer, greedy

@@ -99,14 +99,7 @@ class StreamStep(nn.Module):
 
 
 class SherpaStream(Target):
-    """The recogniser for streams, in chunks of one size; one that sherpa-onnx can't run is refused.
-
-    Arguments
-    ---------
-    recognizer : it stays as it is
-    milliseconds : of a chunk, as :func:`chosen`
-    compared : makes the comparison of clips with the checkpoint
-    """
+    """The recogniser for streams, in chunks of one size; one that sherpa-onnx can't run is refused."""
 
     name = layout.SHERPA_STREAM
     output: ClassVar[str]

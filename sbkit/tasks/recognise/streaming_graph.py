@@ -28,9 +28,7 @@ def outputs(scores: str) -> dict[str, tuple[str, ...]]:
 class StreamingGraph(nn.Module):
     """One step of a recogniser on streams, as a function of their samples and states.
 
-    Arguments
-    ---------
-    recognizer : its parts are copied, so it stays as it is; one that can't run on a stream is refused
+    Its parts are copied, so the recogniser stays as it is; one that can't run on a stream is refused.
     """
 
     def __init__(self, recognizer: Recognizer):

@@ -35,11 +35,7 @@ Compare = Callable[[ComparisonClips, OwnBundle, Path, Callable[[np.ndarray], np.
 class Streams(Companion):
     """A recogniser's graph for streams; it is compared with whole utterances in chunks of each size.
 
-    Arguments
-    ---------
-    recognizer : one that can't run on a stream is refused
-    scores : the name of what the graph gives
-    compare : makes the comparison with the checkpoint in chunks, for an export
+    A recogniser that can't run on a stream is refused. ``scores`` names what the graph gives.
     """
 
     name, files = "stream", layout.STREAMS

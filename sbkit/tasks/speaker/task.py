@@ -179,13 +179,7 @@ logger = logging.getLogger(__name__)
 
 
 class Embedder(nn.Module):
-    """Waveforms [B, S] and sample counts [B] to vectors of length 1, [B, D].
-
-    Arguments
-    ---------
-    features : these to features [B, T, F] and frame counts [B]
-    model : those to vectors
-    """
+    """Waveforms [B, S] and sample counts [B] to vectors of length 1, [B, D]."""
 
     def __init__(self, features: nn.Module, model: nn.Module):
         super().__init__()

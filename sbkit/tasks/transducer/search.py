@@ -10,12 +10,7 @@ from sbkit.nn.transducer import TransducerHead
 
 
 class TorchJoint(Joint):
-    """Prediction and joint network of a model, for a search.
-
-    Arguments
-    ---------
-    blank : its id
-    """
+    """Prediction and joint network of a model, for a search."""
 
     def __init__(self, head: TransducerHead, blank: int):
         self.head, self.context, self.blank = head, head.context, blank

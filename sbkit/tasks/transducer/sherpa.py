@@ -60,9 +60,7 @@ class SherpaPrediction(nn.Module):
 class SherpaJoiner(nn.Module):
     """States [B, J, 1] of a frame and of the last tokens to scores [B, 1, 1, V] by sherpa-onnx's ids.
 
-    Arguments
-    ---------
-    silent : ids of tokens that are no text, which sherpa-onnx would write out; they are not said
+    Tokens that are no text are ``silent``: sherpa-onnx would write them out, so they are not said.
     """
 
     ours: Tensor
@@ -88,13 +86,7 @@ class _Transposed(nn.Module):
 
 
 class SherpaTransducer(SherpaStream):
-    """The transducer for streams.
-
-    Arguments
-    ---------
-    head : it stays as it is
-    pieces : the tokens
-    """
+    """The transducer for streams."""
 
     output, section = "states", readme.SHERPA_STREAM
 
