@@ -103,7 +103,12 @@ class CodecModel(Loaded[CodeEngine]):
         _check_list(audio, "encode", "recordings")
         signals = [Recording.of(each, f"recording {number}").samples(self.sample_rate)
                    for number, each in enumerate(audio)]
-        return [_or_raise(found, number) for number, found in enumerate(self.encode_each(signals))]
+        codes = []
+        for number, found in enumerate(self.encode_each(signals)):
+            if isinstance(found, SbkitError):
+                raise _numbered(found, f"recording {number}: {found.message}", number)
+            codes.append(found)
+        return codes
 
     def encode_each(self, signals: Sequence[np.ndarray]) -> list[np.ndarray | SbkitError]:
         """Compute the codes [T, Q] int64 of each waveform [S], or say what is wrong with that one.
@@ -113,13 +118,11 @@ class CodecModel(Loaded[CodeEngine]):
         """
         stride = self.engine.config.stride
         frames = [-(-len(signal) // stride) for signal in signals]
-        refused = {number: error for number, count in enumerate(frames)
-                   if (error := too_long(count, self.engine.config)) is not None}
-        kept = [number for number in range(len(signals)) if number not in refused]
-        codes = self._run(self.engine, [signals[number] for number in kept], [frames[number] for number in kept],
-                          stride, 1)
-        found = dict(zip(kept, map(self._coded, codes), strict=True))
-        return [refused[number] if number in refused else found[number] for number in range(len(signals))]
+        refused = [too_long(count, self.engine.config) for count in frames]
+        kept = [number for number, error in enumerate(refused) if error is None]
+        codes = iter(self._run(self.engine, [signals[number] for number in kept], [frames[number] for number in kept],
+                               stride, 1))
+        return [error or self._coded(next(codes)) for error in refused]
 
     def decode(self, codes: Sequence[ArrayLike]) -> list[np.ndarray]:
         """Compute the samples [T * stride] float32 of each recording's codes [T, Q], which do not depend on the others.
@@ -130,7 +133,7 @@ class CodecModel(Loaded[CodeEngine]):
         checked = [self._checked(each, number) for number, each in enumerate(codes)]
         for number, each in enumerate(checked):
             if (error := too_long(len(each), self.engine.config)) is not None:
-                raise _numbered(error, number)
+                raise _numbered(error, f"recording {number}: {error.message}", number)
         return self._run(self.sounds, checked, list(map(len, checked)), 1, self.engine.config.stride)
 
     def close(self) -> None:
@@ -148,7 +151,7 @@ class CodecModel(Loaded[CodeEngine]):
         try:
             found = self.books.check(codes, f"recording {number}")
         except InvalidCode as error:
-            raise _within(error, error.message, number) from None
+            raise _numbered(error, error.message, number) from None
         if found.ndim != 2:
             raise SbkitError(f"recording {number}: its codes are [frames, {found.shape[-1]}], not {list(found.shape)}")
         return found
@@ -187,21 +190,11 @@ def codec(bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: in
         raise
 
 
-def _or_raise(found: np.ndarray | SbkitError, number: int) -> np.ndarray:
-    if isinstance(found, SbkitError):
-        raise _numbered(found, number)
-    return found
-
-
-def _numbered(error: SbkitError, number: int) -> SbkitError:
+def _numbered(error: SbkitError, message: str, number: int) -> SbkitError:
     """Make an error say which of the given recordings it is about."""
-    message = f"recording {number}: {error.message}"
-    return (_within(error, message, number) if isinstance(error, InvalidCode) else
-            SbkitError(message, hint=error.hint))
-
-
-def _within(error: InvalidCode, message: str, number: int) -> InvalidCode:
-    return InvalidCode(message, (number, *error.position), error.level, error.id, hint=error.hint)
+    if isinstance(error, InvalidCode):
+        return InvalidCode(message, (number, *error.position), error.level, error.id, hint=error.hint)
+    return SbkitError(message, hint=error.hint)
 
 
 def _check_list(given: object, method: str, what: str) -> None:

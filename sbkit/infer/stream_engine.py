@@ -14,7 +14,7 @@ import numpy as np
 
 from sbkit.decode.streaming import StreamSearch
 from sbkit.errors import SbkitError, shown
-from sbkit.export.layout import Config
+from sbkit.export.layout import Config, Streaming
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
 from sbkit.infer import formats
@@ -22,7 +22,7 @@ from sbkit.infer.bundle_engine import BundleEngine, Worker, closed
 from sbkit.infer.device import OutOfMemory
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.samples import whole
-from sbkit.infer.session import Session, State, StreamBatch, interface
+from sbkit.infer.session import Session, State
 
 
 class StreamEngine(BundleEngine):
@@ -45,6 +45,7 @@ class StreamEngine(BundleEngine):
     """
 
     config: Config
+    streaming: Streaming
     kind, thread, spin = "graph for streams", "sbkit-streams", False
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
@@ -64,19 +65,20 @@ class StreamEngine(BundleEngine):
             raise SbkitError(f"{self.folder} has no graph for streams: its model takes whole recordings",
                              hint="train with hparams/streaming.yaml (sbkit new FOLDER --task streaming writes it) and "
                                   "export that run; one that learnt in chunks gets the graph when it is exported again")
-        self.batch = StreamBatch(self.config, self.max_streams)
+        self.streaming = self.config.streaming
+        # Kept for all steps: fresh memory of this size would be zeroed by the system each time.
+        self._states = [np.zeros((self.max_streams, *part["shape"]), part["type"])
+                        for part in self.streaming.state.values()]
 
     def _models(self) -> Mapping[str, str]:
-        assert self.config.streaming is not None, "others are refused"
-        return self.config.streaming.models
+        return self.streaming.models
 
     # ------------------------------------------------------------------ asking
 
     @property
     def chunks(self) -> dict[int, int]:
         """The chunks that the model was trained for: milliseconds, and output frames of each."""
-        assert self.config.streaming is not None, "others are refused"
-        return {round(1000 * self.config.frame_seconds * size): size for size in self.config.streaming.chunks}
+        return {round(1000 * self.config.frame_seconds * size): size for size in self.streaming.chunks}
 
     def open(self, search: StreamSearch, chunk: int | None = None,
              on_heard: Callable[[], None] | None = None) -> Session:
@@ -88,12 +90,16 @@ class StreamEngine(BundleEngine):
         chunk : milliseconds of a chunk, one of :attr:`chunks`; None: the one in their middle
         on_heard : as for ``Session``
         """
-        session = Session(self.config, self.frames_of(chunk), self.batch.state(), search, self.enter, on_heard)
+        session = Session(self.config, self.frames_of(chunk), self.state(), search, self.enter, on_heard)
         with self._lock:
             if self._closed:
                 raise closed()
             self._sessions.add(session)
         return session
+
+    def state(self) -> State:
+        """Make the state of a stream that begins."""
+        return [np.zeros(part.shape[1:], part.dtype) for part in self._states]
 
     def frames_of(self, chunk: object) -> int:
         """The output frames of a chunk of so many milliseconds; refuse what the model wasn't trained for."""
@@ -145,11 +151,15 @@ class StreamEngine(BundleEngine):
     # ------------------------------------------------------------------ within the worker
 
     def _interface(self) -> Interface:
-        return interface(self.config, min(self.chunks.values()))
+        names, samples = list(self.streaming.state), self.config.window(min(self.streaming.chunks))
+        example: list[np.ndarray] = [np.zeros((1, samples), np.float32), np.zeros(1, np.int64),
+                                     *(part[None] for part in self.state())]
+        return Interface(dict(zip(["samples", "frames", *names], example, strict=True)),
+                         [self.config.outputs[0], "counts", *(f"next_{name}" for name in names)])
 
     def _warm_up(self, path: Path) -> None:
-        samples = self.config.window(min(self.chunks.values()))
-        self.step([Window(np.zeros(samples, np.float32), 0)], [self.batch.state()])
+        samples = self.config.window(min(self.streaming.chunks))
+        self.step([Window(np.zeros(samples, np.float32), 0)], [self.state()])
 
     def _turn(self) -> None:
         """Take one step of the streams in the line whose chunks have the size of the first one's."""
@@ -196,8 +206,29 @@ class StreamEngine(BundleEngine):
             self._search(session, log_probs)
 
     def step(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
-        """Compute log-probabilities [T, V] of each stream, and change its state to the next."""
-        return self.batch.part(self.compute(*self.batch.join(windows, states)), states)
+        """Compute log-probabilities [T, V] of each stream, and change its state to the next.
+
+        windows : of chunks of one size
+        """
+        streams = len(windows)
+        for batch, parts in zip(self._states, zip(*states, strict=True), strict=True):
+            np.stack(parts, out=batch[:streams])
+        found = self.compute(
+            np.stack([window.samples for window in windows]), np.array([window.frames for window in windows], np.int64),
+            *(batch[:streams] for batch in self._states))
+        log_probs, counts, *after = found
+        if log_probs.ndim != 3 or {len(log_probs), *counts.shape} != {streams} \
+                or [each.shape for each in after] != [(streams, *part.shape) for part in states[0]]:
+            raise SbkitError(f"the graph for streams gives {[each.shape for each in found]} for {streams} streams",
+                             hint="export it again")
+        if log_probs.shape[2] != self.config.width:
+            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} values per frame, but config.json "
+                             f"says {self.config.width}", hint="do all files come from the same export?")
+        for row, state in enumerate(states):
+            for part, batch in zip(state, after, strict=True):
+                part[...] = batch[row]
+        # Copies: a view would keep the whole batch in memory for as long as one stream's search waits.
+        return [row[:count].copy() for row, count in zip(log_probs, counts.tolist(), strict=True)]
 
     def _search(self, session: Session, log_probs: np.ndarray | None) -> None:
         if session.search.quick:

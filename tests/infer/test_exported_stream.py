@@ -95,7 +95,7 @@ def test_one_chunk_around_everything_says_what_a_recording_says(model, signal):
     (window,) = windows.feed(signal) + windows.finish()
     model.stream()
     engine = model._streams
-    log_probs = engine.worker.submit(engine.step, [window], [engine.batch.state()]).result()[0]
+    log_probs = engine.worker.submit(engine.step, [window], [engine.state()]).result()[0]
     found = model.transcribe(signal)
     assert len(found.words) > 5 and same(words_of(model, log_probs), found.words)
 

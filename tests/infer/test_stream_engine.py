@@ -12,6 +12,7 @@ import pytest
 
 from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.errors import SbkitError
+from sbkit.export.windows import Window
 from sbkit.infer import stream_engine
 from sbkit.infer.decoding import decoder
 from sbkit.infer.device import OutOfMemory
@@ -267,11 +268,12 @@ def test_nothing_follows_the_end(engine):
             call()
 
 
-def test_a_graph_of_another_vocabulary_is_refused(engine):
-    state, width = engine.batch.state(), engine.config.width
+def test_a_graph_of_another_vocabulary_is_refused(engine, monkeypatch):
+    state, width = engine.state(), engine.config.width
     found = [np.zeros((1, 2, width + 1), np.float32), np.array([2]), *(part[None] for part in state)]
+    monkeypatch.setattr(engine, "compute", lambda *_: found)
     with pytest.raises(SbkitError, match=f"gives {width + 1} values per frame, but config.json says {width}"):
-        engine.batch.part(found, [state])
+        engine.step([Window(np.zeros(engine.config.window(4), np.float32), 0)], [state])
 
 
 def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
