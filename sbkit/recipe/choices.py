@@ -76,7 +76,10 @@ class Clash(NamedTuple):
     """A combination of arguments that doesn't work, though each by itself is right."""
 
     applies: Callable[[Mapping[str, Any]], bool]
-    """Whether all arguments, including defaults of those left out, are such a combination."""
+    """Whether all arguments, including defaults of those left out, are such a combination.
+
+    If it can't be computed of them, they aren't: a value is known later, or of a wrong type.
+    """
     key: str
     """The argument to blame."""
     message: str
@@ -92,10 +95,10 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
         Clash(lambda a: (a["encoder_module"], a["attention_type"]) == ("branchformer", "RoPEMHA"), "attention_type",
               "SpeechBrain's Branchformer has no attention_type 'RoPEMHA', it has regularMHA, RelPosMHAXL, hypermixing",
               "write RelPosMHAXL, or encoder_module: conformer"),
-        Clash(lambda a: _indivisible(a["d_model"], a["nhead"]), "nhead",
+        Clash(lambda a: a["d_model"] % a["nhead"] != 0, "nhead",
               "each attention head gets an equal share of d_model, and nhead {nhead} doesn't divide {d_model}",
               lambda a: f"write nhead: {_near_heads(a['d_model'], a['nhead'])}, or choose another d_model"),
-        Clash(lambda a: a["attention_type"] == "RoPEMHA" and _odd_heads(a["d_model"], a["nhead"]), "nhead",
+        Clash(lambda a: a["attention_type"] == "RoPEMHA" and a["d_model"] / a["nhead"] % 2 == 1, "nhead",
               "RoPEMHA rotates pairs of values, and d_model / nhead is an odd number",
               "choose nhead so that it is an even one, or attention_type: RelPosMHAXL"),
         Clash(lambda a: a["causal"] is True and a["attention_type"] == "hypermixing", "causal",
@@ -105,7 +108,7 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
               and a["encoder_module"] == "branchformer", "causal",
               "the Branchformer's convolutions are not causal: a frame depends on those that come after it",
               "write causal: false, or encoder_module: conformer", fails=False),
-        Clash(lambda a: a["encoder_module"] == "conformer" and a["causal"] is False and _even(a["kernel_size"]),
+        Clash(lambda a: a["encoder_module"] == "conformer" and a["causal"] is False and a["kernel_size"] % 2 == 0,
               "kernel_size", "with an even kernel_size the Conformer's convolutions return a frame less than they get",
               "write an odd number"),
     ),
@@ -120,38 +123,20 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
               "write fixed_abs_sine, which changes nothing in the encoder, or num_decoder_layers: 0", fails=False),
     ),
     "Fbank": (
-        Clash(lambda a: _numbers(a["win_length"], a["sample_rate"], a["n_fft"])
-              and round(a["win_length"] * a["sample_rate"] / 1000) > a["n_fft"], "win_length",
+        Clash(lambda a: round(a["win_length"] * a["sample_rate"] / 1000) > a["n_fft"], "win_length",
               "a window has more samples than n_fft; win_length and hop_length are in milliseconds, n_fft in samples",
               "write win_length: 25 and hop_length: 10, or a larger n_fft"),
-        Clash(lambda a: _numbers(a["hop_length"], a["win_length"]) and a["hop_length"] > a["win_length"], "hop_length",
+        Clash(lambda a: a["win_length"] < a["hop_length"] < math.inf, "hop_length",
               "windows are further apart than they are long, so that audio between them is lost; both are in "
               "milliseconds", "write hop_length: 10", fails=False),
     ),
 }
 
 
-def _indivisible(size: object, parts: object) -> bool:
-    return isinstance(size, int) and isinstance(parts, int) and parts > 0 and size % parts != 0
-
-
 def _near_heads(size: int, heads: int) -> str:
     """The one or two numbers of heads nearest to ``heads`` whose shares are equal, and even if ``size`` is."""
     fit = (n for n in range(1, 257) if size % n == 0 and (size // n + size) % 2 == 0)
     return " or ".join(map(str, sorted(sorted(fit, key=lambda n: abs(n - heads))[:2])))
-
-
-def _numbers(*values: object) -> bool:
-    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
-
-
-def _even(number: object) -> bool:
-    return isinstance(number, int) and number > 0 and number % 2 == 0
-
-
-def _odd_heads(size: object, heads: object) -> bool:
-    return (isinstance(size, int) and isinstance(heads, int) and heads > 0 and size % heads == 0
-            and size // heads % 2 == 1)
 
 
 def check_choices(target: object, named: Mapping[Any, Node], node: Node, findings: Findings) -> None:
@@ -178,7 +163,11 @@ def _check_clashes(target: type, named: Mapping[Any, Node], node: Node, findings
     given.update((name, parameter.default) for name, parameter in inspect.signature(target).parameters.items())
     given.update((key, UNKNOWN if child.spoilt else static(child)) for key, child in named.items())
     for clash in clashes:
-        if clash.applies(given):
+        try:
+            applies = clash.applies(given)
+        except (TypeError, ValueError, ArithmeticError):
+            continue
+        if applies:
             tell = findings.error if clash.fails else findings.warning
             place = node.blame(clash.key) if clash.fails else node.place_of(clash.key)
             hint = clash.suggestion if isinstance(clash.suggestion, str) else clash.suggestion(given)
