@@ -71,14 +71,21 @@ class _NotBuilt(Exception):
 
 
 class Built:
-    """The objects of a recipe by key, and the nodes they were built from."""
+    """The objects of a recipe by key, and the nodes they were built from.
 
-    def __init__(self) -> None:
+    findings : takes what can't be built
+    folder : for checkpoints
+    """
+
+    def __init__(self, findings: Findings, folder: str) -> None:
+        self.findings, self.folder = findings, folder
         self.hparams: dict[str, Any] = {}
         self.nodes: dict[str, Node] = {}
         """Nodes by top-level key."""
         self.missing: set[str] = set()
         """Top-level keys that could not be built."""
+        self._made: dict[Node, object] = {}
+        self._failed: set[Node] = set()
         self._origins: dict[int, tuple[object, Node]] = {}
         self._skipped: list[Callable[[], object]] = []
 
@@ -97,63 +104,32 @@ class Built:
         found = self._origins.get(id(obj))
         return found[1] if found is not None and found[0] is obj else None
 
-    def remember(self, obj: object, node: Node) -> None:
-        """Store the node of an object; if it has one already, that is the definition and stays."""
-        self._origins.setdefault(id(obj), (obj, node))
-
-
-@contextlib.contextmanager
-def build(root: Node, findings: Findings) -> Iterator[Built]:
-    """Build everything that has no mistake in it; failures become findings with their lines."""
-    built = Built()
-    with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder, _restored_generators():
-        builder = _Builder(built, findings, folder)
+    def build_all(self, root: Node) -> None:
+        """Build all keys of a recipe."""
         with _Unfilled() as unfilled:
-            built._skipped = unfilled.skipped
+            self._skipped = unfilled.skipped
             for key, node in root.value.items():
                 if not isinstance(key, str) or key.startswith("__"):
                     continue
-                built.nodes[key] = node
+                self.nodes[key] = node
                 try:
-                    built.hparams[key] = builder.make(node)
+                    self.hparams[key] = self.make(node)
                 except _NotBuilt:
-                    built.missing.add(key)
-        yield built
-
-
-@contextlib.contextmanager
-def _restored_generators() -> Iterator[None]:
-    """Restore the states of random generators afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-class _Builder:
-    def __init__(self, built: Built, findings: Findings, folder: str):
-        self.built, self.findings, self.folder = built, findings, folder
-        self.made: dict[int, object] = {}
-        self.failed: set[int] = set()
+                    self.missing.add(key)
 
     def make(self, node: Node) -> object:
         """The object of a node, built once."""
-        if id(node) in self.made:
-            return self.made[id(node)]
-        if id(node) in self.failed or node.spoilt:
-            self.failed.add(id(node))
+        if node in self._made:
+            return self._made[node]
+        if node in self._failed or node.spoilt:
             raise _NotBuilt
         try:
-            made = self._make(node)
+            made = self._made[node] = self._make(node)
         except _NotBuilt:
-            self.failed.add(id(node))
+            self._failed.add(node)
             raise
-        self.made[id(node)] = made
-        if not node.scalar or node.tag:
-            self.built.remember(made, node)
+        if not node.scalar or node.tag:  # of an object that several nodes are, the first is the definition
+            self._origins.setdefault(id(made), (made, node))
         return made
 
     def _make(self, node: Node) -> object:
@@ -198,6 +174,21 @@ class _Builder:
 
     def _add_error(self, node: Node, message: str, hint: str) -> None:
         self.findings.error("not-built", *node.culprit_by(message), message, hint)
+
+
+@contextlib.contextmanager
+def build(root: Node, findings: Findings) -> Iterator[Built]:
+    """Build everything that has no mistake in it; failures become findings with their lines."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        with tempfile.TemporaryDirectory(prefix="sbkit-check-") as folder:
+            built = Built(findings, folder)
+            built.build_all(root)
+            yield built
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def _given(kwargs: Mapping[str, Any]) -> str:

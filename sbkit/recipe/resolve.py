@@ -96,8 +96,7 @@ class _Resolver:
                  declared: Collection[str], call: bool):
         self.root, self.path, self.findings, self.inside, self.declared = root, path, findings, inside, declared
         self.call = call
-        self.seen: dict[int, Node] = {}
-        self.held: list[Node] = []  # keeps replaced nodes alive, so that no other node gets the same id
+        self.seen: dict[Node, Node] = {}
 
     def run(self) -> None:
         """Resolve the tree in place."""
@@ -108,10 +107,9 @@ class _Resolver:
 
         included: the node is under an include, so references to keys of that file are left to it
         """
-        if id(node) in self.seen:  # shared, or inside itself
-            return self.seen[id(node)]
-        self.seen[id(node)] = node
-        self.held.append(node)
+        if node in self.seen:  # shared, or inside itself
+            return self.seen[node]
+        self.seen[node] = node
         included = included or node.tag.startswith(INCLUDE)
         for key, child in node.items():
             node.value[key] = self._walk(child, included)
@@ -120,7 +118,7 @@ class _Resolver:
             found = self._walk(found)  # it may be further below, where it isn't visited again
         if included and node.tag and not found.tag and isinstance(found.value, dict):
             found = dataclasses.replace(found, whole=True)
-        self.seen[id(node)] = found
+        self.seen[node] = found
         return found
 
     def _replace(self, node: Node) -> Node:
@@ -128,13 +126,11 @@ class _Resolver:
             return self._unknown(node)
         if node.tag in ("!ref", "!copy"):
             if not node.scalar:
-                self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
-                return self._unknown(node)
+                return self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
             return self._follow(str(node.value), node, ())
         if node.tag == PLACEHOLDER:
-            self._error("placeholder", node, "this value is left to you (!PLACEHOLDER)",
-                        "write it into the YAML" if "[" in node.key else f"give it: --{node.key} VALUE")
-            return self._unknown(node)
+            return self._error("placeholder", node, "this value is left to you (!PLACEHOLDER)",
+                               "write it into the YAML" if "[" in node.key else f"give it: --{node.key} VALUE")
         if node.tag.startswith(INCLUDE):
             return self._include(node)
         if self.call and node.tag.startswith(_APPLYREF):
@@ -147,8 +143,7 @@ class _Resolver:
             args, kwargs = arguments(node)
             made = locate(node.tag[len(_APPLYREF):])(*map(data, args), **{key: data(kwargs[key]) for key in kwargs})
         except Exception as error:  # whatever a function raises
-            self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
-            return self._unknown(node)
+            return self._error("not-built", node, f"{node.tag} fails: {summary(error)}")
         return from_python(made, node.key, node.place)
 
     def _leave(self, node: Node) -> Node | None:
@@ -171,14 +166,14 @@ class _Resolver:
     def _follow(self, text: str, node: Node, seen: tuple[str, ...]) -> Node:
         """The node that a reference names, possibly shared with others; a new one for a scalar."""
         if not REFERENCE.search(text):
-            found = self._scalar(node, text)
+            found = Node(text, node.place, node.key)
             found.wrong = not seen and self._report_literal(text, node)
             return found
         if len(seen) > 50:  # a circle, which is reported elsewhere
             return self._unknown(node)
         seen = (*seen, text)
         if REFERENCE.fullmatch(text):
-            target = self._find(text.strip("<>"), node)
+            target = self._find(text, node)
             return self._unknown(node) if target is None else self._take(target, node, seen)
         pieces: list[str] = []
         end = 0
@@ -190,15 +185,14 @@ class _Resolver:
             end = match.end()
         whole = "".join([*pieces, text[end:]])
         if len(whole) > _LONGEST:
-            self._error("bad-ref", node, f"with what it refers to, this text has more than {_LONGEST} characters")
-            return self._unknown(node)
+            return self._error("bad-ref", node,
+                               f"with what it refers to, this text has more than {_LONGEST} characters")
         inner = self._follow(whole, node, seen)
         if isinstance(inner.value, str) and not inner.tag:
             try:
-                inner = self._scalar(node, compute(inner.value))
+                inner = Node(compute(inner.value), node.place, node.key)
             except (ArithmeticError, ValueError) as error:
-                self._error("bad-ref", node, f"{_short(inner.value)} can't be computed: {error}")
-                return self._unknown(node)
+                return self._error("bad-ref", node, f"{_short(inner.value)} can't be computed: {error}")
         inner.computed = True
         return inner
 
@@ -211,25 +205,25 @@ class _Resolver:
         if isinstance(target.value, str) and not target.tag and REFERENCE.search(target.value):
             return self._follow(target.value, node, seen)
         if node.tag == "!copy":
-            for inner in target.walk():
-                if inner.tag in ("!ref", "!copy"):
-                    self._error("later-ref", node, f"{target.key} has references of its own and is further below",
-                                "move it above the copy")
-                    return self._unknown(node)
+            if any(inner.tag in ("!ref", "!copy") for inner in target.walk()):
+                return self._error("later-ref", node,
+                                   f"{target.key} has references of its own and is further below",
+                                   "move it above the copy")
             return copy.deepcopy(target)
         if target.scalar and not target.tag:
             return Node(target.value, node.place, node.key, quoted=target.quoted, computed=target.computed,
                         source=target)
         return target
 
-    def _find(self, reference: str, node: Node) -> Node | None:
-        """The node of ``key[part].attribute`` in this file, as in HyperPyYAML's ``deref``; None if it is missing."""
-        reference, _, attribute = reference.partition(".")
+    def _find(self, reference: str, node: Node, quietly: bool = False) -> Node | None:
+        """The node of ``<key[part].attribute>`` in this file, as in HyperPyYAML's ``deref``; None if it is missing."""
+        reference, _, attribute = reference.strip("<>").partition(".")
         branch = self.root
         for i, part in enumerate(reference.split("[")):
             part = part.strip("]")
             if not isinstance(branch.value, dict) or part not in branch.value:
-                self._report_missing(reference, part, branch if i else self.root, node)
+                if not quietly:
+                    self._report_missing(reference, part, branch if i else self.root, node)
                 return None
             branch = branch.value[part]
         if attribute and node.tag != "!copy":
@@ -238,7 +232,7 @@ class _Resolver:
         return branch
 
     def _as_text(self, match: str, node: Node) -> str | None:
-        target = self._find(match.strip("<>"), node)
+        target = self._find(match, node)
         if target is None or target.tag == PLACEHOLDER or target.value is UNKNOWN:
             return None
         if target.tag in ("!ref", "!copy"):
@@ -288,12 +282,12 @@ class _Resolver:
 
     def _report_circle(self, target: Node, node: Node) -> bool:
         """Report a circle of references that begins with ``target``; whether there is one."""
-        way, branches, done = [node], [iter([target])], set()
+        way, branches, done = [node], [iter([target])], set[Node]()
         while branches:
             found = next(branches[-1], None)
             if found is None:
                 branches.pop()
-                done.add(id(way.pop()))
+                done.add(way.pop())
             elif found in way:
                 circle = [*way[way.index(found):], found]
                 if not found.wrong:
@@ -303,7 +297,7 @@ class _Resolver:
                 for each in way:
                     each.wrong = True
                 return True
-            elif id(found) not in done:
+            elif found not in done:
                 way.append(found)
                 branches.append(self._referred(found))
         return False
@@ -311,14 +305,7 @@ class _Resolver:
     def _referred(self, node: Node) -> Iterator[Node]:
         """The existing nodes that an unresolved reference names."""
         names = REFERENCE.findall(str(node.value)) if node.tag in ("!ref", "!copy") else []
-        return filter(None, map(self._quietly, names))
-
-    def _quietly(self, text: str) -> Node | None:
-        findings, self.findings = self.findings, Findings()
-        try:
-            return self._find(text.strip("<>"), Node(text, Place(), ""))
-        finally:
-            self.findings = findings
+        return filter(None, (self._find(name, node, quietly=True) for name in names))
 
     def _report_literal(self, text: str, node: Node) -> bool:
         if "<" in text:
@@ -330,28 +317,25 @@ class _Resolver:
             return False
         return True
 
-    def _error(self, code: str, node: Node, message: str, suggestion: str = "") -> None:
+    def _error(self, code: str, node: Node, message: str, suggestion: str = "") -> Node:
+        """Report a mistake; what stands in for the node from then on."""
         self.findings.error(code, node.place, node.key, message, suggestion)
+        return self._unknown(node)
 
     def _unknown(self, node: Node) -> Node:
         return Node(UNKNOWN, node.place, node.key, wrong=True)
-
-    def _scalar(self, node: Node, value: object) -> Node:
-        return Node(value, node.place, node.key)
 
     # ------------------------------------------------------------ includes
 
     def _include(self, node: Node) -> Node:
         path = included_path(node.tag, self.path)
         if path.resolve() in self.inside:
-            self._error("circular-include", node, f"{path} includes itself",
-                        " -> ".join(p.name for p in (*self.inside, path)))
-            return self._unknown(node)
+            return self._error("circular-include", node, f"{path} includes itself",
+                               " -> ".join(p.name for p in (*self.inside, path)))
         if not path.is_file():
             near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
-            self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
-                        f"the path starts from {self.path.parent or '.'}")
-            return self._unknown(node)
+            return self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
+                               f"the path starts from {self.path.parent or '.'}")
         before = len(self.findings)
         files = chain(path, self.findings, prefix="" if node.key == BASE else node.key)
         if not files:
@@ -370,23 +354,23 @@ def _short(text: str) -> str:
 
 def _report_cycles(root: Node, findings: Findings) -> None:
     """Report mappings and lists that contain themselves."""
-    done: set[int] = set()
+    done: set[Node] = set()
     path: list[Node] = []
 
     def visit(node: Node) -> None:
-        if any(node is above for above in path):
+        if node in path:
             if not node.wrong:
                 findings.error("circular-ref", node.place, node.key, "it contains a reference to itself",
                                " -> ".join(n.key for n in [*path, node] if n.key))
             node.wrong = True
             return
-        if id(node) in done or node.scalar:
+        if node in done or node.scalar:
             return
         path.append(node)
         for child in node.children():
             visit(child)
         path.pop()
-        done.add(id(node))
+        done.add(node)
 
     visit(root)
 

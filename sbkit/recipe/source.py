@@ -160,24 +160,23 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """The node itself and all nodes inside it, each once."""
-        seen, stack = set(), [self]
+        seen, stack = set[Node](), [self]
         while stack:
             node = stack.pop()
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            yield node
-            stack.extend(reversed(node.children()))
+            if node not in seen:
+                seen.add(node)
+                yield node
+                stack.extend(reversed(node.children()))
 
     def texts(self) -> dict[str, str]:
         """Each tag and value inside it as text, by full name; what has several names, by the shortest one only."""
         found: dict[str, str] = {}
-        waiting, seen = deque([("", self)]), set[int]()
+        waiting, seen = deque([("", self)]), set[Node]()
         while waiting:
             name, node = waiting.popleft()
-            if id(node) in seen:
+            if node in seen:
                 continue
-            seen.add(id(node))
+            seen.add(node)
             value = "null" if node.value is None else str(node.value) if node.scalar else ""
             if node.scalar and not (node.tag or value):
                 value = "''"

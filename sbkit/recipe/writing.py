@@ -24,9 +24,9 @@ def text(root: Node) -> str:
 
 class _Writer:
     def __init__(self, root: Node):
-        count = Counter(id(child) for node in root.walk() for child in node.children() if child.tag or not child.scalar)
+        count = Counter(child for node in root.walk() for child in node.children() if child.tag or not child.scalar)
         self.shared = {each for each, times in count.items() if times > 1}
-        self.anchors: dict[int, str] = {}
+        self.anchors: dict[Node, str] = {}
 
     def block(self, node: Node, indent: str) -> Iterator[str]:
         """The lines of a mapping or list, an item a line."""
@@ -41,13 +41,13 @@ class _Writer:
 
     def lines(self, node: Node, indent: str) -> Iterator[str]:
         """What stands behind the key of a value, and the lines below it."""
-        if id(node) in self.anchors:
-            yield f"*{self.anchors[id(node)]}"
+        if node in self.anchors:
+            yield f"*{self.anchors[node]}"
             return
         head = [node.tag] if node.tag else []
-        if id(node) in self.shared:
-            self.anchors[id(node)] = f"id{len(self.anchors) + 1:03}"
-            head.insert(0, f"&{self.anchors[id(node)]}")
+        if node in self.shared:
+            self.anchors[node] = f"id{len(self.anchors) + 1:03}"
+            head.insert(0, f"&{self.anchors[node]}")
         if node.scalar:
             yield " ".join([*head, *([scalar(node.value, bool(node.tag))] if not node.tag or node.value else [])])
         elif (flow := self.flow(node)) is not None:
@@ -61,7 +61,7 @@ class _Writer:
         if not node.value:
             return "{}" if isinstance(node.value, dict) else "[]"
         inside = [self.flow(child) if not child.scalar else scalar(child.value) for child in node.children()
-                  if not child.tag and id(child) not in self.shared]
+                  if not child.tag and child not in self.shared]
         if isinstance(node.value, dict) or node.comments or None in inside or len(inside) < len(node.value):
             return None
         line = f"[{', '.join(map(str, inside))}]"
