@@ -99,8 +99,8 @@ class Utterance:
     wav: str
     start: float
     duration: float
-    text: str
-    speaker: str
+    text: str = ""
+    speaker: str = ""
     meta: dict[str, str] = field(default_factory=dict)
 
 

@@ -105,7 +105,6 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     columns : those that the task declares; a row that lacks one is left out
     exclude : a list of rows to leave out
     """
-    rows = _with_starts(rows)
     report = SplitReport(split, rows.origin, len(rows) + len(rows.malformed))
     why = np.zeros(len(rows), np.int8)
     details: dict[int, str] = {}
@@ -113,6 +112,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     def leave_out(reason: str, mask: np.ndarray) -> None:
         why[(why == 0) & mask] = _CODE[reason]
 
+    wrong = ~(rows.starts >= 0)  # also what is no number
+    leave_out(MALFORMED, wrong)
+    details.update((i, "its start is not a number of 0 or more") for i in np.flatnonzero(wrong).tolist())
     urls = refused(rows.wavs, remote)
     leave_out(REFUSED, urls)
     details.update((i, remote.refusal(rows.wavs[i])) for i in np.flatnonzero(urls).tolist())
@@ -208,17 +210,6 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     return manifest, report
 
 
-def _with_starts(rows: Rows) -> Rows:
-    """The rows, of which those whose start isn't a number >= 0 are moved to the malformed ones."""
-    fine = rows.starts >= 0
-    if fine.all():
-        return rows
-    bad = rows.ids.take(np.flatnonzero(~fine))
-    rows = rows.take(np.flatnonzero(fine))
-    rows.malformed = [*rows.malformed, *((id_, "its start is not a number of 0 or more") for id_ in bad)]
-    return rows
-
-
 def recording_keys(wavs: Column, starts: np.ndarray) -> pa.Array:
     """Texts [N] that are equal for rows of the same recording: its file and start."""
     return join(wavs.arrow, pc.cast(pa.array(starts), pa.large_string()), separator="@")
@@ -276,25 +267,20 @@ def _apart(rows: Rows, durations: np.ndarray, seconds: np.ndarray) -> np.ndarray
 
 def _explain(report: SplitReport, rows: Rows, why: np.ndarray, durations: np.ndarray,
              details: dict[int, str]) -> None:
-    if rows.malformed:
-        report.left_out[MALFORMED] = {"count": len(rows.malformed), "hours": 0.0, "examples": [
-            f"{where}: {what}" for where, what in rows.malformed[:_EXAMPLES]]}
-        where, what = zip(*rows.malformed, strict=True)
-        report.tables.append(exclusions.rows(report.split, MALFORMED, where, [""] * len(where), what))
     for reason in REASONS:
         at = np.flatnonzero(why == _CODE[reason])
-        if not len(at):
+        unread = rows.malformed if reason == MALFORMED else []
+        ids = [*(where for where, _ in unread), *rows.ids.take(at)]
+        if not ids:
             continue
-        ids = list(rows.ids.take(at))
-        notes = [details.get(i, "") for i in at.tolist()]
-        shown = notes if reason != MISSING else [note or rows.wavs[i] for note, i in zip(
-            notes[:_EXAMPLES], at[:_EXAMPLES].tolist(), strict=True)]
-        examples = [f"{id_}: {detail}" if detail else id_
-                    for id_, detail in zip(ids[:_EXAMPLES], shown, strict=False)]
-        report.left_out[reason] = {"count": len(at), "hours": round(float(np.nansum(durations[at])) / 3600, 3),
-                                   "examples": examples}
-        report.tables.append(exclusions.rows(report.split, reason, ids, list(rows.wavs.take(at)), notes,
-                                           seal=reason == UNDECODABLE))
+        wavs = [*([""] * len(unread)), *rows.wavs.take(at)]
+        notes = [*(what for _, what in unread), *(details.get(i, "") for i in at.tolist())]
+        shown = [note or (wav if reason == MISSING else "")
+                 for note, wav in zip(notes[:_EXAMPLES], wavs[:_EXAMPLES], strict=True)]
+        report.left_out[reason] = {
+            "count": len(ids), "hours": round(float(np.nansum(durations[at])) / 3600, 3),
+            "examples": [f"{id_}: {note}" if note else id_ for id_, note in zip(ids[:_EXAMPLES], shown, strict=True)]}
+        report.tables.append(exclusions.rows(report.split, reason, ids, wavs, notes, seal=reason == UNDECODABLE))
 
 
 def summarize(report: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from sbkit.system.console import atomic_write, counted, table
 
 #: Number of recordings named in a message about unreadable ones.
 NAMED = 5
+_RECORDING = ("id", "wav", "start", "duration", "speaker")
 
 
 @dataclass
@@ -39,16 +40,6 @@ class SoundSample(NamedTuple):
     def id(self) -> str:
         """A name for it that no other recording has."""
         return f"{self.wav} from {self.start}"
-
-
-class ScoredRecording(NamedTuple):
-    """A recording of a test set, as its manifest has it."""
-
-    id: str
-    wav: str
-    start: float
-    duration: float
-    speaker: str
 
 
 @dataclass
@@ -123,16 +114,13 @@ class Results:
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
         """Write the result files of a manifest's utterances into a folder."""
-        recordings: list[ScoredRecording] = []
-        if self.estimate is not None:
-            place = {name: i for i, name in enumerate(manifest.ids)}
-            rows = (manifest.row(place[name]) for name in self.estimate.ids)
-            recordings = [ScoredRecording(row.id, row.wav, row.start, row.duration, row.speaker) for row in rows]
+        place = {name: i for i, name in enumerate(manifest.ids)}
+        rows = (manifest.row(place[name]) for name in (self.estimate.ids if self.estimate else ()))
         with atomic_write(folder / self.files(of)[0]) as out:
             json.dump({"stats": self.stats, "utterances": self.utterances, "unread": self.unread,
                        "tables": [vars(each) for each in self.tables],
                        **({"estimate": vars(self.estimate)} if self.estimate else {}),
-                       "recordings": [each._asdict() for each in recordings],
+                       "recordings": [{name: getattr(row, name) for name in _RECORDING} for row in rows],
                        "players": [{**vars(each), "sounds": [sound._asdict() for sound in each.sounds]}
                                    for each in self.players]}, out, indent=1, ensure_ascii=False)
 

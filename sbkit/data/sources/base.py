@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,6 @@ class Rows:
         if name not in own or (name == "speaker" and not pc.any(pc.not_equal(self.speakers.arrow, "")).as_py()):
             raise no_column(self.origin, name, [each for each in own if each != name], {})
         return own[name]
-
-    def take(self, at: np.ndarray) -> Rows:
-        """The rows with the indices ``at``, and all malformed ones."""
-        return replace(
-            self, ids=self.ids.take(at), wavs=self.wavs.take(at), texts=self.texts.take(at),
-            speakers=self.speakers.take(at), durations=self.durations[at], starts=self.starts[at],
-            meta={name: column.take(at) for name, column in self.meta.items()})
 
 
 class Source(ABC):

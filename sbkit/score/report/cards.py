@@ -15,14 +15,14 @@ from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Tokens
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import aligned
 from sbkit.score.report.data import ScoredRun, percent
-from sbkit.score.results import ScoredRecording, SoundSample
+from sbkit.score.results import SoundSample
 from sbkit.score.utterances import ScoredUtterance
 from sbkit.system.console import counted
 
 _RATE = 16_000
 _COMPRESSION = 0.8  # variable bit rate, some 37 kbit/s for speech at 16 kHz
 _LONGEST = 120.0  # seconds of one recording
-Recording = ScoredRecording | ScoredUtterance | SoundSample | Utterance
+Recording = ScoredUtterance | SoundSample | Utterance
 
 
 class AudioEmbedder:

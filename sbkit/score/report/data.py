@@ -16,13 +16,13 @@ import yaml
 
 from sbkit.data.audio import split_member
 from sbkit.data.delimited import read_delimited
-from sbkit.data.manifest import replace_data_root
+from sbkit.data.manifest import Utterance, replace_data_root
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.estimate import MetricEstimate
 from sbkit.score.old_set import OLD, OldSet
 from sbkit.score.rates import ErrorRates
-from sbkit.score.results import Player, ScoredRecording, SoundSample
+from sbkit.score.results import Player, SoundSample
 from sbkit.score.run_files import (
     CORPORA,
     EVALUATED,
@@ -107,7 +107,7 @@ class RunData:
     tables: list[dict[str, Any]] = field(default_factory=list)  # title, columns, rows, remark
     players: list[Player] = field(default_factory=list)
     estimate: MetricEstimate | None = None
-    recordings: list[ScoredRecording] = field(default_factory=list)  # those of the estimate
+    recordings: list[Utterance] = field(default_factory=list)  # those of the estimate
     warnings: list[dict[str, Any]] = field(default_factory=list)  # warnings of training that still hold
 
     def owns(self, wav: str) -> bool:
@@ -248,7 +248,7 @@ def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     said = numbers.get("estimate")
     return {"stats": numbers.get("stats", {}), "tables": numbers.get("tables", []),
             "players": _players(numbers, folder), "estimate": said and MetricEstimate(**said),
-            "recordings": [ScoredRecording(**each) for each in numbers.get("recordings", [])]}
+            "recordings": [Utterance(**each) for each in numbers.get("recordings", [])]}
 
 
 def _players(numbers: Mapping[str, Any], folder: Path) -> list[Player]:

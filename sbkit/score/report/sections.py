@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sbkit.data.manifest import Utterance
 from sbkit.score import chunk_size
 from sbkit.score.estimate import MetricEstimate
 from sbkit.score.markup import Markup, tag, text
@@ -17,7 +18,7 @@ from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel, can_judge
 from sbkit.score.report.groups import UtteranceGroup
-from sbkit.score.results import Player, ScoredRecording
+from sbkit.score.results import Player
 from sbkit.score.significance import RATES, interval
 from sbkit.system.console import counted, time_span
 
@@ -240,7 +241,6 @@ def _player(each: Player, clips: AudioEmbedder) -> Markup:
                each.remark and tag("p", each.remark, class_="facts"), class_="utterance")
 
 
-
 def where(results: ScoredRun, other: ScoredRun | None) -> Markup:
     """Show WER by duration, by the corpus's metadata, and by speaker."""
     durations, values, speakers, alike = groups.breakdown(results)
@@ -334,7 +334,7 @@ def worst_recordings(run: RunData, estimate: MetricEstimate, clips: AudioEmbedde
                    lead=f"By {estimate.name}, which is {estimate.value:.4g} on all {len(estimate.ids)}.")
 
 
-def recording(one: ScoredRecording, clips: AudioEmbedder, remark: str) -> Markup:
+def recording(one: Utterance, clips: AudioEmbedder, remark: str) -> Markup:
     """Make a card of a recording: a remark, a player, and what is known of it."""
     facts = [f"{one.duration:.1f} s", *([f"speaker {short(one.speaker)}"] if one.speaker else [])]
     return tag("article", tag("p", remark), clips.player(one),
