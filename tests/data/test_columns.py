@@ -179,22 +179,18 @@ def test_an_aligned_signal_is_cut_and_sped_up_as_its_recording_is(manifest, augm
     assert len(lengths) == CLIPS if augment is None else max(lengths) <= 6400
 
 
-def test_noise_is_on_the_recording_alone(manifest):
-    class Noise:
-        def __call__(self, signal, rng):
-            return signal + rng.standard_normal(len(signal)).astype(np.float32)
+class Noise:
+    def __call__(self, signal, rng):
+        return signal + 0.5 * rng.standard_normal(len(signal)).astype(np.float32)
 
+
+def test_noise_is_on_the_recording_alone(manifest):
     plain = {name: row for batch in loader(manifest, augment=Augment([Gain()])).at(1)
              for name, row in zip(batch.ids, batch.columns["clean"].data, strict=True)}
     for batch in loader(manifest, augment=Augment([Gain(), Noise()])).at(1):
         assert not torch.allclose(batch.signals, batch.columns["clean"].data, atol=0.1)
         for name, row in zip(batch.ids, batch.columns["clean"].data, strict=True):
             assert torch.equal(row, plain[name])
-
-
-class Noise:
-    def __call__(self, signal, rng):
-        return signal + 0.1 * rng.standard_normal(len(signal)).astype(np.float32)
 
 
 def test_a_recording_can_be_its_own_second_signal(sounds, tmp_path):

@@ -28,7 +28,6 @@ def parts_of(numbers: list[int], shares: list[float]) -> Parts:
     return Parts(np.array([there.index(number) for number in numbers]), {f"part {i}": shares[i] for i in there})
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(rows, st.lists(st.floats(0.01, 10), min_size=4, max_size=4), st.integers(1, 4), st.integers(1, 3),
        st.integers(0, 5))
@@ -144,7 +143,6 @@ def test_a_part_with_a_share_of_nothing_is_never_drawn():
         Plan(seconds, Batching(600, clips_per={"speaker": 2}), labels=parts.numbers, parts=parts)
 
 
-@pytest.mark.slow
 def test_two_million_rows_in_a_hundred_parts_are_planned_in_seconds():
     code = """
 import time

@@ -78,12 +78,6 @@ def test_characters_are_symbols_without_a_spelling(asked, tmp_path):
     assert not (tmp_path / "characters.json").exists()
 
 
-def test_another_spelling_of_a_run_is_refused(asked, tmp_path):
-    symbols(tmp_path, "the cat")
-    with pytest.raises(SbkitError, match="other entries than the corpus"):
-        Symbols(tmp_path / "symbols.json").prepare(["the cat"])
-
-
 @pytest.mark.parametrize("voice", ["../en", "en us", "", "e" * 50])
 def test_a_name_that_no_voice_can_have_is_refused_before_anything_is_loaded(asked, voice):
     with pytest.raises(SbkitError, match="espeak-ng has no voice"):

@@ -16,7 +16,6 @@ from sounds import encoded, speechlike
 from sbkit.data import measure, remote
 from sbkit.data.audio import AudioError, audio_info, read_audio
 from sbkit.data.corpus import Corpus
-from sbkit.data.manifest import Manifest
 from sbkit.data.reader import Reader, ReadRequest
 from sbkit.data.remote import Remote
 from sbkit.data.shards import write_shards
@@ -253,10 +252,3 @@ def test_what_a_client_raises_is_told_in_its_words(monkeypatch):
     monkeypatch.setattr(remote, "from_store", lacks)
     with pytest.raises(AudioError, match=r"s3://bucket/a\.wav: Install s3fs"):
         audio_info("s3://bucket/a.wav", Remote(("s3",)))
-
-
-def test_a_manifest_keeps_what_is_allowed(tmp_path):
-    Manifest(ids=["a"], durations=[1], wavs=["memory://a"], texts=["a"]).write(tmp_path / "a.csv")
-    manifest = Manifest.read(tmp_path / "a.csv", remote=MEMORY)
-    assert manifest.select([0]).replace(texts=["b"]).remote == MEMORY
-    assert Manifest.read(tmp_path / "a.csv").remote.schemes == ()

@@ -64,22 +64,14 @@ def test_copied_files_come_back_byte_for_byte(manifest, tmp_path, workers):
         assert after[name].duration == pytest.approx(row.duration, abs=0.05)
 
 
-@pytest.mark.parametrize("encode", ["wav16k", "flac"])
-def test_encoded_audio_is_16_khz_and_sounds_the_same(manifest, tmp_path, encode):
-    rows = by_id(pack(manifest, tmp_path, encode=encode))
+@pytest.mark.parametrize(("encode", "rate"), [("wav16k", 16_000), ("flac", 16_000), ("wav", 24_000)])
+def test_encoded_audio_has_the_rate_that_was_asked_for_and_sounds_the_same(manifest, tmp_path, encode, rate):
+    rows = by_id(pack(manifest, tmp_path, encode=encode, sample_rate=rate))
     for before in manifest:
-        expected, found = read_audio(before.wav), read_audio(rows[before.id].wav, sample_rate=None)
-        assert len(found) == len(expected) == round(rows[before.id].duration * 16000)
+        expected = read_audio(before.wav, sample_rate=rate)
+        found = read_audio(rows[before.id].wav, sample_rate=None)
+        assert len(found) == len(expected) == round(rows[before.id].duration * rate)
         assert np.abs(found - expected).max() <= 1 / 32768
-
-
-def test_what_is_encoded_has_the_rate_that_was_asked_for(manifest, tmp_path):
-    rows = by_id(pack(manifest, tmp_path / "wide", encode="wav", sample_rate=24_000))
-    for before in manifest:
-        expected, found = read_audio(before.wav, sample_rate=24_000), read_audio(rows[before.id].wav, sample_rate=None)
-        assert len(found) == len(expected) and np.abs(found - expected).max() <= 1 / 32768
-    with pytest.raises(SbkitError, match=r"wav16k is 16000 samples a second, not 8000.*encode as wav"):
-        pack(manifest, tmp_path / "other", encode="wav16k", sample_rate=8000)
 
 
 def test_segments_of_longer_files_keep_their_rate(manifest, tmp_path):
@@ -267,15 +259,19 @@ def test_the_manifest_that_is_packed_stays(manifest, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["train.csv"]
 
 
-def test_mistakes_are_told(manifest, tmp_path, monkeypatch):
-    for options in ({"shard_size_mb": 0}, {"shard_size_mb": float("nan")}, {"workers": 0}):
-        with pytest.raises(SbkitError, match=next(iter(options))):
-            pack(manifest, tmp_path, **options)
+@pytest.mark.parametrize(("options", "told"), [
+    ({"shard_size_mb": 0}, "shard_size_mb"), ({"shard_size_mb": float("nan")}, "shard_size_mb"),
+    ({"workers": 0}, "workers"), ({"encode": "mp4"}, "cannot encode shards as 'mp4'.*wav16k, flac"),
+    ({"encode": "wav16k", "sample_rate": 8000}, "wav16k is 16000 samples a second, not 8000.*encode as wav")])
+def test_wrong_options_are_told(manifest, tmp_path, options, told):
+    with pytest.raises(SbkitError, match=told):
+        pack(manifest, tmp_path, **options)
+
+
+def test_what_cannot_be_packed_is_told(manifest, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(SbkitError, match=r"file: cannot be written \(File exists\)"):
         pack(manifest, tmp_path / "file")
-    with pytest.raises(SbkitError, match=r"cannot encode shards as 'mp4'.*wav16k, flac"):
-        pack(manifest, tmp_path, encode="mp4")
     with pytest.raises(SbkitError, match="the manifest is empty"):
         pack(manifest.select([]), tmp_path)
     with pytest.raises(SbkitError, match=r"not one of 20 recordings could be read.*no such file"):

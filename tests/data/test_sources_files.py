@@ -219,20 +219,12 @@ def test_every_line_is_a_row_or_malformed(tmp_path_factory, values):
 # ---------------------------------------------------------------- which file is which
 
 
-def test_a_mapping_names_files_of_any_kind(tmp_path):
-    a = write(tmp_path / "part one.csv", "ID,wav,wrd\na,a.wav,x\n")
-    b = write(tmp_path / "rest.jsonl", '{"audio": "b.wav", "text": "y"}\n')
-    source = open_source({"train": a, "test": str(b)}, cache=tmp_path)
-    assert source.names() == ["train", "test"] and source.kind == "SpeechBrain CSV + JSON lines"
-    assert list(source.read("test", False).texts) == ["y"]
-
-
 def test_a_split_may_be_several_files_of_any_kind(tmp_path):
     a = write(tmp_path / "a.csv", "ID,wav,wrd,accent\na,a.wav,x,north\n")
     b = write(tmp_path / "b.jsonl", '{"audio": "b.wav", "text": "y"}\nbroken\n')
     source = open_source({"train": [a, str(b)], "test": b}, cache=tmp_path)
     rows = source.read("train", False)
-    assert source.names() == ["train", "test"]
+    assert source.names() == ["train", "test"] and source.kind == "SpeechBrain CSV + JSON lines"
     assert list(rows.texts) == ["x", "y"] and list(rows.meta["accent"]) == ["north", ""]
     assert [where for where, _ in rows.malformed] == ["b.jsonl line 2"]
     before = source.fingerprint()
@@ -275,19 +267,6 @@ def test_what_is_no_corpus_is_named(tmp_path, monkeypatch, source, message):
     write(tmp_path / "x.docx", "")
     with pytest.raises(SbkitError, match=message):
         open_source(source, cache=tmp_path)
-
-
-def test_splits_go_by_many_names(tmp_path):
-    for i, name in enumerate(("training", "Valid", "testing", "notes")):
-        (tmp_path / f"{i}.wav").write_bytes(encoded(speechlike(0.5), 16000))
-        write(tmp_path / f"{name}.csv", f"ID,wav,wrd\na,{tmp_path}/{i}.wav,{name}\n")
-    manifests = Corpus(tmp_path, folder=tmp_path / "m").prepare(show_progress=False)
-    assert {split: list(m.texts) for split, m in manifests.items()} == {
-        "train": ["training"], "dev": ["valid"], "test": ["testing"]}
-    (tmp_path / "only").mkdir()
-    write(tmp_path / "only" / "x.csv", "ID,wav,wrd\n")
-    with pytest.raises(SbkitError, match=r"has no split train, dev or test \(it has x\); name them"):
-        Corpus(tmp_path / "only", folder=tmp_path / "m2").prepare(show_progress=False)
 
 
 @pytest.mark.parametrize("broken", ['{"audio":' * 50_000, "[" * 50_000,

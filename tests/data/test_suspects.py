@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sbkit.data.corpus import Corpus
 from sbkit.data.manifest import Column
-from sbkit.data.suspects import DECISIONS, DROP, FIX, KEEP, Exclusions, Suspect, write
+from sbkit.data.suspects import DECISIONS, DROP, KEEP, Exclusions, Suspect, write
 from sbkit.errors import SbkitError
 
 
@@ -15,21 +15,14 @@ def suspect(name, label, decision=DROP, corpus="/data/mine"):
     return Suspect(name, decision, "other words", 9.5, 0.01, label, "something else", "", "/a.wav", corpus)
 
 
-def test_a_list_is_read_back(tmp_path):
-    rows = [suspect("a", "=one, \"two\""), suspect("-b", "three", FIX), suspect("c", "four", KEEP)]
-    write(tmp_path / "list.csv", rows)
-    found = Exclusions.read(tmp_path / "list.csv")
-    assert found.labels == {"a": "=one, \"two\"", "-b": "three"} and found.corpus == "/data/mine"
-    assert ",\"'=one" in (tmp_path / "list.csv").read_text(), "a spreadsheet must not take it for a formula"
-
-
 @given(st.dictionaries(
     st.text("ab=-', \"\n", min_size=1), st.tuples(st.text("xyz ='\"\n,"), st.sampled_from(DECISIONS))))
 def test_any_list_is_read_back(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("list") / "list.csv"
     write(path, [suspect(name, label, decision) for name, (label, decision) in rows.items()])
-    assert Exclusions.read(path).labels == {
-        name: label for name, (label, decision) in rows.items() if decision != KEEP}
+    found = Exclusions.read(path)
+    assert found.labels == {name: label for name, (label, decision) in rows.items() if decision != KEEP}
+    assert found.corpus == ("/data/mine" if rows else "")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Symbols and speakers: stored once, the same for good, read with a limit, and never an id that isn't there."""
 
-import pickle
-
 import pytest
 
 from sbkit.data.symbols import MAX_SPEAKERS, MAX_SYMBOLS, PADDING, Speakers, Symbols
@@ -13,13 +11,6 @@ def test_symbols_are_the_corpus_characters_and_padding_is_the_first(tmp_path):
     assert symbols.names == [PADDING, " ", "a", "b", "ñ"] and len(symbols) == 5
     assert symbols.encode("ab ñ") == [2, 3, 1, 4] and symbols.encode("xaxb") == [2, 3] and symbols.encode("") == []
     assert symbols.unknown(["abx", "y "]) == {"x", "y"}
-
-
-def test_they_are_the_same_when_they_are_read_again_and_in_a_worker(tmp_path):
-    made = Symbols(tmp_path / "s.json").prepare(["cab"])
-    again = Symbols(tmp_path / "s.json").load()
-    sent = pickle.loads(pickle.dumps(again))
-    assert made.names == again.names == sent.names and sent.encode("abc") == [1, 2, 3]
 
 
 def test_the_same_corpus_is_prepared_again_and_another_is_refused(tmp_path):

@@ -21,18 +21,9 @@ def run(wrong, names=None, words=10):
     return rates
 
 
-@pytest.mark.slow
-def test_interval_covers_the_true_rate():
-    rng = np.random.default_rng(0)
-    inside = 0
-    for _ in range(100):
-        low, high = interval(run(rng.binomial(10, rng.choice([0.02, 0.3], size=200))))
-        inside += low <= 16.0 <= high
-    assert 88 <= inside <= 99
-
-
 def test_the_interval_is_that_of_the_normal_distribution_and_the_same_again():
-    wrong = np.random.default_rng(2).binomial(10, 0.2, 2000)
+    rng = np.random.default_rng(2)
+    wrong = rng.binomial(10, rng.choice([0.02, 0.3], size=2000))  # errors within an utterance are correlated
     low, high = interval(run(wrong))
     assert low < 10 * wrong.mean() < high and interval(run(wrong)) == (low, high)
     assert high - low == pytest.approx(2 * 1.96 * wrong.std() * 10 / np.sqrt(len(wrong)), rel=0.1)
