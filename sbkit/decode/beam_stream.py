@@ -53,7 +53,6 @@ class LineSearch(Search, Generic[H]):
         self.beams = self._start(1)
 
     def step(self) -> None:
-        """Search the next event."""
         self._hear()
         self.beams = self._step(self.beams, np.array([self.taken]))
         self.taken += 1
@@ -191,7 +190,6 @@ class BeamStream(StreamSearch, Generic[H]):
         return [*heard, now] if now.settled or partial or not heard else heard
 
     def finish(self) -> StreamResult:
-        """Settle what is left: the stream is over."""
         self._end(self._events.frames)
         return self._result([], self._in_line, self._events.frames)
 

@@ -93,7 +93,6 @@ class Fusion:
         return weights.lm * scores.astype(np.float64), after
 
     def finish(self, states: np.ndarray, weights: FusionWeights) -> np.ndarray:
-        """The score of the sentence end."""
         if self.model is None:
             return np.zeros(len(states))
         return weights.lm * self.model.score(states, np.full(len(states), self.model.end))[0].astype(np.float64)

@@ -41,7 +41,6 @@ class SettlingStream(StreamSearch):
         return [*heard, now] if words or now.partial or not heard else heard
 
     def end(self, tokens: TokenSpans) -> StreamResult:
-        """Settle the last tokens."""
         words = self.spelling.write(self.spelling.groups(tokens, self.spelling.longest), tokens)
         return StreamResult(words, [], self._in_line or bool(words), self._frames * self.spelling.frame_seconds)
 
@@ -74,7 +73,6 @@ class GreedyStream(SettlingStream):
         self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may go on
 
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
-        """Hear log-probabilities [T, V]; see ``StreamSearch``."""
         self.spelling.check(scores)
         labels, confidence = best_path(scores[None], np.array([len(scores)]), self.blank_id)
         return self.decode(labels[0], confidence[0])
@@ -85,7 +83,6 @@ class GreedyStream(SettlingStream):
         return self.hear(*self._tokens(labels, confidence))
 
     def finish(self) -> StreamResult:
-        """Settle what is left: the stream is over."""
         tokens, _ = self._tokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
         return self.end(tokens)
 
@@ -109,6 +106,5 @@ class GreedyStream(SettlingStream):
 
 
 def joined(*several: TokenSpans) -> TokenSpans:
-    """Put tokens one after the other."""
     columns = zip(*((each.ids, each.starts, each.ends, each.confidence) for each in several), strict=True)
     return TokenSpans(*map(np.concatenate, columns))

@@ -37,7 +37,6 @@ def prefixes(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hash_all(texts: Sequence[bytes]) -> np.ndarray:
-    """Hash each text: [N] uint64."""
     hashes, begins = prefixes(texts)
     return np.where(np.diff(begins) > 0, hashes[np.maximum(begins[1:] - 1, 0)] if len(hashes) else 0, np.uint64(0))
 

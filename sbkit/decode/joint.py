@@ -46,7 +46,6 @@ class _Beams:
 
     @property
     def size(self) -> int:
-        """The number of tokens per hypothesis."""
         return self.tokens.shape[2] - 1
 
 

@@ -25,7 +25,6 @@ class Quality(NamedTuple):
 
     @property
     def unknown_share(self) -> float:
-        """The share of unknown words in per cent."""
         return 100 * self.unknown / max(1, self.words)
 
 
@@ -51,7 +50,6 @@ class LanguageModel(ABC):
 
     @property
     def order(self) -> int:
-        """The number of words in the longest n-gram."""
         return len(self.counts)
 
     def lookup(self, words: Iterable[str]) -> np.ndarray:

@@ -47,7 +47,6 @@ class NGram(LanguageModel):
 
     @property
     def counts(self) -> list[int]:  # type: ignore[override]  # a model's counts are never set from outside
-        """N-grams of each order."""
         return [len(level.word) for level in self.levels]
 
     def _add_unknown(self) -> None:

@@ -43,7 +43,6 @@ class Events:
         return len(self.offset)
 
     def part(self, start: int, stop: int) -> Events:
-        """Select a range of utterances."""
         first = self.first[start:stop + 1]
         events = self.between(int(first[0]), int(first[-1]))
         return replace(events, first=first - first[0], offset=self.offset[start:stop])
@@ -60,7 +59,6 @@ class Events:
 
     @staticmethod
     def join(parts: list[Events]) -> Events:
-        """Concatenate batches."""
         if not parts:
             none = np.zeros(0)
             one = np.zeros(1, np.int64)

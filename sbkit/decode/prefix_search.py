@@ -71,7 +71,6 @@ class Beams:
         return len(self.key)
 
     def take(self, rows: np.ndarray | slice) -> Beams:
-        """Select hypotheses."""
         return Beams(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
@@ -274,7 +273,6 @@ class Search(ABC):
         return soft + self.fusion.hot.expect(hot, word) if self.fusion.hot else soft
 
     def _prune(self, utterance: np.ndarray, score: np.ndarray, active: int) -> np.ndarray:
-        """Rows to keep, in order."""
         sizes = np.bincount(utterance, minlength=active)
         best = np.maximum.reduceat(score, np.cumsum(sizes) - sizes)
         rows = np.flatnonzero(score >= np.repeat(best - self.width, sizes))

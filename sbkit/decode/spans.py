@@ -36,7 +36,6 @@ class TokenSpans:
         return len(self.ids)
 
     def take(self, chosen: np.ndarray | slice) -> TokenSpans:
-        """Select tokens."""
         return TokenSpans(self.ids[chosen], self.starts[chosen], self.ends[chosen], self.confidence[chosen])
 
 

@@ -157,7 +157,6 @@ class TokenSearch(ABC):
 
     @property
     def tokenizer(self) -> Any:  # a Tokenizer or pieces, as it was given
-        """The tokenizer of the model."""
         return self._tokenizer
 
     @tokenizer.setter
@@ -176,7 +175,6 @@ class TokenSearch(ABC):
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The tokens."""
         if self._tokenizer is None:
             raise SbkitError("the beam search has no tokenizer", hint="give it one: tokenizer: !ref <tokenizer>")
         listed = self._tokenizer.pieces() if hasattr(self._tokenizer, "pieces") else self._tokenizer

@@ -112,14 +112,12 @@ class TransducerStream(SettlingStream):
         self._greedy = TransducerSearch(joint)
 
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
-        """Hear states [T, J]; see ``StreamSearch``."""
         [spans] = self._greedy.feed([scores])
         self._frames += len(scores)
         silent = np.isin(spans.ids, list(self.spelling.silent))
         return self.hear(joined(self._open, spans.take(~silent)))
 
     def finish(self) -> StreamResult:
-        """Settle what is left: the stream is over."""
         return self.end(self._open)
 
 

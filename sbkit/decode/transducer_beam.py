@@ -43,7 +43,6 @@ class States:
         return len(self.rows)
 
     def part(self, start: int, stop: int) -> States:
-        """Select a range of utterances."""
         return States(self.rows[start:stop])
 
 

@@ -34,7 +34,6 @@ class Assembly:
 
     @property
     def whole(self) -> bool:
-        """Whether the whole recording is in stretches."""
         return self.begun == self.expected
 
     def add(self, number: int, chunk: Chunk, log_probs: np.ndarray, frame_samples: int, decoder: Decoder) -> None:
@@ -70,7 +69,6 @@ def words(found: Sequence[DecodedTokens], vocabulary: Vocabulary) -> list[Word]:
 
 
 def transcript(name: str, heard: Assembly, spoken: list[Word], vocabulary: Vocabulary) -> Transcript:
-    """Make the transcript of a whole recording from its words."""
     config = vocabulary.config
     return Transcript(name, vocabulary.text(spoken), spoken, heard.samples / config.sample_rate, config.language,
                       config.word_separator is not None)
@@ -111,7 +109,6 @@ class StableWords:
             self._go_on_from(self._first + self._frames)
 
     def _found(self) -> list[DecodedTokens]:
-        """Decode the open stretches."""
         return [DecodedTokens(self._first + part.frame, part.spans) for part in self._decoder.tokens([self._open])[0]]
 
     def _finalise(self, heard: list[Word], heard_until: int) -> None:

@@ -126,7 +126,6 @@ class BundleEngine(ABC):
 
     @property
     def running(self) -> Placement:
-        """What was requested, and what actually runs."""
         return self._ready.running
 
     @property
@@ -151,7 +150,6 @@ class BundleEngine(ABC):
         """Read ``config``, the bundle's configuration."""
 
     def _models(self) -> Mapping[str, str]:
-        """Return the graph's file in each format."""
         return self.config.models
 
     # ------------------------------------------------------------------ within the worker
@@ -226,7 +224,6 @@ def padded(parts: Sequence[np.ndarray], least: int = 1) -> tuple[np.ndarray, np.
 
 
 def closed() -> SbkitError:
-    """The error for whoever asks a model that was closed."""
     return SbkitError("the model was closed", hint="load it again")
 
 
@@ -259,7 +256,6 @@ class Loaded(Generic[E]):
         return self.engine.config.sample_rate
 
     def close(self) -> None:
-        """Release the model."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -56,7 +56,6 @@ class Aligner:
                      config.word_separator)
 
     def close(self) -> None:
-        """Release the model."""
         self._model.close()
 
 
@@ -64,7 +63,6 @@ class BundleLoader:
     """Opens bundles on the CPU."""
 
     def codec(self, folder: str) -> CodecModel:
-        """Open a codec."""
         found = load(folder, device="cpu")
         if not isinstance(found, CodecModel):
             found.close()

@@ -170,6 +170,5 @@ def _parts(word: str, width: int) -> list[str]:
 
 
 def _cells(text: str) -> int:
-    """How many cells of a terminal a text takes."""
     return sum(_WIDE.get(unicodedata.east_asian_width(each), 1) for each in text
                if unicodedata.category(each) not in _NO_CELL)

@@ -137,7 +137,6 @@ class CodecModel(Loaded[CodeEngine]):
         return self._run(self.sounds, checked, list(map(len, checked)), 1, self.engine.config.stride)
 
     def close(self) -> None:
-        """Release both graphs."""
         super().close()
         self.sounds.close()
 
@@ -191,7 +190,6 @@ def codec(bundle: str | Path, model: str = AUTO, device: str = AUTO, threads: in
 
 
 def _numbered(error: SbkitError, message: str, number: int) -> SbkitError:
-    """Make an error say which of the given recordings it is about."""
     if isinstance(error, InvalidCode):
         return InvalidCode(message, (number, *error.position), error.level, error.id, hint=error.hint)
     return SbkitError(message, hint=error.hint)

@@ -56,7 +56,6 @@ class Decoder(ABC):
         """Decode recordings, each given as its stretches in order."""
 
     def frames(self, kept: Kept) -> int:
-        """The number of frames of a stretch."""
         return int(kept[1])
 
     def after(self, stretches: Sequence[Kept], frame: int) -> list[Kept]:

@@ -22,7 +22,6 @@ class DeviceChoice:
 
     @classmethod
     def parse(cls, device: str) -> DeviceChoice:
-        """Parse a user's choice."""
         match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", device)
         if match is None or (match[2] and match[1] != "cuda"):
             raise SbkitError(f"there is no device {device!r}", hint="use auto, cpu, cuda or cuda:N")

@@ -92,7 +92,6 @@ class Engine(BatchEngine):
         return self._apart(self.compute(batch, lengths), len(signals))
 
     def _apart(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
-        """Split the model's output into the first ``count`` rows."""
         log_probs, frames = found
         if log_probs.ndim != 3 or frames.ndim != 1 or min(len(log_probs), len(frames)) < count:
             raise SbkitError(f"the model gives {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",

@@ -98,7 +98,6 @@ class LiveEnhancer:
         return np.concatenate(ready)
 
     def finish(self) -> np.ndarray:
-        """Return the rest."""
         rest, self._kept = self._kept, np.zeros(0, np.float32)
         if not self._owed:
             return rest
@@ -144,5 +143,4 @@ class EnhancerModel(Loaded[EnhanceEngine]):
 
 
 def enhancer(bundle: str | Path, model: str, device: str, threads: int | None) -> EnhancerModel:
-    """Load an enhancer."""
     return EnhancerModel(EnhanceEngine(bundle, model, device, threads))

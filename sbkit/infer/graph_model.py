@@ -37,7 +37,6 @@ class Output:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
         return sum(each.size for each in self.outputs.values())
 
     def facts(self) -> dict[str, Any]:

@@ -23,7 +23,6 @@ class TranscriptLine:
 
     @property
     def words(self) -> list[Word]:
-        """All of its words."""
         return self.settled + self.partial
 
 

@@ -107,7 +107,6 @@ class Model(Loaded[Engine]):
         return self._searched[1]
 
     def close(self) -> None:
-        """Release the model."""
         super().close()
         with self._lock:
             if self._streams is not None:

@@ -26,7 +26,6 @@ class Interface:
     outputs: Sequence[str]
 
     def check(self, path: Path, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        """Refuse a file that has others."""
         if (list(inputs), list(outputs)) != (list(self.inputs), list(self.outputs)):
             raise SbkitError(f"{path} takes {list(inputs)} and gives {list(outputs)}; it must take "
                              f"{list(self.inputs)} and give {list(self.outputs)}",
@@ -157,7 +156,6 @@ def _refuse_foreign_weights(runtime: ModuleType, path: Path) -> None:
 
 
 def _check_device(session: Session, device: Device) -> None:
-    """Raise if a session runs elsewhere."""
     provider = session.get_providers()[0]
     if device.gpu is None:
         if provider != CPU:

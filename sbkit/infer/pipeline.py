@@ -198,7 +198,6 @@ def batch_seconds(device: str) -> float:
 
 
 def _move(index: int, heard: dict[int, Assembly], ready: dict[int, Assembly]) -> None:
-    """Move a recording to ``ready`` once it is complete."""
     if heard[index].whole:
         ready[index] = heard.pop(index)
 

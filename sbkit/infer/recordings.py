@@ -45,7 +45,6 @@ class Recording:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         if self.called:
             return self.called
         if isinstance(self.audio, np.ndarray):

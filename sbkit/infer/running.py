@@ -43,7 +43,6 @@ class RunRequest(ModelRequest):
 
 
 def run(request: RunRequest) -> int:
-    """Run the model and return the exit code."""
     recordings = collect(request.files, None, request.schemes)
     if request.output is None and "wav" in request.formats:
         raise SbkitError("wav is for files", hint="say where they go: --output FOLDER")

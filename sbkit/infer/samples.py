@@ -106,7 +106,6 @@ class Resampler:
         self.reset()
 
     def reset(self) -> None:
-        """Begin another stream."""
         self._stream = soxr.ResampleStream(self.rate, self._own, 1, dtype="float32", quality="MQ") \
             if self.rate != self._own else None
 

@@ -76,7 +76,6 @@ class Phrase:
 
     @property
     def ends(self) -> bool:
-        """Whether it ends a sentence."""
         return self.pause == SENTENCE_PAUSE
 
 

@@ -56,7 +56,6 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """Seconds that were fed."""
         return self._came / self.rate
 
     def feed(self, samples: np.ndarray) -> None:

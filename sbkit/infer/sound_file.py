@@ -36,7 +36,6 @@ class Kind:
 
     @property
     def available(self) -> bool:
-        """Whether this machine's libsndfile writes it."""
         return self.subtype in soundfile.available_subtypes(self.format)
 
     def rate(self, rate: int) -> int:
@@ -105,7 +104,6 @@ class SoundWriter:
                 self._file.write(samples[begin : begin + _BLOCK].clip(-1.0, 1.0))
 
     def end(self) -> None:
-        """Write the rest."""
         if self._resampler is not None:
             self.add(np.zeros(0, dtype=np.float32), last=True)
         with self._out:
@@ -136,7 +134,6 @@ class SoundStream:
         self._writer.add(samples)
 
     def end(self) -> None:
-        """Encode what is left."""
         self._writer.end()
         self._ended = True
 
@@ -158,19 +155,15 @@ class _DeferredErrors:
         self._error: OSError | None = None
 
     def write(self, data: Any) -> int:  # whatever has bytes
-        """Write at the current place."""
         return self._call(lambda file: file.write(data) or 0)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the current place."""
         return self._call(lambda file: file.seek(offset, whence))
 
     def tell(self) -> int:
-        """Return the current place."""
         return self._call(lambda file: file.tell())
 
     def drop(self) -> None:
-        """Leave the file alone from now on."""
         self._file = None
 
     def _call(self, call: Callable[[Any], int]) -> int:
@@ -197,13 +190,11 @@ class _Sink(io.RawIOBase):
         self.data, self.taken, self._at = bytearray(), 0, 0
 
     def take(self) -> bytes:
-        """Return what is there."""
         data, self.data = bytes(self.data), bytearray()
         self.taken += len(data)
         return data
 
     def write(self, data: Any) -> int:  # whatever has bytes
-        """Write at the current place."""
         begin, size = self._at - self.taken, len(data)
         self._at += size
         if begin >= 0:
@@ -213,14 +204,12 @@ class _Sink(io.RawIOBase):
         return size
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the current place."""
         from_where: dict[int, Callable[[], int]] = {
             io.SEEK_SET: int, io.SEEK_CUR: self.tell, io.SEEK_END: lambda: self.taken + len(self.data)}
         self._at = from_where[whence]() + offset
         return self._at
 
     def tell(self) -> int:
-        """Return the current place."""
         return self._at
 
     def readinto(self, _: Any) -> int:  # whatever takes bytes
@@ -228,9 +217,7 @@ class _Sink(io.RawIOBase):
         return 0
 
     def seekable(self) -> bool:
-        """Whether it can be moved in."""
         return True
 
     def writable(self) -> bool:
-        """Whether it can be written to."""
         return True

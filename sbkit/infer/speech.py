@@ -36,7 +36,6 @@ class Speech:
 
     @property
     def seconds(self) -> float:
-        """The length."""
         return len(self.samples) / self.sample_rate
 
 
@@ -58,7 +57,6 @@ def pauses(pieces: Iterator[Phrase], speed: float) -> Iterator[tuple[Phrase, flo
 
 
 def joined(parts: Sequence[Speech], pieces: Sequence[Phrase]) -> Speech:
-    """Join the speech of a text's pieces."""
     words: list[SpokenWord] = []
     sentences: list[str] = []
     samples, begun = 0, False

@@ -45,7 +45,6 @@ class Stream:
 
     @property
     def rate(self) -> int:
-        """Samples per second of what it is fed."""
         return self._resampler.rate
 
     @property
@@ -84,7 +83,6 @@ class Stream:
         self._session = self._opened()
 
     def text(self, words: Sequence[Word]) -> str:
-        """Join words to text."""
         return self._engine.vocabulary.text(words)
 
     def _feed(self, samples: np.ndarray) -> Iterator[StreamResult]:

@@ -132,7 +132,6 @@ class StreamEngine(BundleEngine):
             self._searcher.close()
 
     def enter(self, session: Session) -> None:
-        """Put a stream in the line."""
         with self._lock:
             self._line.append(session)
             first = len(self._line) == 1

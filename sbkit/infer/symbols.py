@@ -47,14 +47,12 @@ class Unknown:
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, character: str, place: TextPosition) -> None:
-        """Count a character."""
         self.counts[character] = self.counts.get(character, 0) + 1
         told = self.places.setdefault(character, [])
         if len(told) < _PLACES:
             told.append(place)
 
     def error(self) -> UnknownCharacters:
-        """The error of a text that has them."""
         return UnknownCharacters(f"the voice never learnt {self}",
                                  hint="write them in its symbols, or leave them out with skip_unknown")
 

@@ -181,7 +181,6 @@ class _Done:
         self._lost: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}
 
     def add(self, window: Sequence[_ReadRow]) -> None:
-        """Code what was read, and write it."""
         found = [(row, future.result()) for row, future in window]
         self._lost[UNDECODABLE] += [(row, error.cause) for row, error in found if isinstance(error, AudioError)]
         heard = [(row, signal) for row, signal in found if isinstance(signal, np.ndarray)]
@@ -199,7 +198,6 @@ class _Done:
             self.seconds += len(signal) / self._codec.sample_rate
 
     def left_out(self, split: str) -> list[pa.Table]:
-        """The rows that have no codes, by reason."""
         return [exclusions.rows(split, reason, [self._manifest.ids[row] for row, _ in lost],
                                 [self._manifest.wavs[row] for row, _ in lost], [why for _, why in lost], seal=True)
                 for reason, lost in self._lost.items() if lost]

@@ -68,7 +68,6 @@ class Transcript:
         return [Segment(line, space.join(word.text for word in line)) for line in lines]
 
     def facts(self) -> dict[str, Any]:
-        """Return the content of the JSON format."""
         confidence = self.confidence
         return {
             "id": self.id, "text": self.text, "duration": round(self.duration, 3), "language": self.language,
@@ -80,24 +79,20 @@ class Transcript:
 
 
 def as_txt(transcript: Transcript) -> str:
-    """Format as one line of text."""
     return transcript.text + "\n"
 
 
 def as_json(transcript: Transcript) -> str:
-    """Format everything as one JSON object."""
     return json.dumps(transcript.facts(), ensure_ascii=False, indent=1) + "\n"
 
 
 def as_srt(transcript: Transcript) -> str:
-    """Format as SubRip subtitles."""
     return "\n".join(
         f"{number}\n{clock(each.start, ',')} --> {clock(each.end, ',')}\n{each.text}\n"
         for number, each in enumerate(transcript.segments, 1))
 
 
 def as_vtt(transcript: Transcript) -> str:
-    """Format as WebVTT subtitles."""
     lines = (f"\n{clock(each.start, '.')} --> {clock(each.end, '.')}\n{html.escape(each.text, quote=False)}\n"
              for each in transcript.segments)
     return "WEBVTT\n" + "".join(lines)

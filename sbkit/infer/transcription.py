@@ -56,7 +56,6 @@ class TranscribeRequest(SearchRequest, ModelRequest):
 
 
 def transcribe(request: TranscribeRequest) -> int:
-    """Transcribe and return the exit code."""
     formats = check_formats(request.formats)
     recordings = collect(request.files, request.references, request.schemes)
     if request.output is None and len(recordings) > 1 and set(formats) & {"srt", "vtt"}:

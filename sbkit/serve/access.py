@@ -45,7 +45,6 @@ class Hosts:
 
 
 def _name(host: str) -> str:
-    """Strip the port."""
     host = host.strip().lower()
     name, colon, port = host.rpartition(":")
     if colon and (not port or port.isdecimal()) and not name.endswith(":") and (":" not in name or name[-1:] == "]"):
@@ -84,7 +83,6 @@ class ApiKeys:
         return bool(self._digests)
 
     def allow(self, key: str) -> bool:
-        """Whether a key is valid."""
         given, found = _digest(key), False
         for digest in self._digests:
             found |= hmac.compare_digest(given, digest)
@@ -236,7 +234,6 @@ class _Answer:
         self._headers = {"x-request-id": self.id, "x-content-type-options": "nosniff", **extra}
 
     async def send(self, message: Message) -> None:
-        """Forward a message to the client."""
         if message["type"].endswith("response.start"):
             self.started, self.status = True, message["status"]
             own = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
@@ -248,7 +245,6 @@ class _Answer:
             self.complete = True
 
     async def say(self, status: int, headers: dict[str, str], body: bytes, kind: str = "http.response") -> None:
-        """Send a whole answer."""
         listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         listed.append((b"content-length", str(len(body)).encode()))
         await self.send({"type": f"{kind}.start", "status": status, "headers": listed})

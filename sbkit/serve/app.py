@@ -78,13 +78,11 @@ class State:
         return self.registry
 
     def faults(self) -> list[str]:
-        """The faults of all models."""
         return [each.fault for each in self.registry or () if each.fault]
 
 
 def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
          ) -> App:
-    """Make the ASGI application around a state."""
     rooms = RequestSlots(state.limits, state.metrics)
     floor = state.live_sessions
 
@@ -117,7 +115,6 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
-        """Report whether requests may be sent here."""
         why = "stopping" if state.stopping else "loading" if state.registry is None else "; ".join(state.faults())
         return JSONResponse({"ready": not why, "why": why or None}, 503 if why else 200)
 
@@ -339,7 +336,6 @@ def _read_page() -> tuple[str, str]:
 
 
 def _page() -> HTMLResponse:
-    """The response for /."""
     text, policy = _read_page()
     return HTMLResponse(text, headers={"content-security-policy": policy, "referrer-policy": "no-referrer",
                                        "cache-control": "no-cache"})

@@ -87,7 +87,6 @@ class Work:
             self._in_time(self._backlog.speed, self._whole - self._done)
 
     def close(self) -> None:
-        """Nothing of it is left to do."""
         with self._backlog._lock:
             self._take(self._whole - self._done)
 

@@ -60,7 +60,6 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """The number of signals that are not in a batch yet."""
         return len(self._waiting)
 
     @property
@@ -153,7 +152,6 @@ class Batcher:
             self._finish(batch, [error] * len(batch))
 
     def _finish(self, batch: list[_Query], results: Sequence[Any]) -> None:
-        """Deliver the results and start the next batch."""
         for each, result in zip(batch, results, strict=True):
             if isinstance(result, BaseException):
                 each.future.set_exception(result)

@@ -45,7 +45,6 @@ class Shares:
 
     @property
     def inside(self) -> int:
-        """The places that are held now."""
         return self.taken.total()
 
     @contextlib.contextmanager
@@ -100,7 +99,6 @@ class Turns:
             return before / (self._places if client is None else self._most)
 
     def back(self, client: str | None) -> None:
-        """Give a place back."""
         with self._lock:
             self._free += 1
             self._held[client] -= 1

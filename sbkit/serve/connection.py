@@ -96,7 +96,6 @@ class ConnectionLimit:
         return False
 
     def left(self, connection: TimedConnection) -> None:
-        """Note that a connection is closed."""
         self._leaving.discard(connection)
 
     def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -139,7 +138,6 @@ class ConnectionLimit:
         connection.refuse(b"\r\n".join(lines))
 
     def _log_once(self, what: str, *values: Any) -> None:
-        """Log a warning at most once a minute."""
         if time.monotonic() - self._said >= _SAY_SECONDS:
             self._said = time.monotonic()
             _log.warning(what, *values)
@@ -212,7 +210,6 @@ class TimedConnection(H11Protocol):
         return self._idle_from if self.cycle is None or self.cycle.response_complete else None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Start watching the connection."""
         super().connection_made(transport)
         transport.max_size = _READ_HTTP_BYTES  # type: ignore[attr-defined]  # of asyncio's own
         self.address = _owner(self.client, self.config)
@@ -223,13 +220,11 @@ class TimedConnection(H11Protocol):
             self.app = self._doors.only_probes(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop watching the connection."""
         self._watch.cancel()
         super().connection_lost(exc)
         self._doors.left(self)
 
     def on_response_complete(self) -> None:
-        """Note that the connection is idle now."""
         self._idle_from = time.monotonic()
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
@@ -247,7 +242,6 @@ class TimedConnection(H11Protocol):
         self._unread = self.loop.call_later(_SLOW_READER_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Write again."""
         self._unread.cancel()
         super().resume_writing()
 

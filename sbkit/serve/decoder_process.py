@@ -115,7 +115,6 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def main(handle: int, memory: int, file_bytes: int) -> None:
-    """Process orders until the server is gone."""
     with socket.socket(fileno=handle) as server:
         _limit(memory, file_bytes)
         server.sendall(READY)

@@ -47,7 +47,6 @@ class Wave:
         """What of the recording is missing in them."""
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """Yield blocks of float32 samples [S]."""
         self._file.seek(0)
         left = self.samples
         while left:
@@ -59,7 +58,6 @@ class Wave:
             yield block
 
     def close(self) -> None:
-        """Release the file and its disk space."""
         self._file.close()
         self._held.close()
 
@@ -95,7 +93,6 @@ class _Decoder:
         return not self._used and self.process.poll() is None
 
     def start(self, job: Job) -> None:
-        """Wait until it accepts orders."""
         if not self._ready:
             try:
                 if self._line(job, time.monotonic() + _START_SECONDS) != READY:
@@ -135,7 +132,6 @@ class _Decoder:
         return found
 
     def close(self) -> None:
-        """Kill the process."""
         self.process.kill()
         self.process.wait()
         self._socket.close()
@@ -273,7 +269,6 @@ class Decoders:
             return None
 
     def close(self) -> None:
-        """End all processes."""
         for each in list(self.running):
             each.close()
 

@@ -66,12 +66,10 @@ class DiskReservation:
             self.keep(size)
 
     def keep(self, size: int) -> None:
-        """Shrink to this many bytes."""
         self._disk.change(size - self._size, self._client)
         self._size = size
 
     def close(self) -> None:
-        """Release the reservation."""
         self.keep(0)
 
 

@@ -33,12 +33,10 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Error 400: a field is invalid."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -52,32 +50,27 @@ def refused_for(param: str, code: str | None = None) -> Iterator[None]:
 
 
 def too_large(limit: int, param: str | None = "file") -> ApiError:
-    """Error 413: the upload is too large."""
     return ApiError(413, f"the upload is larger than {limit} bytes, the limit of this server", param=param,
                     code="upload_too_large")
 
 
 def busy(what: str, seconds: float) -> ApiError:
-    """Error 429: all places are taken."""
     wait = max(1, min(60, round(seconds)))
     return ApiError(429, f"{what}; try again in {wait} s", type=BUSY, code="rate_limit_exceeded",
                     headers={"retry-after": str(wait)})
 
 
 def unauthorized() -> ApiError:
-    """Error 401: the API key is missing or wrong."""
     return ApiError(401, "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
                     code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def unknown_model(name: str, known: list[str]) -> ApiError:
-    """Error 404: there is no such model."""
     return ApiError(404, f"the model {name[:80]!r} does not exist; this server has {', '.join(known)}", param="model",
                     code="model_not_found")
 
 
 def missing_model(known: Sequence[str]) -> ApiError:
-    """Error 400: no model is named."""
     return invalid(f"the field model is missing; the models here are {', '.join(known) or 'none'}", "model")
 
 
@@ -93,7 +86,6 @@ def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
 
 
 def wrong_model(name: str, why: str, endpoints: Sequence[str]) -> ApiError:
-    """Error 400: the model is not for this endpoint."""
     return invalid(f"the model {name} {why}: ask it at {' or '.join(endpoints)}", "model", "model_not_supported")
 
 
@@ -108,7 +100,6 @@ def no_room(why: str) -> ApiError:
 
 
 def too_slow(how: str) -> ApiError:
-    """Error 408: the upload is too slow."""
     return ApiError(408, f"the upload {how}", code="upload_too_slow", headers={"connection": "close"})
 
 

@@ -58,12 +58,10 @@ class OutputsForm:
 
 
 async def read(request: Request, registry: Callable[[], Registry]) -> Form:
-    """Read and check the form of a transcription."""
     return await _checked(request, lambda form: _read(form, registry()))
 
 
 async def read_outputs(request: Request, registry: Callable[[], Registry]) -> OutputsForm:
-    """Read and check the form of a request for a model's tensors."""
     return await _checked(request, lambda form: _read_outputs(form, registry()))
 
 
@@ -120,7 +118,6 @@ class _FormParser(MultiPartParser):
     _headers_left = _HEADER_BYTES
 
     def on_header_value(self, data: bytes, start: int, end: int) -> None:
-        """Take a header's value, or a piece of it."""
         self._headers_left -= end - start
         if self._headers_left < 0:
             raise MultiPartException(f"The headers of the parts have more than {_HEADER_BYTES} bytes.")

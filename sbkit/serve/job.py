@@ -24,11 +24,9 @@ class Job:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the job was cancelled."""
         return self._cancelled
 
     def check(self) -> None:
-        """Raise ``Cancelled`` if the job was cancelled."""
         if self._cancelled:
             raise Cancelled
 
@@ -53,7 +51,6 @@ class Job:
         return future
 
     def result(self, future: Future[T]) -> T:
-        """Wait for a future's result."""
         self.check()
         try:
             return future.result()

@@ -49,10 +49,8 @@ class Limits:
 
     @property
     def upload_bytes(self) -> int:
-        """The upload limit in bytes."""
         return int(self.max_upload_mb * MEGABYTE)
 
     @property
     def disk_bytes(self) -> int:
-        """The disk limit in bytes."""
         return int(self.max_disk_mb * MEGABYTE)

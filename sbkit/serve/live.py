@@ -67,11 +67,9 @@ class LiveSession:
 
     @property
     def seconds(self) -> float:
-        """The seconds received so far."""
         return self._intake.seconds
 
     def end(self) -> None:
-        """Finish with the audio received so far."""
         self._stop.set()
 
     async def run(self) -> None:
@@ -94,7 +92,6 @@ class LiveSession:
         await self._websocket.close()
 
     def close(self) -> None:
-        """Cancel all work of the session."""
         for each in self._tasks:
             each.cancel()
         self._hearing.close()
@@ -106,7 +103,6 @@ class LiveSession:
         return task
 
     async def _receive(self) -> None:
-        """Receive audio until "stop"."""
         intake, ears = self._intake, self._hearing
         while True:
             message = await self._wire.receive()
@@ -124,7 +120,6 @@ class LiveSession:
                 raise invalid('after "start", send binary frames of audio and {"type": "stop"}')
 
     async def _send_news(self) -> None:
-        """Put what is heard into the outbox, to the end."""
         while (news := await self._hearing.news()) is not None:
             self._outbox.put(news)
 
@@ -167,7 +162,6 @@ class SendQueue:
         self._ended = True
 
     async def run(self) -> None:
-        """Send what there is to tell, to the end."""
         while True:
             while self._waiting:
                 await self._send(self._waiting.popleft())
@@ -205,7 +199,6 @@ class LiveSessions:
 
     @property
     def inside(self) -> int:
-        """The current number of sessions."""
         return self._shares.inside
 
     def end(self) -> None:
@@ -219,7 +212,6 @@ class LiveSessions:
         return self._shares.place(client, "live sessions", 30)
 
     async def session(self, websocket: WebSocket, registry: Registry) -> None:
-        """Run a session from the handshake to the end."""
         offered = websocket.scope.get("subprotocols", [])
         await websocket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
         session = None

@@ -47,7 +47,6 @@ class Metrics:
         self._registry.register(_Gauge(name, what, list(labels), read))
 
     def text(self) -> str:
-        """Format all metrics for /metrics."""
         return generate_latest(self._registry).decode()
 
 

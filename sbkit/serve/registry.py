@@ -86,17 +86,14 @@ class ServedModel(Served):
 
     @property
     def engines(self) -> list[BundleEngine]:
-        """What runs its graphs."""
         return [self.engine, *([] if self.streams is None else [self.streams])]
 
     @property
     def busy_seconds(self) -> float:
-        """How long the current batch, or step of live sessions, has been running."""
         return max(self.batcher.busy_seconds, 0.0 if self.streams is None else self.streams.busy_seconds)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts for /health."""
         streams = None if self.streams is None else asdict(self.streams.running)
         return super().facts | {"streams": streams, "chunks_ms": self.chunks_ms}
 
@@ -136,7 +133,6 @@ class ServedVoice(Served):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts for /health."""
         return super().facts | {"voices": self.config.speakers}
 
     @property
@@ -164,11 +160,9 @@ class Registry:
         return iter(self._served.values())
 
     def of(self, kind: type[S]) -> list[S]:
-        """The models of a kind."""
         return [each for each in self if isinstance(each, kind)]
 
     def find(self, name: str, kind: type[S]) -> S:
-        """Look up a model of a kind by name."""
         found = self._served.get(name)
         if found is None:
             raise unknown_model(name, list(self._served))
@@ -177,7 +171,6 @@ class Registry:
         return found
 
     def close(self) -> None:
-        """Release all models."""
         for each in self:
             each.close()
 

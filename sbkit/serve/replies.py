@@ -23,7 +23,6 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 def reply(transcript: Transcript, kind: str, granularities: Sequence[str]) -> Response:
-    """Make the whole answer."""
     if kind in _AS_TEXT:
         media = "text/vtt" if kind == "vtt" else "text/plain"
         headers = {} if transcript.warning is None else {"x-warning": transcript.warning}
@@ -37,12 +36,10 @@ class _Verbose(JSONResponse):
     """An answer that is encoded piece by piece: for hours of audio at once, all threads would wait for that."""
 
     def render(self, content: Any) -> bytes:  # whatever JSON holds
-        """Encode the content."""
         return "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(content)).encode()
 
 
 def verbose(transcript: Transcript, granularities: Sequence[str]) -> dict[str, Any]:
-    """Make the content of verbose_json."""
     found: dict[str, Any] = {
         "task": "transcribe", "language": transcript.language or UNKNOWN_LANGUAGE,
         "duration": round(transcript.duration, 3), "text": transcript.text, "usage": _usage(transcript),
@@ -75,28 +72,23 @@ def _warning(transcript: Transcript) -> dict[str, str]:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Encode one server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
 def delta(text: str) -> bytes:
-    """Make the event for more text."""
     return event({"type": "transcript.text.delta", "delta": text})
 
 
 def done(transcript: Transcript) -> bytes:
-    """Make the final event with the whole text."""
     return event({"type": "transcript.text.done", "text": transcript.text, "usage": _usage(transcript),
                   **_warning(transcript)})
 
 
 def audio_delta(data: bytes) -> bytes:
-    """Make the event for more sound."""
     return event({"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()})
 
 
 def audio_done(symbols: int, frames: int) -> bytes:
-    """Make the final event of a text's sound."""
     usage = {"input_tokens": symbols, "output_tokens": frames, "total_tokens": symbols + frames}
     return event({"type": "speech.audio.done", "usage": usage})
 

@@ -58,16 +58,13 @@ class Served(ABC):
 
     @property
     def engines(self) -> Sequence[BundleEngine]:
-        """What runs its graphs."""
         return [self.engine]
 
     @property
     def busy_seconds(self) -> float:
-        """How long the current batch has been running."""
         return self.batcher.busy_seconds
 
     def close(self) -> None:
-        """Release the model."""
         for each in reversed(self.engines):
             each.close()
 
@@ -88,7 +85,6 @@ class Served(ABC):
         return found
 
     def check(self) -> None:
-        """Raise ``ApiError`` if the model is broken."""
         if (fault := self.fault) is not None:
             raise broken(fault)
 
@@ -100,7 +96,6 @@ class Served(ABC):
 
     @property
     def placements(self) -> list[Placement]:
-        """Where each of its graphs runs."""
         return [each.running for each in self.engines]
 
     @property

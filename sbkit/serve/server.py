@@ -139,7 +139,6 @@ class _Server:
         self._guard: threading.Timer | None = None
 
     def run(self) -> int:
-        """Run until the end and return the exit code."""
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         logging.getLogger(access.__name__).setLevel(logging.INFO)  # a line for each request
         logging.getLogger("uvicorn.error").addFilter(
@@ -209,7 +208,6 @@ class _Server:
         self._server.should_exit = True
 
     def _give_up(self) -> None:
-        """Exit even if a model never returns."""
         print(f"not everything finished within {self._request.grace_seconds:g} s; the rest is dropped",
               file=sys.stderr, flush=True)
         if self.state.decoders is not None:
@@ -224,5 +222,4 @@ class _Server:
 
 
 def _keeps_the_process(thread: threading.Thread) -> bool:
-    """Whether Python waits for the thread at exit."""
     return thread.is_alive() and not thread.daemon and thread is not threading.current_thread()

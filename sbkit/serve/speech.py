@@ -52,7 +52,6 @@ class SpeechForm:
 
     @property
     def media_type(self) -> str:
-        """The type of the bytes."""
         return KINDS[self.kind].media_type
 
 

@@ -43,12 +43,10 @@ class Tail:
 
     @property
     def seconds(self) -> float:
-        """The seconds received so far."""
         return self._came / self._rate
 
     @property
     def held(self) -> int:
-        """The number of samples in memory."""
         return self._came - self.start
 
     @property
@@ -58,7 +56,6 @@ class Tail:
 
     @property
     def due(self) -> bool:
-        """Whether to decode now."""
         return self.wanted <= 0
 
     @property
@@ -67,7 +64,6 @@ class Tail:
         return max(EVERY_SECONDS * self._rate, SHARE * self.held) - (self._came - self._seen)
 
     def add(self, signal: np.ndarray) -> None:
-        """Add samples [S]."""
         if len(signal):
             self._more.append(signal)
             self._came += len(signal)

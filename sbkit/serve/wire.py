@@ -42,7 +42,6 @@ class Wire:
         return json_object(message["text"], "a text message")
 
     async def first(self, seconds: float) -> bytes | dict[str, Any]:
-        """Wait for the first message."""
         try:
             return await asyncio.wait_for(self.receive(), seconds)
         except (asyncio.TimeoutError, TimeoutError):
@@ -83,7 +82,6 @@ class Intake:
 
     @property
     def seconds(self) -> float:
-        """The seconds received so far."""
         return self._came / 2 / self._rate
 
     @property

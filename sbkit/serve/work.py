@@ -43,7 +43,6 @@ class RequestSlots:
 
     @property
     def inside(self) -> int:
-        """The number of requests inside."""
         return self._shares.inside
 
     @contextlib.contextmanager
@@ -80,7 +79,6 @@ class RequestSlots:
         return await asyncio.get_running_loop().run_in_executor(self._steps, call, *values)
 
     def close(self) -> None:
-        """End the threads after the last request."""
         for threads in (self._threads, self._steps):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -168,7 +166,6 @@ class RequestContext:
                 wanted.cancel()
 
     def close(self) -> None:
-        """Cancel all work of the request."""
         self.job.cancel()
         if self._gone is not None:
             self._gone.cancel()
