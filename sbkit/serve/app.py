@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI, Request, WebSocket
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
 
 import sbkit
 from sbkit.infer.graph_model import MAX_SECONDS
@@ -87,7 +89,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
     floor = state.live_sessions
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         state.loop = asyncio.get_running_loop()
         if state.connection_limit is not None:
             state.loop.set_exception_handler(state.connection_limit.failed)
@@ -95,16 +97,12 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         state.loop = None
         rooms.close()
 
-    app = FastAPI(title="sbkit", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     _count(state, rooms, floor)
-    _errors(app, state)
 
-    @app.get("/", response_model=None)
-    async def index() -> Response:
+    async def index(_: Request) -> Response:
         return _page()
 
-    @app.get("/health", response_model=None)
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         """Report whether the process should be kept alive; no model is run for it."""
         faults = state.faults()
         status = "unhealthy" if faults else "loading" if state.registry is None else "ok"
@@ -113,30 +111,24 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
             "models": {each.name: each.facts for each in state.registry or ()},
         }, 503 if faults else 200)
 
-    @app.get("/ready", response_model=None)
-    async def ready() -> Response:
+    async def ready(_: Request) -> Response:
         why = "stopping" if state.stopping else "loading" if state.registry is None else "; ".join(state.faults())
         return JSONResponse({"ready": not why, "why": why or None}, 503 if why else 200)
 
-    @app.get("/metrics", response_model=None)
-    async def numbers() -> Response:
+    async def numbers(_: Request) -> Response:
         return PlainTextResponse(state.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
-    @app.get("/v1/models", response_model=None)
-    async def models() -> Response:
+    async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [each.listed for each in state.loaded()]})
 
-    @app.get("/v1/models/{name}", response_model=None)
-    async def model(name: str) -> Response:
-        any_kind = state.loaded().find(name, Served)  # type: ignore[type-abstract]  # looked up, not made
+    async def model(request: Request) -> Response:
+        any_kind = state.loaded().find(request.path_params["name"], Served)  # type: ignore[type-abstract]  # looked up, not made
         return JSONResponse(any_kind.listed)
 
-    @app.get("/v1/audio/voices", response_model=None)
-    async def voices() -> Response:
+    async def voices(_: Request) -> Response:
         data = [voice for each in state.loaded().of(ServedVoice) for voice in each.voices]
         return JSONResponse({"object": "list", "data": data})
 
-    @app.post("/v1/audio/transcriptions", response_model=None)
     async def transcriptions(request: Request) -> Response:
         with _uploaded(state, rooms, request) as (upload, visit, held, stay):
             ask = await visit.read(form.read(upload, state.loaded))
@@ -146,13 +138,11 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
                 return Streamed(replies.STREAM, _events(found, request.scope[REQUEST_ID]), stay.pop_all())
             return await anext(found)
 
-    @app.post("/v1/audio/outputs", response_model=None)
     async def outputs(request: Request) -> Response:
         with _uploaded(state, rooms, request) as (upload, visit, held, _):
             ask = await visit.read(form.read_outputs(upload, state.loaded))
             return await anext(visit.stream(lambda _: _outputs(state, ask, held, visit), ask.served.batcher.backlog))
 
-    @app.post("/v1/audio/speech", response_model=None)
     async def speech(request: Request) -> Response:
         with contextlib.ExitStack() as stay:
             stay.enter_context(rooms.place(clients.address(request.scope)))
@@ -165,7 +155,6 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
             answer = resumed(first, spoken, ask.sse, request.scope[REQUEST_ID], state.metrics)
             return Streamed(replies.STREAM if ask.sse else ask.media_type, answer, stay.pop_all())
 
-    @app.websocket("/v1/audio/live")
     async def live(websocket: WebSocket) -> None:
         with contextlib.ExitStack() as stay:
             try:
@@ -177,7 +166,6 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
                 return
             await floor.session(websocket, registry)
 
-    @app.websocket("/{path:path}")
     async def nowhere(websocket: WebSocket) -> None:
         error = invalid(f"{websocket.url.path[:80]}: there is no WebSocket; live speech is at /v1/audio/live",
                         code="unknown_url")
@@ -185,6 +173,13 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         state.metrics.refused.labels(error.code or "").inc()
         await websocket.send_denial_response(_said(error))
 
+    app = Starlette(routes=[
+        Route("/", index), Route("/health", health), Route("/ready", ready), Route("/metrics", numbers),
+        Route("/v1/models", models), Route("/v1/models/{name}", model), Route("/v1/audio/voices", voices),
+        Route("/v1/audio/transcriptions", transcriptions, methods=["POST"]),
+        Route("/v1/audio/outputs", outputs, methods=["POST"]), Route("/v1/audio/speech", speech, methods=["POST"]),
+        WebSocketRoute("/v1/audio/live", live), WebSocketRoute("/{path:path}", nowhere),
+    ], lifespan=lifespan, exception_handlers=_error_handlers(state))
     return AccessControl(app, keys or ApiKeys(()), origins, state.limits.upload_bytes, state.metrics, hosts,
                          lambda: state.stopping)
 
@@ -279,7 +274,7 @@ def _said(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-def _errors(app: FastAPI, state: State) -> None:
+def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starlette has them
     async def refused(_: Request, error: ApiError) -> Response:
         state.metrics.refused.labels(error.code or error.status).inc()
         return _said(error)
@@ -297,11 +292,8 @@ def _errors(app: FastAPI, state: State) -> None:
     async def broke(request: Request, error: Exception) -> Response:
         return await refused(request, failed(request.scope[REQUEST_ID], error))
 
-    app.exception_handler(ApiError)(refused)
-    app.exception_handler(ClientDisconnect)(left)
-    app.exception_handler(ClientDisconnected)(left)
-    app.exception_handler(HTTPException)(unknown)
-    app.exception_handler(Exception)(broke)
+    return {ApiError: refused, ClientDisconnect: left, ClientDisconnected: left, HTTPException: unknown,
+            Exception: broke}
 
 
 def _count(state: State, rooms: RequestSlots, floor: LiveSessions) -> None:

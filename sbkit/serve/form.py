@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
-from fastapi import Request
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
 
 from sbkit.serve.disk import with_room
 from sbkit.serve.errors import invalid, missing_model, too_slow, unsupported

@@ -10,7 +10,7 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from sbkit.infer.transcript import FORMATS, Segment, Transcript

@@ -24,7 +24,7 @@ from sbkit.serve.limits import Limits
 from sbkit.serve.served import BundleOptions
 
 KEY_VARIABLE = "SBKIT_API_KEY"
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "websockets")
+_NEEDED = ("starlette", "uvicorn", "prometheus_client", "python_multipart", "websockets")
 _POLL_SECONDS = 0.2
 #: What uvicorn logs, some with a traceback, whenever a client sends what is refused.
 _CLIENTS_ERRORS = ("without completing handshake", "Invalid HTTP request", "Invalid UTF-8", "Unsupported upgrade",

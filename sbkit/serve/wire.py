@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import numpy as np
-from fastapi import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from sbkit.infer.samples import Resampler, as_floats, from_pcm
 from sbkit.infer.sound_sources import Beginning

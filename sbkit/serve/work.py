@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
 from sbkit.serve.backlog import Backlog, Work
 from sbkit.serve.clients import Shares, Turns, address
