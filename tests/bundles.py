@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from onnx_text import FAR, write
 
 from sbkit.export import layout
 from sbkit.export.layout import Config, Streaming
@@ -77,113 +78,62 @@ def make(folder: Path, width: int | None = None, torch_too: bool = False, stream
     return folder
 
 
-def write_onnx(path: Path, width: int, scores: str = "log_probs") -> None:
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
+_SCORES = """
+    column = Unsqueeze(loud, last)
+    off = Sub(column, tokens)
+    square = Mul(off, off)
+    sharpened = Mul(square, sharp)
+    scores = LogSoftmax <axis = -1> (sharpened)
+"""
 
-    constants = {
-        "pads": np.array([0, 0, 0, FRAME], dtype=np.int64), "zero": np.array([0], dtype=np.int64),
-        "one": np.array([1], dtype=np.int64), "frame": np.array([FRAME], dtype=np.int64),
-        "far": np.array([np.iinfo(np.int64).max], dtype=np.int64), "last": np.array([-1], dtype=np.int64),
-        "levels": np.array(LEVELS, dtype=np.float32), "tokens": np.arange(width, dtype=np.float32),
-        "sharp": np.array(-20.0, dtype=np.float32),
-    }
-    nodes = [
-        helper.make_node("Pad", ["signals", "pads"], ["padded"]),
-        helper.make_node("Slice", ["padded", "zero", "far", "one", "frame"], ["every"]),
-        helper.make_node("Mul", ["every", "levels"], ["loud"]),
-        helper.make_node("Unsqueeze", ["loud", "last"], ["column"]),
-        helper.make_node("Sub", ["column", "tokens"], ["off"]),
-        helper.make_node("Mul", ["off", "off"], ["square"]),
-        helper.make_node("Mul", ["square", "sharp"], ["sharpened"]),
-        helper.make_node("LogSoftmax", ["sharpened"], [scores], axis=-1),
-        helper.make_node("Div", ["lengths", "frame"], ["whole"]),
-        helper.make_node("Add", ["whole", "one"], ["frames"]),
-    ]
-    graph = helper.make_graph(
-        nodes, "level", [
-            helper.make_tensor_value_info("signals", TensorProto.FLOAT, ["batch", "samples"]),
-            helper.make_tensor_value_info("lengths", TensorProto.INT64, ["batch"]),
-        ], [
-            helper.make_tensor_value_info(scores, TensorProto.FLOAT, ["batch", "t", width]),
-            helper.make_tensor_value_info("frames", TensorProto.INT64, ["batch"]),
-        ], [numpy_helper.from_array(value, name) for name, value in constants.items()])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.checker.check_model(model)
-    onnx.save(model, path)
+
+def write_onnx(path: Path, width: int, scores: str = "log_probs") -> None:
+    write(path, "float[batch, samples] signals, int64[batch] lengths",
+          f"float[batch, t, {width}] {scores}, int64[batch] frames", """
+        padded = Pad(signals, pads)
+        every = Slice(padded, zero, far, one, frame)
+        loud = Mul(every, levels)
+        """ + _SCORES.replace("scores =", f"{scores} =") + """
+        whole = Div(lengths, frame)
+        frames = Add(whole, one)
+        """, pads=[0, 0, 0, FRAME], zero=[0], one=[1], frame=[FRAME], far=FAR, last=[-1], levels=LEVELS,
+          tokens=np.arange(float(width)), sharp=-20.0)
 
 
 def write_stream_onnx(path: Path, scores: str = "log_probs") -> None:
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    constants = {
-        "begin": np.array([BEFORE], np.int64), "end": np.array([BEFORE - OVERLAP], np.int64),
-        "one": np.array([1], np.int64), "frame": np.array([FRAME], np.int64), "minus": np.array([-1], np.int64),
-        "far": np.array([np.iinfo(np.int64).max], np.int64), "zero": np.array([0], np.int64),
-        "none": np.array(0, np.int64), "three": np.array(3, np.int64), "four": np.array(4, np.int64),
-        "levels": np.array(LEVELS, np.float32), "tokens": np.arange(len(PIECES), dtype=np.float32),
-        "sharp": np.array(-20.0, np.float32),
-    }
-    node = helper.make_node
-    nodes = [
-        node("Slice", ["samples", "begin", "end", "one", "frame"], ["every"]),
-        node("Concat", ["level", "every"], ["line"], axis=1),
-        node("Slice", ["line", "zero", "minus", "one", "one"], ["late"]),
-        node("Slice", ["line", "minus", "far", "one", "one"], ["last"]),
-        node("Mul", ["late", "levels"], ["loud"]), node("Unsqueeze", ["loud", "minus"], ["column"]),
-        node("Sub", ["column", "tokens"], ["off"]), node("Mul", ["off", "off"], ["square"]),
-        node("Mul", ["square", "sharp"], ["sharpened"]), node("LogSoftmax", ["sharpened"], [scores], axis=-1),
-        node("Add", ["frames", "three"], ["more"]), node("Div", ["more", "four"], ["counts"]),
-        node("Greater", ["frames", "none"], ["moves"]), node("Unsqueeze", ["moves", "minus"], ["rows"]),
-        node("Where", ["rows", "last", "level"], ["next_level"]), node("Add", ["seen", "counts"], ["next_seen"]),
-    ]
-    value, number, real = helper.make_tensor_value_info, TensorProto.INT64, TensorProto.FLOAT
-    graph = helper.make_graph(nodes, "late", [
-        value("samples", real, ["batch", "samples"]), value("frames", number, ["batch"]),
-        value("level", real, ["batch", 1]), value("seen", number, ["batch"]),
-    ], [
-        value(scores, real, ["batch", "chunk", len(PIECES)]), value("counts", number, ["batch"]),
-        value("next_level", real, ["batch", 1]), value("next_seen", number, ["batch"]),
-    ], [numpy_helper.from_array(constant, name) for name, constant in constants.items()])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.checker.check_model(model)
-    onnx.save(model, path)
+    write(path, "float[batch, samples] samples, int64[batch] frames, float[batch, 1] level, int64[batch] seen",
+          f"float[batch, chunk, {len(PIECES)}] {scores}, int64[batch] counts, float[batch, 1] next_level, "
+          "int64[batch] next_seen", """
+        every = Slice(samples, begin, end, one, frame)
+        line = Concat <axis = 1> (level, every)
+        late = Slice(line, zero, last, one, one)
+        newest = Slice(line, last, far, one, one)
+        loud = Mul(late, levels)
+        """ + _SCORES.replace("scores =", f"{scores} =") + """
+        more = Add(frames, three)
+        counts = Div(more, four)
+        moves = Greater(frames, none)
+        rows = Unsqueeze(moves, last)
+        next_level = Where(rows, newest, level)
+        next_seen = Add(seen, counts)
+        """, begin=[BEFORE], end=[BEFORE - OVERLAP], one=[1], frame=[FRAME], last=[-1], far=FAR, zero=[0], none=0,
+          three=3, four=4, levels=LEVELS, tokens=np.arange(float(len(PIECES))), sharp=-20.0)
 
 
 def _write_prediction(path: Path) -> None:
-    from onnx import TensorProto, helper
-
-    table = np.diag(np.full(len(PIECES), -100.0, np.float32))
-    nodes = [helper.make_node("Gather", ["tokens", "last"], ["spoken"], axis=1),
-             helper.make_node("Gather", ["table", "spoken"], ["predicted"])]
-    _save(path, nodes, {"last": np.array(-1, np.int64), "table": table},
-          [helper.make_tensor_value_info("tokens", TensorProto.INT64, ["rows", 2])], "predicted")
+    write(path, "int64[rows, 2] tokens", f"float[rows, {len(PIECES)}] predicted", """
+        spoken = Gather <axis = 1> (tokens, last)
+        predicted = Gather(table, spoken)
+        """, last=-1, table=np.diag(np.full(len(PIECES), -100.0)))
 
 
 def _write_joiner(path: Path) -> None:
     """Of all that is unlikely, the blank is the likeliest."""
-    from onnx import TensorProto, helper
-
-    least = np.full(len(PIECES), -15.0, np.float32)
-    least[0] = -8.0
-    nodes = [helper.make_node("Max", ["encoded", "least"], ["likely"]),
-             helper.make_node("Add", ["likely", "predicted"], ["scores"])]
-    _save(path, nodes, {"least": least},
-          [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", len(PIECES)])
-           for name in ("encoded", "predicted")], "scores")
-
-
-def _save(path: Path, nodes: list, constants: dict[str, np.ndarray], inputs: list, output: str) -> None:
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    outputs = [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["rows", len(PIECES)])]
-    graph = helper.make_graph(nodes, path.stem, inputs, outputs,
-                              [numpy_helper.from_array(value, name) for name, value in constants.items()])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.checker.check_model(model)
-    onnx.save(model, path)
+    row = f"float[rows, {len(PIECES)}]"
+    write(path, f"{row} encoded, {row} predicted", f"{row} scores", """
+        likely = Max(encoded, least)
+        scores = Add(likely, predicted)
+        """, least=[-8.0] + [-15.0] * (len(PIECES) - 1))
 
 
 def write_stream_torch(path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from onnx_text import FAR, write
 
 from sbkit.codes import Books
 from sbkit.export import layout
@@ -16,6 +17,8 @@ RATE = 16_000
 STRIDE = 320
 SIZES = (50, 20)
 HASH = "c0dec" + "0" * 59
+SIGNALS = "float[batch, samples] signals, int64[batch] lengths"
+CODES = "int64[batch, t, 2] codes, int64[batch] frames"
 BOOKS = Books(SIZES, RATE / STRIDE, RATE, HASH)
 
 
@@ -48,59 +51,30 @@ def sound(codes: np.ndarray) -> np.ndarray:
 
 
 def write_encoder(path: Path, sizes: tuple[int, int], highest: float) -> None:
-    from onnx import TensorProto, helper
-
     half = STRIDE // 2
-    constants = {
-        "none": np.array([0], np.int64), "half": np.array([half], np.int64), "one": np.array([1], np.int64),
-        "far": np.array([np.iinfo(np.int64).max], np.int64), "stride": np.array([STRIDE], np.int64),
-        "pads": np.array([0, 0, 0, half], np.int64), "last": np.array([-1], np.int64),
-        "low": np.array(0, np.float32), "high": np.array(highest, np.float32), "less": np.array([STRIDE - 1], np.int64),
-        "steps": np.array(sizes, np.float32) - 1,
-    }
-    node = helper.make_node
-    nodes = [
-        node("Slice", ["signals", "none", "far", "one", "stride"], ["first"]),
-        node("Pad", ["signals", "pads"], ["padded"]),
-        node("Slice", ["padded", "half", "far", "one", "stride"], ["middle"]),
-        node("Unsqueeze", ["first", "last"], ["one_of"]), node("Unsqueeze", ["middle", "last"], ["other_of"]),
-        node("Concat", ["one_of", "other_of"], ["both"], axis=2), node("Clip", ["both", "low", "high"], ["inside"]),
-        node("Mul", ["inside", "steps"], ["places"]), node("Round", ["places"], ["rounded"]),
-        node("Cast", ["rounded"], ["codes"], to=TensorProto.INT64),
-        node("Add", ["lengths", "less"], ["more"]), node("Div", ["more", "stride"], ["frames"]),
-    ]
-    value = helper.make_tensor_value_info
-    _save(path, nodes, constants, [
-        value("signals", TensorProto.FLOAT, ["batch", "samples"]), value("lengths", TensorProto.INT64, ["batch"]),
-    ], [value("codes", TensorProto.INT64, ["batch", "t", 2]), value("frames", TensorProto.INT64, ["batch"])])
+    write(path, SIGNALS, CODES, """
+        first = Slice(signals, none, far, one, stride)
+        padded = Pad(signals, pads)
+        middle = Slice(padded, half, far, one, stride)
+        one_of = Unsqueeze(first, last)
+        other_of = Unsqueeze(middle, last)
+        both = Concat <axis = 2> (one_of, other_of)
+        inside = Clip(both, low, high)
+        places = Mul(inside, steps)
+        rounded = Round(places)
+        codes = Cast <to = 7> (rounded)
+        more = Add(lengths, less)
+        frames = Div(more, stride)
+        """, none=[0], half=[half], one=[1], far=FAR, stride=[STRIDE], pads=[0, 0, 0, half], last=[-1], low=0.0,
+          high=float(highest), less=[STRIDE - 1], steps=np.array(sizes) - 1.0)
 
 
 def write_decoder(path: Path, sizes: tuple[int, int]) -> None:
-    from onnx import TensorProto, helper
-
-    constants = {
-        "steps": np.array(sizes, np.float32) - 1, "last": np.array([-1], np.int64),
-        "ones": np.ones(STRIDE // 2, np.float32), "flat": np.array([0, -1], np.int64),
-        "stride": np.array([STRIDE], np.int64),
-    }
-    node = helper.make_node
-    nodes = [
-        node("Cast", ["codes"], ["numbers"], to=TensorProto.FLOAT), node("Div", ["numbers", "steps"], ["levels"]),
-        node("Unsqueeze", ["levels", "last"], ["column"]), node("Mul", ["column", "ones"], ["held"]),
-        node("Reshape", ["held", "flat"], ["signals"]), node("Mul", ["frames", "stride"], ["lengths"]),
-    ]
-    value = helper.make_tensor_value_info
-    _save(path, nodes, constants, [
-        value("codes", TensorProto.INT64, ["batch", "t", 2]), value("frames", TensorProto.INT64, ["batch"]),
-    ], [value("signals", TensorProto.FLOAT, ["batch", "samples"]), value("lengths", TensorProto.INT64, ["batch"])])
-
-
-def _save(path: Path, nodes, constants, inputs, outputs) -> None:
-    import onnx
-    from onnx import helper, numpy_helper
-
-    graph = helper.make_graph(nodes, "levels", inputs, outputs,
-                              [numpy_helper.from_array(constant, name) for name, constant in constants.items()])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.checker.check_model(model)
-    onnx.save(model, path)
+    write(path, CODES, SIGNALS, """
+        numbers = Cast <to = 1> (codes)
+        levels = Div(numbers, steps)
+        column = Unsqueeze(levels, last)
+        held = Mul(column, ones)
+        signals = Reshape(held, flat)
+        lengths = Mul(frames, stride)
+        """, steps=np.array(sizes) - 1.0, last=[-1], ones=np.ones(STRIDE // 2), flat=[0, -1], stride=[STRIDE])

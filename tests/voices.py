@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from onnx_text import write
 
 from sbkit.export import layout
 from sbkit.export.layout import VoiceConfig
@@ -25,10 +25,10 @@ _GRAPH = """
 long = Div(frames, speed)
 rounded = Round(long)
 at_least = Max(rounded, few)
-each = Cast(at_least)
+each = Cast <to = 7> (at_least)
 samples = Mul(each, frame)
 audio_lengths = Mul(samples, lengths)
-longest = ReduceMax(audio_lengths)
+longest = ReduceMax <keepdims = 0> (audio_lengths)
 at = Range(zero, longest, one)
 row = Unsqueeze(at, first)
 column = Unsqueeze(samples, last)
@@ -37,12 +37,12 @@ shape = Shape(text)
 width = Gather(shape, one)
 final = Sub(width, one)
 which = Min(beyond, final)
-ids = GatherElements(text, which)
+ids = GatherElements <axis = 1> (text, which)
 above = Mul(ids, step)
 hertz = Add(above, lowest)
 turns = Mul(hertz, row)
 part = Mod(turns, rate)
-float = Cast(part)
+float = Cast <to = 1> (part)
 angle = Mul(float, turn)
 tone = Sin(angle)
 on = Gather(loud, ids)
@@ -52,19 +52,16 @@ gain_column = Unsqueeze(gain, last)
 endless = Mul(sounding, gain_column)
 ends = Unsqueeze(audio_lengths, last)
 inside = Less(row, ends)
-mask = Cast(inside)
+mask = Cast <to = 1> (inside)
 audio = Mul(endless, mask)
 symbols = Range(zero, width, one)
 symbol_row = Unsqueeze(symbols, first)
 length_column = Unsqueeze(lengths, last)
 there = Less(symbol_row, length_column)
-counted = Cast(there)
+counted = Cast <to = 7> (there)
 each_column = Unsqueeze(each, last)
 durations = Mul(counted, each_column)
 """
-_FLOAT, _INT64 = {"to": 1}, {"to": 7}
-_OPTIONS = {"each": _INT64, "float": _FLOAT, "mask": _FLOAT, "counted": _INT64, "longest": {"keepdims": 0},
-            "ids": {"axis": 1}}
 
 
 def make(folder: Path, torch_too: bool = False, rate: int = RATE, **changes) -> Path:
@@ -99,28 +96,11 @@ def heard(samples: np.ndarray, speed: float = 1.0, rate: int = RATE) -> str:
 
 
 def write_onnx(path: Path, rate: int) -> None:
-    import onnx
-    from onnx import TensorProto, helper, numpy_helper
-
-    loud = np.array([0.0, 0.0, *([1.0] * (len(SYMBOLS) - 2))], dtype=np.float32)
-    whole = {"zero": 0, "one": 1, "rate": rate, "lowest": _LOWEST, "step": _STEP, "frame": FRAME}
-    constants = {name: np.array(value, dtype=np.int64) for name, value in whole.items()}
-    constants |= {"loud": loud, "gains": np.array(GAINS, dtype=np.float32), "few": np.array(1.0, dtype=np.float32),
-                  "frames": np.array(FRAMES, dtype=np.float32), "turn": np.array(2 * np.pi / rate, dtype=np.float32),
-                  "first": np.array([0], dtype=np.int64), "last": np.array([1], dtype=np.int64)}
-    nodes = [helper.make_node(kind, parts, [name], **_OPTIONS.get(name, {}))
-             for name, kind, *parts in (re.findall(r"\w+", line) for line in _GRAPH.split("\n") if line)]
-    info = helper.make_tensor_value_info
-    graph = helper.make_graph(nodes, "tones", [
-        info("text", TensorProto.INT64, ["batch", "symbols"]), info("lengths", TensorProto.INT64, ["batch"]),
-        info("speaker", TensorProto.INT64, ["batch"]), info("speed", TensorProto.FLOAT, ["batch"]),
-    ], [
-        info("audio", TensorProto.FLOAT, ["batch", "samples"]), info("audio_lengths", TensorProto.INT64, ["batch"]),
-        info("durations", TensorProto.INT64, ["batch", "symbols"]),
-    ], [numpy_helper.from_array(value, name) for name, value in constants.items()])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.checker.check_model(model)
-    onnx.save(model, path)
+    write(path, "int64[batch, symbols] text, int64[batch] lengths, int64[batch] speaker, float[batch] speed",
+          "float[batch, samples] audio, int64[batch] audio_lengths, int64[batch, symbols] durations", _GRAPH,
+          zero=0, one=1, rate=rate, lowest=_LOWEST, step=_STEP, frame=FRAME, gains=GAINS, few=1.0,
+          loud=[0.0, 0.0, *([1.0] * (len(SYMBOLS) - 2))], frames=float(FRAMES), turn=2 * np.pi / rate, first=[0],
+          last=[1])
 
 
 def write_torch(path: Path, rate: int) -> None:

@@ -3,20 +3,15 @@
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
+from onnx_text import write
 
 from sbkit.export import graph
 
 
 def test_products_of_bytes_saturate_on_no_processor(tmp_path):
     weights = np.concatenate([np.ones((512, 2)), -np.ones((512, 2))], axis=1, dtype=np.float32)
-    made = helper.make_model(
-        helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "product",
-                          [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["frames", 512])],
-                          [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["frames", 4])],
-                          [numpy_helper.from_array(weights, "w")]),
-        opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(made, tmp_path / "m.onnx")
+    write(tmp_path / "m.onnx", "float[frames, 512] x", "float[frames, 4] y", "y = MatMul(x, w)", w=weights)
     graph.quantize(tmp_path / "m.onnx", tmp_path / "q.onnx")
     nodes = {node.op_type: node for node in onnx.load(tmp_path / "q.onnx").graph.node}
     assert "MatMul" not in nodes
