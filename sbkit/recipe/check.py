@@ -149,7 +149,7 @@ def _learning(traced: trace.Trace, modules: torch.nn.ModuleDict, findings: Findi
 def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, report: Report,
           run_opts: RunOptions | None, starting: bool, measure: Callable[[], cost.Measured] | None,
           asked: price.Asked | None) -> dict[str, Section]:
-    """The tables ``bill`` and, if it is asked for, ``price``."""
+    """The tables ``cost`` and, if it is asked for, ``price``."""
     built = traced.built
     if not traced.complete:
         return {}
@@ -186,7 +186,7 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
             made = _as_runs_took(traced, made, device, precision, planned[1], math.prod(audio))
     section = cost.section(made, tried, *audio)
     section.remarks += _attention(traced, owned, device, precision, findings)
-    sections = {"bill": section}
+    sections = {"cost": section}
     if asked is not None and not wrong:
         if planned is None:
             report.notes.append("the price: the corpus is not prepared, so how long the run is isn't known; "

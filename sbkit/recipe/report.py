@@ -12,7 +12,7 @@ from sbkit.system.console import counted, table
 
 ERROR, WARNING = "error", "warning"
 #: Increase when a field of the JSON is renamed or removed.
-JSON_FORMAT = 1
+JSON_FORMAT = 2
 COMMAND_LINE = "command line"
 
 
@@ -73,7 +73,7 @@ class Report:
     recipe: str
     findings: list[Finding] = field(default_factory=list)
     sections: dict[str, Section] = field(default_factory=dict)
-    """Tables by a stable name: devices, shapes, start, learning, labels, leaks, bill."""
+    """Tables by a stable name: devices, shapes, start, learning, labels, leaks, cost."""
     notes: list[str] = field(default_factory=list)
     """Parts of the check that were left out, and why."""
     seconds: float = 0.0
@@ -132,7 +132,7 @@ class Report:
             "format": JSON_FORMAT, "recipe": self.recipe, "ok": not self.errors,
             "errors": [asdict(f) for f in self.errors], "warnings": [asdict(f) for f in self.warnings],
             "sections": {name: asdict(section) for name, section in self.sections.items()},
-            "not_looked_at": self.notes, "seconds": round(self.seconds, 3),
+            "not_checked": self.notes, "seconds": round(self.seconds, 3),
         }, indent=1, ensure_ascii=False, default=str)
 
 

@@ -35,7 +35,7 @@ UNPROVEN = ("what kernels compute: their values are never looked at here",
 def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds: float) -> Report:
     """Make the report of what the processes of a rehearsal wrote down."""
     lacks = dict.fromkeys(line["lacks"] for line in found if "lacks" in line)
-    counts = [line["report"]["sections"].get("bill", {}).get("values", {}) for line in found if "report" in line]
+    counts = [line["report"]["sections"].get("cost", {}).get("values", {}) for line in found if "report" in line]
     notes = [*(f"what {name} does, which the null card has not" for name in lacks),
              *(why for each in counts for why in each.get("inexact", ())), *UNPROVEN]
     report = Report(recipe, seconds=seconds, notes=notes)

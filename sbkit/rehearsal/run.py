@@ -97,7 +97,7 @@ def main(folder: str) -> None:
                 job["figures"] |= line.get("figures", {})
                 job["words"] = line.get("words", job["words"])
                 if "report" in line:
-                    job["estimate"] = line["report"]["sections"].get("bill", {}).get("values", {})
+                    job["estimate"] = line["report"]["sections"].get("cost", {}).get("values", {})
             if launch.went_well(lines):
                 well.add(name)
         if not running and not any(well.issuperset(after) for after in waiting.values()):

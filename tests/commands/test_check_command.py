@@ -55,7 +55,7 @@ def test_json_is_for_programs(capsys):
     out, err = capsys.readouterr()
     assert err == ""
     told = json.loads(out)
-    assert sorted(told) == ["errors", "format", "not_looked_at", "ok", "recipe", "seconds", "sections", "warnings"]
+    assert sorted(told) == ["errors", "format", "not_checked", "ok", "recipe", "seconds", "sections", "warnings"]
     assert told["format"] == JSON_FORMAT and told["ok"] is False and told["warnings"] == []
     assert told["errors"] == [{
         "severity": "error", "code": "unknown-argument", "file": str(BROKEN / "unknown_argument.yaml"), "line": 4,
@@ -67,8 +67,8 @@ def test_json_is_for_programs(capsys):
 def test_json_of_a_good_recipe_has_numbers(capsys):
     assert cli.main(["check", str(SMALL), "--json"]) == 0
     sections = json.loads(capsys.readouterr().out)["sections"]
-    assert list(sections) == ["devices", "shapes", "bill"]
-    assert {"parameters", "batch_bytes", "largest_max_batch_seconds"} <= set(sections["bill"]["values"])
+    assert list(sections) == ["devices", "shapes", "cost"]
+    assert {"parameters", "batch_bytes", "largest_max_batch_seconds"} <= set(sections["cost"]["values"])
     assert sections["shapes"]["values"]["subsampling"] == 2
 
 

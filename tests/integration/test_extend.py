@@ -101,7 +101,7 @@ def test_a_new_folder_for_a_task_of_ones_own_has_it_and_passes_its_check(home, t
 def test_it_is_checked_and_priced(home):
     report = json.loads(sbkit(home, "check", "spotter.yaml", "--json"))
     assert report["errors"] == report["warnings"] == []
-    assert report["sections"]["bill"]["values"]["operations_per_second_of_audio"] > 0
+    assert report["sections"]["cost"]["values"]["operations_per_second_of_audio"] > 0
     assert report["sections"]["shapes"]["values"]["head"] == [2, 3]
     wrong = sbkit(home, "check", "spotter.yaml", "--width", "24", "--head.in_features", "32", "--json", code=1)
     (error,) = json.loads(wrong)["errors"]

@@ -85,5 +85,5 @@ def test_layers_that_are_none_are_not_counted_on(tmp_path, named, counted):
     report = check(Path(__file__).parent / "small.yaml",
                    {"output_folder": str(tmp_path), "activation_checkpointing": [named]})
     assert [error.key for error in report.errors] == ["activation_checkpointing"] * (not counted)
-    said = report.sections["bill"].values["inexact"]
+    said = report.sections["cost"].values["inexact"]
     assert said == ["activation_checkpointing needs less memory than is counted here"] * counted

@@ -204,12 +204,12 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     capsys.readouterr()
     assert cli.main(["check", *words, "--price", "2.5", "--json"]) == 0
     sections = json.loads(capsys.readouterr().out)["sections"]
-    assert not [row for row in sections["bill"]["rows"] if row[0].startswith("hours")], "they are the price's"
+    assert not [row for row in sections["cost"]["rows"] if row[0].startswith("hours")], "they are the price's"
     said = sections["price"]["values"]
     assert said["by"] == "peak" and said["cost"] == 2.5 * said["hours"] and said["kwh_at_most"] is None
     trained = subprocess.run([sys.executable, "-m", "sbkit", "train", *words, "--no-check"], check=True,
                              capture_output=True, text=True)
-    per_second = flops(sections["bill"]["values"]["operations_per_second_of_audio"])
+    per_second = flops(sections["cost"]["values"]["operations_per_second_of_audio"])
     assert f"a second of audio takes {per_second} in training" in trained.stderr
     lines = [json.loads(line) | {"core_wait_share": 0.0} for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert finished_runs.record(lines, CTC, said["threads"], 120.0, 3.5, 3.5)  # again: the core may have been shared
@@ -224,8 +224,8 @@ def test_a_check_predicts_the_very_run_that_follows(tmp_path, capsys, monkeypatc
     runs = finished_runs.read()
     capsys.readouterr()
     assert cli.main(["check", *words, "--json"]) == 0
-    bill = json.loads(capsys.readouterr().out)["sections"]["bill"]
+    cost = json.loads(capsys.readouterr().out)["sections"]["cost"]
     by = price.predict(run.steps, runs, None)
-    hours = bill["values"]["hours_per_100_hours"] / 100 * bill["values"]["audio_hours_per_epoch"] * 2
+    hours = cost["values"]["hours_per_100_hours"] / 100 * cost["values"]["audio_hours_per_epoch"] * 2
     assert hours == pytest.approx(run.steps.steps * by.step_seconds / 3600, rel=0.1)
-    assert f"that of training by {len(runs)} finished runs here" in bill["remarks"][0]
+    assert f"that of training by {len(runs)} finished runs here" in cost["remarks"][0]

@@ -90,7 +90,7 @@ def test_a_shipped_recipe_passes_the_check(name, tmp_path):
     assert [str(error) for error in report.errors] == []
     assert report.sections["shapes"].values[next((last for mark, last in LAST if mark in name.lower()), "ctc_lin")]
     assert {row[4] for row in report.sections["devices"].rows} <= {"moved", "holds nothing"}
-    assert report.sections["bill"].values["parameters"] > 1e5
+    assert report.sections["cost"].values["parameters"] > 1e5
     assert not (tmp_path / "run").exists(), "a check leaves no trace"
 
 

@@ -127,7 +127,7 @@ def test_an_lstm_is_no_mistake_on_a_machine_without_a_driver(tmp_path):
     report = check(head(tmp_path, "Recurrent"), {"output_folder": str(tmp_path)})
     assert [str(error) for error in report.errors] == []
     known = "an LSTM or GRU needs less memory than is counted here: what cuDNN keeps of it isn't known"
-    assert report.sections["bill"].values["inexact"] == [known] and known in report.sections["bill"].remarks
+    assert report.sections["cost"].values["inexact"] == [known] and known in report.sections["cost"].remarks
 
 
 @pytest.mark.slow
@@ -199,8 +199,8 @@ def test_stand_ins_take_no_memory_and_end():
 
 
 @pytest.mark.slow
-def test_the_bill_counts_what_a_step_holds(tmp_path):
-    values = check(SMALL).sections["bill"].values
+def test_the_cost_counts_what_a_step_holds(tmp_path):
+    values = check(SMALL).sections["cost"].values
     model = load(SMALL, {"output_folder": str(tmp_path)})["model"]
     parameters = sum(p.numel() for p in model.parameters())
     assert values["parameters"] == parameters
@@ -212,17 +212,17 @@ def test_the_bill_counts_what_a_step_holds(tmp_path):
 
 @pytest.mark.slow
 def test_memory_and_operations_grow_with_the_batch():
-    small, large = (check(SMALL, {"batching": {"max_batch_seconds": n}}).sections["bill"].values for n in (20, 80))
+    small, large = (check(SMALL, {"batching": {"max_batch_seconds": n}}).sections["cost"].values for n in (20, 80))
     assert 3.5 < large["batch_bytes"] / small["batch_bytes"] < 4.5
     assert large["operations_per_second_of_audio"] == pytest.approx(small["operations_per_second_of_audio"], rel=0.05)
 
 
 def test_the_largest_batch_fits_and_no_larger_one():
-    bill = CostEstimate(1000, frozen=0, weights=10**9, cost=BatchCost(4, 10.0, 2 * 10**9, 1e12), hours_per_100=None,
-                        device="cpu")
-    largest = bill.largest(20e9)
-    assert bill.weights + largest * 2e9 / 40 == pytest.approx(USABLE * 20e9)
-    assert bill.largest(1e9) == 0 and bill.largest_shown(20e9) == "320 s"
+    estimate = CostEstimate(1000, frozen=0, weights=10**9, cost=BatchCost(4, 10.0, 2 * 10**9, 1e12), hours_per_100=None,
+                            device="cpu")
+    largest = estimate.largest(20e9)
+    assert estimate.weights + largest * 2e9 / 40 == pytest.approx(USABLE * 20e9)
+    assert estimate.largest(1e9) == 0 and estimate.largest_shown(20e9) == "320 s"
 
 
 def test_optimizers_differ_in_what_they_keep():

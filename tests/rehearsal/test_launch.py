@@ -230,7 +230,7 @@ def test_what_a_model_knew_is_not_rehearsed(tmp_path):
 
 
 def test_an_estimate_that_is_too_high_is_told_beside_what_needs_a_card():
-    checked = {"errors": [], "warnings": [], "sections": {"bill": {"values": {"inexact": ["an LSTM needs less"]}}}}
+    checked = {"errors": [], "warnings": [], "sections": {"cost": {"values": {"inexact": ["an LSTM needs less"]}}}}
     report = assemble("recipe.yaml", [{"launch": "prepare", "rank": 0, "report": checked}], 1, CARDS["H100"], 0.0)
     assert report.notes[0] == "an LSTM needs less"
 

@@ -290,7 +290,7 @@ def test_the_flagship_runs_from_start_to_end_on_two_ranks(tmp_path):
     assert figures["launches"] > 100 and figures["collectives"] > 0
     assert max(report["sections"]["memory"]["values"]["bytes"]) == figures["peak_bytes"] > figures["held_bytes"]
     assert "<svg" in page.read_text(encoding="utf-8")
-    assert "make gpu" in report["not_looked_at"][-1]
+    assert "make gpu" in report["not_checked"][-1]
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -36,7 +36,7 @@ def test_a_good_run_says_one_line(capsys):
 
 
 @pytest.mark.slow
-def test_a_bill_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monkeypatch, capsys):
+def test_a_cost_that_nobody_reads_is_made_only_where_a_batch_might_not_fit(monkeypatch, capsys):
     made, make = [], cost.make
     monkeypatch.setattr(cost, "make", lambda *args: made.append(make(*args)) or made[-1])
     training.before_run(request(SMALL))

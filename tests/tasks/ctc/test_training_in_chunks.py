@@ -244,7 +244,7 @@ def test_memory_is_counted_for_the_chunks_that_need_the_most_whatever_a_step_dra
     def counted(sizes, whole):
         given = {"sizes": sizes, "whole": whole, "validate": None, "ahead": 0}
         report = check(STREAMING, {"chunks": given, "output_folder": str(tmp_path)})
-        return report.sections["bill"].values["batch_bytes"]
+        return report.sections["cost"].values["batch_bytes"]
 
     peaks = {size: counted([size], 0.0) for size in (8, 32)}
     assert counted([8, 32], 0.999) == peaks[8] > peaks[32]

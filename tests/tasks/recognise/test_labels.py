@@ -86,7 +86,7 @@ def test_a_prepared_corpus_is_compared_with_the_model(prepared):
     report = check(SMALL, prepared())
     assert report.errors == []
     assert [row[:3] for row in report.sections["labels"].rows] == [["train", 20, 20], ["dev", 20, 20]]
-    assert [row[0] for row in report.sections["bill"].rows][-2:] == [
+    assert [row[0] for row in report.sections["cost"].rows][-2:] == [
         "time of an epoch, 20 s of audio, one cpu", "time of the run, 2 epochs, one cpu"]
 
 
@@ -105,9 +105,9 @@ def test_why_the_labels_of_a_prepared_corpus_are_not_checked_is_said(prepared, t
 
 
 @pytest.mark.slow
-def test_an_epoch_that_goes_through_its_corpus_several_times_is_billed_so(prepared):
+def test_an_epoch_that_goes_through_its_corpus_several_times_is_counted_so(prepared):
     report = check(SMALL, prepared() | {"batching": {"least_steps": 198}})
-    assert [row[0] for row in report.sections["bill"].rows][-2:] == [
+    assert [row[0] for row in report.sections["cost"].rows][-2:] == [
         "time of an epoch, 33 min of audio, 99 times 20 s, one cpu", "time of the run, 2 epochs, one cpu"]
 
 
