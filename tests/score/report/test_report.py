@@ -14,10 +14,12 @@ import run_folders
 import soundfile
 
 from sbkit.cli import main
+from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.score import utterances
 from sbkit.score.report import write_report
 from sbkit.score.report.data import read
+from sbkit.score.results import Player, Results, SoundSample
 
 EVIL = '<script>alert("x")</script><img src=http://evil/x onerror=alert(1)>'
 
@@ -135,11 +137,6 @@ def test_recordings_fill_no_more_than_they_may_and_each_is_in_it_once(tmp_path, 
     assert not Page(write_report(run, audio_megabytes=0)).all("audio")
 
 
-def test_a_recording_that_is_gone_is_said_on_its_card(tmp_path):
-    page = Page(write_report(run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav="/nowhere.wav"))))
-    assert "the recording can't be read: no such file" in page.text and not page.all("audio")
-
-
 def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, wav):
     run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
     inside = run_folders.sound(run / "test_sounds" / "1.wav")
@@ -155,13 +152,31 @@ def test_a_recording_that_is_no_part_of_the_run_is_not_in_its_page(tmp_path, wav
         assert ("neither in the run's folder nor in its manifests" in page.text) != embedded
 
 
-@pytest.mark.parametrize("name", ["a\0b.wav", "\ud800.wav"])
-def test_a_recording_whose_name_no_file_can_have_is_said_on_its_card(tmp_path, name):
+@pytest.mark.parametrize("name, said", [
+    ("/nowhere.wav", "the recording can't be read: no such file"), ("a\0b.wav", "not embedded: its path is none"),
+    ("\ud800.wav", "not embedded: its path is none")])
+def test_a_recording_that_is_gone_or_whose_name_no_file_can_have_is_said_on_its_card(tmp_path, name, said):
     run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav="/nowhere.wav"))
     path = run / "test_utterances.jsonl"
     path.write_text(path.read_text().replace("/nowhere.wav", json.dumps(name)[1:-1]))
     page = Page(write_report(run))
-    assert "not embedded: its path is none" in page.text and not page.all("audio")
+    assert said in page.text and not page.all("audio")
+
+
+def test_players_stand_side_by_side_even_after_the_run_has_moved(tmp_path, wav):
+    run = run_folders.run_that_tells(tmp_path / "run", None)
+    run_folders.manifest(run, wav)
+    run_folders.sound(run / "test_sounds" / "01.wav", seed=1)
+    sounds = [SoundSample("recording", wav, 0.0, 0.8), SoundSample("codec", "test_sounds/01.wav", 0.0, 0.8)]
+    results = Results({"loss": 1.0, "STOI": 0.9, "mel_distance": 2.5}, 1,
+                      players=[Player("what is <said>", "a remark", sounds)])
+    results.write(run, Manifest(ids=[], durations=[], wavs=[], texts=[]), "test")
+    page = Page(write_report(run.rename(tmp_path / "moved")))
+    assert all(f"<h3>{name}</h3>" in page.source for name in ("Loss", "STOI", "Mel distance"))
+    found = page.source.partition('id="listen"')[2].partition("</section>")[0]
+    assert found.count('src="data:audio/mpeg;base64,') == 2
+    assert "what is &lt;said&gt;" in found and "a remark" in found
+    assert found.index("recording") < found.index("codec")
 
 
 def test_without_an_mp3_encoder_the_page_has_no_sound_and_says_so(tmp_path, wav, monkeypatch):
@@ -316,7 +331,7 @@ def test_the_command_writes_it_and_says_where(tmp_path, wav, capsys):
 def heard_in_chunks(run, chunks):
     """An evaluation's folder with what ``--chunk`` leaves there."""
     folder = run / "evaluations" / "test-best-chunk"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     utterances.write(folder / "utterances.jsonl", run_folders.told())
     (folder / "result.json").write_text(json.dumps({"run": str(run), "chunks": chunks}))
     return folder
@@ -333,11 +348,6 @@ def test_live_speech_has_its_table_and_its_picture(tmp_path, wav):
     assert "those of the first line (640 ms)" in page.text and page.all("a", href="#live")
     assert page.all("svg", **{"aria-label": "WER by latency"})
     assert not Page(write_report(run)).all("section", id="live")
-
-
-def test_where_no_latency_was_measured_there_is_no_picture(tmp_path, wav):
-    run = run_folders.run_that_tells(tmp_path / "run", run_folders.told(wav=wav))
-    page = Page(write_report(heard_in_chunks(run, [
-        {"chunk": 320, "WER": 100.0, "WER_interval": [100.0, 100.0], "latency": None, "latency_p95": None,
-         "measured": 0, "changed": 0.0}])))
-    assert page.all("section", id="live") and not page.all("svg", **{"aria-label": "WER by latency"})
+    unmeasured = Page(write_report(heard_in_chunks(run, [
+        {"chunk": 320, "WER": 100.0, "latency": None, "latency_p95": None, **said}])))
+    assert unmeasured.all("section", id="live") and not unmeasured.all("svg", **{"aria-label": "WER by latency"})

@@ -207,12 +207,9 @@ def waited(folder, device, seconds):
     return [one.detail for one in findings(read(run)) if "waited for data" in one.headline]
 
 
-def test_waiting_of_some_seconds_is_no_finding(tmp_path):
-    assert waited(tmp_path, "cuda", seconds=170) == [] and len(waited(tmp_path, "cuda", seconds=190)) == 1
-
-
-def test_more_readers_are_no_advice_where_they_take_the_cores_of_training(tmp_path):
-    assert waited(tmp_path, "cuda", seconds=600)[0].startswith("More num_workers")
+def test_waiting_of_some_seconds_is_no_finding_and_advice_depends_on_the_device(tmp_path):
+    assert waited(tmp_path, "cuda", seconds=170) == []
+    assert waited(tmp_path, "cuda", seconds=190)[0].startswith("More num_workers")
     assert waited(tmp_path, "cpu", seconds=600)[0].startswith("Reading takes cores from training here")
 
 
@@ -237,21 +234,14 @@ def test_what_training_was_warned_of_and_holds_stands_first(tmp_path):
     assert "Nothing yet" not in str(found), "said again at the end, it stands there once"
 
 
-def deaf(tmp_path):
-    """A run whose model hears a letter here and there, of which findings would be many."""
+def test_which_words_are_wrong_is_no_finding_while_nothing_is_heard_and_that_is_told_once(tmp_path):
     heard = [dataclasses.replace(one, reference=f"the {one.reference}", hypothesis="e" if i % 9 == 0 else "")
-             for i, one in enumerate(run_folders.told(60))]
-    return run_folders.run_that_tells(tmp_path, heard)
-
-
-def test_which_words_are_wrong_is_no_finding_while_nothing_is_heard(tmp_path):
-    told = headlines(deaf(tmp_path))
+             for i, one in enumerate(run_folders.told(60))]  # a letter here and there
+    run = run_folders.run_that_tells(tmp_path, heard)
+    told = headlines(run)
     assert "Next to nothing was heard: CER 9" in told and "The WER was still falling" in told
     assert not any(noise in told for noise in ("missed", "Nothing was heard in", "wrong", "speakers"))
-
-
-def test_that_nothing_is_heard_is_told_once(tmp_path):
-    found = str(warned(deaf(tmp_path), ("chance", "Nothing yet", True, True)))
+    found = str(warned(run, ("chance", "Nothing yet", True, True)))
     assert "Nothing yet" in found and "Next to nothing" not in found and "missed" not in found
 
 
