@@ -76,8 +76,6 @@ class Column(Sequence[str]):
             return self.arrow.equals(other.arrow)
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # as Python sets it for a class that defines __eq__
-
     def take(self, indices: np.ndarray) -> Column:
         return Column(self.arrow.take(pa.array(indices)))
 

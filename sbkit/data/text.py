@@ -68,11 +68,10 @@ class TextRules:
             raise SbkitError(f"text rules: unicode is {unicode!r}", hint="use NFC or NFKC")
         if case not in ("lower", "upper", "keep"):
             raise SbkitError(f"text rules: case is {case!r}", hint="use lower, upper or keep")
-        for name, value in (("keep_punctuation", keep_punctuation), ("keep_anywhere", keep_anywhere)):
+        for name, value in (("keep_punctuation", keep_punctuation), ("keep_anywhere", keep_anywhere),
+                            ("alphabet", alphabet or "")):
             if not isinstance(value, str):
                 raise SbkitError(f"text rules: {name} is {value!r}", hint="write the characters as one text")
-        if alphabet is not None and not isinstance(alphabet, str):
-            raise SbkitError(f"text rules: alphabet is {alphabet!r}", hint="write the characters as one text")
         for name, pairs in (("replace", replace), ("case_pairs", case_pairs)):
             if not isinstance(pairs, (Mapping, type(None))) or any(
                     not isinstance(x, str) or not k for k, v in (pairs or {}).items() for x in (k, v)):
@@ -84,7 +83,13 @@ class TextRules:
         self.alphabet = alphabet
         self.replace = dict(replace or {})
         self.case_pairs = dict(case_pairs or {})
-        self._prepare()
+        self._table = _CharacterTable(keep_punctuation, keep_anywhere)
+        inner = "".join(sorted({*keep_punctuation, *_JOINERS} - set(keep_anywhere)))
+        self._inner = re.compile(f"[{re.escape(inner)}]")
+        upper = {lower: upper for upper, lower in self.case_pairs.items()}
+        self._cased = {"lower": self.case_pairs, "upper": upper, "keep": {}}[case]
+        self._allowed = None if alphabet is None else frozenset(
+            unicodedata.normalize(unicode, alphabet) + " ")  # type: ignore[arg-type]  # it is one of the two
 
     @classmethod
     def for_language(cls, language: str | None, **overrides: Any) -> TextRules:
@@ -104,22 +109,6 @@ class TextRules:
 
     def __repr__(self) -> str:
         return f"TextRules({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
-
-    def _prepare(self) -> None:
-        self._table = _CharacterTable(self.keep_punctuation, self.keep_anywhere)
-        inner = "".join(sorted({*self.keep_punctuation, *_JOINERS} - set(self.keep_anywhere)))
-        self._inner = re.compile(f"[{re.escape(inner)}]")
-        pairs = {lower: upper for upper, lower in self.case_pairs.items()}
-        self._cased = {"lower": self.case_pairs, "upper": pairs, "keep": {}}[self.case]
-        self._allowed = None if self.alphabet is None else frozenset(
-            unicodedata.normalize(self.unicode, self.alphabet) + " ")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.options()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()
 
     def __call__(self, text: str) -> str:
         return self.words(self.fold(text))

@@ -335,17 +335,6 @@ class Tokenizer:
         total = counts.total()
         return sum(count / total * math.log(total / count) for count in counts.values())
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        loaded = state.pop("_processor")
-        state["_proto"] = None if loaded is None else loaded.serialized_model_proto()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        proto = state.pop("_proto")
-        self.__dict__.update(state)
-        self._processor = None if proto is None else spm.SentencePieceProcessor(model_proto=proto)
-
     def __repr__(self) -> str:
         return f"Tokenizer({str(self.path)!r}, {self.vocab_size} entries, {self.model_type})"
 

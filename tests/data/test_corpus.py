@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from sounds import real_data
 
 from sbkit.data import exclusions
 from sbkit.data.corpus import Corpus
+from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest
 from sbkit.data.text import TextRules
 from sbkit.errors import SbkitError
@@ -305,13 +307,14 @@ def test_a_full_disk_is_one_error(release, tmp_path, monkeypatch):
         prepare(release, tmp_path / "m")
 
 
-@pytest.mark.slow
-def test_two_processes_prepare_one_after_the_other(release, tmp_path):
-    code = ("import sys; from sbkit.data.corpus import Corpus\n"
-            "print(len(Corpus(sys.argv[1], folder=sys.argv[2]).prepare(show_progress=False)['train']))")
-    runs = [subprocess.Popen([sys.executable, "-c", code, str(release), str(tmp_path / "m")],
-                             stdout=subprocess.PIPE, text=True, env=environment()) for _ in range(2)]
-    assert [run.communicate()[0] for run in runs] == ["3\n", "3\n"]
+def test_two_preparations_of_one_folder_take_turns(release, tmp_path, caplog):
+    with ThreadPoolExecutor(1) as pool, locked(tmp_path / "m" / ".lock"):
+        other = pool.submit(prepare, release, tmp_path / "m")
+        while "another process is at work there" not in caplog.text:
+            assert not other.done()
+            time.sleep(0.01)
+        assert not list((tmp_path / "m").glob("*.csv"))
+    assert len(other.result()[1]["train"]) == 3
 
 
 @pytest.mark.slow

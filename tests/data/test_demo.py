@@ -100,7 +100,7 @@ def test_one_hour_is_varied_and_covers_its_words():
 
 @pytest.mark.slow
 def test_a_grammar_that_is_used_up_repeats_only_within_a_split():
-    plan = demo.plan_clips(1000, numbers_grammar(range(3)), demo.draw_voices("nl", 7), seed=7)
+    plan = demo.plan_clips(400, numbers_grammar(range(3)), demo.draw_voices("nl", 7), seed=7)
     by_split = collections.defaultdict(set)
     for clip in plan:
         by_split[clip.split].add(clip.spoken)
@@ -229,17 +229,6 @@ def test_a_language_that_cannot_be_spoken_is_named_and_nothing_stays(tmp_path, l
                                         ("ga-IE", "ga"), ("nn-NO", "nb"), ("en-US", "en-us")])
 def test_common_voice_codes_find_their_espeak_language(code, name):
     assert demo.espeak_name(code) == name
-
-
-@pytest.mark.slow
-def test_a_failure_half_way_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fail(*_):
-        raise SbkitError("the disk is full")
-
-    monkeypatch.setattr(demo, "write_tables", fail)
-    with pytest.raises(SbkitError, match="disk is full"):
-        demo.make_demo_corpus(tmp_path / "out", hours=0.01, workers=1, show_progress=False)
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_unwritable_folder_is_a_plain_error(tmp_path):
