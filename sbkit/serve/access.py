@@ -6,15 +6,18 @@ import base64
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from sbkit.serve.errors import ApiError, failed, stopping, too_large, unauthorized, wrong_host
-from sbkit.serve.metrics import Metrics
+
+if TYPE_CHECKING:  # of packages that a server alone needs
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from sbkit.serve.metrics import Metrics
 
 _OWN = ("localhost", "127.0.0.1", "[::1]")
 
@@ -51,12 +54,6 @@ def _name(host: str) -> str:
         host = name
     return host.rstrip(".")
 
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: A browser can't set headers of a WebSocket, so it passes the key as a protocol: this prefix and the key in base64url.
 KEY_PROTOCOL = "sbkit.key."
@@ -105,7 +102,7 @@ class AccessControl:
     stopping : whether new requests are refused
     """
 
-    def __init__(self, app: App, keys: ApiKeys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
+    def __init__(self, app: ASGIApp, keys: ApiKeys, origins: Iterable[str], upload_bytes: int, metrics: Metrics,
                  hosts: Hosts | None = None, stopping: Callable[[], bool] = lambda: False):
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
         self._upload_bytes, self._metrics, self._hosts, self._stopping = upload_bytes, metrics, hosts, stopping
@@ -117,6 +114,8 @@ class AccessControl:
             await self._guarded(scope, receive, send)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.responses import Response
+
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         began, path = time.monotonic(), scope["path"]
         answer = _Answer(send, self._extra(headers))
@@ -130,9 +129,9 @@ class AccessControl:
             if self._stopping() and path not in PROBES:
                 raise stopping()
             if scope["type"] == "http" and scope["method"] == "OPTIONS" and "origin" in headers:
-                await answer.say(204, {"access-control-allow-methods": "GET, POST",
-                                       "access-control-allow-headers": headers.get(
-                                           "access-control-request-headers", "authorization")}, b"")
+                asked = headers.get("access-control-request-headers", "authorization")
+                await Response(None, 204, {"access-control-allow-methods": "GET, POST",
+                                           "access-control-allow-headers": asked})(scope, receive, answer.send)
                 return
             if self._keys and path not in _OPEN and not self._keys.allow(_key(headers)):
                 raise unauthorized()
@@ -140,14 +139,14 @@ class AccessControl:
                 receive = self._counting(headers, receive)
             await self._app(scope, receive, answer.send)
         except ApiError as error:
-            await self._refuse(scope, answer, error)
+            await self._refuse(scope, receive, answer, error)
         except Exception as error:
             _log.exception("request %s failed", answer.id)
             if answer.complete:
                 return
             if answer.started:
                 raise
-            await self._refuse(scope, answer, failed(answer.id, error))
+            await self._refuse(scope, receive, answer, failed(answer.id, error))
         finally:
             shown = path if path in _COUNTED else "/v1/models" if path.startswith("/v1/models/") else "other"
             took, status = time.monotonic() - began, answer.status or (499 if scope["type"] == "http" else 101)
@@ -201,14 +200,12 @@ class AccessControl:
 
     # ------------------------------------------------------------------ answers
 
-    async def _refuse(self, scope: Scope, answer: _Answer, error: ApiError) -> None:
+    async def _refuse(self, scope: Scope, receive: Receive, answer: _Answer, error: ApiError) -> None:
         self._metrics.refused.labels(error.code or error.status).inc()
         if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
             await answer.send({"type": "websocket.close", "code": 1008, "reason": error.message[:100]})
             return
-        headers = {"content-type": "application/json", **error.headers}
-        await answer.say(error.status, headers, json.dumps(error.body).encode(),
-                         "websocket.http.response" if scope["type"] == "websocket" else "http.response")
+        await error.answer(scope, receive, answer.send)
 
 
 def _key(headers: dict[str, str]) -> str:
@@ -243,9 +240,3 @@ class _Answer:
         await self._send(message)
         if message["type"].endswith("response.body") and not message.get("more_body"):
             self.complete = True
-
-    async def say(self, status: int, headers: dict[str, str], body: bytes, kind: str = "http.response") -> None:
-        listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        listed.append((b"content-length", str(len(body)).encode()))
-        await self.send({"type": f"{kind}.start", "status": status, "headers": listed})
-        await self.send({"type": f"{kind}.body", "body": body})

@@ -20,13 +20,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 import sbkit
 from sbkit.infer.graph_model import MAX_SECONDS
 from sbkit.infer.transcript import Transcript
 from sbkit.serve import clients, form, metrics, replies
-from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, App, Hosts
+from sbkit.serve.access import REQUEST_ID, AccessControl, ApiKeys, Hosts
 from sbkit.serve.backlog import Work
 from sbkit.serve.connection import ConnectionLimit
 from sbkit.serve.decoders import Decoders, Wave
@@ -84,7 +85,7 @@ class State:
 
 
 def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (), hosts: Hosts | None = None,
-         ) -> App:
+         ) -> ASGIApp:
     rooms = RequestSlots(state.limits, state.metrics)
     floor = state.live_sessions
 
@@ -162,7 +163,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
                 stay.enter_context(floor.place(clients.address(websocket.scope)))
             except ApiError as error:
                 state.metrics.refused.labels(error.code or error.status).inc()
-                await websocket.send_denial_response(_said(error))
+                await websocket.send_denial_response(error.answer)
                 return
             await floor.session(websocket, registry)
 
@@ -171,7 +172,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
                         code="unknown_url")
         error.status = 404
         state.metrics.refused.labels(error.code or "").inc()
-        await websocket.send_denial_response(_said(error))
+        await websocket.send_denial_response(error.answer)
 
     app = Starlette(routes=[
         Route("/", index), Route("/health", health), Route("/ready", ready), Route("/metrics", numbers),
@@ -270,14 +271,10 @@ async def _events(found: AsyncIterator[str | Transcript], request: str) -> Async
 # ---------------------------------------------------------------------- errors and numbers
 
 
-def _said(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
-
-
 def _error_handlers(state: State) -> dict[Any, Callable[..., Any]]:  # as Starlette has them
     async def refused(_: Request, error: ApiError) -> Response:
         state.metrics.refused.labels(error.code or error.status).inc()
-        return _said(error)
+        return error.answer
 
     async def unknown(request: Request, error: HTTPException) -> Response:
         """Answer requests for unknown paths or methods."""

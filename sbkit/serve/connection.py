@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
-import json
 import logging
 import resource
 import socket
@@ -21,15 +20,17 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
 from sbkit.errors import SbkitError
-from sbkit.serve.access import PROBES, App, Receive, Scope, Send
+from sbkit.serve.access import PROBES
 from sbkit.serve.clients import address
-from sbkit.serve.errors import ApiError, no_room
+from sbkit.serve.errors import no_room
 from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
@@ -106,7 +107,7 @@ class ConnectionLimit:
         else:
             loop.default_exception_handler(context)
 
-    def only_probes(self, app: App) -> App:
+    def only_probes(self, app: ASGIApp) -> ASGIApp:
         """Wrap the application for connections that may only ask whether the server is alive."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,10 +115,7 @@ class ConnectionLimit:
                 await app(scope, receive, send)
                 return
             self._metrics.refused.labels("too_many_connections").inc()
-            error = _full()
-            body, headers = _said(error)
-            await send({"type": "http.response.start", "status": error.status, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await _full()(scope, receive, send)
 
         return answer
 
@@ -132,9 +130,8 @@ class ConnectionLimit:
     def _refuse(self, connection: TimedConnection) -> None:
         self._metrics.refused.labels("too_many_connections").inc()
         self._leaving.add(connection)
-        error = _full()
-        body, headers = _said(error)
-        lines = [b"HTTP/1.1 503 Service Unavailable", *(b": ".join(each) for each in headers), b"", body]
+        full = _full()
+        lines = [b"HTTP/1.1 503 Service Unavailable", *(b": ".join(each) for each in full.raw_headers), b"", full.body]
         connection.refuse(b"\r\n".join(lines))
 
     def _log_once(self, what: str, *values: Any) -> None:
@@ -143,17 +140,11 @@ class ConnectionLimit:
             _log.warning(what, *values)
 
 
-def _full() -> ApiError:
+def _full() -> JSONResponse:
     error = no_room("this server has reached its limit of connections, or your address its share of them")
     error.code = "too_many_connections"
-    return error
-
-
-def _said(error: ApiError) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    body = json.dumps(error.body).encode()
-    headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body)),
-               "connection": "close"}
-    return body, [(name.encode(), value.encode()) for name, value in headers.items()]
+    error.headers["connection"] = "close"
+    return error.answer
 
 
 CHECK_SECONDS = 5.0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sbkit.errors import SbkitError
 from sbkit.infer.device import OutOfMemory
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
 
 INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "requests"
 
@@ -34,6 +37,12 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def answer(self) -> JSONResponse:
+        from starlette.responses import JSONResponse  # of a package that a server alone needs
+
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
