@@ -33,9 +33,16 @@ def upload(data):
 
 @pytest.fixture(scope="module")
 def decoders():
-    decoders = Decoders(Limits(decoders=1, max_audio_seconds=60))
-    yield decoders
-    decoders.close()
+    with contextlib.closing(Decoders(Limits(decoders=1, max_audio_seconds=60))) as decoders:
+        yield decoders
+
+
+@pytest.fixture
+def started():
+    """Starts decoders, which end with the test."""
+    with contextlib.ExitStack() as all_:
+        yield lambda restarted=None, command=None, **limits: all_.enter_context(contextlib.closing(Decoders(
+            Limits(**{"decoders": 1} | limits), restarted, *([] if command is None else [command]))))
 
 
 def acting(tmp_path, code):
@@ -80,36 +87,29 @@ def test_samples_are_those_that_transcribe_hears(decoders, rate):
     ("return {'refused': str(len(bytearray(1 << 34)))}", "its decoder ended"),
     ("open('/proc/self/fd/%d' % args[1].fileno(), 'wb').write(bytes(1 << 28))", "its decoder ended"),
 ])
-def test_a_decoder_that_goes_wrong_is_replaced(tmp_path, code, words):
+def test_a_decoder_that_goes_wrong_is_replaced(started, tmp_path, code, words):
     restarts = []
-    decoders = Decoders(Limits(decoders=1, decode_seconds=1, max_audio_seconds=60), lambda: restarts.append(1),
-                        acting(tmp_path, code))
-    try:
-        with pytest.raises(ApiError, match=words) as error:
-            decode(decoders, serving.wav("a"))
-        assert (error.value.status, error.value.code) == (400, "invalid_audio") and restarts == [1]
-        assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
-    finally:
-        decoders.close()
+    decoders = started(lambda: restarts.append(1), acting(tmp_path, code), decode_seconds=1, max_audio_seconds=60)
+    with pytest.raises(ApiError, match=words) as error:
+        decode(decoders, serving.wav("a"))
+    assert (error.value.status, error.value.code) == (400, "invalid_audio") and restarts == [1]
+    assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
 
 
-def test_a_decoder_that_died_while_nobody_asked_is_replaced_and_no_file_blamed_for_it():
+def test_a_decoder_that_died_while_nobody_asked_is_replaced_and_no_file_blamed_for_it(started):
     """Whether it had done something before or not."""
     restarts = []
-    decoders = Decoders(Limits(decoders=1), lambda: restarts.append(1))
-    try:
-        decoders.check()
-        for text in ("a", "b"):
-            [decoder] = decoders.running
-            decoder.process.kill()
-            decoder.process.wait()
-            assert len(decode(decoders, serving.wav(text))) == len(bundles.say(text))
-        assert restarts == [1, 1]
-    finally:
-        decoders.close()
+    decoders = started(lambda: restarts.append(1))
+    decoders.check()
+    for text in ("a", "b"):
+        [decoder] = decoders.running
+        decoder.process.kill()
+        decoder.process.wait()
+        assert len(decode(decoders, serving.wav(text))) == len(bundles.say(text))
+    assert restarts == [1, 1]
 
 
-def test_a_file_is_blamed_once_a_fresh_decoder_died_of_it_too(tmp_path):
+def test_a_file_is_blamed_once_a_fresh_decoder_died_of_it_too(started, tmp_path):
     """The first was good for one file, and what it left behind might be what killed it."""
     script = tmp_path / "decoder.py"
     script.write_text(textwrap.dedent("""
@@ -125,59 +125,50 @@ def test_a_file_is_blamed_once_a_fresh_decoder_died_of_it_too(tmp_path):
         decoder_process.main(*map(int, sys.argv[1:4]))
     """))
     restarts = []
-    decoders = Decoders(Limits(decoders=1), lambda: restarts.append(1), [sys.executable, str(script)])
-    try:
-        decode(decoders, serving.wav("a"))
-        with pytest.raises(ApiError, match="its decoder ended; is the file damaged") as error:
-            decode(decoders, b"deadly")
-        assert error.value.code == "invalid_audio" and restarts == [1, 1]
-        with pytest.raises(ApiError):
-            decode(decoders, b"deadly")
-        assert restarts == [1, 1, 1], "it was fresh"
-        assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
-    finally:
-        decoders.close()
+    decoders = started(lambda: restarts.append(1), [sys.executable, str(script)])
+    decode(decoders, serving.wav("a"))
+    with pytest.raises(ApiError, match="its decoder ended; is the file damaged") as error:
+        decode(decoders, b"deadly")
+    assert error.value.code == "invalid_audio" and restarts == [1, 1]
+    with pytest.raises(ApiError):
+        decode(decoders, b"deadly")
+    assert restarts == [1, 1, 1], "it was fresh"
+    assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
 
 
-def test_a_decoder_that_never_starts_is_no_files_fault(tmp_path):
+def test_a_decoder_that_never_starts_is_no_files_fault(started, tmp_path):
     flag = tmp_path / "broken"
     code = f"import os, sys\nif os.path.exists({str(flag)!r}): sys.exit()\n" \
            "from sbkit.serve import decoder_process\ndecoder_process.main(*map(int, sys.argv[1:4]))"
-    decoders = Decoders(Limits(decoders=1), command=[sys.executable, "-c", code])
-    try:
-        decoders.check()
-        flag.touch()
-        for each in decoders.running:
-            each.process.kill()
-            each.process.wait()
-        with pytest.raises(ApiError, match="a process that decodes audio ended") as error:
-            decode(decoders, serving.wav("a"))
-        assert error.value.status == 503
-        flag.unlink()
-        with contextlib.suppress(ApiError):  # the one that was started meanwhile
-            decode(decoders, serving.wav("a"))
-        assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
-    finally:
-        decoders.close()
+    decoders = started(command=[sys.executable, "-c", code])
+    decoders.check()
+    flag.touch()
+    for each in decoders.running:
+        each.process.kill()
+        each.process.wait()
+    with pytest.raises(ApiError, match="a process that decodes audio ended") as error:
+        decode(decoders, serving.wav("a"))
+    assert error.value.status == 503
+    flag.unlink()
+    with contextlib.suppress(ApiError):  # the one that was started meanwhile
+        decode(decoders, serving.wav("a"))
+    assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
 
 
-def test_a_client_that_leaves_ends_the_decoder(tmp_path):
-    decoders = Decoders(Limits(decoders=1), command=acting(tmp_path, "time.sleep(60)"))
-    try:
-        decoders.check()
-        job, began = Job(), time.monotonic()
-        threading.Timer(0.3, job.cancel).start()
-        with pytest.raises(Cancelled):
-            decode(decoders, serving.wav("a"), job)
-        assert time.monotonic() - began < 20
-        assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
-    finally:
-        decoders.close()
+def test_a_client_that_leaves_ends_the_decoder(started, tmp_path):
+    decoders = started(command=acting(tmp_path, "time.sleep(60)"))
+    decoders.check()
+    job, began = Job(), time.monotonic()
+    threading.Timer(0.3, job.cancel).start()
+    with pytest.raises(Cancelled):
+        decode(decoders, serving.wav("a"), job)
+    assert time.monotonic() - began < 20
+    assert len(decode(decoders, serving.wav("b"))) == len(bundles.say("b"))
 
 
-def test_a_machine_without_room_for_a_process_costs_a_request_and_not_the_server(tmp_path, monkeypatch):
+def test_a_machine_without_room_for_a_process_costs_a_request_and_not_the_server(started, tmp_path, monkeypatch):
     """A decoder that cannot be replaced at once is replaced when it is needed."""
-    instances = Decoders(Limits(decoders=1), command=acting(tmp_path, "os._exit(1)"))
+    decoders = started(command=acting(tmp_path, "os._exit(1)"))
     real = decoders_module._Decoder
     full = []
 
@@ -187,44 +178,34 @@ def test_a_machine_without_room_for_a_process_costs_a_request_and_not_the_server
         return real(*args)
 
     monkeypatch.setattr(decoders_module, "_Decoder", failing)
-    try:
-        full.append(BlockingIOError(11, "Resource temporarily unavailable"))
-        with pytest.raises(ApiError):
-            decode(instances, serving.wav("a"))
-        with pytest.raises(BlockingIOError):
-            decode(instances, serving.wav("b"))
-        full[:] = [OSError(24, "Too many open files")]
-        with pytest.raises(ApiError, match="its limit of open files") as error:
-            decode(instances, serving.wav("b"))
-        assert error.value.status == 503
-        full.clear()
-        assert len(decode(instances, serving.wav("c"))) == len(bundles.say("c"))
-    finally:
-        instances.close()
+    full.append(BlockingIOError(11, "Resource temporarily unavailable"))
+    with pytest.raises(ApiError):
+        decode(decoders, serving.wav("a"))
+    with pytest.raises(BlockingIOError):
+        decode(decoders, serving.wav("b"))
+    full[:] = [OSError(24, "Too many open files")]
+    with pytest.raises(ApiError, match="its limit of open files") as error:
+        decode(decoders, serving.wav("b"))
+    assert error.value.status == 503
+    full.clear()
+    assert len(decode(decoders, serving.wav("c"))) == len(bundles.say("c"))
 
 
-def test_a_decoder_that_cannot_start_is_told_at_the_start():
-    decoders = Decoders(Limits(decoders=1), command=[sys.executable, "-c", "raise SystemExit"])
-    try:
-        with pytest.raises(SbkitError, match="a process that decodes audio ended"):
-            decoders.check()
-    finally:
-        decoders.close()
+def test_a_decoder_that_cannot_start_is_told_at_the_start(started):
+    decoders = started(command=[sys.executable, "-c", "raise SystemExit"])
+    with pytest.raises(SbkitError, match="a process that decodes audio ended"):
+        decoders.check()
 
 
-def test_decoders_are_told_no_secret_and_have_limits(tmp_path, monkeypatch):
+def test_decoders_are_told_no_secret_and_have_limits(started, tmp_path, monkeypatch):
     """Its environment has no key, and the kernel bounds its memory, its time and what it writes."""
     monkeypatch.setenv("SBKIT_API_KEY", "secret")
     out = tmp_path / "told"
     code = (f"import resource; Path({str(out)!r}).write_text(str(sorted(os.environ)) + str([resource.getrlimit(each) "
             "for each in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_CPU)]))"
             "; return real(*args)")
-    decoders = Decoders(Limits(decoders=1, max_upload_mb=1, max_audio_seconds=60, decode_seconds=7),
-                        command=acting(tmp_path, code))
-    try:
-        decode(decoders, serving.wav("a"))
-    finally:
-        decoders.close()
+    decode(started(command=acting(tmp_path, code), max_upload_mb=1, max_audio_seconds=60, decode_seconds=7),
+           serving.wav("a"))
     told = out.read_text()
     assert "SBKIT_API_KEY" not in told and "OMP_NUM_THREADS" in told
     memory, size, core, cpu = eval(told[told.index("]") + 1:])
@@ -232,15 +213,11 @@ def test_decoders_are_told_no_secret_and_have_limits(tmp_path, monkeypatch):
     assert 7 <= cpu[0] <= 20
 
 
-def test_a_decoder_imports_nothing_from_the_folder_that_the_server_was_started_in(tmp_path, monkeypatch):
+def test_a_decoder_imports_nothing_from_the_folder_that_the_server_was_started_in(started, tmp_path, monkeypatch):
     for name in ("soxr", "numpy", "sbkit"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     monkeypatch.chdir(tmp_path)
-    decoders = Decoders(Limits(decoders=1))
-    try:
-        assert len(decode(decoders, serving.wav("a"))) == len(bundles.say("a"))
-    finally:
-        decoders.close()
+    assert len(decode(started(), serving.wav("a"))) == len(bundles.say("a"))
     assert not (tmp_path / "ran").exists()
 
 
