@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import threading
 import time
 
 import bundles
+import httpx
 import numpy as np
 import soundfile
 import uvicorn
@@ -39,24 +41,42 @@ class Serving:
         lines = self.state.metrics.text().splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
+    def post(self, data, name="a.wav", headers=None, **fields):
+        """The answer to a recording, or to text that is spelled in one."""
+        file = wav(data) if isinstance(data, str) else data
+        return httpx.post(f"{self.base}/audio/transcriptions", data={"model": "level"} | fields, headers=headers,
+                          files={"file": (name, file)}, timeout=60)
+
     @contextlib.contextmanager
-    def held(self):
-        """The model answers nobody until the block ends, or the event that it gives is set."""
-        go, real = threading.Event(), self.engine.backend
+    def acting(self, act):
+        """The model's graph is ``act`` in this block, which gets the real one and a batch."""
+        real = self.engine.backend
 
-        class Slow:
-            running = real.running
+        def backend(*batch):
+            return act(real, *batch)
 
-            def __call__(self, *batch):
-                go.wait(30)
-                return real(*batch)
-
-        self.engine.backend = Slow()
+        backend.running, backend.free = real.running, lambda: None
+        self.engine.backend = backend
         try:
-            yield go
+            yield
         finally:
-            go.set()
             self.engine.backend = real
+
+    @contextlib.contextmanager
+    def held(self, after=0):
+        """The model answers nobody, after so many batches, until the block ends, or the event that it gives is set."""
+        go, runs = threading.Event(), itertools.count()
+
+        def act(real, *batch):
+            if next(runs) >= after:
+                go.wait(30)
+            return real(*batch)
+
+        with self.acting(act):
+            try:
+                yield go
+            finally:
+                go.set()
 
 
 @contextlib.contextmanager

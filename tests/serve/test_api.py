@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import bundles
@@ -60,9 +59,8 @@ def test_text_and_subtitles_are_strings(client):
 @pytest.mark.parametrize("kind", ["json", "verbose_json", "text", "stream"])
 def test_an_upload_that_was_cut_off_is_answered_with_a_warning(server, kind):
     data = serving.wav(TEXT)
-    form = {"model": "level"} | ({"stream": "true"} if kind == "stream" else {"response_format": kind})
-    found = [httpx.post(f"{server.base}/audio/transcriptions", data=form, files={"file": ("a.wav", each)})
-             for each in (data, data[: len(data) // 2])]
+    form = {"stream": "true"} if kind == "stream" else {"response_format": kind}
+    found = [server.post(each, **form) for each in (data, data[: len(data) // 2])]
     told = [f"{answer.text} {answer.headers.get('x-warning')}" for answer in found]
     assert "cut off: " not in told[0] and "cut off: 1.4" in told[1]
 
@@ -93,24 +91,12 @@ def test_a_stream_has_deltas_and_all_of_the_text_exactly_once(client, long):
 def test_words_are_streamed_before_the_rest_was_heard(server, client, long):
     """The first comes while the model has not said a thing about the end of the recording."""
     text, data = long
-    real, calls, go = server.engine.backend, [], threading.Event()
-
-    def halting(*batch):
-        calls.append(1)
-        if len(calls) > 1:
-            go.wait(20)
-        return real(*batch)
-
-    server.engine.backend = halting
-    try:
+    with server.held(after=1) as go:
         events = iter(ask(client, data, "a.flac", stream=True))
         first = next(events).delta
         assert not go.is_set() and text.startswith(first) and len(first) < len(text)
         go.set()
         assert list(events)[-1].text == text
-    finally:
-        go.set()
-        server.engine.backend = real
 
 
 def test_requests_that_come_at_once_share_batches_and_none_gets_anothers_answer(server, client):
@@ -131,8 +117,7 @@ def test_a_stream_of_silence_is_done_with_no_text(client):
 
 
 def test_the_stream_ends_as_openais_does(server):
-    answer = httpx.post(f"{server.base}/audio/transcriptions", files={"file": ("a.wav", serving.wav("a"))},
-                        data={"model": "level", "stream": "true"})
+    answer = server.post("a", stream="true")
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.endswith("\n\ndata: [DONE]\n\n") and answer.text.count("transcript.text.done") == 1
 
@@ -246,16 +231,18 @@ def test_before_the_models_are_there_nothing_is_ready_and_all_is_told(bundle):
         assert answer.json()["error"]["code"] == "not_ready"
 
 
+def failing(message):
+    def act(real, *batch):
+        raise RuntimeError(message)
+
+    return act
+
+
 def test_a_broken_device_is_unhealthy_and_says_so(bundle):
     with serving.serving(bundle) as server:
-        def broken(*_):
-            raise RuntimeError("CUDA error: device-side assert triggered\nmore")
-
-        server.engine.backend, working = broken, server.engine.backend
-        send = {"data": {"model": "level"}, "files": {"file": ("a.wav", serving.wav("a"))}}
-        assert httpx.post(f"{server.base}/audio/transcriptions", **send).status_code in (500, 503)
-        server.engine.backend = working
-        answer = httpx.post(f"{server.base}/audio/transcriptions", **send)
+        with server.acting(failing("CUDA error: device-side assert triggered\nmore")):
+            assert server.post("a").status_code in (500, 503)
+        answer = server.post("a")
         assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
         assert answer.json()["error"]["code"] == "device_fault"
         answer = httpx.get(f"{server.url}/health")
@@ -266,19 +253,12 @@ def test_a_broken_device_is_unhealthy_and_says_so(bundle):
 
 def test_a_request_too_large_for_the_memory_fails_alone(bundle):
     with serving.serving(bundle) as server:
-        def full(*_):
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-
-        working = server.engine.backend
-        server.engine.backend = full
-        full.running, full.free = working.running, lambda: None
-        send = {"data": {"model": "level"}, "files": {"file": ("a.wav", serving.wav("a"))}}
-        answer = httpx.post(f"{server.base}/audio/transcriptions", **send)
+        with server.acting(failing("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")):
+            answer = server.post("a")
         assert answer.status_code == 507 and answer.headers["x-should-retry"] == "false"
         error = answer.json()["error"]
         assert error["code"] == "out_of_memory" and "out of memory on cpu: CUDA out of memory" in error["message"]
-        server.engine.backend = working
-        assert httpx.post(f"{server.base}/audio/transcriptions", **send).status_code == 200
+        assert server.post("a").status_code == 200
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
@@ -322,12 +302,9 @@ def test_a_search_with_hot_words_is_what_transcribe_does(bundle, long):
             assert "".join(each.delta for each in events[:-1]) == events[-1].text == text
 
 
-def test_an_error_amid_a_stream_reaches_the_client(bundle, monkeypatch):
+def test_an_error_amid_a_stream_reaches_the_client(bundle):
     with serving.serving(bundle) as server:
-        real = server.engine.backend
-        server.engine.backend = lambda *batch: (_ for _ in ()).throw(RuntimeError("out of luck"))
-        with openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.APIError, match="the server failed"):
-                list(ask(client, serving.wav("a"), stream=True))
-        server.engine.backend = real
+        with openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client, \
+                server.acting(failing("out of luck")), pytest.raises(openai.APIError, match="the server failed"):
+            list(ask(client, serving.wav("a"), stream=True))
         assert json.loads(httpx.get(f"{server.url}/ready").text)["ready"]

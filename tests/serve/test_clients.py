@@ -102,21 +102,16 @@ def test_a_place_waited_for_in_a_thread_is_free_after_it_and_after_a_cancellatio
         pass
 
 
-def post(server, text, **headers):
-    return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, timeout=30,
-                      files={"file": ("a.wav", serving.wav(text))}, headers=headers)
-
-
 def test_one_client_leaves_places_for_the_others(bundle):
     limits = Limits(decoders=1, max_requests=4, max_live=2)
     mallory, alice = {"x-forwarded-for": "192.0.2.1"}, {"x-forwarded-for": "203.0.113.9, 192.0.2.2"}
     with serving.serving(bundle, limits=limits, proxies=("127.0.0.1",)) as server:
         with ThreadPoolExecutor(4) as pool, server.held() as go:
-            inside = [pool.submit(post, server, text, **mallory) for text in ("a", "b")]
+            inside = [pool.submit(server.post, text, headers=mallory) for text in ("a", "b")]
             serving.until(lambda: server.counted("sbkit_requests_inside") == 2)
-            answer = post(server, "c", **mallory)
+            answer = server.post("c", headers=mallory)
             assert answer.status_code == 429 and "your address" in answer.json()["error"]["message"]
-            inside += [pool.submit(post, server, "c", **alice)]
+            inside += [pool.submit(server.post, "c", headers=alice)]
             serving.until(lambda: server.counted("sbkit_requests_inside") == 3)
             go.set()
             assert [each.result().json()["text"] for each in inside] == ["a", "b", "c"]
@@ -132,7 +127,7 @@ def test_nobodys_word_on_who_asks_is_taken_unless_it_is_a_proxys(bundle):
     """Else who writes another address into each request has no bound, and could use up somebody else's share."""
     with serving.serving(bundle, limits=Limits(decoders=1, max_requests=2, client_share=0.1)) as server:
         with ThreadPoolExecutor(2) as pool, server.held() as go:
-            inside = [pool.submit(post, server, "a", **{"x-forwarded-for": "192.0.2.1"}) for _ in range(2)]
+            inside = [pool.submit(server.post, "a", headers={"x-forwarded-for": "192.0.2.1"}) for _ in range(2)]
             serving.until(lambda: server.counted("sbkit_requests_inside") == 2)
             go.set()
             assert [each.result().status_code for each in inside] == [200, 200]
@@ -194,13 +189,14 @@ def test_who_can_not_begin_in_time_behind_the_others_of_its_address_is_refused_a
     with serving.serving(bundle, limits=limits, proxies=("127.0.0.1",)) as server:
         for _ in range(2):  # the first round shows how long it takes
             with ThreadPoolExecutor(24) as pool, server.held():
-                answers = [each.result() for each in [pool.submit(post, server, "a", **mallory) for _ in range(24)]]
+                asked = [pool.submit(server.post, "a", headers=mallory) for _ in range(24)]
+                answers = [each.result() for each in asked]
         late = [each for each in answers if each.status_code == 429]
         assert sum(each.elapsed.total_seconds() < 3 for each in late) > 12, "not after 4 s"
         assert "as can begin within the time limit" in late[0].json()["error"]["message"]
         assert late[0].headers["retry-after"]
-        assert post(server, "b", **alice).json()["text"] == "b"
-        assert post(server, "b", **mallory).json()["text"] == "b", "none of its waits any more"
+        assert server.post("b", headers=alice).json()["text"] == "b"
+        assert server.post("b", headers=mallory).json()["text"] == "b", "none of its waits any more"
 
 
 @pytest.mark.slow
@@ -215,8 +211,7 @@ def test_a_server_that_was_never_asked_refuses_at_once_what_it_can_not_hear_in_t
     limits = Limits(decoders=1, max_active=2, request_seconds=8, client_share=1)
     with serving.serving(bundle, limits=limits, proxies=("127.0.0.1",)) as server, ThreadPoolExecutor(9) as pool:
         def ask(seconds, client):
-            return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, timeout=60,
-                              files={"file": ("a", serving.silence(seconds))}, headers={"x-forwarded-for": client})
+            return server.post(serving.silence(seconds), headers={"x-forwarded-for": client})
 
         alone = ask(200, "192.0.2.2")
         assert alone.status_code == 504 and alone.elapsed.total_seconds() < 4

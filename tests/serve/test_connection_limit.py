@@ -20,11 +20,6 @@ from sbkit.serve.limits import Limits
 from sbkit.serve.metrics import Metrics
 
 
-def post(server, text):
-    return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, timeout=30,
-                      files={"file": ("a.wav", serving.wav(text))})
-
-
 def test_who_asks_for_nothing_gives_way_and_is_told_why(bundle, caplog):
     limits = Limits(decoders=1, max_connections=4)
     with serving.serving(bundle, limits=limits) as server, contextlib.ExitStack() as all_:
@@ -33,7 +28,7 @@ def test_who_asks_for_nothing_gives_way_and_is_told_why(bundle, caplog):
                   for _ in range(40)]
         for text in ("a", "b", "c"):
             assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
-            assert post(server, text).json()["text"] == text
+            assert server.post(text).json()["text"] == text
         said = silent[0].recv(10_000)
         head, _, body = said.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ") and b"connection: close" in head and b"retry-after" in head
@@ -80,13 +75,13 @@ def test_a_trusted_proxys_connections_have_no_share(bundle, proxies):
 def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bundle):
     with serving.serving(bundle, limits=Limits(decoders=1, max_connections=2)) as server:
         with server.held() as go:
-            at_work = [threading.Thread(target=post, args=(server, "a")) for _ in range(2)]
+            at_work = [threading.Thread(target=server.post, args=("a",)) for _ in range(2)]
             for each in at_work:
                 each.start()
             serving.until(lambda: server.counted("sbkit_requests_inside") == 2)
             for _ in range(30):
                 assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
-            answer = post(server, "b")
+            answer = server.post("b")
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert answer.json()["error"]["code"] == "too_many_connections"
             with pytest.raises(websockets.InvalidStatus) as refused:
@@ -95,7 +90,7 @@ def test_where_all_are_at_work_the_probes_are_answered_and_others_get_a_503(bund
             go.set()
             for each in at_work:
                 each.join()
-        assert post(server, "c").json()["text"] == "c"
+        assert server.post("c").json()["text"] == "c"
         with connect(server.live):
             pass
 

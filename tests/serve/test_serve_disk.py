@@ -4,7 +4,6 @@ import errno
 import io
 import tempfile
 
-import httpx
 import numpy as np
 import pytest
 import serving
@@ -28,11 +27,6 @@ class Nearly(io.BytesIO):
         if self.tell() >= self.most:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(bytes(data[: min(self.part, self.most - self.tell())]))
-
-
-def post(server, data):
-    return httpx.post(f"{server.base}/audio/transcriptions", data={"model": "level"}, files={"file": ("a", data)},
-                      timeout=60)
 
 
 def test_all_is_written_however_little_is_taken_at_once():
@@ -101,10 +95,10 @@ def test_a_decoder_asks_for_room_by_the_header_and_gives_back_what_it_did_not_ne
 def test_a_request_beyond_the_bound_gets_503_and_the_next_one_is_answered(bundle):
     with serving.serving(bundle, limits=Limits(decoders=1, max_disk_mb=2)) as server:
         for data in (bytes(3 * MEGABYTE), serving.silence(60, 16_000)):  # too much itself, and too much decoded
-            answer = post(server, data)
+            answer = server.post(data)
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert answer.json()["error"]["code"] == "no_room" and "of this server's disk" in answer.text
-        assert post(server, serving.wav("good")).json()["text"] == "good"
+        assert server.post("good").json()["text"] == "good"
         assert server.state.disk.held == 0 and server.counted("sbkit_requests_inside") == 0
 
 
@@ -117,7 +111,7 @@ def test_an_upload_that_finds_no_room_is_told_so(server, monkeypatch, code, word
 
     monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", full)
     for data in (bytes(2 * MEGABYTE), serving.wav("small")):
-        answer = post(server, data)
+        answer = server.post(data)
         assert answer.status_code == 503 and words in answer.json()["error"]["message"]
     monkeypatch.undo()
-    assert post(server, serving.wav("good")).json()["text"] == "good"
+    assert server.post("good").json()["text"] == "good"

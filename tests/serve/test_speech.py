@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import itertools
 import json
 import socket
 import threading
@@ -130,31 +131,14 @@ def test_a_model_is_asked_only_for_what_it_does(server, client):
 
 @pytest.mark.parametrize("kind", ["mp3", "opus", "wav", "pcm"])
 def test_a_sentence_is_sent_before_the_next_one_is_computed(server, client, kind):
-    engine, real = server.state.registry.find("tts", registry.ServedVoice).engine, None
-    go, text = threading.Event(), "Hello there. " * 3
-    real = engine.backend
-
-    class Slow:
-        running, runs = real.running, 0
-
-        def __call__(self, *batch):
-            Slow.runs += 1
-            if Slow.runs > 1:
-                go.wait(30)
-            return real(*batch)
-
-    engine.backend = Slow()
-    try:
-        with client.audio.speech.with_streaming_response.create(
-                model="tts", voice="anna", input=text, response_format=kind) as answer:
-            parts = answer.iter_bytes(64)
-            first = next(parts)
-            assert not go.is_set()
-            go.set()
-            data = first + b"".join(parts)
-    finally:
+    text = "Hello there. " * 3
+    with server.held(after=1) as go, client.audio.speech.with_streaming_response.create(
+            model="tts", voice="anna", input=text, response_format=kind) as answer:
+        parts = answer.iter_bytes(64)
+        first = next(parts)
+        assert not go.is_set()
         go.set()
-        engine.backend = real
+        data = first + b"".join(parts)
     assert heard(data, kind) == text.lower().strip()
 
 
@@ -319,27 +303,22 @@ def raw(server, body, read=2000):
 
 def test_a_client_that_leaves_in_the_middle_frees_its_place_and_nothing_more_is_computed(voice):
     with serving.serving({"tts": voice}, limits=Limits(decoders=1)) as server:
-        body = {"model": "tts", "input": "good bye. " * 300, "response_format": "pcm"}
-        engine, real = server.engine, server.engine.backend
+        body, runs = {"model": "tts", "input": "good bye. " * 300, "response_format": "pcm"}, []
 
-        class Steady:
-            running, runs = real.running, 0
+        def steady(real, *batch):
+            runs.append(1)
+            time.sleep(0.05)
+            return real(*batch)
 
-            def __call__(self, *batch):
-                Steady.runs += 1
-                time.sleep(0.05)
-                return real(*batch)
-
-        engine.backend = Steady()
-        connection, begin = raw(server, body)
-        assert begin.startswith(b"HTTP/1.1 200")
-        connection.close()
-        serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
-        assert server.counted("sbkit_cancelled_total") == 1
-        runs = Steady.runs
-        time.sleep(0.3)
-        assert Steady.runs <= runs + 1 < 300
-        engine.backend = real
+        with server.acting(steady):
+            connection, begin = raw(server, body)
+            assert begin.startswith(b"HTTP/1.1 200")
+            connection.close()
+            serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
+            assert server.counted("sbkit_cancelled_total") == 1
+            before = len(runs)
+            time.sleep(0.3)
+            assert len(runs) <= before + 1 < 300
         assert httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "good"}).status_code == 200
 
 
@@ -382,45 +361,30 @@ def test_a_text_that_can_not_be_spoken_in_time_is_refused_at_once(voice, monkeyp
         assert heard(speak(client, response_format="wav").content) == SAID
 
 
-class Failing:
-    """Answers the first batch; then waits, or fails."""
-
-    def __init__(self, real, error=None, event=None):
-        self.running, self._real, self._error, self._event, self._runs = real.running, real, error, event, 0
-
-    def __call__(self, *batch):
-        self._runs += 1
-        if self._runs > 1:
-            if self._event is not None:
-                self._event.wait(30)
-            if self._error is not None:
-                raise self._error
-        return self._real(*batch)
-
-
 @pytest.mark.parametrize("why", ["deadline", "failure"])
 @pytest.mark.parametrize("streamed", ["audio", "sse"])
 def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voice, why, streamed):
     with serving.serving({"tts": voice}, limits=Limits(decoders=1, request_seconds=2.0)) as server:
-        go, real = threading.Event(), server.engine.backend
-        failing = {"event": go} if why == "deadline" else {"error": RuntimeError("no")}
-        server.engine.backend = Failing(real, **failing)
+        runs = itertools.count()
+
+        def fails(real, *batch):
+            if next(runs):
+                raise RuntimeError("no")
+            return real(*batch)
+
         body = {"model": "tts", "input": "good. bye. now.", "response_format": "wav", "stream_format": streamed}
-        try:
-            with httpx.stream("POST", f"{server.base}/audio/speech", json=body) as answer:
-                assert answer.status_code == 200
-                if streamed == "audio":
-                    with pytest.raises(httpx.RemoteProtocolError):
-                        answer.read()
-                else:
-                    lines = answer.read().decode().split("\n\n")[:-1]
-                    events = [json.loads(each.removeprefix("data: ")) for each in lines]
-                    code = {"deadline": "deadline_exceeded", "failure": "internal_error"}[why]
-                    assert events[-1]["error"]["code"] == code
-                    assert "speech.audio.done" not in [each.get("type") for each in events]
-        finally:
-            go.set()
-            server.engine.backend = real
+        with server.held(after=1) if why == "deadline" else server.acting(fails), \
+                httpx.stream("POST", f"{server.base}/audio/speech", json=body) as answer:
+            assert answer.status_code == 200
+            if streamed == "audio":
+                with pytest.raises(httpx.RemoteProtocolError):
+                    answer.read()
+            else:
+                lines = answer.read().decode().split("\n\n")[:-1]
+                events = [json.loads(each.removeprefix("data: ")) for each in lines]
+                code = {"deadline": "deadline_exceeded", "failure": "internal_error"}[why]
+                assert events[-1]["error"]["code"] == code
+                assert "speech.audio.done" not in [each.get("type") for each in events]
         serving.until(lambda: server.counted("sbkit_requests_inside") == 0)
         assert server.counted("sbkit_cut_total") == 1
 
@@ -432,24 +396,14 @@ def test_options_that_no_voice_has_are_refused_where_nothing_hears(voice):
 
 def test_a_broken_device_is_a_503_before_anything_is_sent_and_for_all_after(voice):
     with serving.serving({"tts": voice}) as server:
-        def broken(*_):
+        def broken(real, *batch):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-        server.engine.backend.__class__ = type("Broken", (type(server.engine.backend),), {"__call__": broken})
-        for _ in range(2):
-            answer = httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "good. bye"})
-            assert answer.status_code == 503 and answer.json()["error"]["code"] == "device_fault"
+        with server.acting(broken):
+            for _ in range(2):
+                answer = httpx.post(f"{server.base}/audio/speech", json={"model": "tts", "input": "good. bye"})
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "device_fault"
         assert httpx.get(f"{server.url}/health").status_code == 503
-
-
-def test_a_key_is_needed_as_for_everything_else(voice):
-    with serving.serving({"tts": voice}, keys=["sesame"]) as server:
-        url, body = f"{server.base}/audio/speech", {"model": "tts", "input": "good"}
-        assert httpx.post(url, json=body).status_code == 401
-        assert httpx.get(f"{server.base}/audio/voices").status_code == 401
-        assert httpx.post(url, json=body, headers={"authorization": "Bearer sesame"}).status_code == 200
-        assert httpx.post(url, json=body, headers={"authorization": "Bearer sesame", "origin": "http://x.y"}
-                          ).status_code == 403
 
 
 def test_nothing_is_asked_of_a_server_that_is_loading_or_stopping(voice):
@@ -463,8 +417,7 @@ def test_nothing_is_asked_of_a_server_that_is_loading_or_stopping(voice):
 def test_a_text_that_is_being_spoken_is_finished_when_the_server_stops(voice):
     with contextlib.ExitStack() as stay:
         server = stay.enter_context(serving.serving({"tts": voice}))
-        go, real = threading.Event(), server.engine.backend
-        server.engine.backend = Failing(real, event=go)
+        go = stay.enter_context(server.held(after=1))
         body = {"model": "tts", "input": "good. bye. now.", "response_format": "pcm"}
         with httpx.stream("POST", f"{server.base}/audio/speech", json=body) as answer:
             parts = answer.iter_bytes(64)
