@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from safetensors.numpy import save_file
 
-from sbkit.codes.books import Books
+from sbkit.codes.books import Books, InvalidCode
 from sbkit.codes.reading import (
     FORMAT,
     MANIFEST,
@@ -97,6 +97,18 @@ class Codes:
     def ids(self) -> list[str]:
         """The id of each utterance, without reading their codes."""
         return [shard.row(index)["id"] for shard in self._shards for index in range(shard.utterances)]
+
+    def check(self) -> None:
+        """Raise if an id of any utterance isn't in its codebook, before something is made of them."""
+        first, count = None, 0
+        for index in range(len(self)):
+            try:
+                self[index]
+            except InvalidCode as error:
+                first, count = first or error, count + 1
+        if first is not None:
+            raise InvalidCode(f"{first.message}; {count} of {len(self)} utterances have such ids", first.position,
+                              first.level, first.id, hint=first.hint)
 
 
 class CodesWriter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 
 import numpy as np
@@ -52,19 +53,13 @@ class LabelGroups:
                 f"clips_per: {what}, each of another {name}, and {int(enough.sum())} have so many clips",
                 hint=f"lower step_seconds to {int(enough.sum()) * self.clips * self.longest:g}")
         # How many steps can each have that many groups with different labels: it is so up to a number, and not beyond.
-        low, high = 1, int(possible.sum()) // fits
-        while low < high:
-            middle = (low + high + 1) // 2
-            if np.minimum(possible, middle).sum() >= fits * middle:
-                low = middle
-            else:
-                high = middle - 1
-        self.steps = low
-        self.edges, self.lengths = np.array([self.longest]), np.full(low, fits * self.clips)
+        self.steps = bisect.bisect_left(range(1, int(possible.sum()) // fits + 1), True,
+                                        key=lambda steps: np.minimum(possible, steps).sum() < fits * steps)
+        self.edges, self.lengths = np.array([self.longest]), np.full(self.steps, fits * self.clips)
         if fits * self.clips < least:
             raise SbkitError(f"clips_per gives a step {fits * self.clips} utterances, and min_batch_utterances is "
                              f"{least}", hint="raise step_seconds, or lower it")
-        self._taken = self.clips * np.minimum(possible, low)
+        self._taken = self.clips * np.minimum(possible, self.steps)
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The utterances of one pass, step by step and group by group, ``[steps * labels_per_step * clips]``, and the

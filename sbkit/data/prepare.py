@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -124,7 +124,8 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         leave_out("repeated id", ~_first_of_each(same))
         ids = np.array(list(rows.ids), object)
         ids[why == 0] = unique_ids(ids[why == 0])
-        rows = dataclasses.replace(rows, ids=Column(ids.tolist()))
+        rows = copy.copy(rows)
+        rows.ids = Column(ids.tolist())
     for keys in taken:
         leave_out(IN_OTHER_SPLIT, pc.is_in(recording_keys(rows.wavs, rows.starts), keys).to_numpy(
             zero_copy_only=False))

@@ -40,8 +40,7 @@ class _First(Source):
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         self.source.ask_as(self)
-        rows = self.source.read(name, show_progress)
-        return rows.take(np.arange(min(len(rows), STEPS * ROWS)))
+        return self.source.read(name, show_progress).first(STEPS * ROWS)
 
     def fingerprint(self) -> list[Any]:
         return self.source.fingerprint()

@@ -97,6 +97,9 @@ def test_an_invalid_id_on_disk_is_refused_where_it_is_read_and_the_next_is_right
         codes[1]
     assert (error.value.position, error.value.level, error.value.id) == ((2,), 0, 1063)
     same(codes[2], given[2])
+    with pytest.raises(InvalidCode, match=r"u0: frame 0, level 0: id 1000.*; 2 of 7 utterances have such ids") as error:
+        codes.check()
+    assert (error.value.position, error.value.id) == ((0,), 1000)
 
 
 @pytest.mark.parametrize("change, words", [
@@ -220,7 +223,7 @@ def test_half_a_character_is_refused_before_anything_is_made_of_it(tmp_path, row
         tensors.update(rows=np.frombuffer(row, np.uint8), row_ends=np.array([len(row)]))
 
     codes = Codes(rewritten(write(tmp_path / "t", utterances(1)), change))
-    for use in (lambda: codes[0], lambda: codes.ids):
+    for use in (codes.check, lambda: codes.ids):
         with pytest.raises(SbkitError, match="damaged: row 0 is no Unicode"):
             use()
 

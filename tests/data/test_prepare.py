@@ -13,7 +13,7 @@ from sounds import encoded, speechlike
 from sbkit.data.manifest import Column
 from sbkit.data.prepare import REASONS, RowLimits, prepare_split, recording_keys
 from sbkit.data.presence import existing
-from sbkit.data.sources.base import Rows, blank, unique_ids
+from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.text import TextRules
 
 RULES = TextRules(alphabet="abcdefghijklmnopqrstuvwxyz'")
@@ -31,12 +31,9 @@ def clips(tmp_path_factory) -> Path:
 
 
 def rows(clips: Path, *entries: tuple[str, str], durations=None, starts=None, malformed=()) -> Rows:
-    n = len(entries)
-    return Rows(
-        origin="x.tsv", ids=Column([f"u{i}" for i in range(n)]),
-        wavs=Column([f"{clips}/{name}" for name, _ in entries]), texts=Column([text for _, text in entries]),
-        speakers=blank(n), durations=np.full(n, np.nan) if durations is None else np.array(durations, float),
-        starts=np.zeros(n) if starts is None else np.array(starts, float), malformed=list(malformed))
+    durations, starts = (None if column is None else np.array(column, float) for column in (durations, starts))
+    return Rows("x.tsv", [f"u{i}" for i in range(len(entries))], [f"{clips}/{name}" for name, _ in entries],
+                [text for _, text in entries], durations=durations, starts=starts, malformed=malformed)
 
 
 def prepare(rows, limits=None, rules=RULES, **options):

@@ -51,7 +51,7 @@ class AudioFolder(Source):
         stems = [each[: -len(path.suffix)] for each, path in zip(ids, paths, strict=True)]
         times = Counter(stems)
         named = [stem if times[stem] == 1 else whole for stem, whole in zip(stems, ids, strict=True)]
-        return Rows.of_recordings(str(folder), named, [str(path.absolute()) for path in paths])
+        return Rows(str(folder), named, [str(path.absolute()) for path in paths])
 
 
 def _recordings(folder: Path) -> list[Path]:

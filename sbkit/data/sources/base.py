@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +30,30 @@ META_ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass
 class Rows:
     """One split as its source has it: N rows in columns, before any is left out.
 
-    ``durations[i]`` is NaN if the source doesn't give it, ``starts[i]`` if it isn't a number. ``malformed`` has
-    rows that could not be read, as (a name for the row, what is wrong); they count as read and left out.
+    Arguments
+    ---------
+    origin : where they were read
+    ids, wavs, texts, speakers : N strings, by default empty
+    durations, starts : N seconds; NaN, by default, for a duration that the source doesn't give, and for a start that
+        isn't a number; by default no row has a start
+    meta : further columns by name
+    malformed : rows that could not be read, as (a name for the row, what is wrong); they count as read and left out
     """
 
-    origin: str
-    ids: Column
-    wavs: Column
-    texts: Column
-    speakers: Column
-    durations: np.ndarray
-    starts: np.ndarray
-    meta: dict[str, Column] = field(default_factory=dict)
-    malformed: list[tuple[str, str]] = field(default_factory=list)
-
-    @classmethod
-    def of_recordings(cls, origin: str, ids: Sequence[str], wavs: Sequence[str], **more: Any) -> Rows:
-        """Rows of recordings of which no text, speaker, duration or start is known, unless ``more`` has it."""
+    def __init__(self, origin: str, ids: Sequence[str], wavs: Sequence[str], texts: Sequence[str] | None = None,
+                 speakers: Sequence[str] | None = None, durations: np.ndarray | None = None,
+                 starts: np.ndarray | None = None, meta: Mapping[str, Sequence[str]] | None = None,
+                 malformed: Sequence[tuple[str, str]] = ()):
         count = len(ids)
-        unknown = {"texts": blank(count), "speakers": blank(count), "durations": np.full(count, np.nan),
-                   "starts": np.zeros(count)}
-        return cls(origin=origin, ids=Column(ids), wavs=Column(wavs), **{**unknown, **more})
+        self.origin, self.ids, self.wavs = origin, Column(ids), Column(wavs)
+        self.texts, self.speakers = (blank(count) if column is None else Column(column) for column in (texts, speakers))
+        self.durations = np.full(count, np.nan) if durations is None else durations
+        self.starts = np.zeros(count) if starts is None else starts
+        self.meta = {name: Column(column) for name, column in (meta or {}).items()}
+        self.malformed = list(malformed)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -71,6 +69,12 @@ class Rows:
         if name not in own or (name == "speaker" and not pc.any(pc.not_equal(self.speakers.arrow, "")).as_py()):
             raise no_column(self.origin, name, [each for each in own if each != name], {})
         return own[name]
+
+    def first(self, count: int) -> Rows:
+        """The first rows, and all malformed ones."""
+        return Rows(self.origin, self.ids[:count], self.wavs[:count], self.texts[:count], self.speakers[:count],
+                    self.durations[:count], self.starts[:count],
+                    {name: column[:count] for name, column in self.meta.items()}, self.malformed)
 
 
 class Source(ABC):

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from sbkit.data.delimited import header, read_delimited
 from sbkit.data.manifest import Column, join, to_seconds
-from sbkit.data.sources.base import META_ALIASES, Rows, Source, blank, stamp
+from sbkit.data.sources.base import META_ALIASES, Rows, Source, stamp
 from sbkit.errors import SbkitError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ class CommonVoice(Source):
         tsv = read_delimited(path, delimiter="\t", quoted=False, only={*_COLUMNS, *further})
         clips, sentences = (Column(tsv.need(column, hint=_HINT)) for column in ("path", "sentence"))
         clip_names = _file_names(clips.arrow)
-        speakers = tsv.find("client_id")
         meta = {}
         for ours, theirs in META_ALIASES.items():
             column = tsv.find(*theirs)
@@ -73,14 +72,9 @@ class CommonVoice(Source):
         meta.update({role: Column(tsv.need(role)) for role in further})
         self._check_language(meta.get("language"))
         return Rows(
-            origin=str(path),
-            ids=Column(pc.replace_substring_regex(clip_names, _SUFFIX, "")),
-            wavs=Column(join(f"{os.path.abspath(self.clips)}/", clip_names)),
-            texts=sentences,
-            speakers=blank(len(tsv)) if speakers is None else Column(speakers),
-            durations=self._durations(clip_names),
-            starts=np.zeros(len(tsv)),
-            meta=meta,
+            str(path), pc.replace_substring_regex(clip_names, _SUFFIX, ""),
+            join(f"{os.path.abspath(self.clips)}/", clip_names), sentences, tsv.find("client_id"),
+            self._durations(clip_names), meta=meta,
             malformed=[(f"{path.name} line {line}", what) for line, what in tsv.malformed],
         )
 

@@ -153,7 +153,7 @@ def _read_tables(folder: Path, name: str) -> list[pa.Table]:
 
 def _rows(tables: list[pa.Table], origin: str) -> Rows:
     if not tables:
-        return Rows.of_recordings(origin, [], [])
+        return Rows(origin, [], [])
     table = pa.concat_tables(tables, promote_options="default")
 
     def column(name: str) -> Column:

@@ -69,8 +69,8 @@ class JsonLines(FileSource):
         meta = {name: Column([u.meta[name] for u in utterances]) for name in dict.fromkeys((*META_ALIASES, *further))
                 if name in further or any(u.meta[name] for u in utterances)}
         return Rows(
-            origin=str(path), ids=Column(named), wavs=self.locate(Column([u.audio for u in utterances]), path),
-            texts=Column([u.text for u in utterances]), speakers=Column([u.speaker for u in utterances]),
+            str(path), named, self.locate(Column([u.audio for u in utterances]), path),
+            [u.text for u in utterances], [u.speaker for u in utterances],
             durations=np.array([u.duration for u in utterances], float),
             starts=np.array([u.start for u in utterances], float), meta=self.with_paths(meta, path),
             malformed=malformed)

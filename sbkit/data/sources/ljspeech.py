@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.data.audio import SUFFIXES
-from sbkit.data.manifest import Column
-from sbkit.data.sources.base import ALIASES, Rows, Source, blank, stamp
+from sbkit.data.sources.base import ALIASES, Rows, Source, stamp
 from sbkit.data.sources.files import lines
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
@@ -63,12 +62,11 @@ class LJSpeech(Source):
         split = drawn(row[self._column("id")] for row in rows)
         rows = [row for row in rows if split[row[self._column("id")]] == name]
         speakers = self.columns.get("speaker")
-        return Rows.of_recordings(
+        return Rows(
             str(self.path), [_id(row[self._column("id")]) for row in rows],
             [self._recording(row[self._column("audio")]) for row in rows],
-            texts=Column([self._text(row) for row in rows]),
-            speakers=blank(len(rows)) if speakers is None else Column([row[speakers] for row in rows]),
-            meta={role: Column([row[self.columns[role]] for row in rows]) for role in self.wanted
+            [self._text(row) for row in rows], None if speakers is None else [row[speakers] for row in rows],
+            meta={role: [row[self.columns[role]] for row in rows] for role in self.wanted
                   if role not in ALIASES and role in self.columns},
             malformed=malformed if name == "train" else [])
 

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from sbkit.data.delimited import Delimited, header, read_delimited
 from sbkit.data.manifest import OWN, Column, to_seconds
-from sbkit.data.sources.base import ALIASES, Rows, blank, no_column, pick, unique_ids
+from sbkit.data.sources.base import ALIASES, Rows, no_column, pick, unique_ids
 from sbkit.data.sources.files import FileSource
 
 # Recipes with segments in samples have columns start and stop; a quotient below this isn't a sample rate.
@@ -50,12 +50,8 @@ class SpeechBrainCsv(FileSource):
                 for name, values in csv.columns.items() if name not in used}
         meta.update({role: Column(column[role]) for role in self.wanted if role not in ALIASES})
         return Rows(
-            origin=str(path),
-            ids=Column(column["id"]) if "id" in column else Column(unique_ids(_stems(wavs))),
-            wavs=self.locate(wavs, path), texts=Column(column["text"]) if "text" in column else blank(len(csv)),
-            speakers=Column(column["speaker"]) if "speaker" in column else blank(len(csv)),
-            durations=durations, starts=starts,
-            meta=self.with_paths(meta, path),
+            str(path), column["id"] if "id" in column else unique_ids(_stems(wavs)), self.locate(wavs, path),
+            column.get("text"), column.get("speaker"), durations, starts, self.with_paths(meta, path),
             malformed=[(f"{path.name} line {line}", what) for line, what in csv.malformed])
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.data.audio import SUFFIXES
-from sbkit.data.manifest import Column
 from sbkit.data.sources.base import Rows, Source, no_column, pick, stamp
 from sbkit.errors import SbkitError
 
@@ -55,13 +54,13 @@ class VoiceBank(Source):
         paths = self._recordings(name)
         if name != "test":
             paths = [path for path in paths if (_speaker(path) in DEV_SPEAKERS) == (name == "dev")]
-        clean = Column([str(self._clean(path.parent) / path.name) for path in paths])
+        clean = [str(self._clean(path.parent) / path.name) for path in paths]
         roles = {role: pick(role, self.header(name), self.columns) for role in self.wanted}
         if missing := [role for role, column in roles.items() if column is None]:
             raise no_column(self.where, missing[0], self.header(name), self.columns)
-        return Rows.of_recordings(f"{self.folder} [{name}]", [path.stem for path in paths], list(map(str, paths)),
-                                  speakers=Column([_speaker(path) for path in paths]),
-                                  meta={role: clean for role, column in roles.items() if column == CLEAN})
+        return Rows(f"{self.folder} [{name}]", [path.stem for path in paths], list(map(str, paths)),
+                    speakers=[_speaker(path) for path in paths],
+                    meta={role: clean for role, column in roles.items() if column == CLEAN})
 
     def _sets(self, name: str) -> list[Path]:
         found = [self.folder / f"noisy_{_TEST}"] if name == "test" else self.folder.glob("noisy_trainset*_wav")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sbkit.data.audio import SUFFIXES
-from sbkit.data.manifest import Column
 from sbkit.data.sources.base import Rows, Source, stamp
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError
@@ -51,9 +50,9 @@ class VoxCeleb(Source):
         if self.needs_text:
             raise SbkitError(f"{self.folder} is VoxCeleb, which doesn't say what is said")
         paths = [path for speaker in self._split()[name] for path in sorted(_recordings(speaker))]
-        return Rows.of_recordings(
+        return Rows(
             f"{self.folder} [{name}]", ["/".join(path.with_suffix("").parts[-3:]) for path in paths],
-            [str(path.absolute()) for path in paths], speakers=Column([path.parts[-3] for path in paths]))
+            [str(path.absolute()) for path in paths], speakers=[path.parts[-3] for path in paths])
 
     def _split(self) -> dict[str, list[Path]]:
         """The folders of each split's speakers."""
