@@ -74,14 +74,21 @@ def test_a_run_is_joined_with_the_last_prediction_for_it():
         ("1 finished run, 1 predicted: off by 3%, 1 of 1 within their interval", True)
 
 
-def test_lines_that_cannot_be_read_are_left_out():
+@pytest.mark.parametrize("wrong", [
+    {"format": 0}, {"setting": None}, {"steps": {}}, {"step_seconds": None}, {"step_seconds": 0},
+    {"hours": float("nan")}, {"hours": float("inf")}, {"steps": {"micro_batches": 0}}, {"steps": {"evaluated": None}},
+    {"steps": {"more": 1}}], ids=str)
+@pytest.mark.parametrize("kind", ["run", "check"])
+def test_lines_that_say_nothing_are_left_out(kind, wrong):
     assert recorded(log())
     good = finished_runs.table_file().read_text()
-    other = json.loads(good)
+    line = json.loads(good) | {"kind": kind} | wrong
+    if wrong.get("steps"):
+        line["steps"] = json.loads(good)["steps"] | wrong["steps"]
     finished_runs.table_file().write_text("\n".join([
-        "{", "[]", json.dumps(other | {"format": 0}), json.dumps(other | {"steps": {}}),
-        json.dumps(other | {"step_seconds": 0}), good]))
-    assert len(finished_runs.read()) == 1
+        "{", "[]", json.dumps({"format": finished_runs.FORMAT, "kind": kind}), json.dumps(line), good]))
+    assert recorded(log()), "no prediction is taken from such a line either"
+    assert [run.predicted for run in finished_runs.read()] == [None, None]
 
 
 def test_a_task_of_your_own_is_named_by_the_one_that_it_derives_from():

@@ -133,27 +133,6 @@ def test_trial_steps_are_scaled_by_what_runs_took_of_theirs():
     assert said.runs == 4 and said.high / said.hours == pytest.approx(price.NARROWEST)
 
 
-RUN = [{"kind": "run", "device": "cpu", "environment": {"cpu": f"{CPU.device}, 2 cores"}, "precision": "bf16",
-        "devices": 1, "time": 0},
-       {"kind": "epoch", "train_seconds": 10, "step": 100, "flops_per_s": 1e9, "audio_s_per_s": 10,
-        "padding_share": 0.1}, {"kind": "test", "time": 20}]
-
-
-@pytest.mark.parametrize("wrong", [
-    {"setting": None}, {"steps": {"steps": 100, "more": 1}}, {"step_seconds": None}, {"hours": float("nan")},
-    {"hours": float("inf")}, {"steps": {**dataclasses.asdict(finished(1, 1).steps), "micro_batches": 0}},
-    {"steps": {**dataclasses.asdict(finished(1, 1).steps), "evaluated": None}}])
-@pytest.mark.parametrize("kind", ["run", "check"])
-def test_lines_that_say_nothing_are_left_out(kind, wrong):
-    line = {"format": 1, "kind": kind, "setting": CPU._asdict(), "steps": dataclasses.asdict(finished(1, 1).steps),
-            "predicted": None, "step_seconds": 1.0, "hours": 1.0, **wrong}
-    path = finished_runs.table_file()
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(line) + "\n" + json.dumps({"format": 1, "kind": kind}) + "\n")
-    assert finished_runs.record(RUN, CTC, 1, 10.0, 5.0, 5.0)
-    assert [run.step_seconds for run in finished_runs.read()] == [0.1]
-
-
 def test_cost_and_energy_are_of_all_devices():
     card = Setting("Card", "bf16", 0, 8)
     said = RunEstimate(3.6, 10.0, 5.0, 20.0, "peak")
