@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import bundles
@@ -141,10 +142,6 @@ def spoil(rng: random.Random, path: Path) -> None:
 # ---------------------------------------------------------------- kinds: what is made, and how it is used
 
 
-def transducer(folder: Path) -> Callable[[], None]:
-    return recogniser(folder, bundles.make_transducer)
-
-
 def recogniser(folder: Path, make: Callable[..., Path] = bundles.make) -> Callable[[], None]:
     make(folder, streams=True)
 
@@ -181,7 +178,7 @@ def codec(folder: Path) -> Callable[[], None]:
 TEXTS = ["ab c d", "c ab", "d d ab", "e ab c", "ab c d e f", "f e d"] * 3
 
 
-def _model(folder: Path, name: str) -> Callable[[], None]:
+def language_model(folder: Path, name: str) -> Callable[[], None]:
     folder.mkdir()
     corpus = kneser_ney.read(TEXTS, 1)
     model, _, _ = kneser_ney.estimate(corpus, 3, ())
@@ -199,18 +196,6 @@ def _model(folder: Path, name: str) -> Callable[[], None]:
         search.tokens([[search.keep(scores)]])
 
     return use
-
-
-def kenlm(folder: Path) -> Callable[[], None]:
-    return _model(folder, "lm.bin")
-
-
-def arpa_text(folder: Path) -> Callable[[], None]:
-    return _model(folder, "lm.arpa")
-
-
-def arpa_packed(folder: Path) -> Callable[[], None]:
-    return _model(folder, "lm.arpa.gz")
 
 
 ROWS = [{"ID": f"u{i}", "duration": 1.5, "wav": f"$data_root/a{i}.wav", "spk_id": "s", "wrd": f'he said "{i}", twice'}
@@ -273,8 +258,9 @@ def codes(folder: Path) -> Callable[[], None]:
     return use
 
 
-KINDS = {each.__name__: each for each in (recogniser, transducer, voice, codec, kenlm, arpa_text, arpa_packed, manifest,
-                                          spaced, json_lines, codes)}
+KINDS = {each.__name__: each for each in (recogniser, voice, codec, manifest, spaced, json_lines, codes)} | {
+    "transducer": partial(recogniser, make=bundles.make_transducer), "kenlm": partial(language_model, name="lm.bin"),
+    "arpa_text": partial(language_model, name="lm.arpa"), "arpa_packed": partial(language_model, name="lm.arpa.gz")}
 
 
 # ---------------------------------------------------------------- a run
@@ -335,7 +321,6 @@ def main(kind: str, count: int, seed: int, folder: Path) -> None:
         slowest = max(slowest, time.process_time() - began)
     print(json.dumps({"kind": kind, "count": count, "refused": refused, "slowest": round(slowest, 2),
                       "megabytes": peak(), "found": found}))
-
 
 
 def peak() -> int:

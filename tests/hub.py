@@ -83,16 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.answer()
-
     def do_GET(self) -> None:
-        self.answer()
-
-    def do_POST(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         address = urlsplit(self.path)  # whole where we are asked as a proxy
         self.hub.seen.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
@@ -106,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
             at = parts.index("resolve")
             return self.file("/".join(parts[parts[0] == "datasets":at]), parts[at + 1], "/".join(parts[at + 2 :]))
         return self.refuse(404, "", "Not found")
+
+    do_HEAD = do_POST = do_GET
 
     def api(self, parts: list[str], query: dict[str, list[str]], body: bytes) -> None:
         verb = next((i for i, part in enumerate(parts) if i and part in ("revision", "tree", "paths-info")), len(parts))
@@ -162,11 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_file(data, path, {**facts, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'})
         oid = hashlib.sha256(data).hexdigest()
         self.hub.stored[oid] = path, data
-        self.send_response(302)
-        for header, value in {**facts, "X-Linked-ETag": f'"{oid}"', "X-Linked-Size": len(data), "Content-Length": 0,
-                              "Location": f"http://localhost:{self.hub.port}/storage/{oid}"}.items():
-            self.send_header(header, str(value))
-        return self.end_headers()
+        return self.send(302, {**facts, "X-Linked-ETag": f'"{oid}"', "X-Linked-Size": len(data),
+                               "Location": f"http://localhost:{self.hub.port}/storage/{oid}"})
 
     @property
     def token(self) -> str | None:
@@ -182,37 +172,26 @@ class _Handler(BaseHTTPRequestHandler):
             if first > last:
                 return self.refuse(416, "", "Range not satisfiable", {"Content-Range": f"bytes */{len(data)}"})
             headers = {**headers, "Content-Range": f"bytes {first}-{last}/{len(data)}"}
-        part = data[first : last + 1]
-        self.send_response(206 if wanted else 200)
-        for header, value in {"Accept-Ranges": "bytes", "Content-Length": len(part), **headers}.items():
-            self.send_header(header, str(value))
-        self.end_headers()
-        if self.command == "HEAD":
-            return None
-        if self.hub.breaks.get(path):
+        whole = part = data[first : last + 1]
+        if self.command != "HEAD" and self.hub.breaks.get(path):
             self.hub.breaks[path] -= 1
             part = part[: len(part) // 2]
             self.close_connection = True
-        return self.send_body(part)
+        return self.send(206 if wanted else 200, {"Accept-Ranges": "bytes", "Content-Length": len(whole), **headers},
+                         part)
 
     def send_json(self, value: object) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.send_body(body)
+        self.send(200, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(value).encode())
 
     def refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
-        body = json.dumps({"error": message}).encode()
-        self.send_response(status)
         coded = {"X-Error-Code": code} if code else {}
-        for header, value in {**coded, "X-Error-Message": message, "Content-Type": "application/json",
-                              "Content-Length": len(body), **(headers or {})}.items():
+        self.send(status, {**coded, "X-Error-Message": message, "Content-Type": "application/json", **(headers or {})},
+                  json.dumps({"error": message}).encode())
+
+    def send(self, status: int, headers: dict[str, object], body: bytes = b"") -> None:
+        self.send_response(status)
+        for header, value in {"Content-Length": len(body), **headers}.items():
             self.send_header(header, str(value))
         self.end_headers()
-        self.send_body(body)
-
-    def send_body(self, body: bytes) -> None:
         if self.command != "HEAD":
             self.wfile.write(body)
