@@ -65,11 +65,6 @@ def test_the_check_has_it_with_the_rates_of_layers():
 
 
 @pytest.mark.slow
-def test_the_check_has_none_where_all_learns_alike():
-    assert "learning" not in check(SMALL).sections
-
-
-@pytest.mark.slow
 def test_rates_by_depth_that_no_layers_can_have_are_an_error():
     (error,) = check(SMALL, {"layer_decay": 0.5}).errors
     assert (error.where, error.key, error.message) == ("command line", "layer_decay", "no layers repeat in this model")

@@ -68,7 +68,8 @@ class Tied(nn.Module):
 
 
 HERE = "test_ownership"
-HEAD = "layer: !new:torch.nn.Linear [8, 20]\nowned: !new:torch.nn.Linear [3, 5]\n"
+OWNED = "owned: !new:torch.nn.Linear [3, 5]\n"
+HEAD = f"layer: !new:torch.nn.Linear [8, 20]\n{OWNED}"
 TAIL = "modules:\n    owned: !ref <owned>\n"
 
 
@@ -105,8 +106,8 @@ def test_a_layer_is_found_however_it_is_held(tmp_path, holder):
 
 
 def test_a_layer_without_a_key_of_its_own_is_told_where_it_is_built(tmp_path):
-    text = f"search: !new:{HERE}.Holder\n    held: !new:torch.nn.Linear [8, 20]\n" + HEAD.splitlines()[1] + "\n" + TAIL
-    findings, _ = look(tmp_path, text)
+    text = f"search: !new:{HERE}.Holder\n    held: !new:torch.nn.Linear [8, 20]\n"
+    findings, _ = look(tmp_path, text + OWNED + TAIL)
     assert [(f.key, f.line) for f in findings] == [("search.held", 2)]
 
 
@@ -116,36 +117,23 @@ def test_both_mends_are_named_where_there_is_a_module_list(tmp_path):
     assert findings[0].suggestion.endswith("under modules, or put `!ref <layer>` into the ModuleList model")
 
 
-def test_what_is_owned_may_be_held_anywhere(tmp_path):
-    text = f"search: !new:{HERE}.Holder [!ref <owned>]\ntied: !new:{HERE}.Tied [!ref <owned>]\n"
-    findings, left = look(tmp_path, HEAD.splitlines()[1] + "\n" + text + TAIL)
-    assert findings == [] and left == []
-
-
-def test_modules_without_tensors_need_no_owner(tmp_path):
-    findings, left = look(tmp_path, HEAD.splitlines()[1] + "\nact: !new:torch.nn.GELU\n" + TAIL)
-    assert findings == [] and left == []
-
-
-def test_attributes_that_are_no_buffers_stay_behind(tmp_path):
-    text = (HEAD.splitlines()[1] + f"\nstays: !new:{HERE}.Stays\nmoves: !new:{HERE}.Moves\n"
-            "norm: !new:torch.nn.BatchNorm1d [4]\n" + TAIL + "    stays: !ref <stays>\n    moves: !ref <moves>\n"
-            "    norm: !ref <norm>\n")
-    findings, left = look(tmp_path, text)
-    assert findings == [] and left == ["stays.table"]
-
-
-def test_buffers_outside_modules_stay_behind(tmp_path):
-    text = HEAD.splitlines()[1] + "\nnorm: !new:torch.nn.BatchNorm1d\n    num_features: 4\n    affine: false\n" + TAIL
-    findings, left = look(tmp_path, text)
-    assert findings == [] and left == ["norm.running_mean", "norm.running_var"]
+@pytest.mark.parametrize(("text", "left"), [
+    (f"search: !new:{HERE}.Holder [!ref <owned>]\ntied: !new:{HERE}.Tied [!ref <owned>]\n{TAIL}", []),
+    (f"act: !new:torch.nn.GELU\n{TAIL}", []),
+    (f"stays: !new:{HERE}.Stays\nmoves: !new:{HERE}.Moves\nnorm: !new:torch.nn.BatchNorm1d [4]\n{TAIL}"
+     "    stays: !ref <stays>\n    moves: !ref <moves>\n    norm: !ref <norm>\n", ["stays.table"]),
+    (f"norm: !new:torch.nn.BatchNorm1d\n    num_features: 4\n    affine: false\n{TAIL}",
+     ["norm.running_mean", "norm.running_var"]),
+], ids=["owned, and held elsewhere", "no tensors", "attributes that are no buffers", "buffers outside modules"])
+def test_what_stays_behind_is_no_parameter_of_anybody(tmp_path, text, left):
+    assert look(tmp_path, OWNED + text) == ([], left)
 
 
 def test_each_parameter_is_in_one_checkpoint_file(tmp_path):
     saved = ("checkpointer: !new:speechbrain.utils.checkpoints.Checkpointer\n    checkpoints_dir: never\n"
              "    recoverables:\n")
     one = "        owned: !ref <owned>\n"
-    head = HEAD.splitlines()[1] + "\n" + TAIL + "counter: !new:speechbrain.utils.epoch_loop.EpochCounter [3]\n"
+    head = OWNED + TAIL + "counter: !new:speechbrain.utils.epoch_loop.EpochCounter [3]\n"
     codes = {
         saved + one + "        counter: !ref <counter>\n": [],
         saved + one: [("not-saved", "counter", "warning")],
@@ -161,8 +149,7 @@ def test_each_parameter_is_in_one_checkpoint_file(tmp_path):
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_what_the_pretrainer_brings_needs_no_checkpoint_unless_it_trains(tmp_path, frozen):
-    text = ("owned: !new:torch.nn.Linear [3, 5]\nbrought: !new:torch.nn.Linear [8, 3]\n" + TAIL
-            + "    brought: !ref <brought>\n"
+    text = (f"{OWNED}brought: !new:torch.nn.Linear [8, 3]\n{TAIL}    brought: !ref <brought>\n"
             "pretrainer: !new:speechbrain.utils.parameter_transfer.Pretrainer\n    loadables: {it: !ref <brought>}\n"
             "checkpointer: !new:speechbrain.utils.checkpoints.Checkpointer\n    checkpoints_dir: never\n"
             "    recoverables: {owned: !ref <owned>}\n")

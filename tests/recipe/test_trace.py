@@ -171,12 +171,6 @@ def test_a_forward_that_reads_values_is_no_mistake(tmp_path):
     assert any(note.startswith("the forward after ctc_lin, which reads values") for note in report.notes)
 
 
-@pytest.mark.slow
-def test_features_that_cope_with_any_device_are_not_told(tmp_path):
-    report = check(SMALL)
-    assert report.errors == [] and report.warnings == []
-
-
 @pytest.mark.parametrize("text", [
     "layer: !new:torch.nn.Linear [3, 5]\nmodules: {layer: !ref <layer>}\n",
     SMALL.read_text().replace("brain: !name:sbkit.tasks.ctc.CTC\n", "")], ids=["a layer", "parts of a recogniser"])
