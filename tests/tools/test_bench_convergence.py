@@ -50,18 +50,6 @@ def ran(monkeypatch, tmp_path, *words):
     return found
 
 
-@pytest.mark.parametrize("words, told", [
-    (["--list"], "has no key list"), (["--lr_", "3"], "did you mean --lr?"), (["plan"], "cannot read"),
-    (["--lr", "0.1"], "--lr is set by this program"), (["--spec_augment.rump", "null"], "did you mean ramp?"),
-    (["--recordings", "/nowhere"], "there is no /nowhere/train.csv"), (["--workers", "0"], "--workers is 1 or more")])
-def test_words_that_no_run_understands_start_none(words, told, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["convergence", "--out", str(tmp_path), *words])
-    monkeypatch.setattr(bench, "train", None)
-    with pytest.raises(SystemExit) as ended:
-        bench.main()
-    assert ended.value.code == 2 and told in capsys.readouterr().err
-
-
 def test_runs_are_announced_and_short_ones_come_first(monkeypatch, tmp_path, capsys):
     runs = ran(monkeypatch, tmp_path, "--spec_augment.ramp", "null")
     assert [bench.guess(run) for run in runs] == sorted(bench.guess(run) for run in runs)

@@ -1,10 +1,8 @@
-"""The bench of small corpora: its curve, its table, which runs it makes, and what it refuses."""
+"""The bench of small corpora: its curve, its table, and which runs it makes."""
 
 from __future__ import annotations
 
 import sys
-
-import pytest
 
 from tools.bench import real
 from tools.bench.real import SHOWN, curve, table
@@ -24,28 +22,6 @@ def test_a_long_curve_is_shown_by_some_points_and_its_end():
     assert row.startswith("| cs | nothing | 1 | 40 | 40.0 | 50.0 % | 20.0 % | ") and row.endswith("40: 60 % |")
     assert row.count(":") == SHOWN
     assert table([("cs", "speechbrain", 1, {**found, "curve": []})]).endswith("| 20.0 % |  |\n")
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["--ways", "parrot"], "there is no way parrot"),
-    (["--ways", "nothing,demo"], "--source RUN, which is missing"),
-    (["--ways", "whisper", "--encoder", "."], "with a config.json, which is ."),
-    (["--ways", "nemo", "--nemo", "."], "is no environment"),
-    (["--minutes", "nan"], "--minutes: invalid positive value: 'nan'"),
-    (["--seeds", "1,x"], "--seeds: invalid whole_numbers value: '1,x'"),
-    (["--seed", "2"], "--seed is set by this program"),
-    (["--epoch", "3"], "has no key epoch"),
-    (["--corpora", "cs=nowhere"], "no such folder or archive"),
-    (["--corpora", "cs="], "a corpus is asked for as 'cs='"),
-])
-def test_what_cannot_be_measured_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys, words, said):
-    out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["real", "--out", str(out), "--corpora", f"cs={tmp_path}", *words])
-    try:
-        assert real.main() == 2
-    except SystemExit as end:
-        assert end.code == 2
-    assert said in capsys.readouterr().err and not out.exists()
 
 
 def test_runs_of_some_minutes_are_as_long_with_every_seed_and_no_result_is_taken_for_another(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import soundfile
 
 from sbkit.data.manifest import Manifest
 from sbkit.recipe.check import check
-from tools.bench import telephone
 from tools.bench.telephone import WAYS, as_markdown, conditions, make_rooms, make_test, recipe_of
 
 
@@ -55,12 +52,3 @@ def test_the_table_has_a_row_for_each_test_and_a_column_for_each_way():
     assert lines[3] == "| mobile | 50.0 % (40.0 to 60.0) | 10.0 % (8.0 to 12.0) |"
 
 
-@pytest.mark.parametrize("words, told", [(["--ways", "parrot"], "there is no way parrot"),
-                                         (["--augment", "null"], "--augment is set by this program")])
-def test_what_it_does_not_have_is_refused(tmp_path, monkeypatch, capsys, words, told):
-    monkeypatch.setattr(sys, "argv", ["telephone", "--out", str(tmp_path), *words])
-    try:
-        assert telephone.main() == 2
-    except SystemExit as end:
-        assert end.code == 2
-    assert told in capsys.readouterr().err
