@@ -4,15 +4,17 @@ import dataclasses
 import json
 import time
 
+import bundles
 import numpy as np
 import pytest
+import voices
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sbkit.decode.spans import TokenSpans
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.export.layout import Config, Streaming
+from sbkit.export.layout import CodecConfig, Config, Streaming, VoiceConfig
 from sbkit.export.vocabulary import Vocabulary, read_tokens, write_tokens
 
 
@@ -20,17 +22,44 @@ def config(**changes):
     return Config(**({"sample_rate": 16_000, "hop_samples": 160, "subsampling": 4, "vocabulary": 5} | changes))
 
 
-def written(folder, **changes):
-    values = json.loads(config().to_json()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
-    return folder
+def codec(**changes):
+    return CodecConfig(**({"sample_rate": 16_000, "codec": "0f" * 32, "books": [1000, 1000], "stride": 320,
+                           "context": 16, "models": {"onnx": "model.onnx"}, "decoders": {"onnx": "decoder.onnx"}}
+                          | changes))
 
 
-def test_a_configuration_is_read_as_it_was_written(tmp_path):
-    mine = config(language="fr", models={"onnx": "model.onnx"}, files={"model.onnx": {"bytes": 3}}, silent_ids=[1, 2])
+def voice(**changes):
+    return VoiceConfig(**({"sample_rate": 24_000, "symbols": ["<pad>", " ", "a", "é"], "speakers": ["anna"],
+                           "max_symbols": 200, "frame_seconds": 0.02} | changes))
+
+
+STREAMING = {"chunks": [8, 16], "left": 64, "overlap": 240, "before": 120, "after": 200,
+             "state": {"keys": {"type": "float32", "shape": [6, 64, 144]}, "seen": {"type": "int64", "shape": []}},
+             "models": {"onnx": "stream.onnx"}}
+
+
+@pytest.mark.parametrize("mine", [
+    config(language="fr", models={"onnx": "model.onnx"}, files={"model.onnx": {"bytes": 3}}, silent_ids=[1, 2]),
+    config(streaming=Streaming(**STREAMING)), codec(),
+    codec(context=None, min_frames=2, min_samples=321, batching=False),
+    voice(language="fr", codec="0" * 64, books=[1000, 1000], models={"onnx": "model.onnx"})])
+def test_a_configuration_is_read_as_it_was_written(tmp_path, mine):
     (tmp_path / "config.json").write_text(mine.to_json())
-    assert Config.read(tmp_path) == mine
-    assert mine.frame_seconds == 0.04
+    assert type(mine).read(tmp_path) == layout.read(tmp_path) == mine
+
+
+def test_an_older_sbkit_reads_what_has_no_streams():
+    assert not {"streaming", "longest_seconds"} & json.loads(config().to_json()).keys()
+    assert config().frame_seconds == 0.04 and config(streaming=Streaming(**STREAMING)).window(8) == 8 * 640 + 240
+
+
+def refused(folder, made, changes, expected):
+    """In a short line."""
+    values = json.loads(made.to_json()) | changes
+    (folder / "config.json").write_text(json.dumps({name: v for name, v in values.items() if v is not ...}))
+    with pytest.raises(SbkitError, match=expected) as error:
+        layout.read(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -41,26 +70,21 @@ def test_a_configuration_is_read_as_it_was_written(tmp_path):
     ({"longest_seconds": 19}, "longest_seconds is 19, but must be no less than chunk_seconds, which is 20"),
     ({"longest_seconds": "30"}, "longest_seconds is '30'"),
     ({"blank_id": 5}, "blank_id is 5"), ({"colour": "red"}, "unknown keys: colour"),
-    ({"hop_samples": ...}, "lacks keys"),
+    ({"hop_samples": ...}, "lacks keys"), ({"streaming": "yes"}, "streaming is 'yes', but must be an object"),
     ({"models": {"onnx": "../model.onnx"}}, "name of a file in the bundle's folder"),
     ({"files": {"/etc/x": {}}}, "keys are each the name of a file in the bundle's folder"),
+    ({"models": {"onnx": ".."}}, "name of a file"), ({"models": {"onnx": ""}}, "name of a file"),
+    ({"models": {"onnx": "a\0b"}}, "name of a file"), ({"vocabulary": 10**9}, "vocabulary is 1000000000"),
+    ({"chunk_seconds": 1e308}, r"chunk_seconds is 1e\+308, but must be a number above 0, 600 at most"),
+    ({"chunk_seconds": float("nan")}, "chunk_seconds is nan"), ({"word_separator": ""}, "word_separator is ''"),
+    ({"silent_ids": [[]]}, r"silent_ids is \[\[\]\]"),
+    ({"silent_ids": [5]}, r"silent_ids is \[5\], but .* from 0 to 4"),
+    ({"hop_samples": 16_000}, "a frame has .* 64,000 samples, but must have 16,000 at most"),
+    ({"language": "\ud800"}, "language is"), ({"sample_rate": 16}, "sample_rate is 16, but must be .* from 1,000"),
+    ({"x" * 10**6: 1}, "unknown keys: xxx"),
 ])
-def test_what_nothing_can_run_with_is_refused(tmp_path, changes, expected):
-    with pytest.raises(SbkitError, match=expected):
-        Config.read(written(tmp_path, **changes))
-
-
-STREAMING = {"chunks": [8, 16], "left": 64, "overlap": 240, "before": 120, "after": 200,
-             "state": {"keys": {"type": "float32", "shape": [6, 64, 144]}, "seen": {"type": "int64", "shape": []}},
-             "models": {"onnx": "stream.onnx"}}
-
-
-def test_what_it_says_of_streams_is_read_as_it_was_written(tmp_path):
-    mine = config(streaming=Streaming(**STREAMING))
-    (tmp_path / "config.json").write_text(mine.to_json())
-    assert Config.read(tmp_path) == mine and mine.window(8) == 8 * 640 + 240
-    assert not {"streaming", "longest_seconds"} & json.loads(config().to_json()).keys(), \
-        "an older sbkit reads what has none"
+def test_what_nothing_can_run_with_or_what_would_fill_the_memory_is_refused(tmp_path, changes, expected):
+    refused(tmp_path, config(), changes, expected)
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -78,40 +102,75 @@ def test_what_it_says_of_streams_is_read_as_it_was_written(tmp_path):
     ({"models": {"onnx": 3}}, "name of a file in the"),
     ({"colour": "red"}, "streaming has unknown keys: colour; was it written by a newer sbkit?"),
     ({"after": ...}, "streaming lacks keys"),
-])
-def test_streams_that_nothing_can_run_are_refused(tmp_path, changes, expected):
-    values = {name: value for name, value in (STREAMING | changes).items() if value is not ...}
-    with pytest.raises(SbkitError, match=expected):
-        Config.read(written(tmp_path, streaming=values))
-
-
-@pytest.mark.parametrize("changes, expected", [
-    ({"models": {"onnx": ".."}}, "name of a file"), ({"models": {"onnx": ""}}, "name of a file"),
-    ({"models": {"onnx": "a\0b"}}, "name of a file"), ({"vocabulary": 10**9}, "vocabulary is 1000000000"),
-    ({"chunk_seconds": 1e308}, r"chunk_seconds is 1e\+308, but must be a number above 0, 600 at most"),
-    ({"chunk_seconds": float("nan")}, "chunk_seconds is nan"), ({"word_separator": ""}, "word_separator is ''"),
-    ({"silent_ids": [[]]}, r"silent_ids is \[\[\]\]"),
-    ({"silent_ids": [5]}, r"silent_ids is \[5\], but .* from 0 to 4"),
-    ({"hop_samples": 16_000}, "a frame has .* 64,000 samples, but must have 16,000 at most"),
-    ({"language": "\ud800"}, "language is"), ({"sample_rate": 16}, "sample_rate is 16, but must be .* from 1,000"),
-    ({"x" * 10**6: 1}, "unknown keys: xxx"),
-])
-def test_what_would_fill_the_memory_or_break_a_program_is_refused_in_a_short_line(tmp_path, changes, expected):
-    with pytest.raises(SbkitError, match=expected) as error:
-        Config.read(written(tmp_path, **changes))
-    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
-
-
-@pytest.mark.parametrize("changes, expected", [
     ({"before": 2**31}, "streaming: before is 2147483648, but must be a whole number from 0 to"),
     ({"before": 10**6}, "streaming: before is 1000000, but must be a whole number from 0 to 960,000"),
     ({"after": 401}, "streaming: after is 401, but must be a whole number from 0 to 400"),
     ({"chunks": [8, 2000]}, "window of the largest of chunks is 1280240, but must be a whole number from 0 to 960,000"),
     ({"state": {"keys": {"type": "float32", "shape": [2**13, 2**14]}}}, "state has more than 67,108,864 numbers"),
 ])
-def test_streams_that_would_fill_the_memory_are_refused(tmp_path, changes, expected):
+def test_streams_that_nothing_can_run_or_that_would_fill_the_memory_are_refused(tmp_path, changes, expected):
+    values = {name: value for name, value in (STREAMING | changes).items() if value is not ...}
+    refused(tmp_path, config(), {"streaming": values}, expected)
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"codec": "0F" * 32}, "codec is .* must be a sha256"), ({"codec": None}, "codec is .* must be a sha256"),
+    ({"books": []}, "books is .* must be a list of 1 to"),
+    ({"books": [1000, 0]}, "books is .* must be a list of 1 to 256, each a whole number from 1"),
+    ({"books": 1000}, "books is 1000"), ({"stride": 0}, "stride is 0"), ({"min_frames": 1.5}, "min_frames is 1.5"),
+    ({"context": -1}, "context is -1, but must be a whole number from 0 to"), ({"context": True}, "context is True"),
+    ({"context": ...}, "lacks keys"), ({"decoders": {}}, "decoders must give a file for each of onnx"),
+    ({"decoders": ["decoder.onnx"]}, "decoders is .* must be an object"),
+    ({"decoders": {"onnx": "../decoder.onnx"}}, "name of a file in the bundle's folder"),
+    ({"min_frames": 10**9}, "min_frames is 1000000000, but must be a whole number from 1 to 3,000"),
+    ({"min_samples": 10**7}, "min_samples is 10000000, but must be a whole number from 1 to 960,000"),
+    ({"stride": 10**7}, "stride is 10000000, but must be a whole number from 1 to 16,000"),
+    ({"context": 10**9}, "context is 1000000000, but must be a whole number from 0 to 3,000, or null"),
+])
+def test_what_nothing_can_be_coded_with_is_refused(tmp_path, changes, expected):
+    refused(tmp_path, codec(), changes, expected)
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({"symbols": ["<pad>"]}, "must be a list of 2 to 1,000,000, each a text"),
+    ({"symbols": "abc"}, "symbols is .* must be a list"),
+    ({"symbols": ["<pad>", "a", 3]}, "symbols is .* must be a list"),
+    ({"symbols": ["<pad>", "a", ""]}, "symbols is .* must be a list"),
+    ({"symbols": ["<pad>", "a", "b", "a"]}, "symbols has 'a' twice"),
+    ({"symbols": ["<pad>", "ab"]}, "symbol 'ab' is not one character"),
+    ({"symbols": ["<pad>", "\u212b"]}, r"symbol '.u212b' is not one character in Unicode's form NFC"),
+    ({"speakers": []}, "speakers is .*, but must be a list of 1 to"),
+    ({"speakers": ["a", "a"]}, "speakers has 'a' twice"),
+    ({"speakers": ...}, "lacks keys"), ({"max_symbols": 0}, "max_symbols is 0"),
+    ({"max_symbols": True}, "max_symbols is True"), ({"frame_seconds": 0}, "frame_seconds is 0"),
+    ({"frame_seconds": True}, "frame_seconds is True"), ({"frame_seconds": float("nan")}, "frame_seconds is nan"),
+    ({"frame_seconds": float("inf")}, "frame_seconds is inf"), ({"books": [1000, 0]}, "books is .* must be a list"),
+    ({"books": 1000}, "books is .* must be a list"),
+    ({"models": ["model.onnx"]}, "models is .* must be an object"),
+    ({"models": None}, "models is .* must be an object"),
+    ({"files": ["model.onnx"]}, "files is .* must be an object"),
+    ({"files": {"model.onnx": 3}}, "files is .* must be an"),
+    ({"files": {"model.onnx": {"bytes": "3"}}}, "files is .* must be an"),
+    ({"trained": []}, "trained is .* must be an object"),
+    ({"made_by": "me"}, "made_by is .* must be an object"),
+    ({"language": 3}, "language is 3, but must be a text in UTF-8 of 0 to 100 characters, or null"),
+    ({"batching": 1}, "batching is 1, but must be true or false"),
+    ({"codec": 1}, "codec is 1, but must be a sha256 in hexadecimal, or null"),
+    ({"max_symbols": 10**9}, "max_symbols is 1000000000, but must be a whole number from 1 to 50,000"),
+    ({"sample_rate": 10**400}, "sample_rate is 1000.*, but must be a whole number from 1,000 to 768,000"),
+    ({"min_samples": 10**7}, "min_samples is 10000000, but must be a whole number from 1 to 1,440,000"),
+])
+def test_what_no_text_can_be_spoken_with_is_refused(tmp_path, changes, expected):
+    refused(tmp_path, voice(), changes, expected)
+
+
+@pytest.mark.parametrize("asked, there, expected", [
+    (CodecConfig, voices, "has a voice, and a codec is needed here"),
+    (Config, voices, "has a voice, and a speech recogniser is needed here"),
+    (VoiceConfig, bundles, "has a speech recogniser, and a voice is needed here")])
+def test_a_bundle_of_another_kind_is_told_from_it(tmp_path, asked, there, expected):
     with pytest.raises(SbkitError, match=expected):
-        Config.read(written(tmp_path, streaming=STREAMING | changes))
+        asked.read(there.make(tmp_path / "bundle"))
 
 
 @pytest.mark.parametrize("kind", [*layout.KINDS.values(), Streaming], ids=lambda kind: kind.__name__)
@@ -121,9 +180,7 @@ def test_the_schema_says_of_each_value_what_it_may_be(kind):
 
 
 def test_two_hundred_thousand_speakers_are_read_in_a_second(tmp_path):
-    voice = layout.VoiceConfig(sample_rate=16_000, symbols=["_", "a"], speakers=[f"s{i}" for i in range(200_000)],
-                               max_symbols=9, frame_seconds=0.02)
-    (tmp_path / "config.json").write_text(voice.to_json())
+    (tmp_path / "config.json").write_text(voice(speakers=[f"s{i}" for i in range(200_000)]).to_json())
     began = time.perf_counter()
     assert len(layout.read(tmp_path).speakers) == 200_000
     assert time.perf_counter() - began < 5  # it took a minute: each was counted among all
@@ -137,16 +194,12 @@ def test_a_configuration_that_is_no_regular_file_is_refused_at_once(tmp_path):
         read_tokens(tmp_path / "config.json", 3)
 
 
-def test_streaming_that_is_no_object_is_refused(tmp_path):
-    with pytest.raises(SbkitError, match="streaming is 'yes', but must be an object"):
-        Config.read(written(tmp_path, streaming="yes"))
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
-def test_a_damaged_configuration_is_one_plain_error(tmp_path, text):
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00", '{"format":' + "[" * 100_000,
+                                  "{" + " " * layout.MAX_BYTES + "}"])
+def test_a_damaged_configuration_or_one_without_end_is_one_plain_error(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(SbkitError, match="config"):
-        Config.read(tmp_path)
+    with pytest.raises(SbkitError, match=r"config\.json (cannot be read|does not describe)"):
+        layout.read(tmp_path)
 
 
 PIECES = st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=6)
