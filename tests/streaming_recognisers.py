@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from conformers import conformer
 from torch import nn
 
 from sbkit.export.layout import Config
@@ -21,22 +21,21 @@ CHUNKS = Chunks(sizes=[2, 4, 8], left=[8, 16], validate=4)
 LENGTHS = (100, 2_680, 5_003, 20_011)
 
 
-def recogniser(features=None, **changes):
+def recogniser(features=None, norm=None, chunks=CHUNKS, frontend=None, fast=True, **changes):
     torch.manual_seed(0)
-    frontend, head = CausalFrontEnd(BANDS, [4, 4]), nn.Linear(16, LABELS)
-    encoder = TransformerASR(**{
-        "input_size": 12, "tgt_vocab": LABELS, "d_model": 16, "nhead": 2, "num_encoder_layers": 2,
-        "num_decoder_layers": 0, "d_ffn": 24, "dropout": 0.1, "encoder_module": "conformer", "kernel_size": 7,
-        "normalize_before": True, "causal": False, "attention_type": "RoPEMHA", **changes})
+    frontend, head = frontend or CausalFrontEnd(BANDS, [4, 4]), nn.Linear(16, LABELS)
+    encoder = conformer(12, LABELS, **changes)
     for part in (frontend, encoder, head):
         part.eval()
         for parameter in part.parameters():
             parameter.data.add_(0.1 * torch.randn(parameter.shape))
-        accelerate(part)
-    norm = GlobalNorm(BANDS, "nowhere")
-    norm.take(torch.linspace(-9, -7, BANDS), torch.linspace(2, 3, BANDS))
+        if fast:
+            accelerate(part)
+    if norm is None:
+        norm = GlobalNorm(BANDS, "nowhere")
+        norm.take(torch.linspace(-9, -7, BANDS), torch.linspace(2, 3, BANDS))
     return Recognizer(features or FilterBank(n_mels=BANDS, snip_edges=False), encoder, head, frontend, norm,
-                      n_features=BANDS, chunks=CHUNKS)
+                      n_features=BANDS, chunks=chunks)
 
 
 def signals():

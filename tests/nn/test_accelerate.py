@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from conformers import conformer
 from host_syncs import HostSyncs
 from speechbrain.lobes.features import Fbank
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 from speechbrain.lobes.models.transformer.Conformer import ConvolutionModule
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.nnet.attention import MultiheadAttention
 from speechbrain.nnet.CNN import Conv2d
 from speechbrain.processing.features import InputNormalization
@@ -22,11 +22,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2}
 
 def transformer(attention, encoder="conformer", decoder=0):
     torch.manual_seed(0)
-    return TransformerASR(
-        input_size=20, tgt_vocab=30, d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=decoder, d_ffn=48,
-        dropout=0.0, activation=torch.nn.GELU, encoder_module=encoder, attention_type=attention, kernel_size=7,
-        normalize_before=True, causal=False,
-    )
+    return conformer(20, 30, d_model=32, nhead=4, num_decoder_layers=decoder, dropout=0.0, activation=torch.nn.GELU,
+                     encoder_module=encoder, attention_type=attention)
 
 
 def front_end():

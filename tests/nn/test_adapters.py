@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from conformers import conformer
 from torch import nn
 
 from sbkit.errors import SbkitError
@@ -107,9 +107,7 @@ def test_what_cannot_be_adapted_is_named_with_what_can(model):
 def test_the_fast_layers_of_a_conformer_use_it(attention):
     """Each LoRA in any of its linear layers changes what comes out, and gets a gradient."""
     torch.manual_seed(0)
-    model = TransformerASR(
-        tgt_vocab=5, input_size=8, d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=0, d_ffn=20,
-        encoder_module="conformer", kernel_size=5, normalize_before=True, causal=False, attention_type=attention)
+    model = conformer(8, 5, num_encoder_layers=1, attention_type=attention)
     lora = LoRA(model, "*", rank=2)
     accelerate(model)
     used = {path: layer for path, layer in lora.layers.items() if path.startswith(("encoder.", "custom_src"))}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from conformers import conformer
 from torch import nn
 
 from sbkit.nn.initial import by_layer
 
 
-def encoder() -> TransformerASR:
+def encoder() -> nn.Module:
     torch.manual_seed(0)
-    return TransformerASR(input_size=8, tgt_vocab=5, d_model=32, nhead=2, num_encoder_layers=1, num_decoder_layers=0,
-                          d_ffn=64, encoder_module="conformer", attention_type="RoPEMHA", kernel_size=15, causal=False,
-                          normalize_before=True)
+    return conformer(8, 5, d_model=32, num_encoder_layers=1, kernel_size=15)
 
 
 def depthwise(model: nn.Module) -> nn.Conv1d:

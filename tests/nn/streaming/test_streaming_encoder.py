@@ -6,19 +6,18 @@ from types import SimpleNamespace
 
 import onnxruntime
 import pytest
+import streaming_recognisers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from streaming_recognisers import BANDS, LABELS
 from torch import nn
 
 from sbkit.errors import SbkitError
 from sbkit.export import graph
 from sbkit.export.layout import Config
 from sbkit.export.windows import Windows
-from sbkit.nn.accelerate import accelerate
 from sbkit.nn.adapters import Houlsby, LoRA, is_added
-from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.chunks import Chunks
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank, framed
@@ -26,7 +25,7 @@ from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
 from sbkit.tasks.recognise.recognizer import Recognizer
 from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
-BANDS, LABELS, EACH = 12, 7, 4
+EACH = 4
 CHUNKS = Chunks(sizes=[1, 2, 4, 8], left=[8, 16], validate=4)
 AHEAD = {ahead: Chunks(sizes=[4, 8], left=[8, 16], validate=4, ahead=ahead) for ahead in (1, 3)}
 
@@ -38,22 +37,8 @@ class Scaled(nn.Module):
         return (features - 0.3) / 1.7
 
 
-def recogniser(chunks=CHUNKS, fast=True, taps=7, frontend=None, **changes):
-    torch.manual_seed(0)
-    frontend = frontend or CausalFrontEnd(BANDS, [4, 4])
-    encoder = TransformerASR(**{
-        "input_size": 12, "tgt_vocab": LABELS, "d_model": 16, "nhead": 2, "num_encoder_layers": 2,
-        "num_decoder_layers": 0, "d_ffn": 24, "dropout": 0.1, "encoder_module": "conformer", "kernel_size": taps,
-        "normalize_before": True, "causal": False, "attention_type": "RoPEMHA", **changes})
-    head = nn.Linear(16, LABELS)
-    for part in (frontend, encoder, head):
-        part.eval()
-        with torch.no_grad():
-            for parameter in part.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-        if fast:
-            accelerate(part)
-    return Recognizer(nn.Identity(), encoder, head, frontend, Scaled(), n_features=BANDS, chunks=chunks)
+def recogniser(chunks=CHUNKS, **options):
+    return streaming_recognisers.recogniser(nn.Identity(), Scaled(), chunks, **options)
 
 
 def whole(model, features, frames, config):
@@ -98,7 +83,7 @@ def streamed(step, features, frames, steps, size):
        left=st.sampled_from(CHUNKS.left), taps=st.sampled_from([3, 7, 15]), seed=st.integers(0, 99), data=st.data())
 def test_chunk_by_chunk_is_the_masked_whole(fast, lengths, size, left, taps, seed, data):
     """In a batch of streams that begin at different steps."""
-    model, frames = recogniser(fast=fast, taps=taps), torch.tensor(lengths)
+    model, frames = recogniser(fast=fast, kernel_size=taps), torch.tensor(lengths)
     features = torch.randn(len(lengths), max(lengths), BANDS, generator=torch.Generator().manual_seed(seed))
     steps = data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
     found = streamed(StreamingEncoder(model, left).eval(), features, frames, steps, size)
@@ -141,7 +126,7 @@ def by_speechbrain(model, features, config):
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=3), size=st.sampled_from([4, 8]),
        left=st.sampled_from([8, 16]), taps=st.sampled_from([3, 7, 15]), seed=st.integers(0, 99), data=st.data())
 def test_looking_ahead_it_is_speechbrains_own_step_and_the_whole(ahead, lengths, size, left, taps, seed, data):
-    model, frames = recogniser(AHEAD[ahead], fast=False, taps=taps), torch.tensor(lengths)
+    model, frames = recogniser(AHEAD[ahead], fast=False, kernel_size=taps), torch.tensor(lengths)
     features = torch.randn(len(lengths), max(lengths), BANDS, generator=torch.Generator().manual_seed(seed))
     steps = data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths)))
     config = AHEAD[ahead].config(size, left)

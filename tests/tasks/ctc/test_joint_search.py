@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+from conformers import conformer
 from torch import nn
 from torch.nn import functional
 
@@ -34,9 +34,7 @@ class Hparams:
 @pytest.fixture(params=["RelPosMHAXL", "RoPEMHA", "regularMHA"])
 def task(request):
     torch.manual_seed(7)
-    transformer = TransformerASR(
-        LABELS, SIZE, d_model=SIZE, nhead=2, num_encoder_layers=1, num_decoder_layers=2, d_ffn=16, dropout=0.1,
-        encoder_module="conformer", attention_type=request.param, normalize_before=True, causal=False)
+    transformer = conformer(SIZE, LABELS, num_encoder_layers=1, num_decoder_layers=2, attention_type=request.param)
     for parameter in transformer.decoder.parameters():
         parameter.data.mul_(1.5)  # opinions
     brain = object.__new__(CTC)

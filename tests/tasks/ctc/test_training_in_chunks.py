@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conformers import conformer
 from host_syncs import HostSyncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import results
 from speechbrain.core import Stage
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.utils.dynamic_chunk_training import DynChunkTrainConfig
 from speechbrain.utils.epoch_loop import EpochCounter
 
@@ -33,10 +33,7 @@ WIDTH, LABELS = 8, 6
 
 def encoder(layers=2):
     torch.manual_seed(0)
-    return TransformerASR(
-        input_size=WIDTH, tgt_vocab=LABELS, d_model=16, nhead=2, num_encoder_layers=layers, num_decoder_layers=0,
-        d_ffn=16, dropout=0.1, encoder_module="conformer", attention_type="RoPEMHA", kernel_size=7,
-        normalize_before=True, causal=False)
+    return conformer(WIDTH, LABELS, num_encoder_layers=layers)
 
 
 class Features(torch.nn.Module):

@@ -4,10 +4,10 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from conformers import conformer
 from speechbrain.lobes.features import MFCC, Fbank
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
 from speechbrain.lobes.models.CRDNN import CRDNN
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.nnet import RNN
 from speechbrain.nnet.linear import Linear
 from speechbrain.processing.features import InputNormalization
@@ -32,12 +32,7 @@ LENGTHS = (90, 4_000, 24_001, 100_000)
 
 
 def transformer(size, **changes):
-    options = {
-        "tgt_vocab": LABELS, "input_size": size, "d_model": 16, "nhead": 2, "num_encoder_layers": 2,
-        "num_decoder_layers": 1, "d_ffn": 20, "dropout": 0.1, "encoder_module": "conformer", "kernel_size": 5,
-        "normalize_before": True, "causal": False, "attention_type": "RoPEMHA", "csgu_linear_units": 24,
-    }
-    return TransformerASR(**(options | changes))
+    return conformer(size, LABELS, num_decoder_layers=1, **changes)
 
 
 def one_layer(size, **changes):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from conformers import conformer
 from speechbrain.lobes.features import Fbank
 from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
-from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
 from speechbrain.processing.features import InputNormalization
 
 from sbkit.nn.accelerate import accelerate
@@ -24,11 +24,7 @@ def model(request):
         input_shape=(8, 10, 80), num_blocks=2, num_layers_per_block=1, out_channels=(8, 4), kernel_sizes=(3, 3),
         strides=(2, 2), residuals=(False, False),
     )
-    encoder = TransformerASR(
-        input_size=80, tgt_vocab=12, d_model=32, nhead=4, num_encoder_layers=2, num_decoder_layers=0, d_ffn=32,
-        activation=torch.nn.GELU, encoder_module="conformer", attention_type="RoPEMHA", kernel_size=7,
-        normalize_before=True, causal=False,
-    )
+    encoder = conformer(80, 12, d_model=32, nhead=4, activation=torch.nn.GELU)
     head = torch.nn.Linear(32, 12)
     layers = torch.nn.ModuleList([frontend, encoder, head]).eval()
     accelerate(layers)
@@ -95,9 +91,7 @@ def test_log_probs_are_normalised_fp32(model):
 def test_the_decoder_takes_no_token_for_padding(attention):
     """Its states are those that a search sees, whatever stands behind the tokens and whichever these are."""
     torch.manual_seed(0)
-    encoder = TransformerASR(
-        input_size=8, tgt_vocab=12, d_model=16, nhead=2, num_encoder_layers=1, num_decoder_layers=2, d_ffn=16,
-        encoder_module="conformer", attention_type=attention, kernel_size=3, normalize_before=True, causal=False)
+    encoder = conformer(8, 12, num_encoder_layers=1, num_decoder_layers=2, attention_type=attention)
     accelerate(encoder.eval())
     model = Recognizer(torch.nn.Identity(), encoder, torch.nn.Linear(16, 12))
     feats, frames = torch.randn(2, 9, 8), torch.tensor([9, 6])
