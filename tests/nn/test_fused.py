@@ -89,6 +89,24 @@ def step(module, x, mask, amp=False, recomputed=False):
     return out.detach().float()[kept], grads | {"x": x.grad}, calls
 
 
+def both(run):
+    """What it gives with kernels, and what by torch alone; or the kind of error that it ends in."""
+    found = []
+    for load in (library.load, library.unload):
+        load()
+        torch.manual_seed(7)
+        try:
+            found.append(run())
+        except (RuntimeError, TypeError) as error:
+            found.append(type(error))
+    return found
+
+
+def assert_alike(run):
+    ours, theirs = both(run)
+    assert ours is theirs if isinstance(theirs, type) else far(ours.detach(), theirs.detach()) < 1e-5
+
+
 def far(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm().clamp(min=1.0)).item()  # some gradients are 0 but for rounding
 
@@ -118,7 +136,8 @@ BOTH = ["RoPEMHA", "RelPosMHAXL"]
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("mask", [None, padding(9, 1, 5)], ids=["whole", "padded"])
 def test_every_part_is_what_torch_computes(kind, dropout, mask):
-    calls = assert_same(encoder(dropout=dropout, attention_type=kind), torch.randn(3, 9, 16), mask)
+    width, heads = (16, 2) if kind == "RoPEMHA" else (15, 3)  # relative positions take heads of an odd width
+    calls = assert_same(encoder(width, heads, dropout, attention_type=kind), torch.randn(3, 9, width), mask)
     assert set(calls) == every(kind)
 
 
@@ -214,18 +233,12 @@ def test_what_is_no_number_stays_none(value, amp, kind):
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_the_same_seed_gives_the_same_bits(kind):
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_same_seed_gives_the_same_bits_and_activation_checkpointing_the_same_masks_again(kind, recomputed):
     module, x, mask = encoder(attention_type=kind), torch.randn(3, 30, 16), padding(30, 4, 22)
-    one, two = outcome(module, x, mask), outcome(module, x, mask)
-    assert torch.equal(one[0], two[0]) and all(torch.equal(one[1][name], two[1][name]) for name in one[1])
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_activation_checkpointing_draws_the_same_masks_again(kind):
-    module, x, mask = encoder(attention_type=kind), torch.randn(3, 12, 16), padding(12, 4, 9)
-    kept, kept_grads, _ = outcome(module, x, mask)
-    again, again_grads, _ = outcome(module, x, mask, recomputed=True)
-    assert torch.equal(kept, again) and all(torch.equal(kept_grads[name], again_grads[name]) for name in kept_grads)
+    out, grads, _ = outcome(module, x, mask)
+    again, again_grads, _ = outcome(module, x, mask, recomputed=recomputed)
+    assert torch.equal(out, again) and all(torch.equal(grads[name], again_grads[name]) for name in grads)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -245,52 +258,40 @@ def test_other_layers_go_by_torch_where_they_differ_and_come_out_the_same(option
     assert set(calls) != every("RoPEMHA") and set(calls) != every("RelPosMHAXL")
 
 
-def test_relative_positions_take_heads_of_an_odd_width():
-    calls = assert_same(encoder(15, 3, attention_type="RelPosMHAXL"), torch.randn(3, 9, 15), padding(9, 1, 5))
-    assert set(calls) == every("RelPosMHAXL")
-
-
 @pytest.mark.parametrize("given", [(1, 15, 16), (2, 17, 16), (1, 17, 12), (17, 16), None])
 def test_positions_of_another_shape_are_what_they_are_to_torch(given):
-    layer, x, found = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16), []
+    layer, x = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16)
     embeddings = None if given is None else torch.randn(given)
-    for load in (library.load, library.unload):
-        load()
-        torch.manual_seed(7)
-        try:
-            found.append(layer(x, pos_embs=embeddings)[0])
-        except (RuntimeError, TypeError) as error:
-            found.append(type(error))
-    ours, theirs = found
-    assert ours is theirs if isinstance(theirs, type) else far(ours.detach(), theirs.detach()) < 1e-5
+    assert_alike(lambda: layer(x, pos_embs=embeddings)[0])
 
 
 def test_positions_that_are_learnt_and_hooked_get_their_gradient():
-    layer, x, found = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16), []
+    layer, x = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16)
     layer.mha_layer.linear_pos.register_forward_hook(lambda layer, args, out: 2 * out)
-    for load in (library.load, library.unload):
-        load()
-        torch.manual_seed(7)
+
+    def gradient():
         embeddings = torch.linspace(-2, 2, 17 * 16).view(1, 17, 16).requires_grad_()
         layer(x, pos_embs=embeddings)[0].square().sum().backward()
-        found.append(embeddings.grad)
-    assert far(*found) < 5e-5
+        return embeddings.grad
+
+    assert far(*both(gradient)) < 5e-5
 
 
-@pytest.mark.parametrize("kind, name, shape", [
-    ("RelPosMHAXL", "pos_bias_u", (8,)), ("RelPosMHAXL", "pos_bias_v", (4, 8)),
-    ("RelPosMHAXL", "in_proj_weight", (40, 16)), ("RoPEMHA", "in_proj_weight", (40, 16))])
-def test_parameters_of_another_shape_are_refused_as_by_torch(kind, name, shape):
+def shaped(name, *shape):
+    return lambda attention: setattr(attention, name, nn.Parameter(torch.randn(shape)))
+
+
+def positions_as(dtype):
+    return lambda attention: attention.linear_pos.register_forward_hook(lambda layer, args, out: out.to(dtype))
+
+
+@pytest.mark.parametrize("kind, change", [
+    ("RelPosMHAXL", shaped("pos_bias_u", 8)), ("RelPosMHAXL", shaped("pos_bias_v", 4, 8)),
+    ("RelPosMHAXL", shaped("in_proj_weight", 40, 16)), ("RoPEMHA", shaped("in_proj_weight", 40, 16)),
+    ("RelPosMHAXL", positions_as(torch.float64)), ("RelPosMHAXL", positions_as(torch.complex64))])
+def test_parameters_of_another_shape_and_positions_of_another_type_are_refused_as_by_torch(kind, change):
     layer, x = encoder(attention_type=kind).layers[0], torch.randn(2, 9, 16)
-    setattr(layer.mha_layer, name, nn.Parameter(torch.randn(shape)))
-    with pytest.raises(RuntimeError):
-        layer(x, pos_embs=positions(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_positions_of_another_type_are_refused_as_by_torch(dtype):
-    layer, x = encoder(attention_type="RelPosMHAXL").layers[0], torch.randn(2, 9, 16)
-    layer.mha_layer.linear_pos.register_forward_hook(lambda layer, args, out: out.to(dtype))
+    change(layer.mha_layer)
     with pytest.raises(RuntimeError):
         layer(x, pos_embs=positions(x))
 
@@ -334,7 +335,6 @@ def test_a_part_that_a_user_changed_is_run_as_it_is(what):
 def with_autocast_behind(module, x, mask, amp):
     """The forward is an island in fp32, or in bf16; the backward of the kernels isn't (torch refuses some mixtures)."""
     x = x.clone().requires_grad_()
-    torch.manual_seed(7)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.autocast("cpu", torch.bfloat16, enabled=amp):
             out, _ = module(x, src_key_padding_mask=mask, pos_embs=positions(x))
@@ -346,11 +346,9 @@ def with_autocast_behind(module, x, mask, amp):
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_backward_under_another_autocast_is_that_of_the_forward(amp, kind):
-    x, mask, found = torch.randn(3, 9, 16), padding(9, 1, 5), []
-    for load in (library.load, library.unload):
-        load()
-        found.append(with_autocast_behind(encoder(attention_type=kind), x, mask, amp))
-    for ours, theirs in zip(*found, strict=True):
+    x, mask = torch.randn(3, 9, 16), padding(9, 1, 5)
+    ours_and_theirs = both(lambda: with_autocast_behind(encoder(attention_type=kind), x, mask, amp))
+    for ours, theirs in zip(*ours_and_theirs, strict=True):
         assert far(ours.detach(), theirs.detach()) < (0.1 if amp else 1e-2)
 
 
@@ -359,16 +357,8 @@ def test_a_backward_under_another_autocast_is_that_of_the_forward(amp, kind):
     padding(9, 1, 5).long(), padding(9, 1, 5).float(), padding(9, 5)[:1].expand(3, 9), padding(9, 5)[:1],
     padding(8, 1, 5), padding(12, 1, 5)], ids=["whole numbers", "floats", "expanded", "one for all", "short", "long"])
 def test_masks_mean_what_they_mean_to_torch(mask, kind):
-    module, x, found = encoder(attention_type=kind), torch.randn(3, 9, 16), []
-    for load in (library.load, library.unload):
-        load()
-        torch.manual_seed(7)
-        try:
-            found.append(module(x, src_key_padding_mask=mask, pos_embs=positions(x))[0])
-        except (RuntimeError, TypeError) as error:
-            found.append(type(error))
-    ours, theirs = found
-    assert ours is theirs if isinstance(theirs, type) else far(ours.detach(), theirs.detach()) < 1e-5
+    module, x = encoder(attention_type=kind), torch.randn(3, 9, 16)
+    assert_alike(lambda: module(x, src_key_padding_mask=mask, pos_embs=positions(x))[0])
 
 
 @pytest.mark.parametrize("width", [8, 24, 9000])
@@ -407,12 +397,10 @@ def test_tables_made_without_gradients_serve_a_training(monkeypatch):
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 def test_what_comes_out_has_the_type_that_torch_gives_it(given):
-    module, x, kinds = encoder(), torch.randn(2, 6, 16).to(given), []
-    for load in (library.load, library.unload):
-        load()
-        with torch.autocast("cpu", torch.bfloat16):
-            kinds.append((module.layers[0](x)[0].dtype, module(x)[0].dtype))
-    assert kinds[0] == kinds[1]
+    module, x = encoder(), torch.randn(2, 6, 16).to(given)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = both(lambda: (module.layers[0](x)[0].dtype, module(x)[0].dtype))
+    assert ours == theirs
 
 
 def test_a_kernel_refuses_what_it_would_misread():
