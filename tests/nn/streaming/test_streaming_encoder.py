@@ -1,29 +1,24 @@
-"""A recogniser step by step gives what it gives for whole utterances in chunks, in any batch, and exported too."""
+"""A recogniser step by step gives what it gives for whole utterances in chunks, in any batch.
+
+With its features, and exported, tasks/recognise/test_streaming_graph.py has it.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import onnxruntime
 import pytest
 import streaming_recognisers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streaming_recognisers import BANDS, LABELS
+from streaming_recognisers import BANDS
 from torch import nn
 
 from sbkit.errors import SbkitError
-from sbkit.export import graph
-from sbkit.export.layout import Config
-from sbkit.export.windows import Windows
 from sbkit.nn.adapters import Houlsby, LoRA, is_added
 from sbkit.nn.chunks import Chunks
-from sbkit.nn.global_norm import GlobalNorm
-from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
-from sbkit.tasks.recognise.recognizer import Recognizer
-from sbkit.tasks.recognise.streaming_graph import StreamingGraph
 
 EACH = 4
 CHUNKS = Chunks(sizes=[1, 2, 4, 8], left=[8, 16], validate=4)
@@ -178,80 +173,6 @@ def test_the_state_never_grows():
         _, _, state = step(torch.randn(3, 16, BANDS), torch.tensor([16, 16, 16]), state)
         assert [(part.shape, part.dtype) for part in state] == [(part.shape, part.dtype) for part in begin]
     assert state.seen.tolist() == [8, 8, 8] and state.keys.shape == (3, 2, 8, 16)
-
-
-def samples_in_pieces(signal, sizes):
-    """A waveform [S] in pieces of these sizes, over and over."""
-    while len(signal):
-        for size in sizes:
-            yield signal[:size]
-            signal = signal[size:]
-
-
-def live(model, signal, sizes, config):
-    """Log-probabilities of a waveform that comes in pieces: windows as they are complete, chunk by chunk."""
-    bank, step = model.compute_features, StreamingEncoder(model, config.left_context_size_frames()).eval()
-    windows = Windows(Config(sample_rate=bank.sample_rate, hop_samples=bank.hop, subsampling=EACH, vocabulary=LABELS,
-                             streaming=StreamingGraph(model).described()), config.chunk_size)
-    state, found = step.state(1), []
-    complete = [window for piece in samples_in_pieces(signal, sizes) for window in windows.feed(piece.numpy())]
-    for window in complete + windows.finish():
-        features = bank.from_frames(framed(torch.from_numpy(window.samples)[None], bank.size, bank.hop))
-        log_probs, counts, state = step(features, torch.tensor([window.frames]), state)
-        found.append(log_probs[0, : int(counts)])
-    return torch.cat(found)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("chunks", "config"), [(CHUNKS, CHUNKS.config(2, 8)), (CHUNKS, CHUNKS.config(8, 16)),
-                                               (AHEAD[3], AHEAD[3].config(8, 16))], ids=["short", "long", "ahead"])
-@pytest.mark.parametrize("sizes", [[1], [7, 1600, 333, 160, 2], [100_000]], ids=["single", "any", "at-once"])
-def test_samples_in_pieces_of_any_size_give_what_the_whole_waveform_does(sizes, chunks, config):
-    model = recogniser(chunks)
-    norm = GlobalNorm(BANDS, "statistics")
-    norm.take(torch.full((BANDS,), -4.0), torch.full((BANDS,), 3.0))
-    bank = FilterBank(n_mels=BANDS, snip_edges=False)
-    whole = Recognizer(bank, model.encoder, model.head, model.frontend, norm, n_features=BANDS, chunks=chunks)
-    signal = 0.1 * torch.randn(9_317, generator=torch.Generator().manual_seed(3))
-    [expected], [count] = whole.outputs(signal[None], torch.tensor([len(signal)]), config)
-    found = live(whole, signal, sizes, config)
-    assert len(found) == count == -(-58 // EACH)
-    torch.testing.assert_close(found, expected[:count], atol=1e-4, rtol=1e-4)
-
-
-def exported(step):
-    any_size = torch.export.Dim.DYNAMIC
-    example = torch.randn(2, 16, BANDS), torch.tensor([16, 9]), step.state(2)
-    shapes = {0: any_size, 1: any_size}, {0: any_size}, EncoderState(*({0: any_size},) * 5)
-    return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_exported_it_gives_the_same_for_any_batch_and_chunk(tmp_path):
-    # That a second layer follows, test_streaming_graph.py shows, which exports this within more.
-    step = StreamingEncoder(recogniser(num_encoder_layers=1)).eval()
-    program = exported(step)
-    kept = [f"state_{name}" for name in EncoderState._fields]
-    model = graph.to_onnx(program, ["features", "frames", *kept], ["log_probs", "counts", *(f"next_{n}" for n in kept)])
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    graphs = program.module()
-    for batch, size in ((1, 2), (3, 8), (5, 4)):
-        state = torch_state = onnx_state = step.state(batch)
-        for real in (EACH * size, EACH * size - 3):
-            features = torch.randn(batch, EACH * size, BANDS)
-            frames = torch.tensor([real, 0, *[EACH * size] * batch][:batch])
-            expected = step(features, frames, state)
-            state = expected[2]
-            by_torch = graphs(features, frames, torch_state)
-            torch_state = EncoderState(*by_torch[2])
-            given = dict(zip(["features", "frames", *kept], (features, frames, *onnx_state), strict=True))
-            by_onnx = [torch.from_numpy(out) for out in session.run(None, {n: x.numpy() for n, x in given.items()})]
-            onnx_state = EncoderState(*by_onnx[2:])
-            for ours, others in zip((*expected[:2], *state), zip((*by_torch[:2], *torch_state), by_onnx, strict=True),
-                                    strict=True):
-                for other in others:
-                    torch.testing.assert_close(other, ours, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("given, told", [

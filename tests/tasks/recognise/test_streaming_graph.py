@@ -11,6 +11,7 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.export import graph, layout
 from sbkit.export.runners import open_runner
+from sbkit.nn.chunks import Chunks
 from sbkit.nn.kaldi import FilterBank
 from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.streaming_graph import INPUTS, StreamingGraph, outputs
@@ -33,9 +34,9 @@ def written(model, tmp_path_factory):
     return paths
 
 
-def agrees(call, model, config, atol):
-    for size in CHUNKS.sizes:
-        whole = reference(model, chunks=CHUNKS.config(size))
+def agrees(call, model, config, atol=1e-4):
+    for size in model.chunks.sizes:
+        whole = reference(model, chunks=model.chunks.config(size))
         for signal, together in zip(signals(), run(call, config, size, signals()), strict=True):
             alone, = run(call, config, size, [signal])
             for found in (alone, together):
@@ -44,8 +45,14 @@ def agrees(call, model, config, atol):
 
 def test_it_gives_what_the_checkpoint_does_for_every_chunk_alone_and_in_a_batch(model):
     made = StreamingGraph(model)
-    agrees(eager(made), model, described(made), 1e-4)
+    agrees(eager(made), model, described(made))
     assert described(made).streaming.left == 16, "the most that it was trained with"
+
+
+def test_it_does_so_where_a_chunk_looks_ahead():
+    made = recogniser(chunks=Chunks(sizes=[4, 8], left=[8, 16], validate=4, ahead=3))
+    streaming = StreamingGraph(made)
+    agrees(eager(streaming), made, described(streaming))
 
 
 @pytest.mark.parametrize("changes", [{"snip_edges": True}, {"snip_edges": False, "frame_length": 20.0},
@@ -61,7 +68,7 @@ def test_features_of_any_filter_bank_are_computed_in_it(changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["onnx", "torch"])
 def test_what_is_written_gives_the_same_for_any_batch_and_chunk(name, written, model):
-    agrees(open_runner(name, written[name]), model, described(StreamingGraph(model)), 1e-4)
+    agrees(open_runner(name, written[name]), model, described(StreamingGraph(model)))
 
 
 @pytest.mark.slow
