@@ -11,9 +11,9 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 FILE = "feature_statistics.json"
 _NAMED = 5  # recordings that could not be read, each logged
+#: For fewer utterances, starting processes takes longer than what they compute.
+WORTH_PROCESSES = 500
+_MAX_WORKERS = 32
+_AHEAD = 16  # results that each process computes ahead
 _LEAST = 1e-5  # deviation, relative to the mean or to 1, below which a feature is constant and only its mean is taken
 
 
@@ -89,18 +93,26 @@ def load(norm: GlobalNorm) -> None:
 def compute(front: Front, manifest: Manifest, workers: int | None = None, show: bool = True) -> Statistics:
     """Compute the statistics of all utterances of a manifest that can be read.
 
-    workers : as ``over_utterances`` takes it
+    workers : number of processes; None: one for each core if they are worth starting; 0: this one computes
     """
+    if workers is None:
+        cores = min(_MAX_WORKERS, usable_cores())
+        workers = cores if cores > 1 and len(manifest) >= WORTH_PROCESSES else 0
+    parallel: dict[str, Any] = {"worker_init_fn": quiet_worker, "prefetch_factor": _AHEAD} if workers else {}
+    loader = Workers(_Sums(front, manifest), batch_size=None, collate_fn=_unchanged, num_workers=workers,
+                     generator=torch.Generator(), **parallel)
     sums, frames, unread = np.zeros(1), 0, 0
-    results = over_utterances(_Sums(front), manifest, front.sample_rate, workers)
-    for result in progress(results, what="statistics of features", total=len(manifest), unit="utterance", show=show):
-        if isinstance(result, Unread):
-            unread += 1
-            if unread <= _NAMED:
-                logger.warning("left out of the statistics: %s: %s", result.id, result.why)
-            continue
-        frames += result[0]
-        sums = sums + result[1]
+    with _one_thread(), plain_errors():
+        with starting_workers() if workers else contextlib.nullcontext():
+            found = iter(loader)
+        for each in progress(found, what="statistics of features", total=len(manifest), unit="utterance", show=show):
+            if isinstance(each, str):
+                unread += 1
+                if unread <= _NAMED:
+                    logger.warning("left out of the statistics: %s", each)
+                continue
+            frames += each[0]
+            sums = sums + each[1]
     if frames == 0:
         raise SbkitError("no frame of the training split could be read for its statistics",
                          hint="is its audio still where the manifest says?")
@@ -113,21 +125,30 @@ def compute(front: Front, manifest: Manifest, workers: int | None = None, show: 
     return Statistics(mean, np.where(constant, 1.0, deviation), frames, unread)
 
 
-class _Sums:
-    """A waveform [S] to its number of frames, and the sums of features and of their squares, [2, F] float64."""
+class _Sums(Dataset[Any]):
+    """Each utterance's number of frames, and the sums of its features and of their squares, [2, F] float64; a text, if
+    it can't be read."""
 
-    def __init__(self, front: Front):
-        self.front = front._replace(features=copy.deepcopy(front.features).cpu().eval())
+    def __init__(self, front: Front, manifest: Manifest):
+        self.features, self.hop = copy.deepcopy(front.features).cpu().eval(), front.hop
         self.takes_lengths = takes_lengths(front.features)
+        self.reader = Reader(manifest, None, sample_rate=front.sample_rate)
+
+    def __len__(self) -> int:
+        return len(self.reader)
 
     @torch.no_grad()
-    def __call__(self, signal: np.ndarray) -> tuple[int, np.ndarray]:
-        features, hop, _ = self.front
-        count = feature_frames(features, len(signal), hop)
+    def __getitem__(self, row: int) -> tuple[int, np.ndarray] | str:
+        name = self.reader.manifest.ids[row]
+        try:
+            signal = self.reader.signals(row, name, visit=0)[0]
+        except AudioError as error:
+            return f"{name}: {error}"
+        count = feature_frames(self.features, len(signal), self.hop)
         if count <= 0:
             return 0, np.zeros(1)
         given = torch.from_numpy(signal)[None], torch.tensor([len(signal)])
-        feats = features(*given) if self.takes_lengths else features(given[0])
+        feats = self.features(*given) if self.takes_lengths else self.features(given[0])
         wide = feats[0, :count].double()
         return len(wide), torch.stack([wide.sum(0), wide.square().sum(0)]).numpy()
 
@@ -167,70 +188,8 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-#: For fewer utterances, starting processes takes longer than what they compute.
-WORTH_PROCESSES = 500
-_MAX_WORKERS = 32
-_AHEAD = 16  # results that each process computes ahead
-
-T = TypeVar("T")
-
-
-class Unread(NamedTuple):
-    """Takes the place of a result where a recording can't be read."""
-
-    id: str
-    why: str
-
-
-class _Results(Dataset[Any], Generic[T]):
-    """The results by number of the utterance, in a worker process."""
-
-    def __init__(self, function: Callable[[np.ndarray], T], manifest: Manifest, sample_rate: int):
-        self.function, self.reader = function, Reader(manifest, None, sample_rate=sample_rate)
-
-    def __len__(self) -> int:
-        return len(self.reader)
-
-    def __getitem__(self, row: int) -> T | Unread:
-        name = self.reader.manifest.ids[row]
-        try:
-            signal = self.reader.signals(row, name, visit=0)[0]
-        except AudioError as error:
-            return Unread(name, str(error))
-        return self.function(signal)
-
-
-def over_utterances(function: Callable[[np.ndarray], T], manifest: Manifest, sample_rate: int,
-                    workers: int | None = None) -> Iterator[T | Unread]:
-    """Yield ``function(signal)`` for each utterance's waveform [S], always computed by one thread.
-
-    workers : number of processes; None: one for each core if they are worth starting; 0: this one computes
-    """
-    if workers is None:
-        cores = min(_MAX_WORKERS, usable_cores())
-        workers = cores if cores > 1 and len(manifest) >= WORTH_PROCESSES else 0
-    parallel: dict[str, Any] = {"worker_init_fn": quiet_worker, "prefetch_factor": _AHEAD} if workers else {}
-    loader = Workers(_Results(function, manifest, sample_rate), batch_size=None, collate_fn=_unchanged,
-                     num_workers=workers, generator=torch.Generator(), **parallel)
-    with _one_thread(), starting_workers() if workers else contextlib.nullcontext(), plain_errors():
-        results: Any = iter(loader)  # of a class that torch keeps to itself
-    try:
-        while True:
-            with _one_thread(), plain_errors():
-                result = next(results, _END)
-            if result is _END:
-                return
-            yield result
-    finally:
-        if workers:
-            results._shutdown_workers()
-
-
-_END: Any = object()  # so that what is told from it keeps its type
-
-
-def _unchanged(result: T) -> T:
-    return result
+def _unchanged(found: Any) -> Any:  # whatever comes
+    return found
 
 
 @contextlib.contextmanager
