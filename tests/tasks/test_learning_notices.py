@@ -25,8 +25,7 @@ class Trial:
         self.progress, self.notices, self.told = LearningProgress(chance), LearningNotices("ctc"), []
         self.schedule = Schedule(rate, warmup, shape, max_rise_per_step=rise, max_lr_at_chance=unheard)
         self.schedule.total_steps = steps
-        self.setup = setup._replace(planned=steps if planned is None else planned, schedule=self.schedule)
-        self._prepare()
+        self.notices.setup = setup._replace(planned=steps if planned is None else planned, schedule=self.schedule)
         noise = random.Random(7)
         for step in range(1, steps + 1):
             self.look(step)
@@ -42,9 +41,6 @@ class Trial:
             self.look(steps + 1)
         self.told += self.notices.end()
 
-    def _prepare(self):
-        self.notices.setup = self.setup
-
     def look(self, step: int) -> None:
         heard = self.progress.score_at(step)
         self.schedule.set_score(heard if self.progress.known else 1.0)
@@ -53,10 +49,10 @@ class Trial:
     def _resume(self, folder) -> None:
         saved = (self.progress, self.notices)
         self.progress, self.notices = LearningProgress(self.progress.chance), LearningNotices("ctc")
+        self.notices.setup = saved[1].setup
         for before, after, name in zip(saved, (self.progress, self.notices), "ha", strict=True):
             before.save(folder / name)
             after.load(folder / name, True)
-        self._prepare()
 
     @property
     def short(self) -> list[tuple]:
@@ -73,6 +69,17 @@ def healthy(leaves: int = 150, chance: float = CHANCE, falls: float = 250, floor
 
 def cer_of(loss, chance: float = CHANCE):
     return lambda step: 100.0 if loss(step) > 0.93 * chance else 100 * max(0.05, loss(step) / chance - 0.2)
+
+
+def told_at_chance(steps: range, rate: float | None, alarm=None, hearing=None):
+    """What is told while a loss stands at chance, and the notices that watch."""
+    alarm, hearing = alarm or LearningNotices("ctc"), hearing or LearningProgress(CHANCE)
+    told = []
+    for step in steps:
+        hearing.score_at(step)
+        told += alarm.begin_step(step, hearing, rate)
+        hearing.count(step, CHANCE, 1.0)
+    return told, alarm
 
 
 # ---------------------------------------------------------------- left in peace
@@ -106,37 +113,23 @@ def test_what_is_frozen_at_first_is_given_its_time_from_when_it_trains():
 
 
 def test_where_the_rate_is_not_known_nothing_is_told_before_the_end():
-    alarm, hearing, told = LearningNotices("ctc"), LearningProgress(CHANCE), []
-    for step in range(1, 3000):
-        hearing.score_at(step)
-        told += alarm.begin_step(step, hearing, None)
-        hearing.count(step, CHANCE, 1.0)
+    told, alarm = told_at_chance(range(1, 3000), None)
     assert not told and [each.what for each in alarm.end()] == ["chance"]
 
 
-def test_a_run_that_goes_on_at_a_higher_rate_has_its_time_to_get_back():
-    def loss(step):
-        return CHANCE * (0.08 if step < 1000 else 0.08 + 0.5 * math.exp(-(step - 1000) / 120))
-    assert not Trial(3000, loss).told
+LEARNT = healthy(leaves=100, falls=60)
 
 
-def test_a_run_from_trained_weights_may_be_short():
-    assert not Trial(40, lambda step: 0.6, planned=40).told
-
-
-def test_a_loss_that_masks_make_harder_again_has_not_diverged():
-    loss = healthy(leaves=100, falls=60)
-    assert not Trial(900, lambda step: loss(step) + (0.5 if step > 400 else 0)).told
-
-
-def test_a_spike_passes():
-    loss = healthy(leaves=100, falls=60)
-    assert not Trial(900, lambda step: 6.0 if 500 <= step < 520 else loss(step)).told
-
-
-def test_where_chance_is_not_known_nothing_is_said_of_it():
-    assert not Trial(900, healthy(leaves=9999), chance=math.nan).told
-    assert not Trial(900, healthy(leaves=9999), comparable=False).told, "another loss"
+@pytest.mark.parametrize(("steps", "loss", "given"), [
+    pytest.param(3000, lambda step: CHANCE * (0.08 if step < 1000 else 0.08 + 0.5 * math.exp(-(step - 1000) / 120)),
+                 {}, id="that goes on at a higher rate has its time to get back"),
+    pytest.param(40, lambda step: 0.6, {"planned": 40}, id="from trained weights may be short"),
+    pytest.param(900, lambda step: LEARNT(step) + (0.5 if step > 400 else 0), {}, id="that masks make harder again"),
+    pytest.param(900, lambda step: 6.0 if 500 <= step < 520 else LEARNT(step), {}, id="with a spike that passes"),
+    pytest.param(900, healthy(leaves=9999), {"chance": math.nan}, id="whose chance is not known"),
+    pytest.param(900, healthy(leaves=9999), {"comparable": False}, id="of another loss")])
+def test_nothing_is_told_to_a_run(steps, loss, given):
+    assert not Trial(steps, loss, **given).told
 
 
 # ---------------------------------------------------------------- told
@@ -190,22 +183,15 @@ def test_who_took_the_advice_is_not_given_it_again(tmp_path):
     first = Trial(1000, healthy(leaves=9999), cut=1000, folder=tmp_path, warmup=200)
     assert "--lr 0.00067 (it has come to 0.002)" in first.told[-1].text()
     assert "--schedule.warmup 400" in first.told[-1].text()
-    alarm, hearing = first.notices, first.progress
-    alarm.setup = Setup(planned=3000, schedule=Schedule(0.00067, 400, "constant"))
-    for step in range(1001, 1100):
-        hearing.count(step, CHANCE, 1.0)
-        hearing.score_at(step)
-        assert not alarm.begin_step(step, hearing, 0.00067), "it was told already"
+    first.notices.setup = Setup(planned=3000, schedule=Schedule(0.00067, 400, "constant"))
+    again, alarm = told_at_chance(range(1001, 1100), 0.00067, first.notices, first.progress)
+    assert not again, "it was told already"
     (told,) = alarm.end()
     assert "--lr 0.00022 (it has come to 0.00067)" in told.text() and "--schedule.warmup 800" in told.text()
 
 
 def test_without_a_schedule_no_key_of_one_is_advised():
-    alarm, hearing, told = LearningNotices("ctc"), LearningProgress(CHANCE), []
-    for step in range(1, 500):
-        hearing.score_at(step)
-        told += alarm.begin_step(step, hearing, 0.002)
-        hearing.count(step, CHANCE, 1.0)
+    told, _ = told_at_chance(range(1, 500), 0.002)
     assert [each.step for each in told] == [400 - 1]
     assert told[0].advice[0] == "a third of the learning rate (it has come to 0.002), and a longer warm-up of it"
 
@@ -265,8 +251,7 @@ def test_who_learns_late_is_told_that_it_is_over_and_not_accused_at_the_end():
 
 
 def test_what_is_lost_after_it_was_heard_is_told_as_divergence():
-    loss = healthy(leaves=100, falls=60)
-    trial = Trial(900, lambda step: 2.5 if step > 500 else loss(step), setup=Setup(max_norm=5.0))
+    trial = Trial(900, lambda step: 2.5 if step > 500 else LEARNT(step), setup=Setup(max_norm=5.0))
     assert [(what, how) for what, _, how in trial.short] == [("divergence", "on"), ("divergence", "end")]
     assert 600 < trial.told[0].step < 650
     text = trial.told[0].text()
@@ -320,8 +305,7 @@ def test_a_loss_that_grows_is_told_from_chance_and_where_chance_is_not_known():
 
 
 def test_who_finds_back_is_told_so():
-    loss = healthy(leaves=100, falls=60)
-    trial = Trial(900, lambda step: 2.8 if 500 < step < 680 else loss(step))
+    trial = Trial(900, lambda step: 2.8 if 500 < step < 680 else LEARNT(step))
     assert [(what, how) for what, _, how in trial.short] == [("divergence", "on"), ("divergence", "over")]
 
 
@@ -333,15 +317,12 @@ def test_who_finds_back_is_told_so():
 def test_a_run_that_was_resumed_is_told_what_one_never_stopped_is(cut, kind, tmp_path):
     def curve(step):
         if kind == "loses":
-            return 2.6 if step > 480 else healthy(leaves=100, falls=60)(step)
+            return 2.6 if step > 480 else LEARNT(step)
         return healthy({"stands": 9999, "late": 520}[kind])(step)
     whole = Trial(700, curve, cer_of(curve))
     assert whole.told and Trial(700, curve, cer_of(curve), cut=cut, folder=tmp_path).told == whole.told
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_without_an_alarm_waits_anew():
-    alarm, hearing = LearningNotices("ctc"), LearningProgress(CHANCE)
-    for step in range(5000, 5300):
-        hearing.count(step, CHANCE, 1.0)
-        hearing.score_at(step)
-        assert not alarm.begin_step(step, hearing, 0.002)
+    told, _ = told_at_chance(range(5000, 5300), 0.002)
+    assert not told
