@@ -48,7 +48,7 @@ class ComparisonClips:
 def choose(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: float | None = None) -> ComparisonClips:
     """Choose ``count`` utterances of the run's test split, or noise of several lengths if its audio is missing.
 
-    most : the seconds that the model hears at once, if that is limited: no clip is longer
+    max_seconds : what the model hears at once, if that is limited: no clip is longer
     """
     manifests = {split: Path(corpus.manifest_path(split)) for split in ("train", "test")} if corpus else {}
     longest = 0.0

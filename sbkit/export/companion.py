@@ -42,7 +42,7 @@ class Companion(ABC):
 
     def metadata(self, config: OwnBundle) -> dict[str, str]:
         """Return the metadata to put into ONNX files, for runtimes that read it."""
-        return {"sample_rate": str(config.sample_rate), "comment": "made by sbkit"}
+        return {"sample_rate": str(config.sample_rate), "comment": "made by sbkit", **config.onnx_metadata()}
 
     @abstractmethod
     def comparisons(self, clips: ComparisonClips, config: OwnBundle, folder: Path) -> Mapping[str, Comparison]:

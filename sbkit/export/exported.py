@@ -104,7 +104,7 @@ class Exported:
 
     def metadata(self, config: OwnBundle) -> dict[str, str]:
         """Return the metadata to put into ONNX files, for runtimes that read it."""
-        return {"sample_rate": str(config.sample_rate), "comment": "made by sbkit"}
+        return {"sample_rate": str(config.sample_rate), "comment": "made by sbkit", **config.onnx_metadata()}
 
     def write(self, name: str, folder: Path, config: OwnBundle, title: str) -> None:
         """Write one of the task's own formats."""

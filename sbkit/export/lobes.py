@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sbkit.errors import SbkitError
-from sbkit.nn.accelerate import FASTER, accelerate
+from sbkit.nn.accelerate import FASTER, accelerate, swap
 from sbkit.nn.fast.attention import MultiheadAttention as FastMultiheadAttention
 from sbkit.nn.lengths import lengths_to_mask
 
@@ -101,16 +101,10 @@ def _gru(given: Tensor, before: Tensor, state: _State) -> _State:
     return (keep * state[0] + (1 - keep) * torch.tanh(given_n + torch.sigmoid(given_r + r) * n),)
 
 
-def _tanh(given: Tensor, before: Tensor, state: _State) -> _State:
-    return (torch.tanh(given + before),)
-
-
-def _relu(given: Tensor, before: Tensor, state: _State) -> _State:
-    return (torch.relu(given + before),)
-
-
 _CELLS: dict[str, tuple[Callable[[Tensor, Tensor, _State], _State], int]] = {
-    "LSTM": (_lstm, 2), "GRU": (_gru, 1), "RNN_TANH": (_tanh, 1), "RNN_RELU": (_relu, 1),
+    "LSTM": (_lstm, 2), "GRU": (_gru, 1),
+    "RNN_TANH": (lambda given, before, state: (torch.tanh(given + before),), 1),
+    "RNN_RELU": (lambda given, before, state: (torch.relu(given + before),), 1),
 }
 
 
@@ -191,12 +185,7 @@ _RECURRENT: dict[type, type] = {
 def exportable(module: nn.Module) -> Counter[str]:
     """Swap the class of each layer that has an equivalent for export; returns how many of each class were swapped."""
     accelerate(module)
-    found: Counter[str] = Counter()
-    for layer in module.modules():
-        if type(layer) in EQUIVALENTS:
-            found[type(layer).__name__] += 1
-            layer.__class__ = EQUIVALENTS[type(layer)]
-    return found
+    return swap(module, EQUIVALENTS)
 
 
 class ExportedTransformerASR(TransformerASR):

@@ -43,12 +43,12 @@ def accelerate(module: nn.Module) -> Counter[str]:
     A user's subclass of a layer is left as it is. Returns how many layers of each class were swapped. :func:`restore`
     undoes it.
     """
-    return _swap(module, FASTER)
+    return swap(module, FASTER)
 
 
 def restore(module: nn.Module) -> Counter[str]:
     """Undo :func:`accelerate`; returns how many layers of each class were swapped back."""
-    return _swap(module, {fast: slow for slow, fast in FASTER.items()})
+    return swap(module, {fast: slow for slow, fast in FASTER.items()})
 
 
 def compile_kernels(module: nn.Module) -> None:
@@ -63,7 +63,8 @@ def compile_kernels(module: nn.Module) -> None:
                         why_not)
 
 
-def _swap(module: nn.Module, table: dict[type, type]) -> Counter[str]:
+def swap(module: nn.Module, table: dict[type, type]) -> Counter[str]:
+    """Swap the class of each layer that is in a table; returns how many of each class were swapped."""
     found: Counter[str] = Counter()
     for layer in module.modules():
         if type(layer) in table:

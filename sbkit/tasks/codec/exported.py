@@ -86,9 +86,6 @@ class DecoderGraph(Companion):
     def describe(self, config: layout.CodecConfig, files: Mapping[str, str]) -> None:
         config.decoders, config.min_frames = dict(files), self.min_frames
 
-    def metadata(self, config: layout.CodecConfig) -> dict[str, str]:
-        return super().metadata(config) | config.onnx_metadata()
-
     def comparisons(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> Mapping[str, Samples]:
         coded = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
         frame_rate = config.sample_rate / config.stride
@@ -147,9 +144,6 @@ class ExportedCodec(Exported):
         """Write the weights, for models that speak through the decoder."""
         save_file(weights(self.coder), folder / layout.WEIGHTS,
                   {"codec": config.codec, "definition": json.dumps(self.coder.definition())})
-
-    def metadata(self, config: layout.CodecConfig) -> dict[str, str]:
-        return super().metadata(config) | config.onnx_metadata()
 
     def comparison(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> CodesComparison:
         del folder

@@ -141,8 +141,8 @@ class ExportedVoice(Exported):
             spelling=keys.symbols.spelling, characters=keys.symbols.characters, text=_rules(keys.corpus))
 
     def metadata(self, config: layout.VoiceConfig) -> dict[str, str]:
-        return super().metadata(config) | config.onnx_metadata() | {
-            "language": config.language or "", **({} if config.spelling is None else {"spelling": config.spelling})}
+        return {**super().metadata(config), "language": config.language or "",
+                **({} if config.spelling is None else {"spelling": config.spelling})}
 
     def runner(self, name: str, folder: Path, config: layout.VoiceConfig) -> Runner:
         call = open_runner(name, folder / layout.MODELS[name])
