@@ -1,4 +1,5 @@
-"""Transforms as matrices: the spectra that torch computes, and frames that add up to the signal they were cut from."""
+"""Transforms as matrices: the spectra that torch computes, frames that add up to the signal they were cut from, and mel
+bands, each of which has its place."""
 
 import pytest
 import torch
@@ -37,3 +38,20 @@ def test_white_noise_has_the_same_level_in_all_mel_bands():
 def test_frames_that_do_not_overlap_evenly_are_refused(made):
     with pytest.raises(ValueError, match="a multiple of hop"):
         made()
+
+
+@pytest.mark.parametrize(("size", "bands"), [(1024, 80), (640, 80), (256, 80), (64, 20)])
+def test_no_band_is_empty_and_each_is_a_mean_of_bins_in_order(size, bands):
+    weights = fourier.mel_filters(size, bands, 16_000)
+    assert weights.shape == (size // 2 + 1, bands)
+    torch.testing.assert_close(weights.sum(0), torch.ones(bands))
+    centres = (weights * torch.arange(size // 2 + 1.0)[:, None]).sum(0)
+    assert (centres.diff() >= 0).all() and (centres.diff()[bands // 2:] > 0).all()
+
+
+@pytest.mark.parametrize("hertz", [300, 1000, 3000, 7000])
+def test_a_tone_is_in_the_band_of_its_mel(hertz):
+    weights = fourier.mel_filters(1024, 80, 16_000)
+    top = weights[round(hertz / 16_000 * 1024)].argmax().item()
+    scale = 2595 * torch.log10(torch.tensor([1 + hertz / 700, 1 + 8000 / 700]))
+    assert abs(top + 1 - 81 * (scale[0] / scale[1]).item()) <= 1

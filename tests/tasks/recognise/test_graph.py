@@ -1,5 +1,6 @@
 """Whole recognisers, from waveforms to log-probabilities, through ONNX Runtime and torch.export."""
 
+import encoders
 import numpy as np
 import onnxruntime
 import pytest
@@ -22,6 +23,7 @@ from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.kaldi import FilterBank
 from sbkit.nn.lengths import LengthRule
+from sbkit.nn.pretrained import Encoder, Head
 from sbkit.tasks.recognise import graph as recogniser
 from sbkit.tasks.recognise.graph import OUTPUTS, reference
 from sbkit.tasks.recognise.recognizer import Recognizer
@@ -242,3 +244,24 @@ def test_eight_bits_are_in_matrix_products_alone_and_features_stay_exact(made):
     one, other = (runners.on_waveforms(runners.open_runner("onnx", folder / name), OUTPUTS)([sound(16_000)])[0]
                   for name in ("m.onnx", "m8.onnx"))
     assert 0 < np.abs(one - other).max() < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, layers", [("hubert-batch-norm", "num_hidden_layers"), ("whisper", "encoder_layers")])
+def test_a_pretrained_encoder_that_nobody_imports_with_a_head_is_exported(tmp_path, kind, layers):
+    """Of the other families export/test_imported.py compares whole models, in every format."""
+    encoder = Encoder(str(encoders.make(tmp_path / "encoder", kind, **{layers: 1})))
+    encoder.load()
+    model = Recognizer(None, encoder.eval(), Head(encoder, 30, kernel_size=5).eval(), hop_samples=1)
+    program = recogniser.trace(recogniser.Graph(model))
+    least = graph.least_samples(program)
+    assert least < 1_000 and not any("fft" in str(node.target) for node in program.graph.nodes)
+    graph.write_onnx(program, tmp_path / "m.onnx", INPUTS, OUTPUTS, {})
+    graph.quantize(tmp_path / "m.onnx", tmp_path / "q.onnx")
+    signals = [sound(size, size) for size in (16_000, 12_345, 800, 37_000)]
+    for name, most in (("m.onnx", 1e-3), ("q.onnx", 0.2)):
+        run = runners.on_waveforms(runners.open_runner("onnx", tmp_path / name), OUTPUTS, least)
+        together = run(signals)
+        for signal, found in zip(signals, together, strict=True):
+            for each in (found, run([signal])[0]):
+                np.testing.assert_allclose(each, reference(model, least)(signal), rtol=0, atol=most)
