@@ -7,6 +7,8 @@ import itertools
 
 import numpy as np
 
+from sbkit.decode import arpa, kneser_ney
+
 
 @functools.cache
 def _paths(frames, labels):
@@ -65,6 +67,36 @@ def transducer_texts(joint, states, most, pieces):
         text = text_of(tokens, pieces)
         found[text] = np.logaddexp(found.get(text, -np.inf), score)
     return found
+
+
+def with_words(texts, model, boosts):
+    """The score of each text with a language model over words, weighted by 0.7, with 0.4 for a word, -3 for one that
+    the model lacks, and boosts for words and pairs of words."""
+    def score(text, acoustic):
+        words = text.split()
+        strange = sum(word not in model.ids for word in words)
+        said = [*words, *map(" ".join, itertools.pairwise(words))]
+        boost = sum(each * said.count(phrase) for phrase, each in boosts.items())
+        return acoustic + 0.7 * model.sentence(text) + 0.4 * len(words) - 3 * strange + boost
+
+    return {text: score(text, acoustic) for text, acoustic in texts.items()}
+
+
+def with_pieces(sequences, model, pieces):
+    """The score of each text's best spelling with a language model over pieces, weighted as above."""
+    best = {}
+    for tokens, acoustic in sequences.items():
+        text = text_of(tokens, pieces)
+        score = acoustic + 0.7 * model.sentence(" ".join(pieces[i] for i in tokens)) + 0.4 * len(text.split())
+        best[text] = max(best.get(text, -np.inf), score)
+    return best
+
+
+def language_model(path, sentences):
+    """Write a model of order 3."""
+    model = kneser_ney.estimate(kneser_ney.read(sentences), 3).model
+    arpa.write(model, path)
+    return model, path
 
 
 def random_log_probs(rng, frames, labels, sharpness=2.0):

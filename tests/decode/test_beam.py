@@ -11,7 +11,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import arpa, kneser_ney
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.greedy import greedy
 from sbkit.errors import SbkitError
@@ -23,15 +22,13 @@ EVERYTHING = {"token_threshold": -1e4, "width": 1e4, "beam": 10_000, "token_beam
 
 
 @pytest.fixture(scope="module")
-def model():
-    return kneser_ney.estimate(kneser_ney.read(SENTENCES), 3).model
+def word_lm(tmp_path_factory):
+    return exhaustive.language_model(tmp_path_factory.mktemp("lm") / "words.arpa", SENTENCES)
 
 
 @pytest.fixture(scope="module")
-def lm(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("lm") / "words.arpa"
-    arpa.write(model, path)
-    return path
+def lm(word_lm):
+    return word_lm[1]
 
 
 def batch(*utterances):
@@ -72,19 +69,12 @@ def test_without_a_language_model_it_finds_the_most_likely_texts(seed, frames):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), frames=st.integers(1, 4), hot=st.booleans())
-def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, frames, hot, model, lm):
+def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, frames, hot, word_lm):
     log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES))
     boosts = {"ab": 1.5, "a b": 2.5} if hot else {}
-
-    def score(text, acoustic):
-        words = text.split()
-        strange = sum(word not in model.ids for word in words)
-        boost = 1.5 * words.count("ab") + 2.5 * sum(pair == ("a", "b") for pair in pairwise(words))
-        return acoustic + 0.7 * model.sentence(text) + 0.4 * len(words) - 3 * strange + boost * hot
-
-    expected = {text: score(text, acoustic) for text, acoustic in exhaustive.texts(log_probs, PIECES).items()}
-    search = BeamSearch(PIECES, lm=lm, lm_weight=0.7, word_score=0.4, unknown_score=-3.0, hot_words=boosts, nbest=4,
-                        **EVERYTHING)
+    expected = exhaustive.with_words(exhaustive.texts(log_probs, PIECES), word_lm[0], boosts)
+    search = BeamSearch(PIECES, lm=word_lm[1], lm_weight=0.7, word_score=0.4, unknown_score=-3.0, hot_words=boosts,
+                        nbest=4, **EVERYTHING)
     found, = decode(search, log_probs)
     assert [one.score for one in found] == pytest.approx(sorted(expected.values(), reverse=True)[:4], abs=1e-3)
     for one in found:
@@ -96,11 +86,7 @@ def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, f
 def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(seed, frames, piece_lm):
     model, path = piece_lm
     log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES))
-    best = {}
-    for tokens, acoustic in exhaustive.token_sequences(log_probs).items():
-        text = exhaustive.text_of(tokens, PIECES)
-        score = acoustic + 0.7 * model.sentence(" ".join(PIECES[i] for i in tokens)) + 0.4 * len(text.split())
-        best[text] = max(best.get(text, -np.inf), score)
+    best = exhaustive.with_pieces(exhaustive.token_sequences(log_probs), model, PIECES)
     search = BeamSearch(PIECES, lm=path, lm_weight=0.7, word_score=0.4, nbest=3, **EVERYTHING)
     found, = decode(search, log_probs)
     assert found[0].score == pytest.approx(max(best.values()), abs=1e-3)
@@ -111,10 +97,7 @@ def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(se
 @pytest.fixture(scope="module")
 def piece_lm(tmp_path_factory):
     spelled = ["▁a ▁ab ▁a", "▁a b ▁ab", "▁a ▁a", "▁ab ▁a ▁ b b", "▁a ▁ b ▁ab"]
-    model = kneser_ney.estimate(kneser_ney.read(spelled), 3).model
-    path = tmp_path_factory.mktemp("lm") / "pieces.arpa"
-    arpa.write(model, path)
-    return model, path
+    return exhaustive.language_model(tmp_path_factory.mktemp("lm") / "pieces.arpa", spelled)
 
 
 # ------------------------------------------------------------ the batch

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import arpa, kneser_ney
 from sbkit.decode import streaming as heard_module
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
@@ -27,7 +26,7 @@ def searches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lm")
     for name, sentences in (("word", ["a ab a", "ab ab", "a a", "ab a bb", "a b ab"]),
                             ("piece", ["▁a ▁ab ▁a", "▁a b ▁ab", "▁a ▁a", "▁ab ▁a ▁ b b", "▁a ▁ b ▁ab"])):
-        arpa.write(kneser_ney.estimate(kneser_ney.read(sentences), 3).model, folder / f"{name}.arpa")
+        exhaustive.language_model(folder / f"{name}.arpa", sentences)
     hot = {"ab": 1.5, "a b": 2.5}
     return {
         "alone": BeamSearch(PIECES, beam=8), "hot words": BeamSearch(PIECES, hot_words=hot, beam=8),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_joint import PIECES, Joint, drawn
 
-from sbkit.decode import arpa, kneser_ney, transducer_beam
+from sbkit.decode import transducer_beam
 from sbkit.decode.spans import words
 from sbkit.decode.streaming import Spelling
 from sbkit.decode.transducer import TransducerSearch
@@ -31,9 +29,7 @@ def models(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("lm"), {}
     for unit, sentences in (("word", ["a ab c", "ca ab", "a a", "c bb", "a b ca"]),
                             ("piece", ["▁ a ▁ a b ▁c", "▁c a ▁ a b", "▁ a ▁c", "▁ b ▁c a"])):
-        model = kneser_ney.estimate(kneser_ney.read(sentences), 3).model
-        arpa.write(model, folder / f"{unit}.arpa")
-        made[unit] = model, folder / f"{unit}.arpa"
+        made[unit] = exhaustive.language_model(folder / f"{unit}.arpa", sentences)
     return made
 
 
@@ -72,21 +68,13 @@ def test_without_a_language_model_it_finds_the_most_likely_texts(seed, frames):
 @settings(max_examples=25, deadline=None)
 def test_with_a_language_model_over_words_it_finds_the_best_of_all_texts(seed, frames, hot, models):
     joint, [states] = Joint(seed), drawn(seed, frames)
-    model, path = models["word"]
-
-    def score(text, acoustic):
-        said = text.split()
-        strange = sum(word not in model.ids for word in said)
-        boost = 1.5 * said.count("ca") + 2.5 * sum(pair == ("a", "b") for pair in pairwise(said))
-        return acoustic + 0.7 * model.sentence(text) + 0.4 * len(said) - 3 * strange + boost * hot
-
+    (model, path), boosts = models["word"], {"ca": 1.5, "a b": 2.5} if hot else {}
     with pytest.MonkeyPatch.context() as patch:
         few_in_a_frame(patch)
         search = beam(joint, lm=path, lm_weight=0.7, word_score=0.4, unknown_score=-3.0, nbest=4,
-                      hot_words={"ca": 1.5, "a b": 2.5} if hot else {}, **EVERYTHING)
+                      hot_words=boosts, **EVERYTHING)
         [found] = search.search(States([states]))
-    expected = {text: score(text, acoustic)
-                for text, acoustic in exhaustive.transducer_texts(joint, states, MOST, PIECES).items()}
+    expected = exhaustive.with_words(exhaustive.transducer_texts(joint, states, MOST, PIECES), model, boosts)
     assert [one.score for one in found] == best_few(expected, 4)
     for one in found:
         assert one.score == pytest.approx(expected[one.text], abs=1e-3)
@@ -102,11 +90,7 @@ def test_with_a_language_model_over_pieces_it_finds_the_best_of_all_spellings(se
         few_in_a_frame(patch)
         search = beam(joint, lm=path, lm_weight=0.7, word_score=0.4, nbest=3, **EVERYTHING)
         [found] = search.search(States([states]))
-    best = {}
-    for tokens, acoustic in exhaustive.transducer_sequences(joint, states, MOST).items():
-        text = exhaustive.text_of(tokens, PIECES)
-        score = acoustic + 0.7 * model.sentence(" ".join(PIECES[i] for i in tokens)) + 0.4 * len(text.split())
-        best[text] = max(best.get(text, -np.inf), score)
+    best = exhaustive.with_pieces(exhaustive.transducer_sequences(joint, states, MOST), model, PIECES)
     assert found[0].score == pytest.approx(max(best.values()), abs=1e-3)
     assert found[0].score == pytest.approx(best[found[0].text], abs=1e-3)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -109,16 +106,3 @@ def test_streams_of_several_threads_hear_what_each_alone_hears(model, signal):
     with ThreadPoolExecutor(8) as pool:
         for one, other in zip(pool.map(hear, range(8)), alone, strict=True):
             assert same(one, other)
-
-
-def test_neither_torch_nor_speechbrain_is_imported_for_onnx(bundle, signal, tmp_path):
-    np.save(tmp_path / "signal.npy", signal)
-    code = textwrap.dedent(f"""
-        import sys, numpy, sbkit.infer
-        model = sbkit.infer.load({str(bundle)!r}, device="cpu")
-        heard = list(model.stream()(numpy.load({str(tmp_path / "signal.npy")!r})))
-        print(sum(len(each.settled) for each in heard) > 5,
-              [name for name in ("torch", "speechbrain", "scipy", "sentencepiece") if name in sys.modules])
-    """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "True []\n", done.stderr

@@ -51,6 +51,21 @@ def process(bundle, *words, **streams):
                             stdin=subprocess.PIPE, **streams)
 
 
+def in_a_terminal(bundle, data, *words):
+    """What a terminal shows of standard output and of errors, and the exit code."""
+    ours, theirs = pty.openpty()
+    with process(bundle, *words, stdout=theirs, stderr=theirs) as running:
+        os.close(theirs)
+        running.stdin.write(data)
+        running.stdin.close()
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal says that its last program is gone
+            while True:
+                shown += os.read(ours, 10_000)
+    os.close(ours)
+    return shown, running.returncode
+
+
 def facts(text):
     return [json.loads(line) for line in text.splitlines()]
 
@@ -179,35 +194,15 @@ def test_a_reader_that_goes_away_ends_it_quietly(bundle):
 
 @pytest.mark.slow
 def test_in_a_terminal_the_line_in_progress_is_rewritten(bundle):
-    ours, theirs = pty.openpty()
-    with process(bundle, "--chunk", "160", stdout=theirs, stderr=subprocess.DEVNULL) as running:
-        os.close(theirs)
-        running.stdin.write(pcm("she sells", "the end"))
-        running.stdin.close()
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 10_000)
-            except OSError:  # how a terminal says that its last program is gone
-                break
-    os.close(ours)
-    assert running.returncode == 0
+    shown, code = in_a_terminal(bundle, pcm("she sells", "the end"), "--chunk", "160")
+    assert code == 0
     assert b"\r\x1b[Jshe \x1b[2mse\x1b[0m" in shown and b"\r\x1b[Jshe sells\r\n" in shown
     assert shown.endswith(b"the end\r\n")
 
 
 @pytest.mark.slow
 def test_a_warning_comes_after_the_line_in_progress(bundle):
-    ours, theirs = pty.openpty()
-    with process(bundle, stdout=theirs, stderr=theirs) as running:
-        os.close(theirs)
-        running.stdin.write(pcm("the end")[:-32_000] + b"\0")  # no pause, and half a sample
-        running.stdin.close()
-        shown = b""
-        with contextlib.suppress(OSError):
-            while True:
-                shown += os.read(ours, 10_000)
-    os.close(ours)
+    shown, _ = in_a_terminal(bundle, pcm("the end")[:-32_000] + b"\0")  # no pause, and half a sample
     assert shown.endswith(b"the end\r\nstandard input ended within a sample: is it 16-bit PCM of one channel?\r\n")
 
 

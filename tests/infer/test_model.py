@@ -141,15 +141,6 @@ def test_many_of_all_lengths_come_back_in_order_whatever_the_batches(model):
         assert [each.text for each in found] == said
 
 
-def test_a_model_that_must_run_alone_is_never_batched(tmp_path):
-    with sbkit.infer.load(bundles.make(tmp_path / "b", batching=False), device="cpu") as model:
-        sizes = []
-        call = model.engine.backend
-        model.engine.backend = lambda signals, lengths: (sizes.append(len(signals)), call(signals, lengths))[1]
-        assert [each.text for each in model.transcribe([bundles.say(text) for text in ("a", "b", "c")])] == list("abc")
-        assert set(sizes) == {1}
-
-
 def test_readers_end_when_nobody_wants_the_rest(model, tmp_path):
     import threading
 

@@ -1,15 +1,18 @@
 """With ONNX neither torch nor speechbrain is imported, and the command starts at once."""
 
+import functools
 import subprocess
 import sys
-import textwrap
 import time
 
 import bundles
 import pytest
 import soundfile
+import toy_codec
+import voices
 
 HEAVY = ("torch", "torchaudio", "speechbrain", "pyarrow", "datasets", "scipy", "pandas", "sentencepiece", "rapidfuzz")
+streaming = functools.partial(bundles.make, streams=True)
 
 
 @pytest.fixture(scope="module")
@@ -19,31 +22,24 @@ def clip(tmp_path_factory):
     return bundles.make(folder / "bundle"), folder / "clip.wav"
 
 
-def test_transcribing_imports_nothing_of_training(clip):
-    bundle, wav = clip
-    code = textwrap.dedent(f"""
-        import sys
-        from sbkit.cli import main
-        code = main(["transcribe", {str(bundle)!r}, {str(wav)!r}])
-        import sbkit.infer
-        print(sbkit.infer.load({str(bundle)!r}).transcribe({str(wav)!r}).text)
-        print(code, [name for name in {HEAVY!r} if name in sys.modules])
-    """)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["hello there", "hello there", "0 []"], done.stderr
+PCM = "open('pcm', 'wb').write((soundfile.read(wav)[0] * 32768).round().astype('<i2').tobytes())"
 
 
-def test_listening_imports_nothing_of_training(tmp_path):
-    bundle = bundles.make(tmp_path / "bundle", streams=True)
-    code = textwrap.dedent(f"""
-        import sys
-        from sbkit.cli import main
-        code = main(["listen", {str(bundle)!r}, "-"])
-        print(code, [name for name in {HEAVY!r} if name in sys.modules])
-    """)
-    said = (bundles.say("hello there") * 32768).round().astype("<i2").tobytes()
-    done = subprocess.run([sys.executable, "-c", code], input=said, capture_output=True, timeout=60)
-    assert done.stdout.decode().splitlines() == ["hello there", "0 []"], done.stderr
+@pytest.mark.parametrize("make, code, said", [
+    (bundles.make, "main(['transcribe', bundle, wav])", "hello there\n"),
+    (bundles.make, "print(load(bundle).transcribe(wav).text)", "hello there\n"),
+    (streaming, f"{PCM}; sys.stdin = open('pcm'); main(['listen', bundle, '-'])", "hello there\n"),
+    (streaming, "print(len(list(load(bundle).stream()(soundfile.read(wav)[0]))) > 1)", "True\n"),
+    (voices.make, "load(bundle).speak('hello')", ""),
+    (toy_codec.make, "codec = load(bundle); codec.decode(codec.encode([soundfile.read(wav)[0]]))", ""),
+], ids=["transcribe", "a recogniser", "listen", "a stream", "a voice", "a codec"])
+def test_with_a_bundle_nothing_of_training_is_imported(clip, tmp_path, make, code, said):
+    code = f"""import sys, soundfile; from sbkit.cli import main; from sbkit.infer import load
+bundle, wav = {str(make(tmp_path / "bundle"))!r}, {str(clip[1])!r}
+{code}
+print([name for name in {HEAVY!r} if name in sys.modules])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stdout == f"{said}[]\n", done.stderr
 
 
 @pytest.mark.slow

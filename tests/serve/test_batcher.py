@@ -1,7 +1,7 @@
 """Micro-batches: full where there is company, at once where there is none, and nobody gets another's answer."""
 
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import bundles
 import numpy as np
@@ -38,15 +38,10 @@ def test_each_of_many_threads_gets_its_own_answer_and_batches_are_shared(engine)
         for _ in range(20):
             ids = rng.integers(0, len(bundles.PIECES), rng.integers(1, 30)).tolist()
             assert labels(batcher.submit(bundles.voiced(ids))) == [*ids, 0]
-        done.append(seed)
 
-    done = []
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(done) == 16 and sum(rows) == 320
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(16)))
+    assert sum(rows) == 320
     assert max(rows) > 1, "those that came while a batch ran share the next"
 
 

@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -168,17 +169,9 @@ def test_texts_and_live_sessions_wait_for_no_threads_of_each_other(server, clien
 
 def test_texts_at_once_share_batches_and_each_gets_its_own(server, client):
     texts = [f"{letter} {letter * 7}" for letter in "abcdefghijkl"]
-    found = {}
-
-    def say(text):
-        found[text] = heard(speak(client, text, response_format="wav").content)
-
-    threads = [threading.Thread(target=say, args=(text,)) for text in texts]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert found == {text: text for text in texts}
+    with ThreadPoolExecutor(len(texts)) as pool:
+        said = pool.map(lambda text: heard(speak(client, text, response_format="wav").content), texts)
+        assert list(said) == texts
     assert server.counted("sbkit_batch_rows_sum") >= len(texts)
 
 
@@ -327,20 +320,13 @@ def test_a_full_queue_is_a_429_and_a_deadline_a_504_before_anything_is_sent(voic
     with serving.serving({"tts": voice}, limits=limits) as server, \
             openai.OpenAI(base_url=server.base, api_key="none", max_retries=0) as client:
         with server.held():
-            errors = []
-
-            def wait():
-                with pytest.raises(openai.APIStatusError) as caught:
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(speak, client)
+                serving.until(lambda: server.counted("sbkit_requests_inside") == 1)
+                with pytest.raises(openai.RateLimitError, match="requests running or waiting already"):
                     speak(client)
-                errors.append(caught.value)
-
-            waiting = threading.Thread(target=wait)
-            waiting.start()
-            serving.until(lambda: server.counted("sbkit_requests_inside") == 1)
-            with pytest.raises(openai.RateLimitError, match="requests running or waiting already"):
-                speak(client)
-            waiting.join()
-        assert errors[0].status_code == 504 and errors[0].code == "deadline_exceeded"
+            error = waiting.exception()
+        assert error.status_code == 504 and error.code == "deadline_exceeded"
         assert heard(speak(client, response_format="wav").content) == SAID, "and the next one is right"
 
 
