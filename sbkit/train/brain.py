@@ -230,7 +230,7 @@ class Brain(sb.core.Brain):
 
     def stop_averaging(self) -> None:
         """Validate, test and export the modules' own weights from now on."""
-        self.trainer.stop_averaging()
+        self.trainer.ema = None
 
     def init_optimizers(self) -> None:
         """Make the optimizers as SpeechBrain does, in torch's fused implementation where there is one."""

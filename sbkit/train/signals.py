@@ -131,8 +131,8 @@ class StopSignals(_SignalHandler):
     ends the process at the second Ctrl-C.
     """
 
-    def __init__(self, signals: tuple[int, ...] = STOP_SIGNALS):
-        super().__init__(signals)
+    def __init__(self) -> None:
+        super().__init__(STOP_SIGNALS)
         self.signum: int | None = None
         self._first: float | None = None
 
@@ -231,20 +231,15 @@ def _stopped(signum: int) -> Stopped:
                    exit_code=128 + signum)
 
 
-def _forget_wakeup() -> None:
-    """Close the wakeup of a forked process, so that signals to it don't reach the parent's thread."""
+def _forget() -> None:
+    """In a forked process, let signals to it not reach the parent's thread, and restore the default handlers."""
     if _wakeups:
         before = signal.set_wakeup_fd(-1)
         if before not in _wakeups:
             signal.set_wakeup_fd(before)
-
-
-def _forget_end() -> None:
-    """Restore the default handlers in a forked process."""
     for caught in EndSignals._entered:
         caught._restore_handlers()
     EndSignals._entered.clear()
 
 
-os.register_at_fork(after_in_child=_forget_wakeup)
-os.register_at_fork(after_in_child=_forget_end)
+os.register_at_fork(after_in_child=_forget)

@@ -129,7 +129,7 @@ class StepAccumulator:
         self._work: dist.Work | None = None
         self.announced = False
         """Whether the sums of the step are on their way to the other ranks."""
-        self._pending: list[tuple[Peek, StepResult]] = []
+        self._pending: list[tuple[Peek, list[str], list[Any], int]] = []
         self._normalised = False
         self.number = 0
 
@@ -141,7 +141,7 @@ class StepAccumulator:
     def reset(self) -> None:
         """Discard the micro-batches added so far."""
         self._sums, self._work, self.announced, self._normalised, self.batches = None, None, False, False, []
-        self._sum_scale = None
+        self._sum_scale, self._extras = None, []
 
     def add(self, loss: Loss, batch: object = None) -> None:
         """Add the loss of one micro-batch to the step."""
@@ -259,10 +259,8 @@ class StepAccumulator:
         ones = torch.ones((), device=self.device)
         tail = torch.stack([norm.float(), found_inf, ones if scale is None else scale.float(),
                             ones if self._sum_scale is None else self._sum_scale])
-        sums = self._sums if self._sums is not None else torch.zeros(0, device=self.device)
-        result = StepResult(0.0, 0.0, 0.0, False, 1.0, 1.0, {}, dict.fromkeys(self._extras, (0.0, 0.0)),
-                            self.batches, self.number)
-        self._pending.append((Peek(torch.cat([tail, sums])), result))
+        values = tail if self._sums is None else torch.cat([tail, self._sums])
+        self._pending.append((Peek(values), self._extras, self.batches, self.number))
         self.reset()
 
     def results(self, wait: bool = False) -> list[StepResult]:
@@ -279,18 +277,13 @@ class StepAccumulator:
         """Return the steps that ``results`` has not returned yet, without forgetting them; waits for the device."""
         return [self._read(*entry) for entry in self._pending]
 
-    def _read(self, arrived: Peek, result: StepResult) -> StepResult:
-        values = arrived.numpy().tolist()
-        result.late = self.number - result.number
-        result.norm, result.skipped, result.scale, result.sum_scale = values[0], values[1] > 0, values[2], values[3]
-        if len(values) == 4:  # a recipe's own fit_batch did not add its losses
-            return result
-        result.total, result.count = values[4:6]
-        remaining = values[6:]
-        for i, name in enumerate(result.extras):
-            result.extras[name] = (remaining[2 * i], remaining[2 * i + 1])
-        result.flags = dict(zip(self.flag_names, remaining[2 * len(result.extras):], strict=True))
-        return result
+    def _read(self, arrived: Peek, names: list[str], batches: list[Any], number: int) -> StepResult:
+        norm, skipped, scale, sum_scale, *sums = arrived.numpy().tolist()
+        total, count, *rest = sums or [0.0, 0.0]  # a recipe's own fit_batch did not add its losses
+        extras = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
+        flags = dict(zip(self.flag_names, rest[2 * len(names):], strict=False))  # none if the step was not announced
+        return StepResult(total, count, norm, skipped > 0, scale, sum_scale, flags, extras, batches, number,
+                          late=self.number - number)
 
 
 def _detached(value: V) -> V:

@@ -140,10 +140,6 @@ class Trainer:
         finally:
             self.signals = signals
 
-    def stop_averaging(self) -> None:
-        """Keep no moving average of the weights from now on."""
-        self.ema = None
-
     @contextlib.contextmanager
     def keeping_computed(self) -> Iterator[None]:
         """Put ``computed`` back on exit."""
