@@ -8,11 +8,8 @@ from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch_exports, check_torch_pair, describe, inventory
 
 
-def test_the_installed_pair_is_accepted():
+def test_the_installed_pair_and_other_builds_of_one_release_are_accepted():
     check_torch_pair()
-
-
-def test_other_builds_of_one_release_are_a_pair():
     check_torch_pair("2.11.0+cu130", "2.11.1+cpu")
 
 

@@ -98,16 +98,12 @@ def test_vectors_without_weight_decay_have_their_multiples_too():
     assert groups == {(0.1, 0.0): 2, (0.3, 0.0): 1, (0.1, 0.3): 3, (0.3, 0.3): 1}  # with those that thaw later
 
 
-def test_a_layer_learns_slower_the_deeper_it_lies():
-    found = rates(made(Deep, deep(), layer_decay=0.5))
+@pytest.mark.parametrize("of_a_part", [1, 4])
+def test_a_layer_learns_slower_the_deeper_it_lies_and_its_part_multiplies_that(of_a_part):
+    found = rates(made(Deep, deep(), layer_decay=0.5, learning_rates={"model.1.0": of_a_part}))
     assert {name: value for name, value in found.items() if name.endswith("weight")} == pytest.approx({
-        "model.0.weight": 0.0125, "model.1.1.weight": 0.025, "model.1.0.weight": 0.05, "model.1.2.weight": 0.1,
-        "model.2.weight": 0.1})
-
-
-def test_depth_and_part_multiply():
-    found = rates(made(Deep, deep(), layer_decay=0.5, learning_rates={"model.1.0": 4}))
-    assert found["model.1.0.weight"] == pytest.approx(0.2)
+        "model.0.weight": 0.0125, "model.1.1.weight": 0.025, "model.1.0.weight": 0.05 * of_a_part,
+        "model.1.2.weight": 0.1, "model.2.weight": 0.1})
 
 
 def test_looking_for_the_order_leaves_nothing_behind():
@@ -120,19 +116,17 @@ def test_looking_for_the_order_leaves_nothing_behind():
     assert all(torch.equal(value, state(plain)[name]) for name, value in state(toy).items())
 
 
-def test_depth_is_refused_where_nobody_knows_of_it():
-    with pytest.raises(SbkitError, match="needs the order of the layers, and ToyBrain has no stand-in batch"):
-        made(layer_decay=0.5)
-
-
 class Flat(Deep):
     def compute_forward(self, batch, stage):
         return ToyBrain.compute_forward(self, batch, stage)
 
 
-def test_depth_is_refused_where_no_layers_repeat():
-    with pytest.raises(SbkitError, match="layer_decay: no layers repeat"):
-        made(Flat, layer_decay=0.5)
+@pytest.mark.parametrize("cls, said", [
+    (ToyBrain, "needs the order of the layers, and ToyBrain has no stand-in batch"),
+    (Flat, "layer_decay: no layers repeat")])
+def test_depth_is_refused_where_nobody_knows_of_it_or_no_layers_repeat(cls, said):
+    with pytest.raises(SbkitError, match=said):
+        made(cls, layer_decay=0.5)
 
 
 class Own(ToyBrain):

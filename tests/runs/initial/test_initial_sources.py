@@ -34,6 +34,20 @@ def saved(run, name):
     return torch.load(path, weights_only=True)
 
 
+def file_of(tmp_path, tensors):
+    path = tmp_path / "weights.safetensors"
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+    return path
+
+
+def with_a_damaged(run, name, tmp_path):
+    """A copy of a run, one of whose checkpoints was cut off."""
+    copied = Path(shutil.copytree(run, tmp_path / "copied"))
+    (path,) = copied.glob(f"save/*{name}*/model.ckpt")
+    path.write_bytes(path.read_bytes()[:-100])
+    return copied
+
+
 def test_without_a_source_nothing_changes(english, tmp_path, caplog):
     before, after, table = begun(tmp_path, english, caplog)
     assert all(torch.equal(value, after[name]) for name, value in before.items()) and not table
@@ -58,30 +72,13 @@ def test_a_run_gives_the_mean_of_several_and_tells_their_true_number(run, englis
 
 
 def test_a_damaged_checkpoint_is_not_counted_in_the_mean(run, english, tmp_path, caplog):
-    copied = Path(shutil.copytree(run, tmp_path / "copied"))
-    (path,) = copied.glob("save/*epoch3*/model.ckpt")
-    path.write_bytes(path.read_bytes()[:-100])
+    copied = with_a_damaged(run, "epoch3", tmp_path)
     _, _, table = begun(tmp_path, english, caplog, init_from=str(copied), init_average=3)
     assert "the mean of 2 checkpoints, and not of 3: there are no more" in table
 
 
 @pytest.mark.slow
-def test_a_moving_average_takes_the_place_of_the_weights(english, tmp_path, caplog):
-    averaged = run_with_model(tmp_path / "averaged", english, rates=(70.0,), ema_decay=0.9)
-    (folder,) = averaged.glob("save/*epoch1*")
-    kept = torch.load(folder / "ema.ckpt", weights_only=True)
-    kept["updates"], kept["weights"] = 3, {
-        name: value if name.endswith(".pe") else value + 1 for name, value in kept["weights"].items()}
-    torch.save(kept, folder / "ema.ckpt")
-    next(folder.glob("*sums.json")).unlink()
-    _, after, _ = begun(tmp_path, english, caplog, init_from=str(averaged))
-    _, brain = load_run(averaged, "cpu")
-    assert all(torch.equal(value, after[name]) for name, value in state(brain).items())
-    assert torch.equal(after["model.3.w.bias"], kept["weights"]["3.w.bias"])
-
-
-@pytest.mark.slow
-def test_the_mean_of_several_moving_averages(english, tmp_path, caplog):
+def test_moving_averages_and_their_mean_take_the_place_of_the_weights(english, tmp_path, caplog):
     averaged = run_with_model(tmp_path / "averaged", english, rates=(70.0, 40.0), ema_decay=0.9)
     for epoch in (1, 2):
         (folder,) = averaged.glob(f"save/*epoch{epoch}*")
@@ -90,30 +87,25 @@ def test_the_mean_of_several_moving_averages(english, tmp_path, caplog):
             name: value if name.endswith(".pe") else value + epoch for name, value in kept["weights"].items()}
         torch.save(kept, folder / "ema.ckpt")
         next(folder.glob("*sums.json")).unlink()
+    (alone,) = averaged.glob("save/*epoch2*/ema.ckpt")
+    for source in (averaged, alone):
+        _, after, _ = begun(tmp_path, english, caplog, init_from=str(source))
+        assert torch.equal(after["model.3.w.bias"], torch.load(alone, weights_only=True)["weights"]["3.w.bias"])
+        shutil.rmtree(tmp_path / "new")
     _, after, _ = begun(tmp_path, english, caplog, init_from=str(averaged), init_average=2)
     _, brain = load_run(averaged, "cpu", mean_of=2)
     assert all(torch.equal(value, after[name]) for name, value in state(brain).items())
-    (alone,) = averaged.glob("save/*epoch2*/ema.ckpt")
-    shutil.rmtree(tmp_path / "new")
-    _, from_file, _ = begun(tmp_path, english, caplog, init_from=str(alone))
-    assert torch.equal(from_file["model.3.w.bias"], torch.load(alone, weights_only=True)["weights"]["3.w.bias"])
     own = [torch.load(path, weights_only=True)["3.w.bias"] for path in averaged.glob("save/*epoch*/model.ckpt")]
     assert torch.allclose(after["model.3.w.bias"], (own[0] + own[1]) / 2 + 1.5)
 
 
-@pytest.mark.parametrize("place", ["", "save", "save/CKPT+epoch2"])
-def test_the_folders_of_a_run_will_do_wherever_it_was_moved(run, english, tmp_path, caplog, place):
-    moved = Path(shutil.copytree(run, tmp_path / "elsewhere"))
-    folder = next(moved.glob(f"{place}*")) if place.startswith("save/") else moved / place
+@pytest.mark.parametrize("moved, named", [(".", "."), (".", "save"), (".", "save/CKPT+epoch2"),
+                                          ("save/CKPT+epoch2", ".")])
+def test_the_folders_of_a_run_will_do_wherever_it_was_moved(run, english, tmp_path, caplog, moved, named):
+    """A checkpoint away from its run goes by its own names."""
+    folder = shutil.copytree(run / moved, tmp_path / "elsewhere") / named
     _, after, table = begun(tmp_path, english, caplog, init_from=str(folder))
     assert torch.equal(after["model.3.w.weight"], saved(run, "epoch2")["3.w.weight"]) and "elsewhere" in table
-
-
-def test_a_checkpoint_away_from_its_run_goes_by_its_own_names(run, english, tmp_path, caplog):
-    (folder,) = run.glob("save/*epoch2*")
-    shutil.copytree(folder, tmp_path / "lone")
-    _, after, _ = begun(tmp_path, english, caplog, init_from=str(tmp_path / "lone"))
-    assert torch.equal(after["model.3.w.weight"], saved(run, "epoch2")["3.w.weight"])
 
 
 def test_a_bundle_gives_all_but_the_decoder(run, bundle, english, tmp_path, caplog):
@@ -144,33 +136,29 @@ def test_a_bundles_file_is_the_bundle(run, bundle, english, tmp_path, caplog, na
 
 
 def test_numbers_that_could_be_other_parts_are_refused(bundle, english, tmp_path, caplog):
-    save_file(load_file(bundle / "model.safetensors"), tmp_path / "weights.safetensors")  # as bundles once were
-    error = refusal(english, tmp_path, tmp_path / "weights.safetensors")
+    path = file_of(tmp_path, load_file(bundle / "model.safetensors"))  # as bundles once were
+    error = refusal(english, tmp_path, path)
     assert "has numbers for its parts (0, 1, 2), and here 0 is CNN, 1 is Transformer, 2 is seq_lin, 3 is ctc_lin: " \
         "it is unknown which of them is seq_lin" in error.message
     assert error.hint.startswith("name the folder of its run, checkpoint or bundle, whose recipe tells it, or ")
-    assert "is seq_lin" in refusal(english, tmp_path, tmp_path / "weights.safetensors", init_leave=["ctc_lin"]).message
+    assert "is seq_lin" in refusal(english, tmp_path, path, init_leave=["ctc_lin"]).message
     shutil.rmtree(tmp_path / "new")
-    before, after, _ = begun(tmp_path, english, caplog, init_from=str(tmp_path / "weights.safetensors"),
-                               init_leave=["seq_lin"])
+    before, after, _ = begun(tmp_path, english, caplog, init_from=str(path), init_leave=["seq_lin"])
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith(("model.2", "model.3")))
     assert not torch.equal(before["model.0.convblock_0.convs.conv_0.conv.weight"],
                            after["model.0.convblock_0.convs.conv_0.conv.weight"])
 
 
 def test_numbers_whose_tensors_are_like_no_other_part_are_taken(run, english, tmp_path, caplog):
-    theirs = {name: value.contiguous() for name, value in saved(run, "epoch2").items() if name[0] in "01"}
-    save_file(theirs, tmp_path / "weights.safetensors")
-    _, after, _ = begun(tmp_path, english, caplog, init_from=str(tmp_path / "weights.safetensors"))
+    theirs = {name: value for name, value in saved(run, "epoch2").items() if name[0] in "01"}
+    _, after, _ = begun(tmp_path, english, caplog, init_from=str(file_of(tmp_path, theirs)))
     assert all(torch.equal(value, after[f"model.{name}"]) for name, value in theirs.items())
 
 
 def test_a_list_in_another_order_is_refused_where_only_numbers_tell(run, english, tmp_path):
     order = {"0": "1", "1": "0", "2": "2", "3": "3"}
-    save_file({order[name[0]] + name[1:]: value.contiguous() for name, value in saved(run, "epoch2").items()},
-              tmp_path / "weights.safetensors")
-    assert "it is unknown which of them is CNN, Transformer" in \
-        refusal(english, tmp_path, tmp_path / "weights.safetensors").message
+    path = file_of(tmp_path, {order[name[0]] + name[1:]: value for name, value in saved(run, "epoch2").items()})
+    assert "it is unknown which of them is CNN, Transformer" in refusal(english, tmp_path, path).message
 
 
 def test_speechbrains_folder_is_read_without_building_anything(bundle, english, tmp_path, caplog):
@@ -188,10 +176,8 @@ def test_a_file_may_call_its_tensors_by_key_by_path_or_as_a_part_does(run, engli
     keys = {"0": "CNN", "1": "Transformer", "2": "seq_lin", "3": "ctc_lin"}
     names = {"key": lambda name: f"{keys[name[0]]}{name[1:]}", "path": lambda name: f"model.{name}",
              "list": lambda name: name, "part": lambda name: name[2:]}
-    kept = {names[naming](name): value.contiguous() for name, value in theirs.items()
-            if naming != "part" or name.startswith("1.")}
-    save_file(kept, tmp_path / "weights.safetensors")
-    before, after, _ = begun(tmp_path, english, caplog, init_from=str(tmp_path / "weights.safetensors"))
+    kept = {names[naming](name): value for name, value in theirs.items() if naming != "part" or name.startswith("1.")}
+    before, after, _ = begun(tmp_path, english, caplog, init_from=str(file_of(tmp_path, kept)))
     taken = [name for name, value in theirs.items() if torch.equal(after[f"model.{name}"], value)]
     assert len(taken) == len(kept)
     if naming == "part":
@@ -362,9 +348,7 @@ def test_a_file_that_is_damaged_or_half_written(run, english, tmp_path, name):
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_one_that_was_named_is_not(run, english, tmp_path, caplog):
-    copied = Path(shutil.copytree(run, tmp_path / "copied"))
-    (path,) = copied.glob("save/*epoch2*/model.ckpt")
-    path.write_bytes(path.read_bytes()[:-100])
+    copied = with_a_damaged(run, "epoch2", tmp_path)
     assert "is damaged: model.ckpt has" in refusal(english, tmp_path, copied, init_checkpoint="epoch2").message
     _, after, table = begun(tmp_path, english, caplog, init_from=str(copied))
     assert "epoch3" in table and torch.equal(after["model.3.w.bias"], saved(run, "epoch3")["3.w.bias"])
@@ -391,16 +375,14 @@ def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, e
 
 
 def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, caplog):
-    data = spanish(tmp_path / "es", train=5, dev=1, test=1)
-    state = {key: value.contiguous() for key, value in saved(run, "epoch2").items()}
-    save_file(state, tmp_path / "weights.safetensors")
-    error = refusal(data, tmp_path, tmp_path / "weights.safetensors")
+    data, path = spanish(tmp_path / "es", train=5, dev=1, test=1), file_of(tmp_path, saved(run, "epoch2"))
+    error = refusal(data, tmp_path, path)
     assert "has no tokenizer, so it is unknown which token each row stands for" in error.message
     assert "ctc_lin.w.weight: " in error.message
     assert error.hint == "draw them anew: --init_leave \"[Transformer.custom_tgt_module, seq_lin, ctc_lin]\""
     shutil.rmtree(tmp_path / "new")
-    _, _, table = begun(tmp_path, data, caplog, init_from=str(tmp_path / "weights.safetensors"),
-                          init_leave=["ctc_lin", "seq_lin", "Transformer.custom_tgt_module"])
+    _, _, table = begun(tmp_path, data, caplog, init_from=str(path),
+                        init_leave=["ctc_lin", "seq_lin", "Transformer.custom_tgt_module"])
     assert table.count("init_leave") == 3
 
 
@@ -417,8 +399,7 @@ def test_rows_that_nobody_knows_are_taken_as_they_lie_and_that_is_said(run, engl
 
 
 def test_a_model_of_which_nothing_fits(english, tmp_path):
-    save_file({"bert.layer.weight": torch.ones(3)}, tmp_path / "bert.safetensors")
-    error = refusal(english, tmp_path, tmp_path / "bert.safetensors")
+    error = refusal(english, tmp_path, file_of(tmp_path, {"bert.layer.weight": torch.ones(3)}))
     assert "is named like a part of this model: it has bert.layer.weight, and here are CNN." in error.message
 
 

@@ -33,6 +33,9 @@ class Gate:
         monkeypatch.setattr(files, "write_state", held)
 
 
+both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
 @pytest.fixture
 def model():
     return torch.nn.Linear(2, 2)
@@ -188,8 +191,6 @@ def test_an_error_that_nobody_asked_for_is_said_at_exit(tmp_path):
 class Full:
     """A disk that refuses at a chosen moment."""
 
-    MOMENTS = ("begin", "write_state", "seal", "publish")
-
     def __init__(self, monkeypatch, moment="write_state", number=errno.ENOSPC):
         self.full, keep = True, getattr(files, moment)
 
@@ -205,11 +206,10 @@ def shown(folder):
     return [path.name for path in folder.iterdir()]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("moment", Full.MOMENTS)
+@both_ways
+@pytest.mark.parametrize("moment", ["begin", "write_state", "seal", "publish"])
 def test_at_the_end_of_an_epoch_it_ends_the_run_and_the_last_good_one_stays(
-    tmp_path, model, monkeypatch, moment, asynchronous
-):
+        tmp_path, model, monkeypatch, moment, asynchronous):
     ckpt = checkpointer(tmp_path, model, asynchronous)
     good = ckpt.save_checkpoint()
     ckpt.wait()
@@ -224,10 +224,9 @@ def test_at_the_end_of_an_epoch_it_ends_the_run_and_the_last_good_one_stays(
     assert shown(tmp_path) == [good.path.name]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@both_ways
 def test_in_mid_epoch_training_goes_on_twice_and_ends_the_third_time(
-    tmp_path, model, monkeypatch, caplog, asynchronous
-):
+        tmp_path, model, monkeypatch, caplog, asynchronous):
     ckpt = checkpointer(tmp_path, model, asynchronous)
     disk = Full(monkeypatch)
 
@@ -349,13 +348,3 @@ def test_deleting_may_fail_without_ending_training(tmp_path, model, monkeypatch,
         ckpt.save_and_keep_only()
         assert ckpt.wait() is not None
     assert "Could not delete an old checkpoint" in caplog.text
-
-
-def test_copying_stops_training_for_less_than_writing_would(tmp_path, monkeypatch):
-    write, goes_on, waited = files.write_state, threading.Event(), []
-    monkeypatch.setattr(files, "write_state", lambda *args: (waited.append(goes_on.wait(10)), write(*args)))
-    ckpt = checkpointer(tmp_path, torch.nn.Linear(100, 100))
-    ckpt.save_checkpoint()
-    goes_on.set()
-    ckpt.wait()
-    assert waited and all(waited)

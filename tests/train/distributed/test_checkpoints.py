@@ -96,28 +96,18 @@ def hook_fails(folder, where):
         if ranks.rank() == where:
             raise ValueError("no gather")
 
-    ckpt, _ = made(folder)
+    ckpt, _ = made(folder, main=MainOnly(ValueError("not picklable") if where is None else None))
     ckpt.add_recoverable("fails", Everyone(), custom_save_hook=fails)
     ckpt.save_checkpoint()
 
 
-@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("where", [0, 1, None], ids=["rank 0's", "rank 1's", "the main rank's own"])
 def test_a_hook_that_fails_on_one_rank_ends_all(tmp_path, where):
-    found = outcomes(hook_fails, tmp_path, where)
-    assert isinstance(found[where].error, ValueError) and isinstance(found[1 - where].error, PeerFailed)
-    assert all(outcome.seconds < 20 for outcome in found)
-
-
-def main_hook_fails(folder):
-    ckpt, _ = made(folder, main=MainOnly(ValueError("not picklable")))
-    ckpt.save_checkpoint()
-
-
-def test_a_hook_of_the_main_rank_that_fails_strands_nobody(tmp_path):
     """In SpeechBrain the others wait in its broadcast until a timeout of two hours."""
-    first, second = outcomes(main_hook_fails, tmp_path)
-    assert isinstance(first.error, ValueError) and isinstance(second.error, PeerFailed)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("CKPT")]
+    found = outcomes(hook_fails, tmp_path, where)
+    failed = found.pop(where or 0)
+    assert isinstance(failed.error, ValueError) and isinstance(found[0].error, PeerFailed)
+    assert max(failed.seconds, found[0].seconds) < 20 and not list(tmp_path.glob("CKPT*"))
 
 
 def full(folder, where, asynchronous, end_of_epoch):
@@ -159,30 +149,24 @@ def test_a_full_disk_at_the_end_of_an_epoch_ends_all(tmp_path, where):
     assert isinstance(second.error, PeerFailed) and list(tmp_path.iterdir()) == []
 
 
-def recover(folder, **how):
+def recover(folder):
     ckpt, _ = made(folder)
-    return ckpt.recover_if_possible(**how).path.name
+    return ckpt.recover_if_possible().path.name
 
 
-def test_errors_in_recovery_are_said_once(tmp_path):
-    results(rounds, tmp_path, True)
-    first, second = outcomes(wrong_key, tmp_path)
-    assert "existing keys: WER" in str(first.error) and isinstance(second.error, PeerFailed)
-
-
-def wrong_key(folder):
-    recover(folder, min_key="PER")
-
-
-def wrong_key_to_keep(folder):
+def wrong_key(folder, to_keep):
     ckpt, _ = made(folder)
-    ckpt.save_and_keep_only(meta={"WER": 1.0}, min_keys=["PER"])
+    if to_keep:
+        ckpt.save_and_keep_only(meta={"WER": 1.0}, min_keys=["PER"])
+    ckpt.recover_if_possible(min_key="PER")
 
 
-def test_a_wrong_metric_for_keeping_is_said_once_after_saving(tmp_path):
-    first, second = outcomes(wrong_key_to_keep, tmp_path)
-    assert "has 'PER'" in str(first.error) and isinstance(second.error, PeerFailed)
-    assert len(list(tmp_path.glob("CKPT*"))) == 1
+def test_a_wrong_metric_is_said_once(tmp_path):
+    """For keeping it is found after saving."""
+    for to_keep, says in ((True, "has 'PER'"), (False, "existing keys: WER")):
+        first, second = outcomes(wrong_key, tmp_path, to_keep)
+        assert says in str(first.error) and isinstance(second.error, PeerFailed)
+        assert len(list(tmp_path.glob("CKPT*"))) == 1
 
 
 def test_damage_is_passed_over_on_all_ranks_alike(tmp_path):

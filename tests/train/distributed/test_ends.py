@@ -51,19 +51,14 @@ def test_a_failure_in_preparation_ends_all_ranks_in_seconds_with_its_message_onc
         assert other.seconds < 15
 
 
+class Fails(ToyBrain):
+    def on_stage_start(self, stage, epoch):
+        if stage.name == "VALID" and ranks.rank() == 1:
+            raise ValueError("bad reference")
+
+
 def validation_fails():
-    class Fails(ToyBrain):
-        def on_stage_start(self, stage, epoch):
-            if stage.name == "VALID" and ranks.rank() == 1:
-                raise ValueError("bad reference")
-
-    fails = brain(Fails)
-    fails.fit(range(1, 3), ToyTrainLoader(2, 4, ranks.rank(), 2), _Nothing())
-
-
-class _Nothing:
-    def __iter__(self):
-        return iter(())
+    brain(Fails).fit(range(1, 3), ToyTrainLoader(2, 4, ranks.rank(), 2), ToyEvalLoader(0))
 
 
 def test_a_rank_that_fails_in_validation_ends_the_ones_that_wait_for_it():

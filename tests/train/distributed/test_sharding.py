@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -185,16 +184,9 @@ def test_a_name_that_fits_nothing_is_an_error_that_lists_the_layers_that_repeat(
             sharding.checkpoint_activations(modules(), [wrong])
 
 
-def test_one_process_needs_no_sharding():
-    toy = brain(DeepBrain, modules=modules(), hparams={"fsdp": True})
-    toy.fit(range(1, 2), ToyTrainLoader(2))
-    assert toy.optimizer_step == 2
-
-
-def test_activation_checkpointing_on_one_process_trains_the_same():
-    plain = brain(DeepBrain, modules=modules())
-    again = brain(DeepBrain, modules=modules(), hparams={"activation_checkpointing": ["Layer"]},
-                  opt_class=partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1))
+@pytest.mark.parametrize("options", [{"fsdp": True}, {"activation_checkpointing": ["Layer"]}], ids=str)
+def test_one_process_trains_the_same(options):
+    plain, again = (brain(DeepBrain, modules=modules(), hparams=hparams) for hparams in ({}, options))
     for toy in (plain, again):
         toy.fit(range(1, 2), ToyTrainLoader(3))
     assert all(torch.equal(value, state(again)[name]) for name, value in state(plain).items())

@@ -122,23 +122,28 @@ def test_earlier_micro_batches_are_repeated_with_the_numbers_they_had():
     assert parts[0] == second and len(parts) == 2  # the one that failed begins where it began
 
 
-@pytest.mark.slow
-def test_a_single_utterance_that_does_not_fit_ends_the_run():
-    class Full(Narrow):
-        fits = 0
-
-    with pytest.raises(SbkitError, match=r"out of memory on cpu with a single utterance.*max_duration") as error:
-        train(Full)
-    assert error.value.exit_code == 1
+class Full(Narrow):
+    fits = 0
 
 
-def test_other_errors_stay_what_they_are():
-    class Wrong(ToyBrain):
-        def compute_forward(self, batch, stage):
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+class Greedy(ToyBrain):
+    def optimizers_step(self):
+        raise MemoryError
 
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        train(Wrong)
+
+class Wrong(ToyBrain):
+    def compute_forward(self, batch, stage):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+@pytest.mark.parametrize("cls, error, says", [
+    (Full, SbkitError, r"out of memory on cpu with a single utterance.*max_duration"),
+    (Greedy, SbkitError, r"out of memory on cpu.*MemoryError.*sbkit tune"),
+    (Wrong, RuntimeError, "cannot be multiplied")])
+def test_what_parts_do_not_help_against_ends_the_run(cls, error, says):
+    with pytest.raises(error, match=says) as ended:
+        train(cls)
+    assert getattr(ended.value, "exit_code", 1) == 1
 
 
 class NarrowToo(ToyBrain):
@@ -222,16 +227,6 @@ def test_a_thread_in_which_onednn_is_stuck_is_left(monkeypatch):
     toy = train(Stuck)
     assert toy.stuck == (threading.get_ident(),) and toy.optimizer_step == 10
     assert furthest(state(train(ToyBrain)), state(toy)) < 1e-6
-
-
-def test_running_out_elsewhere_is_one_plain_message():
-    class Greedy(ToyBrain):
-        def optimizers_step(self):
-            raise MemoryError
-
-    with pytest.raises(SbkitError, match=r"out of memory on cpu.*MemoryError.*sbkit tune") as error:
-        train(Greedy)
-    assert error.value.exit_code == 1
 
 
 # ------------------------------------------------------------------------------------------------ for real
@@ -409,19 +404,11 @@ def train_as_rank(cls, micros, most=0.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micros", [1, 2])
-def test_one_rank_of_two_may_run_out_of_memory(micros):
+@pytest.mark.parametrize("cls, most", [(NarrowSecond, 0.0), (InBackwardSecond, 4.0)], ids=["forward", "backward"])
+def test_one_rank_of_two_may_run_out_of_memory(cls, most, micros):
+    """In a backward, where the step was known to be the largest."""
     whole = state(train(ToyBrain))
-    (first, plenty, _), (second, failed, _) = results(train_as_rank, NarrowSecond, micros)
-    assert plenty == 0 and failed >= 1
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert furthest(whole, first) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("micros", [1, 2])
-def test_one_rank_of_two_may_run_out_of_memory_in_a_backward_that_was_known_to_be_the_largest(micros):
-    whole = state(train(ToyBrain))
-    (first, plenty, got), (second, failed, other) = results(train_as_rank, InBackwardSecond, micros, 4.0)
+    (first, plenty, got), (second, failed, other) = results(train_as_rank, cls, micros, most)
     assert plenty == 0 and failed >= 1 and got == other == 0.0  # what one had to cut no rank takes for granted
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert furthest(whole, first) < 1e-5

@@ -151,6 +151,13 @@ def test_who_looks_for_waits_is_left_alone(card, shown):
     assert card.mode == 2
 
 
+def epoch_line(toy, tmp_path):
+    toy.metrics_log.flush()
+    epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert epoch["kind"] == "epoch"
+    return epoch
+
+
 class Waiting(ToyBrain):
     card: Card
 
@@ -167,9 +174,7 @@ def test_an_epoch_says_how_often_a_step_waited(card, caplog, tmp_path):
     toy = brain(Waiting, hparams={"output_folder": str(tmp_path)})
     toy.card, toy.trainer.budget.waits = card, HostWaits(CUDA)
     toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
-    toy.metrics_log.flush()
-    epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert epoch["kind"] == "epoch" and epoch["host_waits_per_step"] == 0.25
+    assert epoch_line(toy, tmp_path)["host_waits_per_step"] == 0.25
     assert any("host waits 0.25 a step, most of them at monitor/test_waits.py" in line for line in caplog.messages)
 
 
@@ -186,9 +191,7 @@ def test_nothing_is_said_where_there_is_nothing_to_wait_for(card, caplog, tmp_pa
     caplog.set_level(logging.INFO)
     toy = brain(hparams={"output_folder": str(tmp_path)})
     toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
-    toy.metrics_log.flush()
-    assert not card.noticed
-    assert "host_waits" not in (tmp_path / "metrics.jsonl").read_text()
+    assert not card.noticed and "host_waits_per_step" not in epoch_line(toy, tmp_path)
     assert any("step " in line for line in caplog.messages) and "host waits" not in caplog.text
 
 
@@ -252,13 +255,14 @@ def clock(monkeypatch, tmp_path):
     class Clock:
         now = 100.0
 
-        def waited(self, **threads: float) -> None:
-            for name, seconds in threads.items():
+        def pass_(self, seconds: float, **threads: float) -> None:
+            self.now += seconds
+            for name, waited in threads.items():
                 (tmp_path / name).mkdir(exist_ok=True)
-                (tmp_path / name / "schedstat").write_text(f"5 {int(seconds * 1e9)} 7\n")
+                (tmp_path / name / "schedstat").write_text(f"5 {int(waited * 1e9)} 7\n")
 
     found = Clock()
-    found.waited(t1=2.0, t2=50.0)
+    found.pass_(0, t1=2.0, t2=50.0)
     monkeypatch.setattr(waits, "THREADS", tmp_path)
     monkeypatch.setattr(waits.time, "monotonic", lambda: found.now)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
@@ -267,26 +271,23 @@ def clock(monkeypatch, tmp_path):
 
 def test_the_slowest_thread_counts_from_the_epochs_start(clock):
     counted = Contention(CPU)
-    clock.now += 10
-    clock.waited(t1=5.0, t2=51.0, t3=0.5)  # t3 has begun since
+    clock.pass_(10, t1=5.0, t2=51.0, t3=0.5)  # t3 has begun since
     assert counted.share() == pytest.approx(0.3)
     counted.reset()
-    clock.now += 10
+    clock.pass_(10)
     assert counted.share() == 0.0
 
 
 def test_it_is_told_once_and_soon(clock, caplog):
     counted = Contention(CPU)
-    clock.now += 19
-    clock.waited(t1=12.0)
+    clock.pass_(19, t1=12.0)
     counted.step()
     assert not caplog.records
-    clock.now += 2
+    clock.pass_(2)
     counted.step()
     counted.step()
     counted.reset()
-    clock.now += 30
-    clock.waited(t1=40.0)
+    clock.pass_(30, t1=40.0)
     counted.step()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -296,10 +297,9 @@ def test_it_is_told_once_and_soon(clock, caplog):
 
 def test_an_epoch_that_is_over_before_is_told_at_its_end(clock, caplog):
     counted = Contention(CPU)
-    clock.now += 1
-    clock.waited(t1=3.0)
+    clock.pass_(1, t1=3.0)
     assert counted.close() == 1.0 and not caplog.records  # a second says nothing
-    clock.now += 4
+    clock.pass_(4)
     counted.step()
     assert not caplog.records and counted.close() == pytest.approx(0.2)
     assert len(caplog.records) == 1 and counted.close() is not None and len(caplog.records) == 1
@@ -308,8 +308,7 @@ def test_an_epoch_that_is_over_before_is_told_at_its_end(clock, caplog):
 def test_one_rank_tells_it(clock, caplog, monkeypatch):
     monkeypatch.setattr(waits.ranks, "is_main", lambda: False)
     counted = Contention(CPU)
-    clock.now += 30
-    clock.waited(t1=30.0)
+    clock.pass_(30, t1=30.0)
     counted.step()
     assert counted.close() > 0.9 and not caplog.records
 
@@ -319,8 +318,7 @@ def test_nothing_is_counted_where_it_says_nothing(clock, monkeypatch, tmp_path, 
     if not there:
         monkeypatch.setattr(waits, "THREADS", tmp_path / "elsewhere")
     counted = Contention(torch.device(device))
-    clock.now += 30
-    clock.waited(t1=30.0)
+    clock.pass_(30, t1=30.0)
     counted.step()
     assert counted.share() is None
 
@@ -328,8 +326,7 @@ def test_nothing_is_counted_where_it_says_nothing(clock, monkeypatch, tmp_path, 
 def test_to_one_thread_there_is_nothing_to_advise(clock, monkeypatch, caplog):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     counted = Contention(CPU)
-    clock.now += 30
-    clock.waited(t1=14.0)
+    clock.pass_(30, t1=14.0)
     counted.step()
     assert counted.close() == pytest.approx(0.4) and caplog.messages == [
         "Training waited for a core 40 % of the time. Other processes, data workers or ranks use the cores"]
@@ -341,8 +338,7 @@ def test_an_odd_line_and_a_thread_that_ends_are_passed_over(clock, tmp_path):
     (tmp_path / "t3").mkdir()
     (tmp_path / "t3" / "schedstat").write_text("0 9000000000 0\n")
     (tmp_path / "t4").mkdir()
-    clock.now += 10
-    clock.waited(t2=51.0)
+    clock.pass_(10, t2=51.0)
     assert counted.share() == pytest.approx(0.1)
 
 
@@ -350,9 +346,7 @@ def test_an_epochs_line_has_its_share(monkeypatch, tmp_path):
     monkeypatch.setattr(Contention, "share", lambda self: 0.25)
     toy = brain(hparams={"output_folder": str(tmp_path)})
     toy.fit([1], ToyTrainLoader(3))
-    toy.metrics_log.flush()
-    epoch = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert epoch["kind"] == "epoch" and epoch["core_wait_share"] == 0.25
+    assert epoch_line(toy, tmp_path)["core_wait_share"] == 0.25
 
 
 @pytest.mark.slow
