@@ -324,7 +324,7 @@ def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | 
         chunks = pc.cast(column, pa.float64()).chunks  # Arrow's ``to_numpy`` would import pandas (40 MB)
         seconds = np.concatenate([np.from_dlpack(chunk) for chunk in chunks] or [np.zeros(0)])
     except pa.ArrowInvalid:
-        seconds = np.array([_number(text) for text in Column(column)])
+        seconds = np.array([to_number(text) for text in Column(column)])
     bad = ~(np.isfinite(seconds) & (seconds >= 0))
     if unknown is not None:
         return np.where(bad, unknown, seconds)
@@ -335,7 +335,8 @@ def to_seconds(path: Path, name: str, column: pa.ChunkedArray, unknown: float | 
     return seconds
 
 
-def _number(text: str) -> float:
+def to_number(text: str) -> float:
+    """What a text says; NaN if that is no number."""
     try:
         return float(text)
     except ValueError:

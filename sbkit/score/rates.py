@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,27 +15,6 @@ from sbkit.system.console import atomic_write, counted
 
 _SPACE = "_"
 GAP = "<eps>"  # placeholder for a missing token in an alignment, as in SpeechBrain's file
-
-
-@dataclass(frozen=True)
-class Scored:
-    """One utterance with its errors."""
-
-    id: str
-    reference: Tokens
-    hypothesis: Tokens
-    insertions: int
-    deletions: int
-    substitutions: int
-
-    @property
-    def edits(self) -> int:
-        return self.insertions + self.deletions + self.substitutions
-
-    @property
-    def rate(self) -> float:
-        """The error rate in per cent; more than 100 with many insertions."""
-        return 100.0 * self.edits / len(self.reference)
 
 
 class Confusion(NamedTuple):
@@ -144,11 +122,6 @@ class ErrorRates:
             "deletions": deletions, "substitutions": substitutions, "error_rate": 100.0 * edits / tokens,
         }
 
-    def __iter__(self) -> Iterator[Scored]:
-        columns = (column.tolist() for column in self.counts)
-        for row in zip(self.ids, self.references, self.hypotheses, *columns, strict=True):
-            yield Scored(*row)
-
     def alignments(self) -> list[str]:
         """Each utterance's alignment as steps ``=``, ``S``, ``D``, ``I`` (see ``edits.align``)."""
         wrong = np.flatnonzero(self.edits).tolist()
@@ -172,12 +145,12 @@ class ErrorRates:
         """Write wer_test.txt: the summary and every alignment in SpeechBrain's own format."""
         with atomic_write(path) as out:
             out.write(_HEAD.format(**self.summary()))
-            for scored, way in zip(self, self.alignments(), strict=True):
+            rows = zip(self.ids, self.references, self.hypotheses, np.stack(self.counts, axis=1).tolist(),
+                       self.alignments(), strict=True)
+            for id_, reference, hypothesis, counts, way in rows:
                 out.write(_RULE + _UTTERANCE.format(
-                    id=scored.id, rate=scored.rate, edits=scored.edits, length=len(scored.reference),
-                    insertions=scored.insertions, deletions=scored.deletions,
-                    substitutions=scored.substitutions,
-                ) + _picture(scored.reference, scored.hypothesis, way))
+                    id_, 100 * sum(counts) / len(reference), sum(counts), len(reference), *counts))
+                out.write(_picture(reference, hypothesis, way))
 
 
 def aligned(reference: Tokens, hypothesis: Tokens, way: str) -> Iterator[tuple[str, str, str]]:
@@ -217,8 +190,7 @@ def _picture(reference: Tokens, hypothesis: Tokens, way: str) -> str:
 
 
 _RULE = "=" * 80 + "\n"
-_UTTERANCE = ("{id}, %WER {rate:.2f} [ {edits} / {length}, {insertions} ins, {deletions} del, "
-              "{substitutions} sub ]\n")
+_UTTERANCE = "{}, %WER {:.2f} [ {} / {}, {} ins, {} del, {} sub ]\n"
 _HEAD = (
     "%WER {WER:.2f} [ {num_edits} / {num_scored_tokens}, {insertions} ins, {deletions} del, "
     "{substitutions} sub ]\n"

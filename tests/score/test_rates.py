@@ -124,7 +124,7 @@ def test_confusions():
         ["the hat sat", "a hat sat down", "the", "yes"])
     assert rates.confusions() == [
         Confusion("cat", "hat", 2), Confusion("", "down", 1), Confusion("dog", "", 1)]
-    assert [scored.edits for scored in rates] == [1, 2, 1, 0]
+    assert rates.edits.tolist() == [1, 2, 1, 0]
 
 
 @pytest.mark.slow

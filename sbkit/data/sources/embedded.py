@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 from sbkit.data import tar
 from sbkit.data.audio import AudioError, audio_info
 from sbkit.data.lock import locked
-from sbkit.data.manifest import Column
+from sbkit.data.manifest import Column, to_number
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress, stored_json
@@ -93,8 +92,8 @@ class ShardWriter:
 
     def add(self, row: dict[str, Any], number: int) -> None:
         data, path = row.pop("bytes"), row.pop("path") or ""
-        listed, segment = _number(row["duration"]), bool(row["start"])
-        row["wav"], row["duration"], row["start"] = path, listed, _number(row["start"]) if segment else 0.0
+        listed, segment = to_number(row["duration"] or ""), bool(row["start"])
+        row["wav"], row["duration"], row["start"] = path, listed, to_number(row["start"]) if segment else 0.0
         if data:
             row["wav"] = self._append(data, path, number)
             left = _seconds(data) - row["start"]
@@ -172,10 +171,3 @@ def _seconds(data: bytes) -> float:
         return audio_info(data, whole=True)[0]
     except AudioError:  # preparation will find it too, and report why
         return float("nan")
-
-
-def _number(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return math.nan
