@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -109,15 +109,14 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     why = np.zeros(len(rows), np.int8)
     details: dict[int, str] = {}
 
-    def leave_out(reason: str, mask: np.ndarray) -> None:
-        why[(why == 0) & mask] = _CODE[reason]
+    def leave_out(reason: str, mask: np.ndarray, detail: Callable[[int], str] | None = None) -> None:
+        left = np.flatnonzero((why == 0) & mask)
+        why[left] = _CODE[reason]
+        if detail is not None:
+            details.update((i, detail(i)) for i in left.tolist())
 
-    wrong = ~(rows.starts >= 0)  # also what is no number
-    leave_out(MALFORMED, wrong)
-    details.update((i, "its start is not a number of 0 or more") for i in np.flatnonzero(wrong).tolist())
-    urls = refused(rows.wavs, remote)
-    leave_out(REFUSED, urls)
-    details.update((i, remote.refusal(rows.wavs[i])) for i in np.flatnonzero(urls).tolist())
+    leave_out(MALFORMED, ~(rows.starts >= 0), lambda i: "its start is not a number of 0 or more")
+    leave_out(REFUSED, refused(rows.wavs, remote), lambda i: remote.refusal(rows.wavs[i]))
     if not _first_of_each(rows.ids.arrow).all():
         # The same recording is kept once; different recordings with one id (of a sentence, say) get numbered ids.
         same = join(rows.ids.arrow, recording_keys(rows.wavs, rows.starts), separator="@")
@@ -138,11 +137,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
     if exclude is not None:
         leave_out(EXCLUDED, exclude.mask(rows.ids, texts, rows.origin))
 
-    durations = _durations(split, rows, why, details, report, check_audio, journal, workers, remote,
-                           show_progress)
-    details.update((int(i), f"nothing is left from {rows.starts[i]:.2f} s on")
-                   for i in np.flatnonzero((why == 0) & (durations <= 0)))
-    leave_out(UNDECODABLE, ~(durations > 0))
+    durations = _durations(split, rows, why, details, report, check_audio, journal, workers, remote, show_progress)
+    leave_out(UNDECODABLE, np.isnan(durations))
+    leave_out(UNDECODABLE, durations <= 0, lambda i: f"nothing is left from {rows.starts[i]:.2f} s on")
     if limits.min_duration is not None:
         leave_out("too short", durations < limits.min_duration)
     if limits.max_duration is not None:
@@ -161,16 +158,9 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         leave_out("few words", np.array([count_words(text) < limits.min_words for text in texts], bool))
 
     meta = dict(rows.meta)
-    for name, column in columns.items():
-        if isinstance(column, LabelColumn):
-            empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
-            details.update((int(i), name) for i in np.flatnonzero((why == 0) & empty))
-            leave_out("empty column", empty)
-            continue
+    def check_recordings(name: str, aligned: bool) -> None:
         wavs = rows.column(name)
-        gone = refused(wavs, remote) | ~existing(wavs, listings)
-        details.update((int(i), f"{name}: {wavs[i]}") for i in np.flatnonzero((why == 0) & gone).tolist())
-        leave_out(MISSING, gone)
+        leave_out(MISSING, refused(wavs, remote) | ~existing(wavs, listings), lambda i: f"{name}: {wavs[i]}")
         left = np.flatnonzero(why == 0)
         found, causes = measure(list(wavs.take(left)), workers=workers, journal=journal, remote=remote,
                                 what=f"{split}: {name}", show_progress=show_progress and len(left) >= _WORTH_A_BAR)
@@ -178,13 +168,21 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         seconds[left] = found
         details.update((int(left[i]), f"{name}: {cause}") for i, cause in causes.items())
         leave_out(UNDECODABLE, ~(seconds > 0))
-        if not column.aligned:
+        if aligned:
+            leave_out("signals of different length", _apart(rows, durations, seconds), lambda i: (
+                f"{name}: {seconds[i]:.2f} s, and {durations[i]:.2f} s from {rows.starts[i]:.2f} s on are needed"))
+        else:
             meta[name + SECONDS] = Column([f"{each:.3f}" for each in seconds.tolist()])
-            continue
-        apart = _apart(rows, durations, seconds)
-        details.update((int(i), f"{name}: {seconds[i]:.2f} s, and {durations[i]:.2f} s from {rows.starts[i]:.2f} s on "
-                        "are needed") for i in np.flatnonzero((why == 0) & apart).tolist())
-        leave_out("signals of different length", apart)
+
+    def check_labels(name: str) -> None:
+        empty = pc.equal(pc.utf8_trim_whitespace(rows.column(name).arrow), "").to_numpy(zero_copy_only=False)
+        leave_out("empty column", empty, lambda i: name)
+
+    for name, column in columns.items():
+        if isinstance(column, LabelColumn):
+            check_labels(name)
+        else:
+            check_recordings(name, column.aligned)
 
     if copies is not None:
         left = np.flatnonzero(why == 0)

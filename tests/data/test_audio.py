@@ -71,10 +71,6 @@ def test_channels_are_averaged(channels):
     assert np.allclose(read_audio(encoded(sound, 16000)), sound.mean(1), atol=2 / 32768)
 
 
-def test_the_own_rate_is_kept_when_asked():
-    assert len(read_audio(encoded(speechlike(1, 44100), 44100), sample_rate=None)) == 44100
-
-
 def test_opens_a_file_once(tmp_path, monkeypatch):
     path = tmp_path / "a.wav"
     path.write_bytes(encoded(speechlike(0.2), 16000))

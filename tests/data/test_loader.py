@@ -283,13 +283,6 @@ def test_too_much_damage_ends_the_run_and_names_the_first(manifest, workers, tmp
     assert "max_damaged_share" in text and len(loader.damaged) <= 20
 
 
-def test_a_few_damaged_recordings_do_not_end_a_run_however_early(manifest, tmp_path):
-    loader = make(damage(manifest, [1, 2, 3], tmp_path), damaged_floor=3, max_damaged_share=0)
-    assert len(list(loader.at(1)))
-    with pytest.raises(SbkitError):
-        list(loader.at(2))  # met again: now six of 48
-
-
 def test_a_resumed_run_counts_on(manifest, tmp_path):
     hurt = damage(manifest, [1, 2, 3], tmp_path)
     options = {"damaged_floor": 3, "max_damaged_share": 0}

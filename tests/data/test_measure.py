@@ -88,8 +88,3 @@ def test_what_failed_is_tried_again(tmp_path):
     wav.write_bytes(encoded(speechlike(0.5), 16000))
     assert measure([str(wav)], journal=journal, show_progress=False)[0][0] == pytest.approx(0.5)
     assert [json.loads(line)[0] for line in journal.read_text().split("\n") if line] == [str(wav)]
-
-
-def test_nothing_to_measure():
-    seconds, causes = measure([], show_progress=False)
-    assert len(seconds) == 0 and causes == {}

@@ -116,11 +116,6 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
             assert [made.step(i).tolist() for i in steps] == steps_of(once, visit)
 
 
-@pytest.mark.parametrize("epochs, least", [(None, 500), (3, 0), (400, 500)])
-def test_a_run_that_is_long_enough_hears_everything_once_an_epoch(epochs, least):
-    assert Plan(corpus(60), Batching(100, least_steps=least), epochs=epochs).passes == 1
-
-
 def test_a_run_has_its_least_steps_and_not_one_pass_more():
     steps = 2 * len(Plan(corpus(60), Batching(100)))
     for least, passes in ((steps, 1), (steps + 1, 2), (2 * steps, 2)):
