@@ -167,7 +167,8 @@ def test_a_sample_is_enough_where_it_agrees_and_all_are_opened_on_request(clips,
 
 
 def test_segments_may_end_before_their_recording_but_not_after_it(clips):
-    source = rows(clips, *[("long.wav", text) for text in "abcde"], starts=[0, 1, 2.5, 3.5, 3], durations=[1, 1, 2, 1, 1])
+    source = rows(clips, *[("long.wav", text) for text in "abcde"], starts=[0, 1, 2.5, 3.5, 3],
+                  durations=[1, 1, 2, 1, 1])
     manifest, report = prepare(source)
     np.testing.assert_allclose(manifest.durations, [1, 1, 0.5])
     assert report.left_out["undecodable"]["examples"] == ["u3: nothing is left from 3.50 s on",
