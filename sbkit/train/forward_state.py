@@ -32,11 +32,11 @@ class ModuleAttribute(NamedTuple):
 class ForwardState:
     """A copy of modules' buffers, and of statistics in modules with their own save hooks (``InputNormalization``).
 
-        state.keep()                    # before a step's first forward
+        state.save()                    # before a step's first forward
         ...
-        state.put_back(found_inf)       # after its update; does not wait for the device
+        state.restore(found_inf)        # after its update; does not wait for the device
 
-    Copies of tensors with the same dtype share one block of memory, so keeping and restoring takes few kernels. Numbers
+    Copies of tensors with the same dtype share one block of memory, so saving and restoring takes few kernels. Numbers
     on the host, and tensors with a new shape, can't be chosen on the device. Only for a step with such values does the
     host wait to learn whether the step was skipped. SpeechBrain's ``InputNormalization`` is such a case, but it makes
     the host wait in each forward anyway.
@@ -71,7 +71,7 @@ class ForwardState:
     @torch.no_grad()
     def restore(self, where: torch.Tensor | None = None) -> None:
         """Restore the values of the last ``save``, always or only if ``where`` (a scalar on the device) is 1."""
-        if not self._before:  # no keep since the last call
+        if not self._before:  # no save since the last call
             return
         now: dict[int, Any] = {i: self._attributes[i].get() for i in self._before}
         odd = {i for i, before in self._before.items() if _differ(before, now[i])}

@@ -237,22 +237,16 @@ def test_an_epoch_s_last_accumulation_is_stepped_and_weighs_what_it_holds():
         def compute_objectives(self, predictions, batch, stage):
             return predictions.mean()
 
-    rows = [torch.full((6,), float(i)) for i in range(5)]
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    toy = brain(Mean, opt_class=sgd, grad_accumulation_factor=2, max_grad_norm=-1)
-    before = layers()[0].bias.detach()
-    toy.fit(range(1, 2), rows, train_loader_kwargs={"batch_size": 1})
-    assert toy.optimizer_step == 3
-    torch.testing.assert_close(toy.modules.model[0].bias, before - 3 * 0.1)  # each step's mean gradient is 1
-
     class Endless(torch.utils.data.IterableDataset):  # nobody knows where it ends
         def __iter__(self):
             return iter(rows)
 
-    toy = brain(Mean, opt_class=sgd, grad_accumulation_factor=2, max_grad_norm=-1)
-    toy.fit(range(1, 2), Endless(), train_loader_kwargs={"batch_size": 1})
-    assert toy.optimizer_step == 3
-    torch.testing.assert_close(toy.modules.model[0].bias, before - 3 * 0.1)
+    rows, before = [torch.full((6,), float(i)) for i in range(5)], layers()[0].bias.detach()
+    for data in (rows, Endless()):
+        toy = brain(Mean, partial(torch.optim.SGD, lr=0.1), grad_accumulation_factor=2, max_grad_norm=-1)
+        toy.fit(range(1, 2), data, train_loader_kwargs={"batch_size": 1})
+        assert toy.optimizer_step == 3
+        torch.testing.assert_close(toy.modules.model[0].bias, before - 3 * 0.1)  # each step's mean gradient is 1
 
 
 def test_a_recipe_s_own_optimizers_step_gets_mean_gradients():
