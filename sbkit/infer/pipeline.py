@@ -129,7 +129,8 @@ class Pipeline:
         waiting: list[_ReadChunk] = []
         running: deque[tuple[list[_ReadChunk], Future[Any]]] = deque()
         while readers or waiting or running:
-            while readers and (room := _BATCHES_WAITING * self._budget - _samples(waiting)) > 0:
+            while readers and (room := _BATCHES_WAITING * self._budget - sum(
+                    len(each.chunk.signal) for each in waiting)) > 0:
                 # Wait for a reader only if nothing else is to do and there is less than a batch.
                 idle = not running and room > (_BATCHES_WAITING - 1) * self._budget
                 if idle and ready:
@@ -200,7 +201,3 @@ def batch_seconds(device: str) -> float:
 def _move(index: int, heard: dict[int, Assembly], ready: dict[int, Assembly]) -> None:
     if heard[index].whole:
         ready[index] = heard.pop(index)
-
-
-def _samples(waiting: list[_ReadChunk]) -> int:
-    return sum(len(each.chunk.signal) for each in waiting)

@@ -87,7 +87,7 @@ class SoundWriter:
     rate : samples per second of what is written; another one that the format needs is made of it
     """
 
-    def __init__(self, file: IO[bytes] | io.RawIOBase, kind: str, rate: int):
+    def __init__(self, file: IO[bytes] | _Sink, kind: str, rate: int):
         which = KINDS[kind]
         own = which.rate(rate)
         self._resampler = soxr.ResampleStream(rate, own, 1, dtype="float32") if own != rate else None
@@ -150,8 +150,8 @@ class SoundStream:
 class _DeferredErrors:
     """A file whose errors are raised at the end of a block, because libsndfile loses those of what it calls."""
 
-    def __init__(self, file: IO[bytes] | io.RawIOBase):
-        self._file: IO[bytes] | io.RawIOBase | None = file
+    def __init__(self, file: IO[bytes] | _Sink):
+        self._file: IO[bytes] | _Sink | None = file
         self._error: OSError | None = None
 
     def write(self, data: Any) -> int:  # whatever has bytes
@@ -183,7 +183,7 @@ class _DeferredErrors:
             raise self._error
 
 
-class _Sink(io.RawIOBase):
+class _Sink:
     """A file whose beginning is gone once it was taken; what is written there later is dropped."""
 
     def __init__(self) -> None:
@@ -211,13 +211,3 @@ class _Sink(io.RawIOBase):
 
     def tell(self) -> int:
         return self._at
-
-    def readinto(self, _: Any) -> int:  # whatever takes bytes
-        """Read nothing: libsndfile asks for it where it writes."""
-        return 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True

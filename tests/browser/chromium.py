@@ -133,6 +133,14 @@ WAIT = """(async () => { const end = Date.now() + 30000; let found;
   return found; })()"""
 
 
+def quiet(browser: Browser, *places: str) -> None:
+    """No error, and nobody asked but these places."""
+    assert not browser.told("Runtime.exceptionThrown")
+    assert not [event["entry"] for event in browser.told("Log.entryAdded")]
+    asked = {event["request"]["url"] for event in browser.told("Network.requestWillBeSent")}
+    assert all(url.startswith((*places, "data:")) for url in asked), asked
+
+
 def opened(browser: Browser, server, **screen) -> None:
     """Open a server's page, and wait until it is ready."""
     browser.open(f"{server.url}/", **screen)
