@@ -1,5 +1,6 @@
 """Recordings without their noise: of any length, rate and format, in files with safe names, and streams in pieces."""
 
+import io
 import json
 import tracemalloc
 
@@ -15,6 +16,8 @@ import sbkit.infer
 from sbkit.cli import main
 from sbkit.export import layout
 from sbkit.infer.enhancer import PIECE_SECONDS
+from sbkit.infer.graph_model import GraphEngine, GraphModel
+from sbkit.serve.registry import SERVED, ServedGraph
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +83,16 @@ def test_the_whole_graph_is_the_same(bundle):
     np.testing.assert_allclose(found[0], whole(signals[0]), atol=TOLERANCE)
     np.testing.assert_allclose(found[1, :1234], whole(signals[1, :1234]), atol=TOLERANCE)
     assert lengths.tolist() == [5000, 1234] and not found[1, 1234:].any()
+
+
+def test_a_server_answers_with_the_whole_as_sound(bundle):
+    """As for any model whose first output is sound."""
+    assert SERVED.of(layout.read(bundle)) is ServedGraph
+    signal = noise(9000)
+    with GraphModel(GraphEngine(bundle, device="cpu")) as loaded:
+        sound, rate = soundfile.read(io.BytesIO(loaded.run(signal).wav(RATE, len(signal))), dtype="float32")
+    assert rate == RATE
+    np.testing.assert_allclose(sound, whole(signal), atol=1e-3)  # of 16 bits
 
 
 def test_files_of_any_rate_and_format_become_wavs(bundle, tmp_path, capsys):
