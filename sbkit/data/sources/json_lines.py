@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class JsonLines(FileSource):
         further = tuple(role for role in self.wanted if role not in ALIASES)
         names = {role: (self.columns[role],) if role in self.columns else names_of(role)
                  for role in (*ALIASES, *META_ALIASES, *further)}
-        utterances: list[_Utterance] = []
+        columns: dict[str, list[Any]] = {role: [] for role in names}  # texts, but for start and duration
         malformed: list[tuple[str, str]] = []
         keys: dict[str, None] = {}  # all names that occur, for the error about a missing role
         found = dict.fromkeys(self.needed, False)
@@ -55,52 +55,40 @@ class JsonLines(FileSource):
                 keys.update(dict.fromkeys(item))
                 for role in found:
                     found[role] |= values[role] is not None
-                utterances.append(_utterance(values, {*META_ALIASES, *further}))
+                for role, value in _utterance(values).items():
+                    columns[role].append(value)
             except (TypeError, ValueError, OverflowError) as error:
                 malformed.append((f"{path.name} line {line}", str(error)))
         for role, there in found.items():
             if keys and not there:
                 raise no_column(path, role, keys, self.columns)
-        ids = [utterance.id for utterance in utterances]
-        if utterances and not any(item is not None for item in ids):
-            named = unique_ids(map(_derived_id, utterances))
+        derived = list(map(_derived_id, columns["audio"], columns["start"]))
+        if any(id_ is not None for id_ in columns["id"]):
+            ids = [other if id_ is None else id_ for id_, other in zip(columns["id"], derived, strict=True)]
         else:
-            named = [_derived_id(u) if id_ is None else id_ for id_, u in zip(ids, utterances, strict=True)]
-        meta = {name: Column([u.meta[name] for u in utterances]) for name in dict.fromkeys((*META_ALIASES, *further))
-                if name in further or any(u.meta[name] for u in utterances)}
+            ids = unique_ids(derived)
+        meta = {name: Column(columns[name]) for name in dict.fromkeys((*META_ALIASES, *further))
+                if name in further or any(columns[name])}
         return Rows(
-            str(path), named, self.locate(Column([u.audio for u in utterances]), path),
-            [u.text for u in utterances], [u.speaker for u in utterances],
-            durations=np.array([u.duration for u in utterances], float),
-            starts=np.array([u.start for u in utterances], float), meta=self.with_paths(meta, path),
-            malformed=malformed)
+            str(path), ids, self.locate(Column(columns["audio"]), path), columns["text"], columns["speaker"],
+            np.array(columns["duration"], float), np.array(columns["start"], float), self.with_paths(meta, path),
+            malformed)
 
 
-class _Utterance(NamedTuple):
-    id: str | None
-    audio: str
-    text: str
-    speaker: str
-    duration: float
-    start: float
-    meta: dict[str, str]
-
-
-def _utterance(values: dict[str, Any], further: Iterable[str]) -> _Utterance:
+def _utterance(values: dict[str, Any]) -> dict[str, Any]:
+    """What an object has by role, as text, but for its start and duration; its id is None where it has none."""
     if values["audio"] is None:
         raise ValueError("no audio path")
     start = float(values["start"] or 0.0)
     duration = float(values["duration"] or "nan")
     if not 0 <= start < float("inf") or duration < 0:
         raise ValueError(f"start {start}, duration {duration}")
-    return _Utterance(
-        None if values["id"] is None else _text(values["id"]), _text(values["audio"]), _text(values["text"]),
-        _text(values["speaker"]), duration, start,
-        {name: _text(values[name]) for name in further})
+    texts = {role: _text(value) for role, value in values.items()}
+    return {**texts, "id": None if values["id"] is None else texts["id"], "start": start, "duration": duration}
 
 
-def _derived_id(utterance: _Utterance) -> str:
-    return PurePosixPath(utterance.audio).stem + (f"-{utterance.start:.2f}" if utterance.start else "")
+def _derived_id(audio: str, start: float) -> str:
+    return PurePosixPath(audio).stem + (f"-{start:.2f}" if start else "")
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
