@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,9 +61,8 @@ def curves(title: str, series: Sequence[Series], ticks: Sequence[tuple[float, st
     data = {"x": [x.low, x.high], "y": [y.low, y.high], "unit": unit, "ticks": [list(tick) for tick in ticks],
             "series": [{"name": one.name, "colour": one.colour, "x": _rounded(one.x), "y": _rounded(one.y)}
                        for one in series]}
-    marks = text(tag("line", class_="pointer", y1=TOP, y2=HEIGHT - BOTTOM), tag("g", class_="marks"))
-    names = legend([(one.name, one.colour) for one in series if not one.other])
-    return _figure(title, names, _svg(title, parts, marks), note, data)
+    parts += [tag("line", class_="pointer", y1=TOP, y2=HEIGHT - BOTTOM), tag("g", class_="marks")]
+    return _figure(title, parts, note, legend([(one.name, one.colour) for one in series if not one.other]), data)
 
 
 def bars(title: str, groups: Sequence[UtteranceGroup], note: str | None = None, mean: float | None = None) -> Markup:
@@ -71,7 +70,7 @@ def bars(title: str, groups: Sequence[UtteranceGroup], note: str | None = None, 
     y = Scale(0, _nice_top(max(group.high or group.rate for group in groups)), HEIGHT - BOTTOM - 14, TOP + 8)
     step = (WIDTH - LEFT - RIGHT) / len(groups)
     wide = min(44.0, step * 0.66)
-    parts: list[Any] = [_grid(y, unit="%")]
+    parts = [_grid(y, unit="%")]
     if mean is not None:
         parts.append(tag("line", class_="mean", x1=LEFT, x2=WIDTH - RIGHT, y1=y(mean), y2=y(mean)))
     for i, group in enumerate(groups):
@@ -84,7 +83,7 @@ def bars(title: str, groups: Sequence[UtteranceGroup], note: str | None = None, 
                         for end in (group.low, group.high))]
         parts += [tag("text", group.label, x=middle, y=HEIGHT - 25, text_anchor="middle"),
                   tag("text", f"n={group.utterances}", x=middle, y=HEIGHT - 11, text_anchor="middle", class_="dim")]
-    return _figure(title, None, _svg(title, parts), note)
+    return _figure(title, parts, note)
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,13 @@ def points(title: str, found: Sequence[Point], x_label: str, note: str | None = 
     """Draw rates in per cent over another number, each with its range of that."""
     y = Scale(0, _nice_top(max(one.y for one in found)), HEIGHT - BOTTOM - 10, TOP)
     x = Scale(min(0.0, *(one.x for one in found)), _nice_top(max(one.far for one in found)), LEFT, WIDTH - RIGHT)
-    parts: list[Any] = [_grid(y, unit="%")]
+    parts = [_grid(y, unit="%")]
     for colour, one in enumerate(found, 1):
         parts += [tag("line", class_="whisker", x1=x(one.x), x2=x(one.far), y1=y(one.y), y2=y(one.y)),
                   tag("circle", tag("title", f"{one.name}: {one.y:.2f} % at {one.x:.2f}, up to {one.far:.2f}"),
                       class_=f"fill{colour}", cx=x(one.x), cy=y(one.y), r=4.5)]
     parts += _named_axis(x, x_label)
-    names = legend([(one.name, colour) for colour, one in enumerate(found, 1)], square=True)
-    return _figure(title, names, _svg(title, parts), note)
+    return _figure(title, parts, note, legend([(one.name, colour) for colour, one in enumerate(found, 1)], square=True))
 
 
 def histogram(title: str, values: Sequence[float], x_label: str, note: str | None = None) -> Markup:
@@ -118,12 +116,12 @@ def histogram(title: str, values: Sequence[float], x_label: str, note: str | Non
     counts, edges = np.histogram(values, bins=np.arange(0, top + size, size))
     y = Scale(0, _nice_top(int(counts.max())), HEIGHT - BOTTOM - 10, TOP)
     x = Scale(0, float(edges[-1]), LEFT, WIDTH - RIGHT)
-    parts: list[Any] = [_grid(y)]
+    parts = [_grid(y)]
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
         if count:
             parts.append(tag("rect", tag("title", f"{low:g} to {high:g} %: {count}"), class_="bar", x=x(low) + 0.5,
                              width=round(x(high) - x(low) - 1, 1), y=y(count), height=round(y(0) - y(count), 1)))
-    return _figure(title, None, _svg(title, [*parts, *_named_axis(x, x_label)]), note)
+    return _figure(title, [*parts, *_named_axis(x, x_label)], note)
 
 
 def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, int], note: str | None = None,
@@ -133,7 +131,7 @@ def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: di
     y = Scale(0, 100, HEIGHT - BOTTOM, TOP)
     step = (WIDTH - LEFT - RIGHT) / len(rows)
     gap = min(2.0, step * 0.15)
-    parts: list[Any] = [_grid(y, unit="%")]
+    parts = [_grid(y, unit="%")]
     for i, (_, row) in enumerate(rows):
         base = 0.0
         for name, colour in colours.items():
@@ -149,7 +147,7 @@ def shares(title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: di
     means = {name: float(np.mean([row.get(name, 0.0) for _, row in rows])) for name in colours}
     labels = [(f"{name} {percent(mean, int(mean < 0.1))}", colours[name])
               for name, mean in means.items() if mean >= 0.0005]
-    return _figure(title, legend(labels, square=True), _svg(title, parts), note)
+    return _figure(title, parts, note, legend(labels, square=True))
 
 
 def legend(names: Sequence[tuple[str, int]], square: bool = False) -> Markup | None:
@@ -171,21 +169,17 @@ def thinned(series: Series) -> Series:
     pairs = [(a, b) for a, b in zip(series.x, series.y, strict=True) if b is not None and math.isfinite(b)]
     parts = np.array_split(np.array(pairs, dtype=float).reshape(-1, 2), min(MAX_POINTS, max(1, len(pairs))))
     means = [part.mean(axis=0) for part in parts if len(part)]
-    return Series(series.name, [float(m[0]) for m in means], [float(m[1]) for m in means], series.colour, series.other,
-                  series.dots)
+    return replace(series, x=[float(m[0]) for m in means], y=[float(m[1]) for m in means])
 
 
 # ---------------------------------------------------------------- pieces
 
 
-def _figure(title: str, names: Markup | None, svg: Markup, note: str | None,
+def _figure(title: str, parts: Sequence[Markup], note: str | None, names: Markup | None = None,
             data: Mapping[str, Any] | None = None) -> Markup:
-    return tag("figure", tag("figcaption", title), names, tag("div", svg, class_="plot"),
+    drawn = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
+    return tag("figure", tag("figcaption", title), names, tag("div", drawn, class_="plot"),
                note and tag("p", note, class_="note"), data_chart=json.dumps(data) if data else None)
-
-
-def _svg(title: str, parts: Sequence[Any], *more: Markup) -> Markup:
-    return tag("svg", *parts, *more, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
 
 
 def _grid(y: Scale, unit: str = "") -> Markup:
