@@ -67,9 +67,9 @@ class Transcripts(Results):
 
     def lines(self) -> list[str]:
         """Show one utterance as an example, and the remark."""
-        example = next(iter(self.words))
-        return [f"{example.id}\n  reference   {' '.join(example.reference)}\n"
-                f"  hypothesis  {' '.join(example.hypothesis)}", *([self.remark] if self.remark else [])]
+        words = self.words
+        return [f"{words.ids[0]}\n  reference   {' '.join(words.references[0])}\n"
+                f"  hypothesis  {' '.join(words.hypotheses[0])}", *([self.remark] if self.remark else [])]
 
     def check(self) -> None:
         """Raise if no utterance has a reference."""
