@@ -30,7 +30,7 @@ from sbkit.data import suspects
 from sbkit.data.manifest import Manifest
 from sbkit.data.suspects import Exclusions
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, as_words, call, parse_checked, program, rates_of
+from tools.bench.harness import RECIPE, as_words, markdown, parse_checked, program, rates_of, sbkit
 
 OWN = ("data_folder", "seed", "output_folder", "corpus")  # keys of its own runs
 KINDS = ("swapped", "cut", "misspelt")
@@ -133,8 +133,7 @@ class Bench:
             command, more = "clean", self.args.smaller.split()
         elif run.startswith("without"):
             keys["corpus.exclude"] = self._list(level, run)
-        call(run, [sys.executable, "-m", "sbkit", command, RECIPE, *as_words(keys), *self.args.keys, *more],
-             self.out / "logs" / f"{folder.name}.log")
+        sbkit(run, [command, RECIPE, *as_words(keys), *self.args.keys, *more], self.out / "logs" / f"{folder.name}.log")
 
     def _folder(self, level: int, run: str) -> Path:
         return self.out / "runs" / ("original" if run == "original" else f"{level}-{run.replace(' ', '-')}")
@@ -178,10 +177,9 @@ class Bench:
         """Format what is there, in Markdown, and keep it."""
         head = ["wrong labels", "named", "precision", "recall", *(f"of {kind}" for kind in KINDS),
                 *(f"WER, {run}" for run in RUNS if run != "found")]
-        rows = [head, ["---"] * len(head), *(self._row(level) for level in self.args.levels)]
-        text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        text = markdown(head, map(self._row, self.args.levels))
         with atomic_write(self.out / "clean.md") as file:
-            file.write(text + "\n")
+            file.write(text)
         return text
 
     def _row(self, level: int) -> list[str]:

@@ -11,7 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,16 @@ def call(name: str, command: Sequence[Any], log: Path, threads: int | None = Non
     if code:
         last = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-1]
         raise SbkitError(f"{name} ended with code {code}: {last}", hint=f"its log is {log}")
+
+
+def sbkit(name: str, words: Sequence[Any], log: Path, threads: int | None = None) -> None:
+    """Run a command of sbkit, as ``call`` does."""
+    call(name, [sys.executable, "-m", "sbkit", *words], log, threads)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table in Markdown."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def processor_seconds() -> float:

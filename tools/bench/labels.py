@@ -25,11 +25,10 @@ from sbkit.data.corpus import Corpus
 from sbkit.data.demo import make_demo_corpus
 from sbkit.data.manifest import Manifest
 from sbkit.score.rates import ErrorRates
-from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, program, rates_of, read_lines
+from tools.bench.harness import RECIPE, Results, as_words, parse_checked, program, rates_of, read_lines, sbkit
 
 OWN = ("data_folder", "language", "output_folder")
 GREEDY = "greedy"
-SBKIT = [sys.executable, "-m", "sbkit"]
 _SHARE = 10
 
 
@@ -83,13 +82,13 @@ class Bench:
             split: str(self.out / "manifests" / f"{split}.csv") for split in ("dev", "test")}
         source["train"] = [*map(str, lists)]
         words = as_words({"data_folder": json.dumps(source), "output_folder": folder})
-        call(name, [*SBKIT, "train", RECIPE, "--noprogressbar", *words, *self.keys], log)
+        sbkit(name, ["train", RECIPE, "--noprogressbar", *words, *self.keys], log)
         wer, steps = {GREEDY: rates_of(folder)["wer"]}, read_lines(folder / "metrics.jsonl")[-1]["step"]
         if self.lm:
             if not self.lm.exists():
-                call("the language model", [*SBKIT, "lm", self.out / "round-0", "--out", self.lm], log)
+                sbkit("the language model", ["lm", self.out / "round-0", "--out", self.lm], log)
             scores = self.out / "evaluations" / name
-            call("the search", [*SBKIT, "evaluate", folder, "--lm", self.lm, "--out", scores], log)
+            sbkit("the search", ["evaluate", folder, "--lm", self.lm, "--out", scores], log)
             [result] = scores.glob("*/result.json")
             wer["with the language model"] = json.loads(result.read_text())["WER"]
         return {"steps": steps, "wer": wer}
@@ -103,10 +102,9 @@ class Bench:
     def _label(self, run: Path, labels: Path) -> dict[str, float]:
         log = self.out / "logs" / f"{labels.name}.log"
         if not (run / "bundle").exists():
-            call("the export", [*SBKIT, "export", run, "--to", run / "bundle", "--formats", "onnx"], log)
-        call("the labels", [*SBKIT, "label", run / "bundle", self.rest, "--to", labels, "--keep", self.keep,
-                            "--calibrate", self.out / "manifests" / "dev.csv",
-                            *(["--lm", self.lm] if self.lm else [])], log)
+            sbkit("the export", ["export", run, "--to", run / "bundle", "--formats", "onnx"], log)
+        sbkit("the labels", ["label", run / "bundle", self.rest, "--to", labels, "--keep", self.keep, "--calibrate",
+                             self.out / "manifests" / "dev.csv", *(["--lm", self.lm] if self.lm else [])], log)
         rows, rates = read_lines(labels / "train.jsonl"), ErrorRates("word")
         texts = dict(zip(self.said.ids, self.said.texts, strict=True))
         rates.add([row["id"] for row in rows], [texts[row["id"]] for row in rows], [row["text"] for row in rows])

@@ -313,8 +313,7 @@ class Bench:
 def as_markdown(results: Results, corpora: Sequence[str], lengths: Sequence[Length]) -> str:
     """Format a row for each corpus, length and system that has results, followed by notes on how they were made."""
     rows = [row for corpus in corpora for length in lengths for row in _rows(results, corpus, length)]
-    lines = [HEAD, ["---"] * len(HEAD), *rows]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *_notes(results.of())]) + "\n"
+    return "\n".join([harness.markdown(HEAD, rows), *_notes(results.of())]) + "\n"
 
 
 def _rows(results: Results, corpus: str, length: Length) -> Iterator[list[str]]:

@@ -42,11 +42,13 @@ from tools.bench.harness import (
     call,
     check_keys,
     discard,
+    markdown,
     positive,
     processor_seconds,
     program,
     rates_of,
     read_lines,
+    sbkit,
     whole_numbers,
 )
 
@@ -152,8 +154,8 @@ class Bench:
             found = self.other(systems.Cell(spec.name, way, seed, epochs), spec, folder, log)
         else:
             words = as_words({**given, **self.starts[way], "number_of_epochs": epochs, "least_steps": 0})
-            _, share = with_share(lambda: call(name, [
-                sys.executable, "-m", "sbkit", "train", RECIPES[way], "--noprogressbar", *words, *self.keys], log))
+            _, share = with_share(lambda: sbkit(
+                name, ["train", RECIPES[way], "--noprogressbar", *words, *self.keys], log))
             found = rates_of(folder)
             found = {**found, "epochs": epochs, "train_seconds": share * found["train_seconds"],
                      "curve": curve(read_lines(folder / "metrics.jsonl"), share)}
@@ -202,14 +204,14 @@ def curve(lines: list[dict[str, Any]], share: float = 1.0) -> list[tuple[float, 
 
 def table(rows: list[tuple[str, str, int, dict[str, Any]]]) -> str:
     """Format the table in Markdown."""
-    lines = [HEAD, ("---",) * len(HEAD)]
+    lines: list[tuple[str, ...]] = []
     for corpus, way, seed, found in rows:
         points = found["curve"]
         few = points[::-(-(-len(points) // SHOWN) or 1)][::-1]  # the last one among them
         lines.append((corpus, way, str(seed), str(found["epochs"]), f"{found['train_seconds'] / 60:.1f}",
                       f"{found['wer']:.1f} %", f"{found['cer']:.1f} %",
                       ", ".join(f"{minutes:g}: {cer:g} %" for minutes, cer in few)))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(HEAD, lines)
 
 
 if __name__ == "__main__":

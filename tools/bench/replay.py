@@ -26,7 +26,7 @@ from sbkit.runs.replay import NEW
 from sbkit.score.old_set import OldSet
 from sbkit.score.run_files import EVALUATIONS, RESULT, TESTED
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, call, parse_checked, program
+from tools.bench.harness import RECIPE, Results, as_words, markdown, parse_checked, program, sbkit
 
 MOST = 1.1  # times the new WER without replay
 OWN = ("data_folder", "language", "number_of_epochs", "init_from", "output_folder", "replay")  # keys of its own runs
@@ -53,7 +53,7 @@ class Bench:
 
     def run(self) -> int:
         """Make the missing runs, and print the table; returns the exit code."""
-        rows: list[tuple[str, ...]] = [HEAD, ("---",) * len(HEAD)]
+        rows: list[tuple[str, ...]] = []
         code = 0
         for word in self.args.corpora.split(","):
             language, _, rest = word.partition("=")
@@ -68,10 +68,9 @@ class Bench:
                 language, f"`--replay {self.args.replay:g}`", with_replay, with_replay)]
             known = OldSet(**with_replay["before"])
             code |= known.is_worse(with_replay["old"]) or with_replay["new"] > MOST * without["new"]
-            table = "".join(f"| {' | '.join(each)} |\n" for each in rows)
             with atomic_write(self.out / "replay.md") as file:
-                file.write(table)
-        print(table)
+                file.write(markdown(HEAD, rows))
+        print(markdown(HEAD, rows))
         return code
 
     def measure(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -81,10 +80,9 @@ class Bench:
         folder, log = self.out / "runs" / name, self.out / "logs" / f"{name}.log"
         shutil.rmtree(folder, ignore_errors=True)  # one that was stopped would be resumed
         words = as_words({**given, "init_from": self.source, "least_steps": 0, "output_folder": folder})
-        python = [sys.executable, "-m", "sbkit"]
-        call(name, [*python, "train", RECIPE, "--noprogressbar", *words, *self.keys], log)
-        call(name, [*python, "evaluate", folder, "--on", self.source / "manifests" / "test.csv", "--name", "old",
-                    "--workers", 0], log)
+        sbkit(name, ["train", RECIPE, "--noprogressbar", *words, *self.keys], log)
+        sbkit(name, ["evaluate", folder, "--on", self.source / "manifests" / "test.csv", "--name", "old", "--workers",
+                     0], log)
         tested = json.loads((folder / TESTED).read_text(encoding="utf-8"))
         old = json.loads((folder / EVALUATIONS / "old-best" / RESULT).read_text(encoding="utf-8"))
         before = OldSet.read(folder)

@@ -44,12 +44,11 @@ def run(recipe: Path, out: Path, words: list[str]) -> None:
     if out.exists():
         raise SbkitError(f"{out} is there already", hint="remove it or choose another --out: a run is timed as a whole")
     harness.check_keys(recipe, words, own=("output_folder", "corpus", "data_folder", "language"))
-    sbkit = [sys.executable, "-m", "sbkit"]
     log = out.with_name(f"{out.name}.log")
     prepared = out.with_name(f"{out.name}-corpus")
-    harness.call("the demo corpus", [*sbkit, "prepare", recipe, "--output_folder", prepared], log)
+    harness.sbkit("the demo corpus", ["prepare", recipe, "--output_folder", prepared], log)
     started = time.monotonic()
-    harness.call("the run", [*sbkit, "train", recipe, *words, "--output_folder", out, "--device", "cpu"], log, CORES)
+    harness.sbkit("the run", ["train", recipe, *words, "--output_folder", out, "--device", "cpu"], log, CORES)
     minutes = (time.monotonic() - started) / 60
     found = json.loads((out / "reproduce.json").read_text(encoding="utf-8"))
     wer = found["figures"]["WER"]

@@ -31,7 +31,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.runs.evaluation import EvaluateRequest
 from sbkit.score.run_files import EVALUATIONS, RESULT
 from sbkit.system.console import atomic_write
-from tools.bench.harness import RECIPE, Results, as_words, call, discard, parse_checked, program
+from tools.bench.harness import RECIPE, Results, as_words, discard, markdown, parse_checked, program, sbkit
 
 RATE, ROOMS, OWN = 16_000, {"train": 40, "test": 20}, ("augment", "output_folder", "sample_rate")
 #: The stages of each way, in their order.
@@ -67,8 +67,8 @@ def measure(out: Path, way: str, keys: Sequence[str]) -> dict[str, Any]:
     run, recipe = out / "runs" / way, out / f"{way}.yaml"
     rooms = {split: make_rooms(out / "rooms" / split, count) for split, count in ROOMS.items()}
     recipe.write_text(recipe_of(WAYS[way], rooms["train"]), encoding="utf-8")
-    call(way, [sys.executable, "-m", "sbkit", "train", recipe, "--noprogressbar", *as_words({"output_folder": run}),
-               *keys], out / "logs" / f"{way}.log")
+    sbkit(way, ["train", recipe, "--noprogressbar", *as_words({"output_folder": run}), *keys],
+          out / "logs" / f"{way}.log")
     test, rates = Manifest.read(run / "manifests" / "test.csv"), {}
     for name, stages in conditions(rooms["test"]).items():
         corpus = make_test(out / "tests" / name.replace(" ", "-"), test, stages)
@@ -141,10 +141,9 @@ def make_test(folder: Path, test: Manifest, stages: Sequence[Stage]) -> Path:
 
 def as_markdown(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """Format the table: a row for each test, WER and interval of each way."""
-    lines = [("test", *found), ("---",) * (1 + len(found))]
-    lines += [(name, *("{:.1f} % ({:.1f} to {:.1f})".format(*rates[name]) for rates in found.values()))
-              for name in next(iter(found.values()), {})]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(("test", *found), (
+        (name, *("{:.1f} % ({:.1f} to {:.1f})".format(*rates[name]) for rates in found.values()))
+        for name in next(iter(found.values()), {})))
 
 
 if __name__ == "__main__":
