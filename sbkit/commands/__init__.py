@@ -1,1 +1,4 @@
-"""One file per ``sbkit`` command, named after it: its arguments, and its stages in order."""
+"""One file per ``sbkit`` command, named after it: ``add`` or ``HELP`` has its arguments, ``run`` its stages in order.
+
+``run`` returns the exit code.
+"""

@@ -24,7 +24,6 @@ FLAGS = ("json", "measure", "no-run")
 
 
 def run(words: list[str]) -> int:
-    """Check, print the findings and return the exit code."""
     gc.disable()  # what is imported and built stays until the end, and searching it for garbage is a tenth of the time
     try:
         return _check(words)

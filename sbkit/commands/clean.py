@@ -17,7 +17,6 @@ HELP = (
 
 
 def run(words: list[str]) -> int:
-    """Train, score and write the list; returns the exit code."""
     check_torch_pair()
     host.reserve_little()
     import torch

@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("out", metavar="OUT", help="the folder to make it in")
     parser.add_argument("--hours", type=float, default=1.0, help="about so much speech, in all splits (default: 1)")
     parser.add_argument("--language", default="en", help="any that espeak-ng speaks (default: en)")
@@ -16,7 +15,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the corpus and return the exit code."""
     from sbkit.data.demo import make_demo_corpus
 
     folder = make_demo_corpus(

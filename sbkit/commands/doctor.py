@@ -10,7 +10,6 @@ from sbkit.errors import SbkitError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("--data", metavar="FOLDER", type=Path, help="a corpus, to measure how fast it is read")
     parser.add_argument("--run", metavar="RUN", type=Path, help="the output folder of a run to look at")

@@ -9,7 +9,6 @@ from sbkit.commands.options import add_model, add_schemes, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="an enhancer's folder that sbkit export made")
     parser.add_argument("files", metavar="FILES", nargs="+",
                         help="audio files of any length and rate, folders, a manifest.csv, or - for stdin")
@@ -21,7 +20,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Enhance the recordings and return the exit code."""
     from sbkit.infer.enhancing import EnhanceRequest, enhance
     from sbkit.train.signals import EndSignals
 

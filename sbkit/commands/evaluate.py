@@ -24,7 +24,6 @@ OVER_LIMIT = 1  # exit code
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.epilog = RUNS_CODE
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
     parser.add_argument("--on", metavar="CORPUS", help="whatever data_folder may be (default: the run's own corpus)")
@@ -64,7 +63,6 @@ def _bound(text: str) -> tuple[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score as the command line asks and return the exit code."""
     check_torch_pair()
     from sbkit.runs.evaluation import EvaluateRequest
 

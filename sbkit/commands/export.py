@@ -9,7 +9,6 @@ from sbkit.commands.options import RUNS_CODE, above, count, request_of, several_
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.epilog = RUNS_CODE
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
@@ -33,7 +32,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export the run and return the exit code."""
     from sbkit.system.environment import check_torch_exports, check_torch_pair
 
     check_torch_pair()

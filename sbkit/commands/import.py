@@ -9,7 +9,6 @@ from sbkit.commands.options import above, count, request_of, several_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("source", metavar="SOURCE", help="a model of transformers, or one for SpeechBrain's "
                         "EncoderASR: a folder, or owner/name or owner/name@revision on the Hugging Face Hub")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
@@ -26,7 +25,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import the model and return the exit code."""
     from sbkit.system.environment import check_torch_exports, check_torch_pair
 
     check_torch_pair()

@@ -18,7 +18,6 @@ _SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a recogniser's bundle")
     parser.add_argument("files", metavar="AUDIO", nargs="+",
                         help="audio files, folders of them, a manifest.csv, or JSON lines")
@@ -57,7 +56,6 @@ def _shard(text: str) -> RecordingShard:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Label the recordings and return the exit code."""
     from sbkit.infer.labelling import LabelRequest, label
 
     return label(request_of(LabelRequest, args))

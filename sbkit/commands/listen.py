@@ -9,7 +9,6 @@ from sbkit.commands.options import add_model, add_search, count, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path,
                         help="the folder that sbkit export made, of a model that learnt in chunks")
     parser.add_argument("source", metavar="-", nargs="?",
@@ -25,7 +24,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Listen and return the exit code."""
     from sbkit.infer.listening import ListenRequest, listen
 
     return listen(request_of(ListenRequest, args))

@@ -14,7 +14,6 @@ from sbkit.system import disk
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.epilog = RUNS_CODE
     parser.add_argument("sources", metavar="TEXT", nargs="+",
                         help="text files (.gz too), - for stdin, manifests, or runs (their training transcripts)")
@@ -42,7 +41,6 @@ def _prune(text: str) -> list[int] | int | float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the model, write it, print the report and return the exit code."""
     from sbkit.decode import lm
 
     like = args.like or next((name for name in args.sources if Path(name).is_dir()), None)

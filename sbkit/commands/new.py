@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", type=Path,
                         help="folder to create; existing files are never overwritten")
     parser.add_argument("--task", default="ctc",
@@ -17,7 +16,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the folder, print what to do next and return the exit code."""
     from sbkit.recipe import starter
 
     for place in starter.write(args.folder, args.task):

@@ -14,7 +14,6 @@ HELP = (
 
 
 def run(words: list[str]) -> int:
-    """Prepare the corpus and return the exit code."""
     check_torch_pair()
     host.reserve_little()
     from sbkit.infer.bundles import BundleLoader

@@ -7,14 +7,12 @@ from pathlib import Path
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
     parser.add_argument("repository", metavar="OWNER/NAME", help="the model's name on the hub; it is made if new")
     parser.add_argument("--private", action="store_true", help="make a new one for its owner only")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Upload the bundle, print where it is and return the exit code."""
     from sbkit.export.push import push
 
     print(push(args.bundle, args.repository, args.private))

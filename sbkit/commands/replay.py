@@ -9,14 +9,12 @@ from sbkit.commands.options import RUNS_CODE
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.epilog = RUNS_CODE
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="RUN/culprits/step-N-rank-R, or RUN for the newest")
     parser.add_argument("--device")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rerun the step, print what each layer gave and return the exit code."""
     from sbkit.runs import restore
     from sbkit.train.diagnose.culprit import find_culprit, read_culprit, replay
 

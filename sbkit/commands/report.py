@@ -9,7 +9,6 @@ from sbkit.commands.options import add_schemes
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run, or RUN/evaluations/...")
     parser.add_argument("--against", metavar="OTHER", type=Path,
                         help="another run on the same test set, to compare with")
@@ -23,7 +22,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and return the exit code."""
     from sbkit.data.remote import Remote, check_schemes
     from sbkit.score.report import write_report
 

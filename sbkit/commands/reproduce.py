@@ -11,7 +11,6 @@ from sbkit.errors import SbkitError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.description = (
         "Prepare the same corpus, name each row whose text or audio is another, train the first steps and compare "
         "their losses: to the bit on the same device and versions, elsewhere within rounding.")
@@ -28,7 +27,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare, compare, train, compare and return the exit code."""
     from sbkit.runs import reproduction
     from sbkit.runs.lock import RunLock
     from sbkit.score.run_files import RECIPE

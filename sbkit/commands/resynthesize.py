@@ -9,7 +9,6 @@ from sbkit.commands.options import add_model, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a codec's folder that sbkit export made")
     parser.add_argument("folder", metavar="DIR", type=Path, help="codes of this codec, as sbkit tokenize made them")
     parser.add_argument("--to", metavar="OUT", type=Path, required=True, help="the folder of sounds to create")
@@ -19,7 +18,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the sounds and return the exit code."""
     from sbkit.infer.resynthesis import ResynthesizeRequest, resynthesize
     from sbkit.train.signals import EndSignals
 

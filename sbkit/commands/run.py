@@ -11,7 +11,6 @@ FORMATS = "npz", "wav", "json"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
     parser.add_argument("files", metavar="FILES", nargs="+",
                         help="audio files, folders, a manifest.csv, or - for stdin")
@@ -31,7 +30,6 @@ def _formats(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the model and return the exit code."""
     from sbkit.infer.running import RunRequest, run
 
     return run(request_of(RunRequest, args))

@@ -11,7 +11,6 @@ from sbkit.serve.limits import Limits
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundles", metavar="BUNDLE", nargs="+",
                         help="BUNDLE, named after its folder, or NAME=BUNDLE; several are served side by side")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
@@ -43,7 +42,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop and return the exit code."""
     from sbkit.decode.search_options import SearchRequest
     from sbkit.serve.server import ServeRequest, serve
 

@@ -11,7 +11,6 @@ from sbkit.system.console import counted
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("manifest", metavar="MANIFEST.csv")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--encode", choices=["flac", "wav", "wav16k"],
@@ -25,7 +24,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pack the recordings and return the exit code."""
     from sbkit.data.manifest import Manifest
     from sbkit.data.presence import check_opened
     from sbkit.data.remote import Remote, check_schemes

@@ -9,7 +9,6 @@ from sbkit.commands.options import add_model, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a voice's folder that sbkit export made")
     parser.add_argument("text", metavar="TEXT", nargs="?", help="what to say; - reads it from stdin")
     parser.add_argument("--file", type=Path, help="say what this file has: text in UTF-8 of any length")
@@ -23,7 +22,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Speak and return the exit code."""
     from sbkit.infer.speaking import SpeakRequest, speak
     from sbkit.train.signals import EndSignals
 

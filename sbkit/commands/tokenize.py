@@ -9,7 +9,6 @@ from sbkit.commands.options import add_model, add_schemes, count, request_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a codec's folder that sbkit export made")
     parser.add_argument("corpus", metavar="CORPUS", help="whatever a recipe's data_folder may be: a Common Voice "
                         "folder or archive, a folder of lists or of recordings alone, a Hugging Face id; or one list")
@@ -24,7 +23,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Code the corpus and return the exit code."""
     from sbkit.infer.tokenizing import TokenizeRequest, tokenize
     from sbkit.train.signals import EndSignals
 

@@ -16,7 +16,6 @@ HELP = (
 
 
 def run(words: list[str]) -> int:
-    """Train or resume and return the exit code."""
     return start.run(words, _bundles)
 
 

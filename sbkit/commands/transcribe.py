@@ -9,7 +9,6 @@ from sbkit.commands.options import above, add_model, add_schemes, add_search, co
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
     parser.add_argument("files", metavar="FILES", nargs="+",
                         help="audio files, folders, a manifest.csv, or - for stdin")
@@ -28,7 +27,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Transcribe the recordings and return the exit code."""
     from sbkit.infer.transcription import TranscribeRequest, transcribe
 
     return transcribe(request_of(TranscribeRequest, args))

@@ -14,7 +14,6 @@ HELP = (
 
 
 def run(words: list[str]) -> int:
-    """Find the largest batch or recall it, print it and return the exit code."""
     check_torch_pair()
     from sbkit.recipe import arguments
     from sbkit.recipe.batch_size import store
