@@ -233,12 +233,10 @@ def examine(scope: Scope) -> list[MachineFinding]:
 
 
 def in_the_way(found: Sequence[MachineFinding]) -> bool:
-    """Whether any finding is in the way."""
     return _count(found, IN_THE_WAY) > 0
 
 
 def as_json(found: Sequence[MachineFinding]) -> str:
-    """Format the findings as JSON."""
     return json.dumps({"findings": [asdict(each) for each in found], "in_the_way": _count(found, IN_THE_WAY)}, indent=1,
                       ensure_ascii=False)
 

@@ -105,7 +105,6 @@ class Built:
         return found[1] if found is not None and found[0] is obj else None
 
     def build_all(self, root: Node) -> None:
-        """Build all keys of a recipe."""
         with _Unfilled() as unfilled:
             self._skipped = unfilled.skipped
             for key, node in root.value.items():

@@ -14,8 +14,6 @@ from sbkit.recipe.values import looks_like_number, static
 
 
 class Range(NamedTuple):
-    """A range of numbers."""
-
     minimum: float = -math.inf
     maximum: float = math.inf
     whole: bool = False
@@ -37,8 +35,6 @@ class Range(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """A list of texts."""
-
     of: str
     """What the texts are, for messages."""
     among: tuple[str, ...] = ()

@@ -211,8 +211,6 @@ def _advice(problem: str, text: str, line: int) -> str:
 
 
 class _Converter:
-    """Converts nodes of ruamel.yaml to Nodes."""
-
     def __init__(self, file: str, text: str, findings: Findings):
         self.file, self.lines, self.findings = file, _LINE.split(text), findings
         self.known: dict[int, Node] = {}  # an alias becomes the same Node as its anchor

@@ -44,8 +44,6 @@ def key(what: str, default: object = dataclasses.MISSING,
 
 
 class Problem(NamedTuple):
-    """A mistake in a recipe's keys."""
-
     key: str
     """The key that is wrong."""
     message: str
@@ -53,8 +51,6 @@ class Problem(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """The declaration of a key."""
-
     name: str
     what: str
     kind: str

@@ -92,7 +92,6 @@ def _insert(into: Node, given: Node) -> None:
 
 
 def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str]) -> None:
-    """Apply overrides to a tree."""
     for key, new in given.value.items():
         target = root.value.get(key)
         if new.place == _NO_VALUE and target is not None and not _may_be_true(root, target):

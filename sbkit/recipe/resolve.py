@@ -68,7 +68,7 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
     check_shadowed(files, findings)
     if referred is not None:
         referred |= referred_in(files)
-    _Resolver(root, path, findings, (path.resolve(),), declared, call).run()
+    _Resolver(root, path, findings, (path.resolve(),), declared, call).walk(root)
     _report_cycles(root, findings)
     return root
 
@@ -98,11 +98,7 @@ class _Resolver:
         self.call = call
         self.seen: dict[Node, Node] = {}
 
-    def run(self) -> None:
-        """Resolve the tree in place."""
-        self._walk(self.root)
-
-    def _walk(self, node: Node, included: bool = False) -> Node:
+    def walk(self, node: Node, included: bool = False) -> Node:
         """Replace what is inside a node, then the node itself.
 
         included: the node is under an include, so references to keys of that file are left to it
@@ -112,10 +108,10 @@ class _Resolver:
         self.seen[node] = node
         included = included or node.tag.startswith(INCLUDE)
         for key, child in node.items():
-            node.value[key] = self._walk(child, included)
+            node.value[key] = self.walk(child, included)
         found = (self._leave(node) if included else None) or self._replace(node)
         if included and found is not node and not found.scalar:
-            found = self._walk(found)  # it may be further below, where it isn't visited again
+            found = self.walk(found)  # it may be further below, where it isn't visited again
         if included and node.tag and not found.tag and isinstance(found.value, dict):
             found = dataclasses.replace(found, whole=True)
         self.seen[node] = found
@@ -343,7 +339,7 @@ class _Resolver:
         root = files[0][1]
         if isinstance(node.value, dict):
             override(files, node, self.findings, self.declared)
-        _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).run()
+        _Resolver(root, path, self.findings, (*self.inside, path.resolve()), self.declared, self.call).walk(root)
         root.wrong = any(f.code == "syntax" for f in self.findings[before:])
         return copy.deepcopy(root)  # HyperPyYAML reads each include separately, so nothing in it is shared
 
