@@ -22,8 +22,7 @@ def run(args: argparse.Namespace) -> int:
         raise SbkitError("sbkit doctor --gpu is now a tool of a checkout",
                          hint=" ".join(["run there: make gpu, or python -m tools.gpu", *args.gpu]))
     from sbkit.doctor import examination
-    from sbkit.doctor.finding import Scope
 
-    found = examination.examine(Scope(args.data, args.run))
+    found = examination.examine(args.data, args.run)
     print(examination.as_json(found) if args.json else examination.as_table(found, shutil.get_terminal_size().columns))
     return 1 if examination.in_the_way(found) else 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sbkit.doctor import probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope, note_if
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, note_if
 
 _SECONDS = 10
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -24,7 +24,7 @@ _SLOWED = {"HW Slowdown": "the board", "HW Thermal Slowdown": "heat", "SW Therma
            "SW Power Capping": "its power limit"}
 
 
-def driver(scope: Scope) -> Iterator[MachineFinding]:
+def driver() -> Iterator[MachineFinding]:
     """Check that there is a driver, new enough for this torch."""
     torch = probe.inspect_library("torch").get("torch", {})
     text = _smi()
@@ -59,7 +59,7 @@ def _unusable(found: str, version: str, cuda: str) -> tuple[str, str, str]:
             "does nvidia-smi list cards? a container needs --gpus all; after an update of the driver: reboot")
 
 
-def cards(scope: Scope) -> Iterator[MachineFinding]:
+def cards() -> Iterator[MachineFinding]:
     """Describe each card that torch sees."""
     facts = probe.inspect_library("torch").get("cards", {})
     if "error" in facts:
@@ -81,7 +81,7 @@ def cards(scope: Scope) -> Iterator[MachineFinding]:
                              "nvidia-smi topo -m shows how they are connected")
 
 
-def attention(scope: Scope) -> Iterator[MachineFinding]:
+def attention() -> Iterator[MachineFinding]:
     """Report which attention kernel torch uses for some head sizes."""
     facts = probe.inspect_library("torch").get("attention", {})
     if "error" in facts:
@@ -103,7 +103,7 @@ def runs_on(architectures: list[str], major: int, minor: int) -> bool:
     return not architectures
 
 
-def health(scope: Scope) -> Iterator[MachineFinding]:
+def health() -> Iterator[MachineFinding]:
     """Report nvidia-smi's facts about each card: memory errors, slices, persistence, power and heat."""
     for row in _smi(f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader,nounits").splitlines():
         values = [value.strip() for value in row.split(",")]
@@ -135,7 +135,7 @@ def _lower(limit: str, usual: str) -> bool:
         return False
 
 
-def clocks(scope: Scope) -> Iterator[MachineFinding]:
+def clocks() -> Iterator[MachineFinding]:
     """Report whether a clock is throttled now, or was since the driver was loaded, which slowed earlier runs."""
     text = _smi("-q", "-d", "PERFORMANCE")
     for index, part in enumerate(re.split(r"^GPU \S+$", text, flags=re.MULTILINE)[1:]):
@@ -150,7 +150,7 @@ def clocks(scope: Scope) -> Iterator[MachineFinding]:
                       "cooling, power supply or power limit (nvidia-smi -q -d POWER) limit its speed")
 
 
-def libraries(scope: Scope) -> Iterator[MachineFinding]:
+def libraries() -> Iterator[MachineFinding]:
     """Report the versions of cuDNN and NCCL that come with this torch."""
     facts = probe.inspect_library("torch").get("libraries", {})
     if "error" in facts:

@@ -14,12 +14,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from sbkit.doctor import cards, folders, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, Scope, note_if, run_check
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, note_if, run_check
 from sbkit.errors import SbkitError
 from sbkit.recipe import finished_runs, price
 from sbkit.system.cores import usable_cores
@@ -31,7 +32,7 @@ _PAIR = ("torch", "torchaudio")
 _HANGS = ("~=3.10.0, <3.10.15", "~=3.11.0, <3.11.10")
 
 
-def python(scope: Scope) -> Iterator[MachineFinding]:
+def python() -> Iterator[MachineFinding]:
     """Check the Python version."""
     from packaging.specifiers import SpecifierSet
 
@@ -46,7 +47,7 @@ def python(scope: Scope) -> Iterator[MachineFinding]:
         yield MachineFinding("Python", found, IN_THE_WAY, f"sbkit needs {wanted}: make PYTHON=python3.12 install")
 
 
-def needed(scope: Scope) -> Iterator[MachineFinding]:
+def needed() -> Iterator[MachineFinding]:
     """Check the packages that sbkit requires besides torch and torchaudio, by its metadata."""
     from packaging.requirements import Requirement
 
@@ -69,7 +70,7 @@ def needed(scope: Scope) -> Iterator[MachineFinding]:
                               + ", ".join(name for name in fits if name.split()[0] not in _PAIR))
 
 
-def torch_pair(scope: Scope) -> Iterator[MachineFinding]:
+def torch_pair() -> Iterator[MachineFinding]:
     """Check that torch and torchaudio can be imported together."""
     facts = probe.inspect_library("torch")
     yield from _pair(facts)
@@ -99,7 +100,7 @@ def _pair(facts: dict[str, Any]) -> Iterator[MachineFinding]:
         yield MachineFinding("torch pair", error.message, IN_THE_WAY, error.hint or "")
 
 
-def onnxruntime(scope: Scope) -> Iterator[MachineFinding]:
+def onnxruntime() -> Iterator[MachineFinding]:
     """Check which build is installed, and for which devices."""
     builds = [f"{name} {version}" for name, version in onnxruntimes().items()]
     if not builds:
@@ -124,7 +125,7 @@ def onnxruntime(scope: Scope) -> Iterator[MachineFinding]:
                       "onnxruntime-gpu")
 
 
-def compilers(scope: Scope) -> Iterator[MachineFinding]:
+def compilers() -> Iterator[MachineFinding]:
     """Check the C compiler for CPU kernels, and what Triton needs for GPU kernels."""
     wanted = [os.environ.get("CC") or "gcc", "gcc", "cc", "clang"]
     compiler = next(filter(None, map(shutil.which, wanted)), None)
@@ -149,7 +150,7 @@ _LITTLE_MEMORY = 4 << 30
 _FILES = 4096
 
 
-def cores(scope: Scope) -> Iterator[MachineFinding]:
+def cores() -> Iterator[MachineFinding]:
     """Check the usable cores, and how many threads libraries would start by default."""
     usable, seen = usable_cores(), os.cpu_count() or 1
     found = f"{usable} usable"
@@ -164,7 +165,7 @@ def cores(scope: Scope) -> Iterator[MachineFinding]:
         yield MachineFinding("cores", found)
 
 
-def main_memory(scope: Scope) -> Iterator[MachineFinding]:
+def main_memory() -> Iterator[MachineFinding]:
     """Check free and total memory within the container's limit, and this process's own limit."""
     total, free = host.total(), host.available()
     found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
@@ -172,7 +173,7 @@ def main_memory(scope: Scope) -> Iterator[MachineFinding]:
     yield note_if(free < _LITTLE_MEMORY, "memory", found, "sbkit tune --memory finds batches that fit")
 
 
-def shared_memory(scope: Scope) -> Iterator[MachineFinding]:
+def shared_memory() -> Iterator[MachineFinding]:
     """Check the shared memory, through which data workers pass batches."""
     if not os.path.isdir(SHARED_MEMORY):
         yield MachineFinding("shared memory", f"no {SHARED_MEMORY} on this system")
@@ -184,7 +185,7 @@ def shared_memory(scope: Scope) -> Iterator[MachineFinding]:
                   "fewer batches are read ahead: docker run --shm-size=8g, or fewer workers")
 
 
-def open_files(scope: Scope) -> Iterator[MachineFinding]:
+def open_files() -> Iterator[MachineFinding]:
     """Check the limit of open files; each batch on its way from a worker uses some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = min(65536, hard) if hard != resource.RLIM_INFINITY else 65536
@@ -196,7 +197,7 @@ def _limit(value: int) -> str:
     return "no limit" if value == resource.RLIM_INFINITY else str(value)
 
 
-def language(scope: Scope) -> Iterator[MachineFinding]:
+def language() -> Iterator[MachineFinding]:
     """Check that file names and texts use UTF-8."""
     names, text = sys.getfilesystemencoding(), locale.getpreferredencoding(False)
     wrong = {names.lower(), text.lower()} - {"utf-8", "utf8"}
@@ -204,7 +205,7 @@ def language(scope: Scope) -> Iterator[MachineFinding]:
                   "export LANG=C.UTF-8 PYTHONUTF8=1: names and transcripts are UTF-8")
 
 
-def predictions(scope: Scope) -> Iterator[MachineFinding]:
+def predictions() -> Iterator[MachineFinding]:
     """Report how right ``sbkit check --price`` has been about this machine's finished runs."""
     found, right = price.summary(finished_runs.read())
     yield note_if(not right, "predictions", found,
@@ -212,24 +213,29 @@ def predictions(scope: Scope) -> Iterator[MachineFinding]:
                   "end of the interval, and add --measure")
 
 
-#: The checks in the order of the table, with their names in case they fail.
+#: The checks of a machine in the order of the table, with their names in case they fail.
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("Python", python), ("packages", needed), ("torch", torch_pair),
     ("NVIDIA driver", cards.driver), ("cards", cards.cards), ("attention", cards.attention),
     ("CUDA libraries", cards.libraries), ("health of cards", cards.health), ("clock of cards", cards.clocks),
     ("onnxruntime", onnxruntime), ("compilers", compilers), ("cores", cores),
     ("memory", main_memory), ("shared memory", shared_memory), ("open files", open_files),
-    ("locale", language), ("caches", folders.caches), ("data", folders.data), ("output", folders.output),
-    ("clock", folders.time_stamps), ("predictions", predictions),
+    ("locale", language), ("caches", folders.caches),
 )
 _WIDEST = 120
 
 
-def examine(scope: Scope) -> list[MachineFinding]:
-    """Run all checks; torch and onnxruntime are probed first, in parallel."""
+def examine(data: Path | None = None, run: Path | None = None) -> list[MachineFinding]:
+    """Run all checks, with those of a corpus and of a run; torch and onnxruntime are probed first, in parallel."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(probe.inspect_library, probe.LIBRARIES))
-    return [finding for what, check in CHECKS for finding in run_check(what, check, scope)]
+    checks: list[tuple[str, Check]] = [
+        *CHECKS, ("output", partial(folders.output, run or Path("results"))), ("predictions", predictions)]
+    if data is not None:
+        checks.insert(-2, ("data", partial(folders.data, data)))
+    if run is not None:
+        checks.insert(-1, ("clock", partial(folders.time_stamps, run)))
+    return [finding for what, check in checks for finding in run_check(what, check)]
 
 
 def in_the_way(found: Sequence[MachineFinding]) -> bool:

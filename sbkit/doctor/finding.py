@@ -33,24 +33,16 @@ def note_if(wrong: object, what: str, found: str, fix: str) -> MachineFinding:
     return MachineFinding(what, found, NOTE, fix) if wrong else MachineFinding(what, found)
 
 
-@dataclass(frozen=True)
-class Scope:
-    """What the doctor checks besides the machine."""
-
-    data: Path | None = None
-    run: Path | None = None
+Check = Callable[[], Iterable[MachineFinding]]
 
 
-Check = Callable[[Scope], Iterable[MachineFinding]]
-
-
-def run_check(what: str, check: Check, scope: Scope, patience: float = PATIENCE_SECONDS) -> list[MachineFinding]:
+def run_check(what: str, check: Check, patience: float = PATIENCE_SECONDS) -> list[MachineFinding]:
     """Run a check and return its findings; a failure or a timeout is a finding too."""
     found: list[MachineFinding] = []
 
     def run() -> None:
         try:
-            found.extend(check(scope))
+            found.extend(check())
         except Exception as error:  # anything may be broken; that is what the doctor is for
             found.append(MachineFinding(what, f"unknown: {summary(error)}", NOTE))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, Scope, note_if
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, MachineFinding, note_if
 from sbkit.system.disk import cache_folder
 
 _LITTLE_DISK = 5 << 30
@@ -22,7 +22,7 @@ _SAMPLED_FILES = 2000  # most files sampled from a data folder
 _AHEAD = 60.0  # seconds: tolerated clock difference of machines that share a folder
 
 
-def caches(scope: Scope) -> Iterator[MachineFinding]:
+def caches() -> Iterator[MachineFinding]:
     """Check the caches of sbkit, torch's compiler and Hugging Face, and the temporary folder."""
     triton = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton"
     hub = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
@@ -39,22 +39,19 @@ def caches(scope: Scope) -> Iterator[MachineFinding]:
                           f"make room, or export {variable}=FOLDER")
 
 
-def data(scope: Scope) -> Iterator[MachineFinding]:
-    """Check that the named corpus exists, and measure how fast it is read."""
-    if scope.data is None:
+def data(place: Path) -> Iterator[MachineFinding]:
+    """Check that a corpus exists, and measure how fast it is read."""
+    if not place.exists():
+        yield MachineFinding("data", f"{place} does not exist", IN_THE_WAY, "give --data an existing folder or file")
         return
-    if not scope.data.exists():
-        yield MachineFinding("data", f"{scope.data} does not exist", IN_THE_WAY,
-                             "give --data an existing folder or file")
-        return
-    read, seconds, files = _read(scope.data)
+    read, seconds, files = _read(place)
     if not files:
-        yield MachineFinding("data", f"{scope.data}: no file in it can be read", IN_THE_WAY,
+        yield MachineFinding("data", f"{place}: no file in it can be read", IN_THE_WAY,
                              "is it the right folder, and may this user read it?")
         return
     speed = read / max(seconds, 1e-6)
     yield note_if(speed < _SLOW and seconds > 0.2, "data",
-                  f"{scope.data}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader (cached "
+                  f"{place}: {speed / 1e6:.0f} MB/s, {files / max(seconds, 1e-6):.0f} files/s, one reader (cached "
                   "files are faster)",
                   "sbkit shard packs many small files into few large ones; or copy the data to a local disk")
 
@@ -82,9 +79,8 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(parent) / name for name in names)
 
 
-def output(scope: Scope) -> Iterator[MachineFinding]:
-    """Check the output folder: the named one, or ``results`` in the working directory."""
-    folder = scope.run or Path("results")
+def output(folder: Path) -> Iterator[MachineFinding]:
+    """Check the output folder of runs."""
     if not _may_write(folder):
         yield MachineFinding("output", f"{folder} can't be written", IN_THE_WAY,
                              "give --output_folder a writable folder")
@@ -106,18 +102,16 @@ def _write_speed(folder: Path) -> float:
     return written / (time.perf_counter() - began)
 
 
-def time_stamps(scope: Scope) -> Iterator[MachineFinding]:
+def time_stamps(run: Path) -> Iterator[MachineFinding]:
     """Check a run for files from the future: a clock was set back, or the machines' clocks differ."""
-    if scope.run is None:
+    if not run.is_dir():
+        yield MachineFinding("run", f"{run} does not exist", IN_THE_WAY, "give --run the output folder of a run")
         return
-    if not scope.run.is_dir():
-        yield MachineFinding("run", f"{scope.run} does not exist", IN_THE_WAY, "give --run the output folder of a run")
-        return
-    newest = max((path.lstat().st_mtime for path in islice(_files(scope.run), _SAMPLED_FILES)), default=0.0)
+    newest = max((path.lstat().st_mtime for path in islice(_files(run), _SAMPLED_FILES)), default=0.0)
     ahead = newest - time.time()
     wrong = ahead > _AHEAD
-    found = (f"the newest file of {scope.run} is {ahead / 60:.0f} min in the future" if wrong else
-             f"no file of {scope.run} is in the future" if newest else f"{scope.run} is empty")
+    found = (f"the newest file of {run} is {ahead / 60:.0f} min in the future" if wrong else
+             f"no file of {run} is in the future" if newest else f"{run} is empty")
     yield note_if(wrong, "clock", found,
                   "set this machine's clock (timedatectl): it decides which checkpoint is the newest")
 

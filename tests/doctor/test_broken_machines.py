@@ -6,11 +6,12 @@ import platform
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
 from sbkit.doctor import cards, examination, finding, folders, probe
-from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, MachineFinding, Scope, run_check
+from sbkit.doctor.finding import IN_THE_WAY, NOTE, OK, MachineFinding, run_check
 from sbkit.recipe import finished_runs
 
 SMI = """\
@@ -58,8 +59,8 @@ def installed(monkeypatch):
     return there
 
 
-def only(check, asked=None):
-    (found,) = run_check("it", check, asked or Scope())
+def only(check, *given):
+    (found,) = run_check("it", partial(check, *given))
     return found
 
 
@@ -69,7 +70,7 @@ def only(check, asked=None):
 def test_a_mixed_pair_is_in_the_way_with_what_to_install(says, installed):
     installed(torch="2.13.0", torchaudio="2.11.0")
     says(torch=TORCH | {"version": "2.13.0"}, torchaudio={"error": "OSError: undefined symbol: _ZN3c10"})
-    pair, torch, audio = run_check("torch", examination.torch_pair, Scope())
+    pair, torch, audio = run_check("torch", examination.torch_pair)
     assert (pair.what, pair.verdict) == ("torch pair", IN_THE_WAY) and "torchaudio==2.13.*" in pair.fix
     assert torch.verdict == OK
     assert (audio.verdict, audio.found) == (IN_THE_WAY, "2.11.0 doesn't work: OSError: undefined symbol: _ZN3c10")
@@ -90,7 +91,7 @@ def test_a_torch_that_ends_its_process_is_a_line(monkeypatch, installed, signum,
     ("3.10.14", NOTE), ("3.10.15", OK), ("3.11.9", NOTE), ("3.11.10", OK), ("3.12.0", OK), ("3.9.1", IN_THE_WAY)])
 def test_a_python_whose_forked_processes_may_hang_is_noted(monkeypatch, version, verdict):
     monkeypatch.setattr(platform, "python_version", lambda: version)
-    (found,) = examination.python(Scope())
+    (found,) = examination.python()
     assert found.verdict == verdict and ("fork" in found.fix) == (verdict == NOTE)
 
 
@@ -113,7 +114,7 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed,
     installed(numpy="1.20", tqdm="4.70")
     wanted = ["numpy>=1.26", "tqdm>=4.66", "soxr>=0.5", 'onnx>=1.17; extra == "export"']
     monkeypatch.setattr(examination.metadata, "requires", lambda _: wanted)
-    numpy, soxr, rest = run_check("packages", examination.needed, Scope())
+    numpy, soxr, rest = run_check("packages", examination.needed)
     assert numpy == MachineFinding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
     assert soxr == MachineFinding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
     assert rest.found.endswith("1 of the 3 that it needs fit: tqdm 4.70")
@@ -151,7 +152,7 @@ def test_predictions_are_right_within_what_the_page_says(monkeypatch, hours, ver
 def test_without_a_compiler_triton_and_the_kernels_say_what_they_miss(says, monkeypatch):
     says(kernels={"why_not": "there is no C compiler"})
     monkeypatch.setattr(examination.shutil, "which", lambda name: None)
-    compiler, kernels, triton = run_check("compilers", examination.compilers, Scope())
+    compiler, kernels, triton = run_check("compilers", examination.compilers)
     assert [each.verdict for each in (compiler, kernels, triton)] == [NOTE] * 3
     assert compiler.fix == "apt install gcc" and "a C compiler" in triton.found
 
@@ -180,7 +181,7 @@ def test_a_driver_and_whether_torch_can_use_it(says, monkeypatch, torch, visible
 def test_cards_that_are_taken_or_too_new_or_far_from_each_other(says):
     taken, new = H100 | {"free": 9 << 30}, H100 | {"name": "NVIDIA B300", "capability": [11, 0]}
     says(cards={"cards": [H100, taken, new], "architectures": ["sm_80", "sm_90"], "without_peer_access": [[0, 2]]})
-    sound, busy, unknown, apart = run_check("cards", cards.cards, Scope())
+    sound, busy, unknown, apart = run_check("cards", cards.cards)
     assert sound == MachineFinding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
     assert busy.verdict == NOTE and "another process" in busy.fix
     assert unknown.verdict == IN_THE_WAY and "no code for it" in unknown.found
@@ -204,7 +205,7 @@ def test_attention_names_the_kernel_for_each_size_of_a_head(says):
 
 def test_clocks_that_are_held_down_say_by_what(monkeypatch):
     monkeypatch.setattr(cards, "_smi", lambda *words: PERFORMANCE)
-    hot, idle = run_check("clocks", cards.clocks, Scope())
+    hot, idle = run_check("clocks", cards.clocks)
     assert hot.verdict == NOTE
     assert hot.found == "throttled now by heat; throttled now by the board; was throttled by its power limit for 9 min"
     assert (idle.verdict, idle.found) == (OK, "not throttled")
@@ -249,32 +250,32 @@ def test_few_open_files_and_names_that_are_not_utf8(monkeypatch):
 
 def test_a_run_from_the_future_and_a_corpus_that_is_not_there(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert only(folders.time_stamps, Scope(run=tmp_path)).verdict == OK
+    assert only(folders.time_stamps, tmp_path).verdict == OK
     os.utime(tmp_path / "metrics.jsonl", (time.time() + 7200,) * 2)
-    found = only(folders.time_stamps, Scope(run=tmp_path))
+    found = only(folders.time_stamps, tmp_path)
     assert found.verdict == NOTE and "120 min in the future" in found.found and "timedatectl" in found.fix
-    assert only(folders.data, Scope(data=tmp_path / "absent")).verdict == IN_THE_WAY
-    assert only(folders.data, Scope(data=tmp_path)).verdict == OK
+    assert only(folders.data, tmp_path / "absent").verdict == IN_THE_WAY
+    assert only(folders.data, tmp_path).verdict == OK
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(folders.os, "access", lambda *_: False)
-    assert only(folders.output, Scope(run=tmp_path)).verdict == IN_THE_WAY
-    assert {each.verdict for each in run_check("caches", folders.caches, Scope())} == {NOTE}
+    assert only(folders.output, tmp_path).verdict == IN_THE_WAY
+    assert {each.verdict for each in run_check("caches", folders.caches)} == {NOTE}
 
 
 # ---------------------------------------------------------------- whatever else
 
 
 def test_a_check_that_breaks_or_never_answers_is_a_line():
-    def broken(asked):
+    def broken():
         yield MachineFinding("one", "well")
         raise ZeroDivisionError("of all things\nand more")
 
-    one, rest = run_check("disk", broken, Scope())
+    one, rest = run_check("disk", broken)
     assert one.verdict == OK
     assert rest == MachineFinding("disk", "unknown: ZeroDivisionError: of all things", NOTE)
-    (late,) = run_check("disk", lambda asked: time.sleep(60), Scope(), patience=0.05)
+    (late,) = run_check("disk", lambda: time.sleep(60), patience=0.05)
     assert late.found == "no answer within 0.05 s"
 
 

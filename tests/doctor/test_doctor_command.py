@@ -39,7 +39,7 @@ def test_nothing_of_torch_is_imported_here():
 
 
 def test_what_is_in_the_way_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
-    monkeypatch.setattr(examination, "examine", lambda asked: BAD)
+    monkeypatch.setattr(examination, "examine", lambda data, run: BAD)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out == """\
@@ -56,7 +56,7 @@ note        shared memory  /dev/shm: 0.06 of 0.06 GiB free
 
 
 def test_the_same_for_programs(capsys, monkeypatch):
-    monkeypatch.setattr(examination, "examine", lambda asked: BAD)
+    monkeypatch.setattr(examination, "examine", lambda data, run: BAD)
     assert main(["doctor", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["in_the_way"] == 1

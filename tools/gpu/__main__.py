@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sbkit.doctor import examination, probe
-from sbkit.doctor.finding import Scope
 from sbkit.errors import SbkitError
 from sbkit.rehearsal import nullcard
 
@@ -58,7 +57,7 @@ def prove(args: argparse.Namespace) -> int:
     logs = Path(f"{args.out}-logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     say(f"{len(asked)} checks on {machine}, {args.minutes:g} minutes at most; logs in {logs}")
-    about = [(each.what, each.found) for each in examination.examine(Scope())]
+    about = [(each.what, each.found) for each in examination.examine()]
     paths = [str(CHECKOUT), *(os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(":") if each)]
     os.environ["PYTHONPATH"] = ":".join(dict.fromkeys(paths))  # of all that is started
     for signum in (signal.SIGTERM, signal.SIGHUP):

@@ -89,7 +89,7 @@ def test_the_old_command_says_the_new_one(words, capsys):
 @pytest.fixture
 def limits(monkeypatch, tmp_path):
     """Runs checks that take the given seconds of a clock that stands; returns each one's limit, and the report."""
-    monkeypatch.setattr(examination, "examine", lambda scope: [])  # takes seconds
+    monkeypatch.setattr(examination, "examine", lambda: [])  # takes seconds
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     now, given = [1000.0], {}
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
