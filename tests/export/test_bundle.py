@@ -116,6 +116,8 @@ def test_the_bundle_is_whole(made):
         "config.json", "model.safetensors", "model.ckpt", "tokenizer.model", "tokenizer.ckpt", "tokens.txt",
         "model.onnx", "model.int8.onnx", "model.pt2", "hyperparams.yaml", "parity.json", "README.md"}
     assert not [path for path in made.parent.iterdir() if path != made], "nothing is left beside it"
+    for one, other in (("model.safetensors", "model.ckpt"), ("tokenizer.model", "tokenizer.ckpt")):
+        assert (made / one).samefile(made / other), "one file under two names"
     config = Config.read(made)
     for name, known in config.files.items():
         assert layout.fingerprint(made / name) == known
@@ -123,6 +125,15 @@ def test_the_bundle_is_whole(made):
     assert config.trained["checkpoint"] == "CKPT+epoch2" and config.trained["valid"]["WER"] == 40.0
     assert (config.sample_rate, config.hop_samples, config.subsampling) == (16000, 160, 4)
     assert str(made.parent) not in (made / "config.json").read_text(), "no path of this machine goes with it"
+
+
+def contents(path):
+    """The bytes of a file, or of each file in an archive."""
+    if not zipfile.is_zipfile(path):
+        return [path.read_bytes()]
+    assert path.name == "model.pt2"
+    with zipfile.ZipFile(path) as archive:
+        return [archive.read(name) for name in archive.namelist()]
 
 
 def test_nothing_in_it_is_a_pickle(made):
@@ -135,25 +146,15 @@ def test_nothing_in_it_is_a_pickle(made):
             return False
 
     assert is_pickle(pickle.dumps([1])) and is_pickle(pickle.dumps({"a": np.ones(3)}))
-
     for path in made.iterdir():
-        entries = [path.read_bytes()]
-        if zipfile.is_zipfile(path):
-            assert path.name == "model.pt2"
-            with zipfile.ZipFile(path) as archive:
-                entries = [archive.read(name) for name in archive.namelist()]
-        assert not any(map(is_pickle, entries)), path
+        assert not any(map(is_pickle, contents(path))), path
 
 
 def test_nothing_in_it_tells_where_it_was_made(made):
     """Exporters write the file and line of every operation into a graph, and source lines of one's own code."""
     places = [str(Path(sbkit.__file__).parent).encode(), str(Path(torch.__file__).parent).encode(), b"stack_trace"]
     for path in made.iterdir():
-        entries = [path.read_bytes()]
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                entries = [archive.read(name) for name in archive.namelist()]
-        assert not any(place in data for place in places for data in entries), path
+        assert not any(place in data for place in places for data in contents(path)), path
 
 
 def test_its_readme_says_what_was_trained_and_which_files_can_run_code(made):
@@ -211,11 +212,6 @@ def test_stock_speechbrain_loads_and_transcribes_it(made, run, clips, tmp_path):
     with sbkit.infer.load(made, device="cpu") as loaded:
         assert model.transcribe_file(wav).split() == loaded.transcribe(wav).text.split()
         assert model.transcribe_file(wav), "the model says something, or the comparison is empty"
-
-
-def test_the_weights_are_one_file_under_two_names(made):
-    for one, other in (("model.safetensors", "model.ckpt"), ("tokenizer.model", "tokenizer.ckpt")):
-        assert (made / one).samefile(made / other)
 
 
 # ---------------------------------------------------------------- the gate

@@ -1,17 +1,14 @@
 """Other people's CTC models become bundles that say what their own code says."""
 
 import functools
-import io
 import json
 import pickle
 
 import bundles
-import httpx
 import numpy as np
 import onnxruntime
 import published
 import pytest
-import serving
 import soundfile
 import torch
 
@@ -99,18 +96,6 @@ def test_a_bundle_says_of_each_clip_what_transformers_says(imported, kind):
     facts = json.loads((bundle / layout.PARITY).read_text())["formats"]
     assert list(facts) == ["transformers", *made.formats]
     assert facts["onnx"]["difference"] <= 1e-3 and facts["onnx"]["words_changed"] == 0
-
-
-@pytest.mark.slow
-def test_a_server_says_what_transformers_says(imported):
-    folder, bundle = imported("wav2vec2").folder, imported("wav2vec2").bundle
-    with serving.serving(bundle, names=("theirs",)) as server:
-        for seed, samples in enumerate(LENGTHS):
-            signal, file = published.spoken(samples, seed), io.BytesIO()
-            soundfile.write(file, signal, 16_000, format="WAV", subtype="FLOAT")
-            answer = httpx.post(f"{server.base}/audio/transcriptions", data={"model": "theirs"},
-                                files={"file": ("a.wav", file.getvalue())})
-            assert answer.json()["text"].split() == said(published.theirs(folder, signal)[1])
 
 
 @pytest.mark.slow
