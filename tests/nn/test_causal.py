@@ -106,27 +106,6 @@ def test_its_rule_of_lengths_is_found():
     assert rule.factor == 4 and all(rule(frames) == -(-frames // 4) for frames in range(1, 300))
 
 
-def test_a_step_is_exported_with_open_sizes():
-    layer = front_end()
-    frames = 4 * torch.export.Dim("chunks", min=1, max=100)
-    batch = torch.export.Dim("batch", min=1, max=100)
-    program = torch.export.export(Step(layer), (features(8), *layer.state(2)), strict=False, dynamic_shapes=(
-        {0: batch, 1: frames}, ({0: batch}, {0: batch})))
-    x, state = features(20, rows=3), tuple(torch.randn_like(each) for each in layer.state(3))
-    found, after = program.module()(x, *state)
-    expected, then = layer.forward_step(x, state)
-    torch.testing.assert_close((found, *after), (expected, *then))
-
-
-class Step(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, *state):
-        return self.layer.forward_step(x, state)
-
-
 @pytest.mark.parametrize(("options", "message"), [
     ({"kernel_size": 4}, "odd"), ({"channels": []}, "channels"), ({"stride": 0}, "stride")])
 def test_wrong_sizes_are_refused(options, message):

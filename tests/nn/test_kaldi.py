@@ -98,10 +98,9 @@ def test_beside_a_loud_tone_it_is_nearer_to_the_truth_than_torchaudio():
     """In fp32 both lose digits of what is 60 dB below."""
     at = torch.arange(16_000) / 16_000
     signal = waves()[:1] * 0.05 + 0.3 * torch.sin(2 * torch.pi * 900 * at)
-    true = torchaudio.compliance.kaldi.fbank(signal.double(), dither=0.0, num_mel_bins=80)
-    theirs = torchaudio.compliance.kaldi.fbank(signal, dither=0.0, num_mel_bins=80)
+    true = theirs(signal[0].double())
     error = (FilterBank()(signal)[0] - true).abs().max()
-    assert error < 2e-3 and error < 1.5 * (theirs - true).abs().max()
+    assert error < 2e-3 and error < 1.5 * (theirs(signal[0]) - true).abs().max()
 
 
 def test_autocast_changes_nothing():
@@ -109,27 +108,6 @@ def test_autocast_changes_nothing():
     with torch.autocast("cpu", torch.bfloat16):
         found = layer(signals)
     assert torch.equal(found, layer(signals))
-
-
-@pytest.mark.slow
-def test_an_exported_graph_has_products_where_it_has_transforms():
-    signals, layer = waves(), FilterBank(scale=32768.0)
-    open_ = {"signals": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
-    program = torch.export.export(layer, (signals,), dynamic_shapes=open_, strict=False)
-    assert not any("fft" in str(node.target) for node in program.graph.nodes)
-    for samples in (12_345, 9_000):
-        torch.testing.assert_close(program.module()(waves(samples, 2)), layer(waves(samples, 2)), rtol=0, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_mirrored_ends_are_exported_with_open_sizes():
-    layer, lengths = FilterBank(snip_edges=False), torch.tensor([12_345, 4_000])
-    open_ = {"signals": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},
-             "lengths": {0: torch.export.Dim.DYNAMIC}}
-    program = torch.export.export(layer, (waves(12_345, 2), lengths), dynamic_shapes=open_, strict=False)
-    for samples in (12_345, 9_000):
-        signals, lengths = waves(samples, 3), torch.tensor([samples, 500, 7_000])
-        torch.testing.assert_close(program.module()(signals, lengths), layer(signals, lengths), rtol=0, atol=1e-3)
 
 
 def test_a_checkpoint_has_nothing_of_it():

@@ -221,17 +221,6 @@ def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_pa
     assert len(alone) == KEPT and alone == kept([range(0, 40, 2), range(1, 40, 2)])
 
 
-def test_stoi_is_one_for_the_same_and_none_where_there_is_too_little_speech():
-    pytest.importorskip("pystoi", reason="STOI needs the extra 'speech'")
-    from sbkit.tasks.listening import stoi
-
-    noise = np.random.default_rng(0).normal(size=32_000).astype(np.float32)
-    assert stoi(noise, noise, 16_000) == pytest.approx(1)
-    other = np.random.default_rng(1).normal(size=32_000).astype(np.float32)
-    assert stoi(noise, noise + other, 16_000) < 0.95
-    assert stoi(noise[:2000], noise[:2000], 16_000) is None
-
-
 @pytest.mark.parametrize(("counts", "expected"), [([5, 5, 5, 5], 4.0), ([7, 0, 0], 1.0), ([0, 0], 1.0)])
 def test_perplexity_is_the_number_of_entries_that_are_used_alike(counts, expected):
     assert perplexity(np.array(counts)) == pytest.approx(expected)
