@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -64,11 +63,8 @@ class TokenizeRequest(ModelRequest):
     force: bool = False
 
 
-class _ReadRow(NamedTuple):
-    """A row of a manifest, and its samples or why there are none."""
-
-    row: int
-    found: Future[np.ndarray | AudioError]
+#: Rows of a manifest, and the samples of each, which are being read.
+Window = list[tuple[int, Future[np.ndarray]]]
 
 
 def tokenize(request: TokenizeRequest) -> int:
@@ -180,10 +176,13 @@ class _Done:
         self.utterances, self.seconds, self.frames = 0, 0.0, 0
         self._lost: dict[str, list[tuple[int, str]]] = {UNDECODABLE: [], UNCODABLE: []}
 
-    def add(self, window: Sequence[_ReadRow]) -> None:
-        found = [(row, future.result()) for row, future in window]
-        self._lost[UNDECODABLE] += [(row, error.cause) for row, error in found if isinstance(error, AudioError)]
-        heard = [(row, signal) for row, signal in found if isinstance(signal, np.ndarray)]
+    def add(self, window: Window) -> None:
+        heard: list[tuple[int, np.ndarray]] = []
+        for row, future in window:
+            try:
+                heard.append((row, future.result()))
+            except AudioError as error:
+                self._lost[UNDECODABLE].append((row, error.cause))
         manifest, coded = self._manifest, self._codec.encode_each([signal for _, signal in heard])
         for (row, signal), codes in zip(heard, coded, strict=True):
             if isinstance(codes, SbkitError):
@@ -220,13 +219,15 @@ def _report_left_out(name: str, folder: Path, left_out: pa.Table, done: _Done) -
 # ---------------------------------------------------------------------- reading
 
 
-def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[list[_ReadRow]]:
+def _read(manifest: Manifest, sample_rate: int, readers: int) -> Iterator[Window]:
     """Yield rows in their order, some minutes at a time, the next of which are being read."""
-    ahead: deque[list[_ReadRow]] = deque()
+    ahead: deque[Window] = deque()
     pool = ThreadPoolExecutor(readers, "sbkit-reader")
     try:
         for window in _windows(manifest.durations):
-            ahead.append([_ReadRow(row, pool.submit(_samples, manifest, row, sample_rate)) for row in window])
+            ahead.append([(row, pool.submit(
+                read_utterance, manifest.wavs[row], float(manifest.starts[row]), float(manifest.durations[row]),
+                sample_rate=sample_rate, remote=manifest.remote)) for row in window])
             if len(ahead) > 1:
                 yield ahead.popleft()
         yield from ahead
@@ -239,11 +240,3 @@ def _windows(durations: np.ndarray) -> list[range]:
     ends = np.cumsum(durations, dtype=np.float64) // AT_ONCE_SECONDS
     cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(durations)]
     return [range(*pair) for pair in itertools.pairwise(cuts) if pair[0] < pair[1]]
-
-
-def _samples(manifest: Manifest, row: int, sample_rate: int) -> np.ndarray | AudioError:
-    try:
-        return read_utterance(manifest.wavs[row], float(manifest.starts[row]), float(manifest.durations[row]),
-                              sample_rate=sample_rate, remote=manifest.remote)
-    except AudioError as error:
-        return error
