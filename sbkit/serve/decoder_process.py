@@ -32,14 +32,6 @@ LOUDEST = 1e6
 READY, YES, NO = b"ready\n", b"y", b"n"
 
 
-class TooLong(Exception):
-    """The recording is longer than the order allows."""
-
-
-class NoRoom(Exception):
-    """The server has no more disk space to give."""
-
-
 def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
            room: Callable[[int], bool] = lambda size: True) -> dict[str, Any]:
     """Write an upload as float32 samples at ``rate``; returns the answer.
@@ -52,35 +44,31 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         data = file.read()
         seconds, own, channels = audio.audio_info(data)
         if channels > MAX_CHANNELS:
-            raise AudioError("", f"its header claims {channels} channels; more than {MAX_CHANNELS} are refused")
+            return {"refused": f"its header claims {channels} channels; more than {MAX_CHANNELS} are refused"}
         if own > MAX_RATE:
-            raise AudioError("", f"its header claims {own} samples per second; more than {MAX_RATE} are refused")
+            return {"refused": f"its header claims {own} samples per second; more than {MAX_RATE} are refused"}
         if seconds > max_seconds:
-            raise TooLong(f"{seconds:.1f} s long")
+            return {"too_long": f"{seconds:.1f} s long"}
         samples, granted = 0, 0
         recording = Recording(data)
         for block in recording.blocks(rate):
             loudest = float(np.abs(block).max())
             if loudest > LOUDEST:
-                raise AudioError("", f"holds samples as large as {loudest:g}; full scale is 1")
+                return {"refused": f"holds samples as large as {loudest:g}; full scale is 1"}
             samples += len(block)
             if samples > max_seconds * rate:
-                raise TooLong(f"longer than {max_seconds:g} s")
+                return {"too_long": f"longer than {max_seconds:g} s"}
             if 4 * samples > granted:
                 granted = max(4 * samples, 0 if granted else 4 * int(seconds * rate))
                 if not room(granted):
-                    raise NoRoom
+                    return {"no_room": granted}
             _write(out, memoryview(block.data).cast("B"))
         out.flush()
         if not samples:
-            raise AudioError("", "holds no audio")
+            return {"refused": "holds no audio"}
         return {"samples": samples, "warning": recording.warning}
     except AudioError as error:
         return {"refused": error.cause}
-    except TooLong as error:
-        return {"too_long": str(error)}
-    except NoRoom:
-        return {"no_room": granted}
     except MemoryError:
         return {"refused": "takes more memory to decode than a recording should"}
     except OSError as error:
