@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import tempfile
 import time
@@ -98,12 +99,23 @@ def _opened(request: SpeakRequest) -> Iterator[IO[str]]:
         else:
             binary = stay.enter_context(tempfile.TemporaryFile("w+b"))
             with disk.disk_errors_as_user_error(tempfile.gettempdir(), "a copy of the text"):
-                for block in text_bytes(request):
-                    binary.write(block)
+                write_text(request, binary)
                 binary.flush()
             binary.seek(0)
         with open(binary.fileno(), encoding="utf-8-sig", newline="", closefd=False) as text:
             yield text
+
+
+def write_text(request: SpeakRequest, to: IO[bytes]) -> None:
+    """Write a text that can't be read twice into a file."""
+    if request.file is not None:
+        with _file(request.file) as source:
+            shutil.copyfileobj(source, to)
+    elif request.text == STD:
+        told = "echo good morning | sbkit speak BUNDLE - --to morning.wav"
+        shutil.copyfileobj(standard_input("a text", told).buffer, to)
+    else:
+        to.write((request.text or "").encode("utf-8", "surrogateescape"))
 
 
 def _file(path: Path) -> IO[bytes]:
@@ -111,20 +123,6 @@ def _file(path: Path) -> IO[bytes]:
         return path.open("rb")
     except OSError as error:
         raise SbkitError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def text_bytes(request: SpeakRequest) -> Iterator[bytes]:
-    """Yield the bytes of a text that can't be read twice."""
-    if request.file is None and request.text != STD:
-        yield (request.text or "").encode("utf-8", "surrogateescape")
-        return
-    with _file(request.file) if request.file is not None else contextlib.nullcontext(_standard_input()) as file:
-        while block := file.read(_BLOCK):
-            yield block
-
-
-def _standard_input() -> IO[bytes]:
-    return standard_input("a text", "echo good morning | sbkit speak BUNDLE - --to morning.wav").buffer
 
 
 def _blocks(text: IO[str], request: SpeakRequest) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import os
 import sys
 import threading
@@ -84,7 +85,7 @@ def test_packed_text_is_unpacked_and_a_bomb_is_not(tmp_path):
 @pytest.mark.parametrize("read", [
     lambda: inputs.collect(["-"]),
     lambda: list(lm.read_texts(["-"])),
-    lambda: list(speaking.text_bytes(SimpleNamespace(text="-", file=None))),
+    lambda: speaking.write_text(SimpleNamespace(text="-", file=None), io.BytesIO()),
 ], ids=["transcribe", "lm", "speak"])
 def test_a_closed_one_is_told_and_so_is_a_command_that_works(monkeypatch, read):
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it then
