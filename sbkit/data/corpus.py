@@ -23,7 +23,7 @@ from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, mapped_file
 from sbkit.data.options import check_number, texts
-from sbkit.data.prepare import MISSING, UNDECODABLE, RowLimits, SplitReport, prepare_split, recording_keys, summarize
+from sbkit.data.prepare import RowLimits, SplitReport, prepare_split, recording_keys, summarize
 from sbkit.data.presence import check_opened, refused
 from sbkit.data.remote import NOWHERE, SCHEMES, Remote, check_schemes, scheme_of
 from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_hub, open_source
@@ -364,7 +364,7 @@ class Corpus:
                     logger.warning("%s was changed since it was prepared: preparing it again",
                                    self.manifest_path(split))
                     return None
-            mended = exclusions.repaired(self.folder, MISSING, UNDECODABLE)
+            mended = exclusions.repaired(self.folder)
             if mended is not None:
                 logger.info("corpus: %s was left out and has come or changed since: preparing %s again",
                             mended, self.folder)

@@ -15,6 +15,8 @@ from sbkit.data.presence import existing, file_version
 from sbkit.system.console import atomic_write
 
 NAME = "left_out.csv"
+#: Reasons for which recordings are left out that may appear, or change, later.
+MISSING, UNDECODABLE = "missing clip", "undecodable"
 #: Fields that a spreadsheet would take for a formula, however often they were guarded before.
 _FORMULA = r"'*[=+\-@\t\r]"
 _COLUMNS = ("split", "ID", "wav", "reason", "detail", "size", "modified")
@@ -56,20 +58,16 @@ def _replaced(table: pa.Table, pattern: str, replacement: str) -> pa.Table:
     return pa.table(columns, names=table.column_names)
 
 
-def repaired(folder: Path, missing: str, damaged: str) -> str | None:
+def repaired(folder: Path) -> str | None:
     """A recording that was left out and has appeared or changed since then; None if there is none.
-
-    Arguments
-    ---------
-    missing, damaged : the reasons for which such recordings were left out
 
     Other recordings are not checked: to ask for all files of a large corpus takes minutes on a network file system.
     """
     table = read(folder)
     reason, wavs = table["reason"], table["wav"]
-    gone = Column(pc.filter(wavs, pc.equal(reason, missing)))
+    gone = Column(pc.filter(wavs, pc.equal(reason, MISSING)))
     if len(gone) and (there := existing(gone)).any():
         return gone[int(there.argmax())]
-    bad = pc.equal(reason, damaged)
+    bad = pc.equal(reason, UNDECODABLE)
     seals = zip(*(Column(pc.filter(table[name], bad)) for name in ("wav", "size", "modified")), strict=True)
     return next((wav for wav, *seal in seals if tuple(seal) != file_version(wav)), None)

@@ -52,7 +52,7 @@ def inspect(read: Callable[[int, int], bytes]) -> Mp3 | None:
     start = after_id3(head)
     if start:
         head = read(_RESYNC_BYTES, start)
-    at = _next_frame(head, 0)
+    at = _next_frame(head)
     if at is None:
         return None
     frame = frame_at(head, at)
@@ -107,15 +107,16 @@ def _walk(data: bytes, at: int, start: int) -> Mp3:
         sizes.add(frame.size & ~1)  # padding makes a frame of constant bit rate one byte longer
         at += frame.size
         if frame_at(data, at) is None:
-            found = _next_frame(data[at : at + _RESYNC_BYTES], 0)
+            found = _next_frame(data[at : at + _RESYNC_BYTES])
             if found is None:
                 break
             at += found
     return Mp3(frames, samples, len(sizes) <= 2, False, first)
 
 
-def _next_frame(data: bytes, at: int) -> int | None:
-    """Offset of the next frame: a header that is followed by another one or by the end of the data."""
+def _next_frame(data: bytes) -> int | None:
+    """Offset of the first frame: a header that is followed by another one or by the end of the data."""
+    at = 0
     while (at := data.find(b"\xff", at)) >= 0:
         frame = frame_at(data, at)
         if frame is not None and (at + frame.size + 4 > len(data) or frame_at(data, at + frame.size)):

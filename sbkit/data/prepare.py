@@ -19,6 +19,7 @@ from sbkit.data import exclusions, leaks
 from sbkit.data.audio import longer
 from sbkit.data.columns import Declared, LabelColumn
 from sbkit.data.copies import Copies
+from sbkit.data.exclusions import MISSING, UNDECODABLE
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
 from sbkit.data.measure import measure
 from sbkit.data.presence import existing, refused
@@ -31,7 +32,7 @@ from sbkit.system.console import progress, table
 logger = logging.getLogger(__name__)
 
 #: Reasons for which a row is left out; only the first that applies is counted.
-MALFORMED, REFUSED, MISSING, UNDECODABLE = "malformed row", "refused URL", "missing clip", "undecodable"
+MALFORMED, REFUSED = "malformed row", "refused URL"
 IN_OTHER_SPLIT = "also in dev or test"
 EXCLUDED = "excluded"
 REASONS = (MALFORMED, REFUSED, "repeated id", IN_OTHER_SPLIT, MISSING, "no text", EXCLUDED, UNDECODABLE,

@@ -20,8 +20,8 @@ from sbkit.codes.shards import CodesWriter, NotKept
 from sbkit.data import exclusions
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.corpus import Corpus
+from sbkit.data.exclusions import UNDECODABLE
 from sbkit.data.manifest import Manifest
-from sbkit.data.prepare import UNDECODABLE
 from sbkit.data.splits import ALIASES, SPLITS
 from sbkit.data.text import AsWritten
 from sbkit.errors import SbkitError

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sounds import encoded, speechlike
 
 from sbkit.data.corpus import Corpus
-from sbkit.data.manifest import Manifest
 from sbkit.data.sources import open_source
 from sbkit.errors import SbkitError
 
@@ -39,22 +38,6 @@ def test_speechbrains_csv(tmp_path):
     np.testing.assert_array_equal(rows.durations, [1.5, np.nan])
     assert list(rows.meta["accent"]) == ["x", ""] and list(rows.speakers) == ["s", "s"]
     assert list(read(path, data_root="/data").wavs) == ["/data/a.wav", "/data/sub/b.wav"]
-
-
-def test_a_manifest_is_a_corpus_too(tmp_path):
-    wav = tmp_path / "a.wav"
-    wav.write_bytes(encoded(speechlike(2.0), 16000))
-    shard = tmp_path / "s.tar"
-    shard.write_bytes(bytes(512) + wav.read_bytes())
-    manifest = Manifest(ids=["a", "b"], durations=[1.0, 2.0], starts=[0.5, 0], texts=["one", "two"],
-                        wavs=[str(wav), f"{shard}?offset=512&size={wav.stat().st_size}"], speakers=["s", "t"])
-    (tmp_path / "in").mkdir()
-    manifest.write(tmp_path / "in" / "train.csv")
-    again = Corpus(tmp_path / "in", folder=tmp_path / "m").prepare(show_progress=False)["train"]
-    assert again.wavs == manifest.wavs and again.texts == manifest.texts
-    assert again.speakers == manifest.speakers
-    np.testing.assert_array_equal(again.starts, manifest.starts)
-    np.testing.assert_array_equal(again.durations, manifest.durations)
 
 
 @pytest.mark.parametrize("rate", [1, 8000, 16000, 44100])

@@ -103,20 +103,6 @@ def test_rates_show_what_they_are():
     assert repr(characters) == "ErrorRates(CER 0.00 %, 1 utterance)"
 
 
-def test_texts_and_lists_of_words_in_any_order_and_spacing_are_scored_alike():
-    texts, lists = ErrorRates(), ErrorRates()
-    texts.add(["1", "2"], ["the  cat\tsat", "größe\u3000ja"], [" the cat ", ""])
-    assert list(texts.hypotheses) == [["the", "cat"], []] and texts.lengths.tolist() == [3, 2]
-    lists.add(["1", "2"], [["the", "cat", "sat"], "größe ja"], ["the cat", []])
-    assert texts.summary() == lists.summary()
-    for rates in (texts, lists):
-        rates.add(["3"], [["new york", "is"]], [["new york"]])
-        rates.add(["4"], ["new york"], ["new"])
-        assert list(rates.references) == [["the", "cat", "sat"], ["größe", "ja"], ["new york", "is"], ["new", "york"]]
-        assert rates.edits.tolist() == [1, 2, 1, 1] and rates.rate == pytest.approx(500 / 9)
-    assert texts.alignments() == lists.alignments() == ["==D", "DD", "=D", "=D"]
-
-
 def test_confusions():
     rates = ErrorRates()
     rates.add(
