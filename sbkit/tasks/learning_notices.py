@@ -179,7 +179,6 @@ class LearningNotices:
 
     @property
     def _done(self) -> int:
-        """Steps done."""
         return self._state.step - 1
 
     @property

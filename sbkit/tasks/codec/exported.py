@@ -151,7 +151,36 @@ class ExportedCodec(Exported):
 
     def readme(self, name: str, config: layout.CodecConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:
-        return text(name, config, comparison)
+        rate, count = config.sample_rate / config.stride, len(config.books)
+        values = {"rate": config.sample_rate, "books": config.books, "count": count, "stride": config.stride,
+                  "least": config.min_samples, "least_frames": config.min_frames}
+        each = f"{count} codes of" if count > 1 else "a code of"
+        parts = [f"""{readme.heading(name, config)}
+
+A codec of speech at {config.sample_rate} Hz, trained by sbkit: {rate:g} frames a second, in each of them {each} \
+{" and ".join(f"{size:,}" for size in config.books)}.
+
+```
+sbkit tokenize {name} CORPUS --to codes      # recordings to codes
+sbkit resynthesize {name} codes --to sounds  # and back
+```
+
+```python
+import sbkit.infer
+codec = sbkit.infer.load("{name}")
+[codes] = codec.encode(["clip.mp3"])  # [T, {count}]
+[samples] = codec.decode([codes])
+```
+
+Codes are of this codec alone, which is `{config.codec}`.
+"""]
+        parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+        parts += ["""## Weights
+
+`model.safetensors` has the weights by their names in the codec: `encoder.*`, `quantiser.*` (if it has any), `decoder.*`
+and `head.*`.
+""", readme.compared(comparison)]
+        return "\n".join(parts)
 
 
 def weights(coder: Coder) -> dict[str, Tensor]:
@@ -231,37 +260,3 @@ signals, lengths = decoder(codes, frames)
 
 """ + readme.PROGRAM,
 }
-
-
-def text(name: str, config: layout.CodecConfig, comparison: Comparison) -> str:
-    """Make the whole text."""
-    rate, count = config.sample_rate / config.stride, len(config.books)
-    values = {"rate": config.sample_rate, "books": config.books, "count": count, "stride": config.stride,
-              "least": config.min_samples, "least_frames": config.min_frames}
-    each = f"{count} codes of" if count > 1 else "a code of"
-    parts = [f"""{readme.heading(name, config)}
-
-A codec of speech at {config.sample_rate} Hz, trained by sbkit: {rate:g} frames a second, in each of them {each} \
-{" and ".join(f"{size:,}" for size in config.books)}.
-
-```
-sbkit tokenize {name} CORPUS --to codes      # recordings to codes
-sbkit resynthesize {name} codes --to sounds  # and back
-```
-
-```python
-import sbkit.infer
-codec = sbkit.infer.load("{name}")
-[codes] = codec.encode(["clip.mp3"])  # [T, {count}]
-[samples] = codec.decode([codes])
-```
-
-Codes are of this codec alone, which is `{config.codec}`.
-"""]
-    parts += [_USE[each].format(**values) for each in _USE if each in config.models]
-    parts += ["""## Weights
-
-`model.safetensors` has the weights by their names in the codec: `encoder.*`, `quantiser.*` (if it has any), `decoder.*`
-and `head.*`.
-""", readme.compared(comparison)]
-    return "\n".join(parts)

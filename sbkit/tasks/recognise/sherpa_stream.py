@@ -206,11 +206,11 @@ def _check(graph: StreamingGraph) -> None:
                          hint="train with the compute_features of hparams/streaming.yaml, or leave out --target sherpa")
 
 
-def check_version(version: str | None = None) -> None:
-    """Raise if sherpa-onnx, the installed one by default, is too old to run such a model."""
+def check_version() -> None:
+    """Raise if the installed sherpa-onnx is too old to run such a model."""
     from packaging.version import Version
 
-    version = version or version_of("sherpa-onnx")
+    version = version_of("sherpa-onnx")
     if version is not None and Version(version) < Version(VERSION):
         raise SbkitError(f"sherpa-onnx {version} gives a streaming model other features than this one was trained on: "
                          f"it must be {VERSION} or later", hint=f"pip install 'sherpa-onnx>={VERSION}'")

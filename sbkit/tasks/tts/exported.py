@@ -176,7 +176,35 @@ class ExportedVoice(Exported):
 
     def readme(self, name: str, config: layout.VoiceConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:
-        return text(name, config, comparison)
+        example = next((clip.text for clip in comparison.clips.alone if clip.text), config.symbols[1])
+        written = next((clip.signal for clip in comparison.clips.alone if clip.text), [1])
+        values = {"rate": config.sample_rate, "most": config.max_symbols, "frame": config.frame_seconds,
+                  "symbols": "".join(config.symbols[number] for number in written)}
+        characters = config.characters or config.symbols[1:]
+        spelled = "" if config.spelling is None else f""" Its symbols are phones: words are spelled in IPA, \
+each as if it were said alone, by espeak-ng's voice `{config.spelling}`, which `pip install 'sbkit[demo]'` installs."""
+        speakers = ", ".join(config.speakers[:10]) + (", ..." if len(config.speakers) > 10 else "")
+        parts = [f"""{readme.heading(name, config)}
+
+A voice at {config.sample_rate} Hz, trained by sbkit: {speakers}. It knows the characters \
+`{"".join(characters).strip()}`{" and the space" if " " in characters else ""}.{spelled}
+
+```
+sbkit speak {name} "{example}" --to said.wav
+sbkit serve {name}
+```
+
+```python
+import sbkit.infer
+speech = sbkit.infer.load("{name}").speak("{example}")
+speech.samples, speech.sample_rate, speech.words
+```
+
+Whoever publishes what it says should say that it is synthetic.
+"""]
+        parts += [_USE[each].format(**values) for each in _USE if each in config.models]
+        parts.append(readme.compared(comparison))
+        return "\n".join(parts)
 
 
 def _rules(corpus: Corpus | None) -> dict[str, object] | None:
@@ -226,36 +254,3 @@ audio, samples, durations = voice(torch.from_numpy(text), torch.tensor([text.sha
 
 """ + readme.PROGRAM,
 }
-
-
-def text(name: str, config: layout.VoiceConfig, comparison: Comparison) -> str:
-    """Make the whole text."""
-    example = next((clip.text for clip in comparison.clips.alone if clip.text), config.symbols[1])
-    written = next((clip.signal for clip in comparison.clips.alone if clip.text), [1])
-    values = {"rate": config.sample_rate, "most": config.max_symbols, "frame": config.frame_seconds,
-              "symbols": "".join(config.symbols[number] for number in written)}
-    characters = config.characters or config.symbols[1:]
-    spelled = "" if config.spelling is None else f""" Its symbols are phones: words are spelled in IPA, \
-each as if it were said alone, by espeak-ng's voice `{config.spelling}`, which `pip install 'sbkit[demo]'` installs."""
-    speakers = ", ".join(config.speakers[:10]) + (", ..." if len(config.speakers) > 10 else "")
-    parts = [f"""{readme.heading(name, config)}
-
-A voice at {config.sample_rate} Hz, trained by sbkit: {speakers}. It knows the characters \
-`{"".join(characters).strip()}`{" and the space" if " " in characters else ""}.{spelled}
-
-```
-sbkit speak {name} "{example}" --to said.wav
-sbkit serve {name}
-```
-
-```python
-import sbkit.infer
-speech = sbkit.infer.load("{name}").speak("{example}")
-speech.samples, speech.sample_rate, speech.words
-```
-
-Whoever publishes what it says should say that it is synthetic.
-"""]
-    parts += [_USE[each].format(**values) for each in _USE if each in config.models]
-    parts.append(readme.compared(comparison))
-    return "\n".join(parts)
