@@ -71,17 +71,14 @@ def test_kenlm_reads_what_is_written(tmp_path):
             assert other.score(sentence) == pytest.approx(model.sentence(sentence) / math.log(10), abs=1e-4)
 
 
-def test_equal_histories_have_equal_states_in_both_formats(tmp_path):
-    model = estimate(order=3)
-    kenlm_binary.write(model, tmp_path / "lm.bin")
-    other = kenlm_binary.KenLM(tmp_path / "lm.bin")
+def test_equal_histories_have_equal_states_in_both_formats(binary):
+    model, other, seen = estimate(), kenlm_binary.KenLM(binary), {}
     rng = np.random.default_rng(0)
     for words in rng.choice(["a", "b", "c", "ö", "x"], size=(60, 5)):
         pair = model.start[None], other.start[None]
         for word in words:
             pair = tuple(each.score(state, np.array([each.ids.get(word, each.unknown)]))[1]
                          for each, state in zip((model, other), pair, strict=True))
-        seen = vars(test_equal_histories_have_equal_states_in_both_formats).setdefault("seen", {})
         one, two = (state[0].tobytes() for state in pair)
         assert seen.setdefault(("there", one), two) == two and seen.setdefault(("back", two), one) == one
 
@@ -131,6 +128,21 @@ def test_an_ngram_whose_ending_was_pruned_backs_off_as_it_should(tmp_path):
 
 
 # ------------------------------------------------------------- damaged files
+
+
+@pytest.fixture
+def binary(tmp_path):
+    path = tmp_path / "lm.bin"
+    kenlm_binary.write(estimate(), path)
+    return path
+
+
+def spoil(path, cells, value):
+    """Write a value at each of some places."""
+    data = bytearray(path.read_bytes())
+    for cell in cells:
+        data[cell:cell + len(value)] = value
+    path.write_bytes(data)
 
 
 @pytest.fixture
@@ -205,40 +217,34 @@ def test_a_compressed_file_cut_short(tmp_path):
         arpa.read(path)
 
 
-def test_a_binary_cut_short_or_of_another_kind(tmp_path):
-    path = tmp_path / "lm.bin"
-    kenlm_binary.write(estimate(), path)
-    data = path.read_bytes()
+def test_a_binary_cut_short_or_of_another_kind(binary):
+    data = binary.read_bytes()
     for size in (20, 100, 200, len(data) // 2, len(data) - 3):
-        path.write_bytes(data[:size])
+        binary.write_bytes(data[:size])
         with pytest.raises(SbkitError, match="is truncated"):
-            kenlm_binary.KenLM(path)
-    kind = 88 + 8
-    path.write_bytes(data[:kind] + b"\x02" + data[kind + 1:])
-    with pytest.raises(SbkitError, match="is a KenLM trie model"):
-        kenlm_binary.KenLM(path)
-    path.write_bytes(data.replace(b"version 5", b"version 4"))
-    with pytest.raises(SbkitError, match="another version"):
-        kenlm_binary.KenLM(path)
+            kenlm_binary.KenLM(binary)
+    for other, says in ((data[:96] + b"\x02" + data[97:], "is a KenLM trie model"),
+                        (data.replace(b"version 5", b"version 4"), "another version")):
+        binary.write_bytes(other)
+        with pytest.raises(SbkitError, match=says):
+            kenlm_binary.KenLM(binary)
 
 
 @pytest.mark.parametrize("more, says", [(1, "zeros are where words should be"), (100 << 20, "is too long, or damaged")])
-def test_a_binary_that_goes_on_after_its_words_is_not_copied(tmp_path, more, says):
-    path = tmp_path / "lm.bin"
-    kenlm_binary.write(estimate(), path)
-    os.truncate(path, path.stat().st_size + more)  # takes no room on the disk
+def test_a_binary_that_goes_on_after_its_words_is_not_copied(binary, more, says):
+    os.truncate(binary, binary.stat().st_size + more)  # takes no room on the disk
     tracemalloc.start()
     try:
         with pytest.raises(SbkitError, match=says):
-            kenlm_binary.KenLM(path)
+            kenlm_binary.KenLM(binary)
         assert tracemalloc.get_traced_memory()[1] < 10 << 20
     finally:
         tracemalloc.stop()
-    with path.open("ab") as file:
-        file.truncate(path.stat().st_size - more)
+    with binary.open("ab") as file:
+        file.truncate(binary.stat().st_size - more)
         file.write(b"more")
     with pytest.raises(SbkitError, match="its last 4 bytes are none of its words"):
-        kenlm_binary.KenLM(path)
+        kenlm_binary.KenLM(binary)
 
 
 def test_a_bomb_is_not_unpacked(tmp_path):
@@ -271,25 +277,19 @@ def test_a_header_of_no_model_is_refused_at_once(tmp_path, header):
     assert time.perf_counter() - began < 5
 
 
-def spoilt_binary(path, at, value):
-    kenlm_binary.write(estimate(), path)
-    data = bytearray(path.read_bytes())
-    data[at:at + len(value)] = value
-    path.write_bytes(data)
-    return kenlm_binary.KenLM(path)
-
-
 @pytest.mark.parametrize("at, value", [(88, b"\0"), (88, b"\1"), (88, b"\xff"), (92, struct.pack("<f", math.nan)),
                                        (92, struct.pack("<f", math.inf)), (92, struct.pack("<f", 0.5))])
-def test_a_binary_whose_header_no_model_has_is_refused(tmp_path, at, value):
+def test_a_binary_whose_header_no_model_has_is_refused(binary, at, value):
+    spoil(binary, [at], value)
     with pytest.raises(SbkitError, match="its header says that its order is"):
-        spoilt_binary(tmp_path / "lm.bin", at, value)
+        kenlm_binary.KenLM(binary)
 
 
-def test_a_binary_whose_counts_are_larger_than_itself_is_refused(tmp_path):
-    for count in (0, 2**40, 2**63):
-        with pytest.raises(SbkitError, match="is truncated"):
-            spoilt_binary(tmp_path / "lm.bin", 108, struct.pack("<Q", count))
+@pytest.mark.parametrize("count", [0, 2**40, 2**63])
+def test_a_binary_whose_counts_are_larger_than_itself_is_refused(binary, count):
+    spoil(binary, [108], struct.pack("<Q", count))
+    with pytest.raises(SbkitError, match="is truncated"):
+        kenlm_binary.KenLM(binary)
 
 
 def cells_of_the_longest(path):
@@ -299,26 +299,17 @@ def cells_of_the_longest(path):
     return range(end - 12 * int(1.5 * model.counts[-1]), end, 12)
 
 
-def test_a_binary_with_a_table_that_has_no_free_slot_is_refused_and_not_searched_for_ever(tmp_path):
-    path = tmp_path / "lm.bin"
-    kenlm_binary.write(estimate(), path)
-    data = bytearray(path.read_bytes())
-    for cell in cells_of_the_longest(path):
-        data[cell:cell + 8] = data[cell:cell + 8] if any(data[cell:cell + 8]) else b"\7" * 8
-    path.write_bytes(data)
+def test_a_binary_with_a_table_that_has_no_free_slot_is_refused_and_not_searched_for_ever(binary):
+    data = binary.read_bytes()
+    spoil(binary, [cell for cell in cells_of_the_longest(binary) if not any(data[cell:cell + 8])], b"\7" * 8)
     with pytest.raises(SbkitError, match="is damaged: 10,000 slots of a table are taken in a row"):
-        kenlm_binary.KenLM(path)
+        kenlm_binary.KenLM(binary)
 
 
-def test_a_binary_whose_probabilities_are_no_numbers_is_told_when_they_are_used(tmp_path):
-    path = tmp_path / "lm.bin"
-    kenlm_binary.write(estimate(), path)
-    data = bytearray(path.read_bytes())
-    for cell in cells_of_the_longest(path):
-        data[cell + 8:cell + 12] = struct.pack("<f", math.nan)
-    path.write_bytes(data)
+def test_a_binary_whose_probabilities_are_no_numbers_is_told_when_they_are_used(binary):
+    spoil(binary, [cell + 8 for cell in cells_of_the_longest(binary)], struct.pack("<f", math.nan))
     with pytest.raises(SbkitError, match="is damaged: it has probabilities that are no numbers"):
-        kenlm_binary.KenLM(path).quality(SENTENCES)
+        kenlm_binary.KenLM(binary).quality(SENTENCES)
 
 
 def test_a_failed_write_leaves_what_was_there(whole, monkeypatch):
@@ -331,18 +322,16 @@ def test_a_failed_write_leaves_what_was_there(whole, monkeypatch):
     assert [path.name for path in whole.parent.iterdir()] == [whole.name]
 
 
-def test_the_interfaces_of_both_formats_are_one(tmp_path):
-    kenlm_binary.write(estimate(), tmp_path / "lm.bin")
-    model, other = estimate(), kenlm_binary.KenLM(tmp_path / "lm.bin")
+def test_the_interfaces_of_both_formats_are_one(binary):
+    model, other = estimate(), kenlm_binary.KenLM(binary)
     for name in ("ids", "unknown", "end", "order", "counts"):
         assert getattr(other, name) == getattr(model, name), name
     assert other.quality(SENTENCES).perplexity == pytest.approx(model.quality(SENTENCES).perplexity, rel=1e-5)
 
 
-def test_a_binary_model_keeps_nothing_of_the_histories_that_it_scored(tmp_path):
+def test_a_binary_model_keeps_nothing_of_the_histories_that_it_scored(binary):
     """A stream is searched for days."""
-    kenlm_binary.write(estimate(), tmp_path / "lm.bin")
-    model = kenlm_binary.KenLM(tmp_path / "lm.bin")
+    model = kenlm_binary.KenLM(binary)
     held = lambda: {name: len(kept) for name, kept in vars(model).items() if hasattr(kept, "__len__")}  # noqa: E731
     before = held()
     for sentence in SENTENCES:
