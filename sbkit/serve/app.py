@@ -132,7 +132,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
     async def transcriptions(request: Request) -> Response:
         with _uploaded(state, rooms, request) as (upload, visit, held, stay):
-            ask = await visit.read(form.read(upload, state.loaded))
+            ask = await visit.read(form.read(upload, form.transcription, state.loaded))
             found = visit.stream(lambda told: _transcribe(state, ask, held, visit, told), ask.served.batcher.backlog)
             await anext(found)  # it is audio; from here on errors are sent as events
             if ask.stream:
@@ -141,7 +141,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
 
     async def outputs(request: Request) -> Response:
         with _uploaded(state, rooms, request) as (upload, visit, held, _):
-            ask = await visit.read(form.read_outputs(upload, state.loaded))
+            ask = await visit.read(form.read(upload, form.outputs, state.loaded))
             return await anext(visit.stream(lambda _: _outputs(state, ask, held, visit), ask.served.batcher.backlog))
 
     async def speech(request: Request) -> Response:

@@ -57,15 +57,8 @@ class OutputsForm:
     """Whether its first output is asked for as a WAV file."""
 
 
-async def read(request: Request, registry: Callable[[], Registry]) -> Form:
-    return await _checked(request, lambda form: _read(form, registry()))
-
-
-async def read_outputs(request: Request, registry: Callable[[], Registry]) -> OutputsForm:
-    return await _checked(request, lambda form: _read_outputs(form, registry()))
-
-
-async def _checked(request: Request, read: Callable[[FormData], F]) -> F:
+async def read(request: Request, kind: Callable[[FormData, Registry], F], registry: Callable[[], Registry]) -> F:
+    """Read a form, and check it as one of a kind: :func:`transcription` or :func:`outputs`."""
     headers = _headers(request.headers.get("content-type", ""))
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise invalid("compressed bodies are not supported; send it uncompressed")
@@ -78,8 +71,8 @@ async def _checked(request: Request, read: Callable[[FormData], F]) -> F:
     except (ValueError, KeyError, TypeError) as error:  # invalid headers
         raise invalid(f"the form can't be read: {error}") from None
     try:
-        return read(FormData([(_utf8(name), _utf8(value) if isinstance(value, str) else value)
-                              for name, value in form.multi_items()]))
+        return kind(FormData([(_utf8(name), _utf8(value) if isinstance(value, str) else value)
+                              for name, value in form.multi_items()]), registry())
     except BaseException:
         await form.close()
         raise
@@ -124,7 +117,7 @@ class _FormParser(MultiPartParser):
         super().on_header_value(data, start, end)
 
 
-def _read_outputs(form: FormData, registry: Registry) -> OutputsForm:
+def outputs(form: FormData, registry: Registry) -> OutputsForm:
     served = _named(registry, ServedGraph, form, _OUTPUTS_TAKEN)
     kind = _text(form, "response_format") or "json"
     if kind not in ("json", "wav"):
@@ -144,7 +137,7 @@ def _named(registry: Registry, kind: type[S], form: FormData, taken: frozenset[s
     return served
 
 
-def _read(form: FormData, registry: Registry) -> Form:
+def transcription(form: FormData, registry: Registry) -> Form:
     served = _named(registry, ServedModel, form, _TAKEN)
     _language(_text(form, "language"), served)
     _temperature(_text(form, "temperature"))
