@@ -21,7 +21,7 @@ from sbkit.infer.symbols import UnknownCharacters, UnspeakableText
 from sbkit.infer.voice import checked_speed, speaker_of
 from sbkit.infer.voice_engine import SpeechInput, SpeechOutput
 from sbkit.serve import replies
-from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_large
+from sbkit.serve.errors import ApiError, failed, invalid, refused_for, too_large, unsupported
 from sbkit.serve.metrics import Metrics
 from sbkit.serve.registry import Registry, ServedVoice
 from sbkit.serve.replies import Cut
@@ -75,8 +75,7 @@ async def read_request(request: Request, registry: Callable[[], Registry],
 
 def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     if unknown := sorted(set(fields) - set(_TAKEN)):
-        raise invalid(f"this server does not support {', '.join(map(shown, unknown[:8]))}",
-                      code="unsupported_parameter")
+        raise unsupported(unknown, _TAKEN)
     served = registry.find(_text(fields, "model", needed=True), ServedVoice)
     served.check()
     text = _text(fields, "input", needed=True)

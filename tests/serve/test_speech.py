@@ -198,7 +198,7 @@ def refused(client, expected, text=TEXT, **options):
      "'aac' can't be written here; use one of mp3, opus, flac, wav, pcm"),
     ({"stream_format": "ws"}, "stream_format", "unsupported_value", "must be audio or sse"),
     ({"instructions": "Whisper."}, "instructions", "unsupported_parameter", "can't follow instructions"),
-    ({"extra_body": {"temperature": 1}}, None, "unsupported_parameter", "does not support 'temperature'"),
+    ({"extra_body": {"temperature": 1}}, "temperature", "unsupported_parameter", "does not support temperature"),
     ({"extra_body": {"skip_unknown": 1}}, "skip_unknown", None, "skip_unknown must be true or false"),
 ])
 def test_what_is_wrong_is_told_in_openai_s_form(client, given, param, code, expected):
