@@ -17,7 +17,6 @@ from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from sbkit.doctor import cards, folders, probe
 from sbkit.doctor.finding import IN_THE_WAY, NOTE, Check, MachineFinding, note_if, run_check
@@ -72,8 +71,11 @@ def needed() -> Iterator[MachineFinding]:
 
 def torch_pair() -> Iterator[MachineFinding]:
     """Check that torch and torchaudio can be imported together."""
+    try:
+        check_torch_pair()
+    except SbkitError as error:
+        yield MachineFinding("torch pair", error.message, IN_THE_WAY, error.hint or "")
     facts = probe.inspect_library("torch")
-    yield from _pair(facts)
     torch = facts.get("torch", {})
     if "error" in torch or not torch:
         yield MachineFinding("torch",
@@ -91,13 +93,6 @@ def torch_pair() -> Iterator[MachineFinding]:
                                   f"--no-deps 'torchaudio=={'.'.join(torch['version'].split('.')[:2])}.*'")
     else:
         yield MachineFinding("torchaudio", audio["version"])
-
-
-def _pair(facts: dict[str, Any]) -> Iterator[MachineFinding]:
-    try:
-        check_torch_pair()
-    except SbkitError as error:
-        yield MachineFinding("torch pair", error.message, IN_THE_WAY, error.hint or "")
 
 
 def onnxruntime() -> Iterator[MachineFinding]:

@@ -28,16 +28,7 @@ from sbkit.recipe.names import check_overrides, declared_in
 from sbkit.recipe.overrides import from_python, override
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.signatures import arguments, locate
-from sbkit.recipe.source import (
-    BASE,
-    INCLUDE,
-    REFERENCE,
-    UNKNOWN,
-    Findings,
-    Node,
-    Place,
-    first_key,
-)
+from sbkit.recipe.source import BASE, INCLUDE, REFERENCE, UNKNOWN, Findings, Node, Place
 from sbkit.recipe.values import data
 
 PLACEHOLDER = "!PLACEHOLDER"
@@ -147,7 +138,7 @@ class _Resolver:
         if node.tag not in ("!ref", "!copy") or not node.scalar:
             return None
         text = str(node.value)
-        known = {part for part in REFERENCE.findall(text) if first_key(part) in self.root.value}
+        known = {part for part in REFERENCE.findall(text) if re.split(r"[.\[]", part.strip("<>"))[0] in self.root.value}
         if known >= set(REFERENCE.findall(text)):
             return None
         for part in known:

@@ -21,6 +21,7 @@ from sbkit.recipe.choices import check_choices
 from sbkit.recipe.report import did_you_mean, listed
 from sbkit.recipe.source import UNKNOWN, Findings, Node
 from sbkit.recipe.values import is_tuple, looks_like_number, static
+from sbkit.system.console import counted
 
 COMMON = ("torch", "torchaudio", "speechbrain", "sbkit", "transformers", "numpy")
 #: Ends of the names of arguments that take a class, although they are often annotated with the type of its objects.
@@ -125,7 +126,7 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
 
     if len(positional) > len(by_place) and rest is None:
         findings.error("too-many-arguments", node.place, node.key,
-                       f"{name} takes {_plural(len(by_place), 'argument')} at most, this gives {len(positional)}",
+                       f"{name} takes {counted(len(by_place), 'argument')} at most, this gives {len(positional)}",
                        _taken(by_place))
         node.wrong = True
     filled = set()
@@ -160,7 +161,7 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
     missing = list(dict.fromkeys(missing))
     if missing and not partial:
         findings.error("missing-argument", node.place, node.key,
-                       f"{name} lacks {_plural(len(missing), 'argument', count=False)} {', '.join(missing)}",
+                       f"{name} lacks the argument{'s' if len(missing) > 1 else ''} {', '.join(missing)}",
                        f"add {missing[0]}: VALUE")
         node.wrong = True
 
@@ -182,11 +183,6 @@ def _taken(by_place: list[inspect.Parameter]) -> str:
     if len(by_place) == 1 and re.search("Iterable|Sequence|[Ll]ist", str(by_place[0].annotation)):
         return f"{by_place[0].name} is a list of its own: write [[a, b]], or put a second - before the first item"
     return f"it takes {listed(p.name for p in by_place)}" if by_place else ""
-
-
-def _plural(n: int, what: str, count: bool = True) -> str:
-    word = what + ("" if n == 1 else "s")
-    return f"{n or 'no'} {word}" if count else f"the {word}"
 
 
 def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], value: Node, node: Node,

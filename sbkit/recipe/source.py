@@ -27,18 +27,6 @@ class _Unknown:
 UNKNOWN = _Unknown()
 
 
-def first_key(reference: str) -> str:
-    """The top-level key of a reference such as ``<key[part].attribute>``."""
-    return reference.strip("<>").partition(".")[0].partition("[")[0]
-
-
-def own_name(key: str) -> str:
-    """The name of a key for messages: without ``recipe``, since keys under it are keys of the recipe."""
-    while key.startswith(f"{BASE}."):
-        key = key.removeprefix(f"{BASE}.")
-    return key
-
-
 @dataclass(frozen=True)
 class Place:
     """The place where something is written; by default the command line."""
@@ -79,7 +67,8 @@ class Node:
     """Comments by key or index: the lines above it, and what is behind it; under None the lines at a file's end."""
 
     def __post_init__(self) -> None:
-        self.key = own_name(self.key)
+        while self.key.startswith(f"{BASE}."):  # keys under it are keys of the recipe
+            self.key = self.key.removeprefix(f"{BASE}.")
 
     def at(self, *keys: str) -> Any:  # as the text says
         """The value under a key, or under keys in one another; None if there is none."""
