@@ -7,7 +7,6 @@ import pytest
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 
-ROOT = Path(__file__).parents[2]
 SMALL = (Path(__file__).parent / "small.yaml").read_text(encoding="utf-8")
 
 
@@ -42,12 +41,6 @@ def test_a_key_of_ones_own_is_told_where_it_has_no_effect(tmp_path, key):
 def test_what_is_called_or_read_is_not_told(tmp_path, line):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{SMALL}\n{line}\n")
-    assert unread(path) == {}
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "hparams").glob("*.yaml")) + sorted((ROOT / "recipes").rglob("*.yaml")),
-                         ids=lambda path: path.name)
-def test_all_keys_of_what_is_shipped_have_an_effect(path):
     assert unread(path) == {}
 
 

@@ -95,10 +95,11 @@ def test_a_shipped_recipe_passes_the_check(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_recipe_gives_its_optimizer_no_former_names(name):
-    optimizer = read(ROOT / name, {}, Findings()).value["opt_class"]
+def test_a_shipped_recipe_has_no_key_without_effect_and_no_former_name(name):
+    root = read(ROOT / name, {}, findings := Findings())
+    assert [finding.key for finding in findings if finding.code == "unread-key"] == []
     former = {key for key, each in inspect.signature(Muon).parameters.items() if each.default is FORMER}
-    assert "every" in former and not former & set(optimizer.value)
+    assert "every" in former and not former & set(root.value["opt_class"].value)
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not refers_below(name)])

@@ -171,14 +171,14 @@ class Machine:
     """Stands in for the systems: notes what was run, takes a second an epoch; ``breaks``: a system that fails."""
 
     def __init__(self):
-        self.ran, self.breaks = [], None
+        self.ran, self.breaks, self.error = [], None, None
 
     def measure(self, run):
         assert not run.folder.exists(), "a run that was stopped would be resumed"
         run.folder.mkdir(parents=True)
         self.ran.append((run.cell.system, run.cell.epochs))
         if run.cell.system == self.breaks:
-            raise SbkitError("out of luck")
+            raise self.error
         return facts(seconds=[30.0] * run.cell.epochs)
 
 
@@ -200,17 +200,13 @@ def test_only_what_is_missing_is_run(machine, tmp_path, monkeypatch, capsys):
     (tmp_path / "work" / "en-1h.sbkit.2-epochs.seed-1").mkdir(parents=True)  # left behind by a run that was stopped
     assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == 0
     assert machine.ran == [("sbkit", 2), ("stock", 2)]
+    assert "2 of 2 runs are missing: about 4 min" in capsys.readouterr().err.splitlines()[0]
     assert bench(tmp_path, monkeypatch, "--epochs", "2,4", "--minutes", "") == 0
     assert machine.ran[2:] == [("sbkit", 4), ("stock", 4)]
     assert "| en-1h | 4 epochs | SpeechBrain |" in (tmp_path / "learning.md").read_text()
     capsys.readouterr()
     assert bench(tmp_path, monkeypatch, "--epochs", "2,6", "--minutes", "", "--plan") == 0
     assert "2 of 4 runs are missing" in capsys.readouterr().out and len(machine.ran) == 4
-
-
-def test_how_much_there_is_to_do_is_said_first(machine, tmp_path, monkeypatch, capsys):
-    assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "", "--least_steps", "5") == 0
-    assert "2 of 2 runs are missing: about 4 min" in capsys.readouterr().err.splitlines()[0]
 
 
 def test_minutes_alone_begin_with_a_run_that_tells_the_speed(machine, tmp_path, monkeypatch):
@@ -220,26 +216,19 @@ def test_minutes_alone_begin_with_a_run_that_tells_the_speed(machine, tmp_path, 
     assert len(machine.ran) == 4, "three minutes and six epochs are the same run here"
 
 
-def test_a_system_that_fails_leaves_the_others_and_is_tried_again(machine, tmp_path, monkeypatch, capsys):
-    machine.breaks = "sbkit"
-    assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == 1
+@pytest.mark.parametrize(("error", "code", "told", "ran"), [
+    (SbkitError("out of luck"), 1, ["out of luck", "1 of 2 runs failed"], [("sbkit", 2), ("stock", 2), ("sbkit", 2)]),
+    (KeyboardInterrupt(), 130, ["the same command runs what is missing"], [("sbkit", 2), ("sbkit", 2), ("stock", 2)])],
+    ids=["a system fails", "stopped"])
+def test_a_run_that_ends_early_leaves_no_result_and_is_tried_again(machine, tmp_path, monkeypatch, capsys, error, code,
+                                                                  told, ran):
+    machine.breaks, machine.error = "sbkit", error
+    assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == code
     said = capsys.readouterr().err
-    assert "out of luck" in said and "1 of 2 runs failed" in said
+    assert all(each in said for each in told)
     machine.breaks = None
     assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == 0
-    assert machine.ran == [("sbkit", 2), ("stock", 2), ("sbkit", 2)]
-
-
-def test_a_stop_is_a_line_and_leaves_no_result(machine, tmp_path, monkeypatch, capsys):
-    def stopped(run):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(systems, "measure", stopped)
-    assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == 130
-    assert "the same command runs what is missing" in capsys.readouterr().err
-    monkeypatch.setattr(systems, "measure", machine.measure)
-    assert bench(tmp_path, monkeypatch, "--epochs", "2", "--minutes", "") == 0
-    assert machine.ran == [("sbkit", 2), ("stock", 2)]
+    assert machine.ran == ran
 
 
 # ---------------------------------------------------------------- what is shown
