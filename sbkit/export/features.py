@@ -29,8 +29,6 @@ class Features(nn.Module):
 
     An utterance's features do not depend on its batch.
 
-    Arguments
-    ---------
     features : ``speechbrain.lobes.features.Fbank`` or ``MFCC``
     hop_samples : samples between two frames
     """

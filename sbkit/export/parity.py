@@ -53,8 +53,6 @@ class ParityResult:
 class Comparison:
     """Runs formats on the clips and compares their outputs with the checkpoint's.
 
-    Arguments
-    ---------
     reference : runs the checkpoint on one waveform [S]
     text : turns an output into text; None for outputs that can't be read
     own_text : turns the checkpoint's output into text, if not by ``text``

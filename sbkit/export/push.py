@@ -16,8 +16,6 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
     Files that another program left in the folder aren't uploaded, and one that was changed is refused; README.md, the
     model card, may be edited. The token is what huggingface_hub finds, and is never read here.
 
-    Arguments
-    ---------
     repository : ``owner/name``; it is made if there is none
     private : make it for its owner only; one that exists stays what it is
     """

@@ -42,8 +42,6 @@ def open_run(run: str | Path, checkpoint: str = restore.BEST, mean_of: int = 1, 
              mean: float | None = None, accept_worse: bool = True) -> Trained:
     """Load the model of a run for export.
 
-    Arguments
-    ---------
     checkpoint : ``best`` (by the task's metric), ``last`` or the name of a checkpoint
     mean_of : average the weights of this many checkpoints
     bundles : opens the recogniser of a task that makes sound

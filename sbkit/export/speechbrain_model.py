@@ -69,8 +69,6 @@ def _normalized(states: Tensor, counts: Tensor) -> Tensor:
 class Layers(nn.Module):
     """All that follows the features: [B, T, F] and frame counts [B], or waveforms and samples, to scores [B, T', V].
 
-    Arguments
-    ---------
     layers : SpeechBrain's, in their order, and the name of the argument by which each takes relative lengths, if any
     order : which of their outputs each one is
     width : features of a frame; None: they take waveforms

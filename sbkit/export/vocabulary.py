@@ -20,8 +20,6 @@ BLANK = "<blk>"  # the blank in tokens.txt, as other runtimes expect it
 class Vocabulary:
     """The tokens of a bundle.
 
-    Arguments
-    ---------
     symbols : the tokens in order of their ids, with ``▁`` for the space before a word
     config : the bundle's configuration
     folder : the bundle, where its decoder needs more of its files

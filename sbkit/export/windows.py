@@ -23,8 +23,6 @@ class Windows:
 
     It keeps less than two windows of samples, however long the stream is.
 
-    Arguments
-    ---------
     config : of a model that takes streams
     chunk : output frames of a chunk, one of the model's sizes
     """

@@ -56,8 +56,6 @@ class _WithAdapter(nn.Module):
 class Adapters(ABC):
     """Freezes a module and adds an adapter to each of some of its layers.
 
-    Arguments
-    ---------
     module : the model to adapt
     targets : paths of layers within the model, with ``*`` for any part of a path. Each must match a layer; where a
         layer and one inside it match, only the outer one is adapted
@@ -99,8 +97,6 @@ class Adapters(ABC):
 class LoRA(Adapters):
     """Adds the product of two narrow matrices, initially zero, to linear layers' weights (arXiv 2106.09685).
 
-    Arguments
-    ---------
     module, targets : see ``Adapters``; the targets are ``torch.nn.Linear``
     rank : the inner dimension of the product
     alpha : the product is scaled by ``alpha / rank``; None: ``alpha`` is ``rank``
@@ -134,8 +130,6 @@ class LoRA(Adapters):
 class Houlsby(Adapters):
     """Adds a bottleneck with a residual connection after blocks, initially the identity (arXiv 1902.00751).
 
-    Arguments
-    ---------
     module, targets : see ``Adapters``; the targets return a tensor [..., D], or a tuple that starts with one
     size : the width of the bottleneck
     width : D, for blocks without linear layers or layer norms to read it from

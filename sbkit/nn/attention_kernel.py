@@ -41,8 +41,6 @@ def leave_cudnn() -> None:
 def kernel(capability: tuple[int, int], dtype: torch.dtype, head: int, cudnn: bool = False) -> Kernel:
     """Return the kernel that torch chooses where there is a mask.
 
-    Arguments
-    ---------
     capability : the GPU's compute capability
     dtype : of queries and keys
     head : values per head

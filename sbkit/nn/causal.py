@@ -20,8 +20,6 @@ class CausalFrontEnd(nn.Module):
     With two layers of stride 2, T' is T / 4, rounded up, and frame j sees features up to 4 j. :meth:`forward_step`
     computes the same of features that come in pieces.
 
-    Arguments
-    ---------
     n_features : F
     channels : of each layer; F' is F divided by the stride (and rounded up) once for each
     kernel_size : frames, and features, that a layer sees; an odd number

@@ -32,8 +32,6 @@ class Chunks:
     A frame sees its own chunk, to the end, and a limited number of frames before that, so a model that is fed a chunk
     at a time needs a state of constant size. One model learns several sizes, and whole utterances.
 
-    Arguments
-    ---------
     sizes : of a chunk, in encoder frames; each is drawn equally often
     left : how many encoder frames before its chunk a frame sees, multiples of every size; each is drawn equally often
     whole : the share of steps that see whole utterances
@@ -113,8 +111,6 @@ def seen_in_chunks(layers: nn.Module, frames: Tensor, config: DynChunkTrainConfi
     Chunks of padding alone are seen by no other frame. If their frames were masked, they would see nothing at all,
     which attention turns into NaN.
 
-    Arguments
-    ---------
     layers : the module that is called with ``src_key_padding_mask`` [B, T], True for padding
     frames : [B], real frames of each utterance
     """

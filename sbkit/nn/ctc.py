@@ -69,8 +69,6 @@ def ctc_loss(
     On CUDA, sbkit's own kernels read the lengths on the device, without a host sync. Where they can't run (no Triton,
     fp64, more than 1023 labels), torch's kernels are used, which sync several times.
 
-    Arguments
-    ---------
     log_probs: [B, T, V] logits, or log-probabilities with ``from_logits=False``; any float type. The loss is
         computed in fp32 (fp64 when given fp64)
     targets: [B, U] int64 labels; padding may have any value. Blanks and labels outside [0, V) are reported by
@@ -220,8 +218,6 @@ def consistency(log_probs: Tensor, frames: Tensor) -> Tensor:
 
     The view that serves as the target gets no gradient.
 
-    Arguments
-    ---------
     log_probs : [2 B, T, V], the first views of all utterances, then their second views
     frames : [2 B] int64, frame counts; padding is ignored
     """

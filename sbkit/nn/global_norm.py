@@ -17,8 +17,6 @@ class GlobalNorm(nn.Module):
     A run computes both once, while it prepares its corpus; checkpoints hold them. No frame depends on another one, so
     a model with it can run live.
 
-    Arguments
-    ---------
     n_features : F
     folder : where a run writes them, into ``feature_statistics.json``
     """

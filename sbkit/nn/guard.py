@@ -89,8 +89,6 @@ def guard_indices(indices: torch.Tensor, size: int, *, name: str, ids: Sequence[
     verdict is copied to the host without a sync, for ``poll()`` to raise later. In both cases the message names the
     utterance, the position, the value and the table.
 
-    Arguments
-    ---------
     indices: integers, [B, U] (any shape [B, ...] or [U])
     size, name, ids, forbidden: as in ``IndexTable``
     lengths: [B] int64, valid positions along the second dimension. What lies beyond is padding, which is made safe

@@ -25,8 +25,6 @@ class FilterBank(nn.Module):
     :meth:`frames` counts the frames of a waveform. It computes in fp32 under autocast too, and adds nothing to
     checkpoints.
 
-    Arguments
-    ---------
     sample_rate : of the waveforms
     n_mels : number of bands
     frame_length, frame_shift : milliseconds

@@ -22,8 +22,6 @@ _SPREAD = 1e-5  # that SpeechBrain's x-vector adds to deviations
 class ECAPA(lobes.ECAPA_TDNN):
     """ECAPA-TDNN: features [B, T, F] and frame counts [B] to a vector for each utterance, [B, D].
 
-    Arguments
-    ---------
     input_size : features of a frame
     output_size : D
     channels : of each layer; the last has three times as many
@@ -62,8 +60,6 @@ class ECAPA(lobes.ECAPA_TDNN):
 class XVector(Xvector):
     """The x-vector: features [B, T, F] and frame counts [B] to a vector for each utterance, [B, D].
 
-    Arguments
-    ---------
     input_size : features of a frame
     output_size : D
     channels : of each layer; the last has three times as many

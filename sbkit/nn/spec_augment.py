@@ -16,8 +16,6 @@ class SpecAugment(nn.Module):
     It has no parameters, does not loop over utterances and never syncs with the device. Random numbers come from the
     device's generator, so a resumed run repeats them.
 
-    Arguments
-    ---------
     time_masks: spans per utterance.
     time_share: the longest span, as a share of the utterance (with 0.05, at most 0.5 s of 10 s).
     frequency_masks: bands per utterance.

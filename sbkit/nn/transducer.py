@@ -23,8 +23,6 @@ class TransducerHead(nn.Module):
     The prediction network is an embedding and a convolution over the last ``context`` tokens. Since nothing else is
     remembered, a search keeps only tokens, and so does a stream.
 
-    Arguments
-    ---------
     vocabulary : tokens; ``blank`` stands for those before the first
     encoder_size : D of the encoder's states
     size : J, the size of the states that are joined
@@ -60,8 +58,6 @@ def transducer_loss(logits: Tensor, targets: Tensor, frames: Tensor, target_leng
                     ids: Sequence[str] | None = None) -> Tensor:
     """Compute each utterance's negative log-likelihood [B], summed over all paths, without waiting for a device.
 
-    Arguments
-    ---------
     logits : [B, T, U + 1, V] scores of what follows frame t and u tokens
     targets : [B, U] int64 labels; padding may have any value
     frames, target_lengths : [B] int64, numbers of frames, at least 1, and of labels

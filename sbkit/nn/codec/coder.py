@@ -16,8 +16,6 @@ from sbkit.nn.lengths import lengths_to_mask
 class Block(nn.Module):
     """A depthwise convolution over time, then a layer of each frame by itself, added to the input.
 
-    Arguments
-    ---------
     size : channels
     hidden : channels within the block
     kernel_size : frames that the convolution sees, an odd number
@@ -54,8 +52,6 @@ class ConvNeXt(nn.Module):
 class CodecEncoder(nn.Module):
     """Features [B, T * fold, F] and code frames [B] to vectors [B, T, D]; padding has no effect on them.
 
-    Arguments
-    ---------
     input_size : F
     output_size : D, the quantiser's ``size``
     size, hidden, layers, kernel_size : of the ConvNeXt blocks
@@ -80,8 +76,6 @@ class CodecEncoder(nn.Module):
 class CodecDecoder(nn.Module):
     """Vectors [B, T, D] and code frames [B] to states [B, T * fold, C], 0 for padding.
 
-    Arguments
-    ---------
     input_size : D
     size, hidden : of the ConvNeXt blocks
     slow_layers : blocks at the rate of codes

@@ -54,8 +54,6 @@ class Discriminator(nn.Module):
 class Discriminators(nn.Module):
     """Several discriminators, or none where a recipe's adversarial stage is off, so that no parameter is idle.
 
-    Arguments
-    ---------
     adversarial_from : the step from which the codec is trained against them; 0: there are none
     sizes : samples of a frame of each
     channels : of their layers

@@ -90,8 +90,6 @@ class LogMel(nn.Module):
     padding are 0. There are no statistics of an utterance, so that a part of one has the features that it has in
     the whole.
 
-    Arguments
-    ---------
     sample_rate : of the waveforms
     n_mels : F
     hop : samples between two feature frames
@@ -144,8 +142,6 @@ class WaveHead(nn.Module):
     A linear layer gives each frame's log-magnitudes and phases; their inverse Fourier transforms, windowed, are added
     where they overlap. All of it is matrix products and sums of shifted frames, which any runtime has.
 
-    Arguments
-    ---------
     input_size : C
     hop : samples between two frames
     size : samples of a frame, a multiple of ``hop``

@@ -98,8 +98,6 @@ class ResidualVectors(Quantiser):
     """Looks each vector up in several books in turn. The tables are parameters, trained by gradients like any other:
     a checkpoint has all of their state, and all ranks have the same.
 
-    Arguments
-    ---------
     size : D
     books : codes for each frame
     entries : vectors of a book
@@ -129,8 +127,6 @@ class ResidualVectors(Quantiser):
 class FiniteScalars(Quantiser):
     """Rounds numbers to levels between -1 and 1. Whatever comes in, a code is one of its book's, by construction.
 
-    Arguments
-    ---------
     levels : of each number of a book: [8, 5, 5, 5] has 1,000 codes
     books : codes for each frame
     noise : this share of the utterances gets noise as strong as rounding instead of it in training, so that the

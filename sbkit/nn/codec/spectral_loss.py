@@ -62,8 +62,6 @@ class SpectralLoss(nn.Module):
     At each resolution it is the mean distance of log-magnitudes of mel bands, which is what is understood, and of all
     bins, which has pitch and voice.
 
-    Arguments
-    ---------
     sizes : samples of a frame at each resolution
     n_mels : mel bands at the finest of these in frequency; others have fewer, in proportion
     bins : weight of all bins beside that of the mel bands, which is 1

@@ -15,8 +15,6 @@ class CausalBlock(nn.Module):
     """A depthwise convolution over a frame and those before it, then a layer of each frame by itself, added to the
     input.
 
-    Arguments
-    ---------
     size : channels
     hidden : channels within the block
     kernel_size : frames that the convolution sees
@@ -44,8 +42,6 @@ class CausalBlock(nn.Module):
 class CausalConvolutions(nn.Module):
     """Features [B, T, F] to masks [B, T, M], by blocks whose dilations are 1, 2, 4, ..., again and again.
 
-    Arguments
-    ---------
     transform : has the sizes of features and masks, F and M; it is no part of the network
     size, hidden, layers, kernel_size : of the blocks
     cycle : layers after which the dilation is 1 again
@@ -121,8 +117,6 @@ class Enhancer(nn.Module):
     A frame's mask depends on it, on those before it and on ``ahead`` behind it, so what is heard can be given out
     ``delay`` samples later, and an utterance has the same samples alone, in a batch, and in pieces of any size.
 
-    Arguments
-    ---------
     transform : waveforms to coefficients of frames and back, such as ``FourierFrames``
     mask_network : features of frames to masks, ``CausalConvolutions`` or what has its ``forward`` and ``state``
     ahead : frames that the network sees before it gives the mask of one

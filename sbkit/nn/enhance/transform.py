@@ -16,8 +16,6 @@ FLOOR = 1e-7
 class Frames(nn.Module, ABC):
     """Frames of ``size`` samples every ``hop``, as coefficients and back, by two matrices.
 
-    Arguments
-    ---------
     size : samples of a frame, a multiple of ``hop``
     hop : samples between two frames
     """
@@ -62,8 +60,6 @@ class Frames(nn.Module, ABC):
 class FourierFrames(Frames):
     """The short-time Fourier transform: coefficients are real parts, then imaginary parts; masks are complex.
 
-    Arguments
-    ---------
     size : samples of a frame, 2 or more times ``hop``
     hop : samples between two frames
     power : features are log magnitudes, and the spectrum with its magnitudes raised to this
@@ -96,8 +92,6 @@ class FourierFrames(Frames):
 class LearnedFrames(Frames):
     """A transform that is learnt, as Conv-TasNet's: coefficients and masks are real, and masks 0 or more.
 
-    Arguments
-    ---------
     size : samples of a frame, a multiple of ``hop``
     hop : samples between two frames
     coefficients : of a frame

@@ -30,8 +30,6 @@ class Encoder(nn.Module):
     It is built from the source's config with random weights; :class:`Weights`, or ``load``, loads the pretrained ones.
     A run keeps a copy of the config, so that its checkpoints can be used without the source.
 
-    Arguments
-    ---------
     source : a folder written by transformers' ``save_pretrained``, or a repository of the Hugging Face Hub,
         ``owner/name`` or ``owner/name@revision``, which is downloaded once; None: that of ``init_from``
     folder : where a run keeps its copy of the config
@@ -169,8 +167,6 @@ class Encoder(nn.Module):
 class Head(nn.Linear):
     """Encoder states [B, T, D], zero after an utterance, to scores [B, T, V].
 
-    Arguments
-    ---------
     encoder : the encoder, for its width
     n_neurons : number of scores V
     dropout : dropout of what is scored in training

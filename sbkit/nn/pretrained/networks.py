@@ -300,8 +300,6 @@ class FrameAdapter(nn.Module):
     In a batch transformers' own would convolve over what is behind an utterance. Here that is zeros, as it is for an
     utterance alone.
 
-    Arguments
-    ---------
     original : transformers' own, whose parts keep their names: of wav2vec 2.0 and WavLM, or of w2v-BERT
     """
 

@@ -24,8 +24,6 @@ _AGAIN = "if the download is incomplete, download it again"
 class TensorFiles:
     """The tensors of some files; each is read only when it is used.
 
-    Arguments
-    ---------
     paths : safetensors files, or files of torch.save that hold only tensors
     prefixes : what names of the encoder's tensors may start with in a larger model
     """

@@ -33,8 +33,6 @@ class StreamingEncoder(nn.Module):
     Chunk by chunk it gives what the recogniser gives for the whole utterance with ``chunks``. It has no control flow
     that depends on data. Its modules are the recogniser's own.
 
-    Arguments
-    ---------
     recognizer : with ``chunks``, and a front end that has ``forward_step``, such as CausalFrontEnd
     left : left context in encoder frames; None: the most that it was trained for
     """
@@ -68,8 +66,6 @@ class StreamingEncoder(nn.Module):
         and that it didn't say. Its last one has fewer real frames and says all of them; after it, its row must begin
         anew. The state of a row without any (0 of ``frames``) stays as it is.
 
-        Arguments
-        ---------
         features : [B, T, F] as they are computed, before normalisation; T is T' times ``subsampling``
         frames : [B] int64, how many of T are real; the others may have any values
         """

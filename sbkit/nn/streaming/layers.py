@@ -44,8 +44,6 @@ def nothing_kept(encoder: Layer, batch: int, left: int) -> Kept:
 def step(encoder: Layer, x: Tensor, counts: Tensor, kept: Kept, ahead: int = 0) -> tuple[Tensor, Kept]:
     """Compute encoder states [B, T', D] of a chunk, and what is kept for the next one.
 
-    Arguments
-    ---------
     encoder : a ``TransformerASR`` of Conformer layers
     x : [B, T', D'], what the front end gives
     counts : [B], how many of T' are real
@@ -66,8 +64,6 @@ def step(encoder: Layer, x: Tensor, counts: Tensor, kept: Kept, ahead: int = 0) 
 def in_turn(encoder: Layer, source: Tensor, frames: Tensor, subsampling: int, seen: Seen) -> Tensor:
     """Compute encoder states [B, T', D] of whole utterances as streams that come chunk by chunk.
 
-    Arguments
-    ---------
     source : [B, T', D'], what a front end gives that sees no later features
     frames : [B] feature frames
     subsampling : feature frames per encoder frame

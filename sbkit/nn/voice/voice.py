@@ -20,8 +20,6 @@ MOST = 5.5
 class Durations(nn.Module):
     """States of symbols [B, U, C] and their numbers [B] to the logarithms of one more than their frames [B, U].
 
-    Arguments
-    ---------
     input_size : C
     size, hidden : of the ConvNeXt blocks
     layers : blocks
@@ -77,8 +75,6 @@ class TextEncoder(nn.Module):
     A sentence's melody depends on where it begins and ends, which may be further away than convolutions see: each
     state is told how near both are.
 
-    Arguments
-    ---------
     symbols : rows of the table, with padding's, which is row 0
     size, hidden : of the ConvNeXt blocks
     layers : blocks
@@ -117,8 +113,6 @@ def nearness(lengths: Tensor, width: int) -> Tensor:
 class FrameDecoder(nn.Module):
     """States of symbols [B, U, C], frames of each [B, U] and a width to states of frames [B, width, D].
 
-    Arguments
-    ---------
     input_size : C
     size, hidden : of the ConvNeXt blocks
     layers : blocks
@@ -144,8 +138,6 @@ class CodeHead(nn.Module):
     A slot is what a quantiser chooses for itself: an entry of a book, or a level of a number. There are as many logits
     as the widest slot has choices; those beyond a slot's own are masked, so that no id can come that doesn't exist.
 
-    Arguments
-    ---------
     input_size : C
     quantiser : of the codec
     """

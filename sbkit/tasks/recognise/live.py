@@ -76,8 +76,6 @@ class LiveTest:
     The encoder hears the utterances of a batch at once, as if each came chunk by chunk, which gives a stream's scores.
     What was shown after a chunk is what a stream's search shows of the scores up to there.
 
-    Arguments
-    ---------
     task : whose model hears
     chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
     """
@@ -152,8 +150,6 @@ class LiveTest:
              search: TokenSearch | None) -> Iterator[TranscribedUtterance]:
         """Yield the row of each utterance, with what was shown of it with chunks of each size.
 
-        Arguments
-        ---------
         scores : as returned by :meth:`scores`
         frames : [B], frames of each utterance
         search : as for :meth:`texts`

@@ -29,8 +29,6 @@ class Recognizer:
 
     It is not a module and owns no parameters; the recipe's modules are registered elsewhere.
 
-    Arguments
-    ---------
     features : [B, S] waveforms to [B, T, F] features (``speechbrain.lobes.features.Fbank``); None if the encoder takes
         waveforms. One whose forward takes a second argument gets the lengths [B]. One that doesn't make a frame for
         each ``hop_samples`` and one more has a method ``frames``, which maps numbers of samples to those of frames

@@ -72,8 +72,6 @@ def unpacked(caches: Caches, convolution: torch.Size) -> EncoderState:
 class StreamStep(nn.Module):
     """One step of a recogniser on streams, from features and caches to what its head gives and the next caches.
 
-    Arguments
-    ---------
     written : what the head gives [B, C, ...], to what sherpa-onnx takes of it
     repeats : how often that has each frame
     """
@@ -87,8 +85,6 @@ class StreamStep(nn.Module):
                 cache_last_channel_len: Tensor) -> tuple[Tensor, ...]:
         """Compute what is written of C frames, how many of it are real [B], and the next caches.
 
-        Arguments
-        ---------
         audio_signal : [B, F, T] features, of which ``length`` [B] frames are real
         cache_last_channel, cache_last_time, cache_last_channel_len : as :func:`packed` makes them
         """

@@ -45,8 +45,6 @@ class StreamingGraph(nn.Module):
                 seen: Tensor) -> tuple[Tensor, ...]:
         """Compute log-probabilities [B, C, V], how many of C are said [B], and the next state.
 
-        Arguments
-        ---------
         samples : [B, S], the windows of a chunk
         frames : [B], feature frames of the windows that are real; 0: nothing for this stream
         keys, values, convolution, front, seen : as in ``sbkit.nn.streaming.encoder.EncoderState``

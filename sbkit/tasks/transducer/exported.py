@@ -60,8 +60,6 @@ class TransducerComparison(Comparison):
     The scores are those on the path of the checkpoint's own search, so that they can be compared one by one; the words
     are of a search of one's own, in the bundle's graphs.
 
-    Arguments
-    ---------
     reference : runs the checkpoint's encoder on a waveform [S]
     own, exported : prediction and joint network of the checkpoint, and of the bundle
     words : tokens to text, by the bundle's vocabulary
