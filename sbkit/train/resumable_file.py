@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
+
 from sbkit.system import disk
 from sbkit.system.console import atomic_write
 
@@ -104,6 +106,30 @@ class ResumableFile:
         os.ftruncate(handle, self._resume_at)
         if kept:
             os.write(handle, b"".join(kept))
+
+
+@register_checkpoint_hooks
+class ResumableLog:
+    """A log that a resumed run continues if it is among a checkpointer's recoverables."""
+
+    _file: ResumableFile
+
+    def flush(self) -> None:
+        """Write all lines."""
+
+    def start_afresh(self) -> None:
+        """Drop the lines of an earlier start of this run, which left no checkpoint."""
+        self._file.start_afresh()
+
+    @mark_as_saver
+    def _save(self, path: str | os.PathLike[str]) -> None:
+        self.flush()
+        self._file.save(path)
+
+    @mark_as_loader
+    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
+        del end_of_epoch
+        self._file.load(path)
 
 
 def _drop_broken_line(handle: int) -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.distributed import main_process_only
 from speechbrain.utils.logger import get_logger
 
@@ -15,13 +14,12 @@ from speechbrain.utils.logger import get_logger
 logging.getLogger("speechbrain.utils.train_logger").addFilter(lambda record: "torchvision" not in record.msg)
 from speechbrain.utils.train_logger import FileTrainLogger  # noqa: E402
 
-from sbkit.train.resumable_file import ResumableFile  # noqa: E402
+from sbkit.train.resumable_file import ResumableFile, ResumableLog  # noqa: E402
 
 logger = get_logger(__name__)
 
 
-@register_checkpoint_hooks
-class TrainLog(FileTrainLogger):
+class TrainLog(ResumableLog, FileTrainLogger):
     """A drop-in for ``FileTrainLogger`` that can be resumed if it is among a checkpointer's recoverables.
 
     train_logger: !new:sbkit.train.train_log.TrainLog
@@ -66,19 +64,6 @@ class TrainLog(FileTrainLogger):
         if not isinstance(value, float):
             return value
         return f"{value:.{self.precision}f}" if 1 <= abs(value) < 1e5 else f"{value:.{self.precision + 1}g}"
-
-    def start_afresh(self) -> None:
-        """Drop the lines of an earlier start of this run, which left no checkpoint."""
-        self._file.start_afresh()
-
-    @mark_as_saver
-    def _save(self, path: str | os.PathLike[str]) -> None:
-        self._file.save(path)
-
-    @mark_as_loader
-    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-        del end_of_epoch
-        self._file.load(path)
 
 
 def _written_again(line: str) -> bool:

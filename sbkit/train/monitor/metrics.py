@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.distributed import if_main_process
 
 from sbkit.nn.peek import Peek
 from sbkit.score.run_files import METRICS
 from sbkit.train.keys import TrainKeys
 from sbkit.train.monitor.loggers import Logger, Run, make
-from sbkit.train.resumable_file import ResumableFile
+from sbkit.train.resumable_file import ResumableFile, ResumableLog
 
 KINDS = ("step", "loss", "epoch", "warning", "test", "run")
 
 
-@register_checkpoint_hooks
-class MetricsLog:
+class MetricsLog(ResumableLog):
     """Appends to ``folder/metrics.jsonl`` on rank 0; calls on other ranks do nothing.
 
     Values may be tensors on a device: lines are written in order, once their values have arrived; only ``flush()``
@@ -92,20 +90,6 @@ class MetricsLog:
                            if name not in ("time", "step", "epoch") and type(value) in (int, float)}
                 for each in self._loggers:
                     each.log(numbers, self._step, line["time"])
-
-    def start_afresh(self) -> None:
-        """Drop the lines of an earlier start of this run, which left no checkpoint."""
-        self._file.start_afresh()
-
-    @mark_as_saver
-    def _save(self, path: str | os.PathLike[str]) -> None:
-        self.flush()
-        self._file.save(path)
-
-    @mark_as_loader
-    def _load(self, path: str | os.PathLike[str], end_of_epoch: bool) -> None:
-        del end_of_epoch
-        self._file.load(path)
 
 
 def _arrived(line: dict[str, Any]) -> bool:
