@@ -79,16 +79,6 @@ def test_a_process_that_ends_without_a_word_is_an_error_with_the_last_words_of_i
     assert error.suggestion.endswith("two | three | [ma] out of order")
 
 
-def test_a_rank_that_leaves_because_another_has_failed_is_no_crash(tmp_path, monkeypatch):
-    def live(diary, number):
-        if number == 0:
-            os._exit(1)
-        fail(diary, "ValueError: no such label")
-
-    lines, well = launched(live, tmp_path, monkeypatch)
-    assert [error.message for error in errors_of(lines)] == ["ValueError: no such label"] and not well
-
-
 def test_a_launch_goes_well_only_if_each_process_says_so(tmp_path, monkeypatch):
     assert launched(lambda diary, number: None, tmp_path, monkeypatch, "resume")[1]
     assert not launched(lambda diary, number: os._exit(0), tmp_path, monkeypatch, "fail")[1]
@@ -100,8 +90,12 @@ def test_stages_that_nothing_reached_are_an_error_if_nothing_else_says_why():
     assert error.code == "not-reached" and "validation" in error.message and "corpus" not in error.message
 
 
-def test_the_error_of_one_rank_is_the_cause_and_not_the_collectives_that_it_no_longer_calls(tmp_path, monkeypatch):
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_error_of_one_rank_is_the_cause_and_not_what_the_other_does_then(tmp_path, monkeypatch, leaves):
+    """It leaves, which is no crash, or calls collectives that the first no longer calls."""
     def live(diary, number):
+        if number == 0 and leaves:
+            os._exit(1)
         call(diary, *[GRADIENTS] * (3 - number))
         if number == 1:
             fail(diary, "ValueError: no such label")
