@@ -28,7 +28,7 @@ class SbkitError(Exception):
             self.exit_code = exit_code
 
     def __reduce__(self) -> tuple[object, ...]:  # worker processes and ranks pickle it
-        return _rebuild, (type(self), self.message, self.hint, self.exit_code), self.__dict__
+        return _rebuild, (type(self), str(self)), self.__dict__
 
 
 def first_line(error: BaseException) -> str:
@@ -80,5 +80,5 @@ def summary(error: BaseException) -> str:
     return f"{kind}: {line}" if str(error).strip() else kind
 
 
-def _rebuild(cls: type[SbkitError], message: str, hint: str | None, exit_code: int) -> SbkitError:
-    return cls(message, hint=hint, exit_code=exit_code)
+def _rebuild(cls: type[SbkitError], text: str) -> SbkitError:
+    return cls.__new__(cls, text)  # whatever a subclass is made from

@@ -26,8 +26,8 @@ class InvalidCode(SbkitError):
     """
 
     def __init__(self, message: str, position: tuple[int, ...] = (), level: int = 0, id: int = 0, *,
-                 hint: str | None = None, exit_code: int | None = None):
-        super().__init__(message, hint=hint, exit_code=exit_code)
+                 hint: str | None = None):
+        super().__init__(message, hint=hint)
         self.position, self.level, self.id = position, level, id
 
 

@@ -45,9 +45,6 @@ class NotKept(SbkitError):
         super().__init__(f"{id[:100].encode(errors='backslashreplace').decode()}: {cause}")
         self.id, self.cause = id, cause
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return NotKept, (self.id, self.cause)
-
 
 @dataclass(frozen=True)
 class CodedUtterance:

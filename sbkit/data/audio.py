@@ -61,9 +61,6 @@ class AudioError(SbkitError):
         super().__init__(f"{wav}: {cause}")
         self.wav, self.cause = wav, cause
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return AudioError, (self.wav, self.cause)
-
 
 def read_audio(
     wav: str | os.PathLike[str] | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,

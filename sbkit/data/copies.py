@@ -80,9 +80,6 @@ class Index:
         self._prints: list[np.ndarray] = []
         self._sorted = False
 
-    def __len__(self) -> int:
-        return len(self._prints)
-
     def add(self, found: np.ndarray) -> None:
         """Add a fingerprint of stride 1; they are numbered from 0 on."""
         self._prints.append(found)

@@ -11,7 +11,7 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, EditCounts, Tokens, align, count
-from sbkit.system.console import atomic_write, counted
+from sbkit.system.console import atomic_write
 
 _SPACE = "_"
 GAP = "<eps>"  # placeholder for a missing token in an alignment, as in SpeechBrain's file
@@ -52,11 +52,6 @@ class ErrorRates:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def __repr__(self) -> str:
-        name = "WER" if self.unit == "word" else "CER"
-        known = f"{name} {self.rate:.2f} %" if self.ids else f"no {name} yet"
-        return f"ErrorRates({known}, {counted(len(self), 'utterance')})"
 
     def add(self, ids: Sequence[str], references: Sequence[str | Tokens],
             hypotheses: Sequence[str | Tokens | None]) -> None:

@@ -94,15 +94,6 @@ def test_what_cannot_be_scored_is_named_and_nothing_of_it_is_taken():
         ErrorRates("phone")
 
 
-def test_rates_show_what_they_are():
-    rates, characters = ErrorRates(), ErrorRates("character")
-    assert repr(rates) == "ErrorRates(no WER yet, 0 utterances)"
-    rates.add(["u1", "u2"], ["a b", "c"], ["a x", "c"])
-    characters.add(["u1"], ["ab"], ["ab"])
-    assert repr(rates) == "ErrorRates(WER 33.33 %, 2 utterances)"
-    assert repr(characters) == "ErrorRates(CER 0.00 %, 1 utterance)"
-
-
 def test_confusions():
     rates = ErrorRates()
     rates.add(
