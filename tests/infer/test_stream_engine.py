@@ -34,6 +34,14 @@ def greedy(engine):
     return GreedyStream(engine.vocabulary.spelling)
 
 
+def said(engine, text, chunk=160, search=None, **options):
+    """A stream that says a text, to its end."""
+    session = engine.open(search or greedy(engine), chunk, **options)
+    session.feed(bundles.say(text))
+    session.finish()
+    return session
+
+
 def words(session):
     heard = []
     while session.busy:
@@ -150,11 +158,8 @@ def test_an_error_of_one_search_ends_that_stream_alone(engine):
             raise SbkitError("it broke")
 
     broken = engine.open(Broken(engine.vocabulary.spelling), 160)
-    whole = engine.open(greedy(engine), 160)
-    for session in (broken, whole):
-        session.feed(bundles.say("abc def"))
-    whole.finish()
-    assert words(whole) == "abc def"
+    broken.feed(bundles.say("abc def"))
+    assert words(said(engine, "abc def")) == "abc def"
     for _ in range(2):
         with pytest.raises(SbkitError, match="it broke"):
             broken.take(10)
@@ -170,10 +175,7 @@ def test_a_step_that_fails_is_told_to_its_streams_and_the_next_ones_go_on(engine
     with pytest.raises(ZeroDivisionError):
         session.take(10)
     monkeypatch.setattr(engine, "step", step)
-    after = engine.open(greedy(engine), 160)
-    after.feed(bundles.say("abc"))
-    after.finish()
-    assert words(after) == "abc"
+    assert words(said(engine, "abc")) == "abc"
 
 
 def test_streams_that_find_no_memory_together_go_on_one_by_one(engine, monkeypatch):
@@ -188,10 +190,7 @@ def test_streams_that_find_no_memory_together_go_on_one_by_one(engine, monkeypat
     monkeypatch.setattr(engine, "step", small)
     go = threading.Event()
     engine.worker.submit(go.wait, 10)
-    sessions = [engine.open(greedy(engine), 160) for _ in range(3)]
-    for session, text in zip(sessions, ("abc", "def", "abc def"), strict=True):
-        session.feed(bundles.say(text))
-        session.finish()
+    sessions = [said(engine, text) for text in ("abc", "def", "abc def")]
     go.set()
     assert [words(session) for session in sessions] == ["abc", "def", "abc def"] and max(tried) == 3
 
@@ -201,10 +200,7 @@ def test_a_long_search_delays_no_other_streams_chunk(engine):
     long = engine.open(slow, 160)
     long.feed(bundles.say("abc def"))
     for _ in range(3):
-        quick = engine.open(greedy(engine), 160)
-        quick.feed(bundles.say("xyz"))
-        quick.finish()
-        assert words(quick) == "xyz"
+        assert words(said(engine, "xyz")) == "xyz"
     assert long.take(0) == []
     slow.go.set()
     long.finish()
@@ -212,11 +208,8 @@ def test_a_long_search_delays_no_other_streams_chunk(engine):
 
 
 def test_a_beam_search_with_hot_words_hears_with_the_others(engine):
-    beam = engine.open(decoder(engine.vocabulary, {"beam": 8, "hot_words": {"abd": 40.0}}).stream())
-    plain = engine.open(greedy(engine))
-    for session in (beam, plain):
-        session.feed(bundles.say("abc abc"))
-        session.finish()
+    search = decoder(engine.vocabulary, {"beam": 8, "hot_words": {"abd": 40.0}}).stream()
+    beam, plain = said(engine, "abc abc", search=search), said(engine, "abc abc")
     assert words(plain) == "abc abc"
     assert set(words(beam).split()) <= {"abc", "abd"}
 
@@ -224,10 +217,7 @@ def test_a_beam_search_with_hot_words_hears_with_the_others(engine):
 def test_an_event_loop_is_told_when_something_was_heard(engine):
     async def listen():
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        session = engine.open(greedy(engine), 160, on_heard=lambda: loop.call_soon_threadsafe(news.set))
-        session.feed(bundles.say("abc def"))
-        session.finish()
-        heard = []
+        session, heard = said(engine, "abc def", on_heard=lambda: loop.call_soon_threadsafe(news.set)), []
         while not session.over or session.busy:
             await asyncio.wait_for(news.wait(), 10)
             news.clear()
@@ -241,11 +231,9 @@ def test_a_listener_that_fails_ends_its_own_stream(engine):
     def gone():
         raise RuntimeError("Event loop is closed")
 
-    session, other = engine.open(greedy(engine), 160, on_heard=gone), engine.open(greedy(engine), 160)
-    for each in (session, other):
-        each.feed(bundles.say("abc"))
-    other.finish()
-    assert words(other) == "abc"
+    session = engine.open(greedy(engine), 160, on_heard=gone)
+    session.feed(bundles.say("abc"))
+    assert words(said(engine, "abc")) == "abc"
     with pytest.raises(RuntimeError, match="loop is closed"):
         words(session)
 
@@ -297,9 +285,7 @@ def test_closing_the_engine_wakes_who_waits(bundle, monkeypatch):
 def test_closing_the_engine_releases_the_graph(bundle):
     """Whoever keeps the closed engine keeps none of the model's memory."""
     engine = StreamEngine(bundle, device="cpu")
-    session = engine.open(greedy(engine), 160)
-    session.feed(bundles.say("abc"))
-    session.finish()
+    session = said(engine, "abc")
     assert words(session) == "abc"
     graph = weakref.ref(engine.backend)
     engine.close()
