@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import io
 import itertools
 import threading
@@ -107,6 +108,18 @@ def serving(folder, names=("level",), limits=None, keys=(), origins=(), loaded=T
         if loaded:
             state.decoders.close()
             state.registry.close()
+
+
+@contextlib.contextmanager
+def uploading(server, length):
+    """A connection that has sent the headers of an upload of so many bytes."""
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    client.putrequest("POST", "/v1/audio/transcriptions")
+    client.putheader("content-type", "multipart/form-data; boundary=x")
+    client.putheader("content-length", str(length))
+    client.endheaders()
+    with contextlib.closing(client):
+        yield client
 
 
 def until(true, seconds=20):

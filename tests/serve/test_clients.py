@@ -133,15 +133,6 @@ def test_nobodys_word_on_who_asks_is_taken_unless_it_is_a_proxys(bundle):
             assert [each.result().status_code for each in inside] == [200, 200]
 
 
-def upload(port, length):
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    client.putrequest("POST", "/v1/audio/transcriptions")
-    client.putheader("content-type", "multipart/form-data; boundary=x")
-    client.putheader("content-length", str(length))
-    client.endheaders()
-    return client
-
-
 def test_an_upload_that_comes_too_slowly_loses_its_place_and_a_slow_one_does_not(bundle):
     limits = Limits(decoders=1, min_upload_kbs=8, upload_grace_seconds=1.0)
     with serving.serving(bundle, limits=limits) as server:
@@ -158,25 +149,23 @@ def test_an_upload_that_comes_too_slowly_loses_its_place_and_a_slow_one_does_not
 
         good = threading.Thread(target=slow)
         good.start()
-        client, gone = upload(server.port, 1_000_000), threading.Event()
-        client.send(b"--x\r\n")
+        gone = threading.Event()
+        with serving.uploading(server, 1_000_000) as client:
+            client.send(b"--x\r\n")
 
-        def trickle():
-            while not gone.wait(0.05):
-                try:
-                    client.send(b"a")
-                except OSError:
-                    return
+            def trickle():
+                with contextlib.suppress(OSError):
+                    while not gone.wait(0.05):
+                        client.send(b"a")
 
-        drops = threading.Thread(target=trickle)
-        drops.start()
-        answer = client.getresponse()
-        assert answer.status == 408 and answer.getheader("connection") == "close"
-        error = json.load(answer)["error"]
-        assert error["code"] == "upload_too_slow" and "less than 8 KB a second" in error["message"]
-        gone.set()
-        drops.join()
-        client.close()
+            drops = threading.Thread(target=trickle)
+            drops.start()
+            answer = client.getresponse()
+            assert answer.status == 408 and answer.getheader("connection") == "close"
+            error = json.load(answer)["error"]
+            assert error["code"] == "upload_too_slow" and "less than 8 KB a second" in error["message"]
+            gone.set()
+            drops.join()
         good.join()
         assert answers[0]["text"] == " ".join(["slow"] * 10)
         assert server.counted("sbkit_requests_inside") == 0 and server.state.disk.held == 0

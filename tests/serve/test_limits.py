@@ -56,14 +56,9 @@ def error(answer):
 
 def test_an_upload_that_says_it_is_too_large_is_refused_before_it_comes(small):
     """By its header alone: not a byte of the body is sent."""
-    client = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
-    client.putrequest("POST", "/v1/audio/transcriptions")
-    client.putheader("content-type", "multipart/form-data; boundary=x")
-    client.putheader("content-length", str(10 * MEGABYTE))
-    client.endheaders()
-    answer = client.getresponse()
-    assert answer.status == 413 and json.load(answer)["error"]["code"] == "upload_too_large"
-    client.close()
+    with serving.uploading(small, 10 * MEGABYTE) as client:
+        answer = client.getresponse()
+        assert answer.status == 413 and json.load(answer)["error"]["code"] == "upload_too_large"
 
 
 def test_an_upload_that_does_not_say_is_counted(small):
@@ -191,15 +186,10 @@ def test_a_deadline_amid_a_stream_is_an_event(hasty):
 
 
 def test_an_upload_that_trickles_is_ended(hasty):
-    client = http.client.HTTPConnection("127.0.0.1", hasty.port, timeout=10)
-    client.putrequest("POST", "/v1/audio/transcriptions")
-    client.putheader("content-type", "multipart/form-data; boundary=x")
-    client.putheader("content-length", "1000")
-    client.endheaders()
-    client.send(b"--x\r\n")
-    answer = client.getresponse()
-    assert answer.status == 408 and json.load(answer)["error"]["code"] == "upload_too_slow"
-    client.close()
+    with serving.uploading(hasty, 1000) as client:
+        client.send(b"--x\r\n")
+        answer = client.getresponse()
+        assert answer.status == 408 and json.load(answer)["error"]["code"] == "upload_too_slow"
     assert hasty.counted("sbkit_requests_inside") == 0
 
 
