@@ -69,7 +69,7 @@ class TextRules:
         if case not in ("lower", "upper", "keep"):
             raise SbkitError(f"text rules: case is {case!r}", hint="use lower, upper or keep")
         for name, value in (("keep_punctuation", keep_punctuation), ("keep_anywhere", keep_anywhere),
-                            ("alphabet", alphabet or "")):
+                            ("alphabet", "" if alphabet is None else alphabet)):
             if not isinstance(value, str):
                 raise SbkitError(f"text rules: {name} is {value!r}", hint="write the characters as one text")
         for name, pairs in (("replace", replace), ("case_pairs", case_pairs)):

@@ -98,6 +98,7 @@ def test_characters_outside_the_alphabet_are_counted():
 @pytest.mark.parametrize(("options", "message"), [
     ({"unicode": "NFX"}, "NFC or NFKC"), ({"case": "title"}, "lower, upper or keep"),
     ({"keep_punctuation": ["'"]}, "as one text"), ({"alphabet": 3}, "as one text"),
+    ({"alphabet": []}, "as one text"),
     ({"replace": ["a"]}, "map texts"), ({"replace": {"": "x"}}, "map texts"),
     ({"lowercase": True}, "no 'lowercase'"),
 ])
