@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+from unittest import mock
 
 import pytest
 import torch
@@ -62,13 +62,20 @@ def test_on_another_number_of_ranks_the_counts_are_divided(tmp_path, monkeypatch
     assert all(each["damaged"] == {"a": "cut", "b": "gone"} for each in found)
 
 
+class Late(guard.Peek):
+    """What a device has not computed yet."""
+
+    ready = False
+
+
 class BadLabel(ToyBrain):
     """A device finds a label outside its table in the last batch of a stage; nobody could have read it so far."""
 
     def compute_forward(self, batch, stage):
         if stage.name == self.hparams.stage and self.step == self.hparams.batch:
-            late = types.SimpleNamespace(ready=False, numpy=lambda: torch.tensor([1, 0, 99]).numpy())
-            guard.LOG.add(guard._Check(late, 5, 28, "tokens", [f"clip{batch.ids[0]}"], ()))
+            tokens = guard.IndexTable("tokens", 28, [f"clip{batch.ids[0]}"])
+            with mock.patch.object(guard, "Peek", Late):
+                guard.guard_on_device(torch.tensor([[99]]), tokens, None)
         return super().compute_forward(batch, stage)
 
 
@@ -77,4 +84,4 @@ def test_a_bad_label_in_the_last_batch_is_told_before_anything_is_made_of_it(sta
     toy = brain(BadLabel, hparams={"stage": stage, "batch": batch})
     with pytest.raises(SbkitError, match=r"clip.*index 99 is outside the table of 28"):
         toy.evaluate(ToyEvalLoader(4)) if stage == "TEST" else toy.fit([1], ToyTrainLoader(3), ToyEvalLoader(4))
-    assert [name for name, _ in getattr(toy, "ends", [])] == ends and not len(guard.LOG)
+    assert [name for name, _ in getattr(toy, "ends", [])] == ends and guard.pending() == 0
