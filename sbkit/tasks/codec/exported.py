@@ -59,12 +59,6 @@ class CodesComparison(Comparison):
         return f"{apart:.2%}" if math.isfinite(apart) else "their number"
 
 
-class Samples(Comparison):
-    """Compares sound, sample by sample."""
-
-    what = "samples"
-
-
 class DecoderGraph(Companion):
     """The graph from codes to samples; it is compared on the checkpoint's own codes, so both are asked the same."""
 
@@ -86,11 +80,13 @@ class DecoderGraph(Companion):
     def describe(self, config: layout.CodecConfig, files: Mapping[str, str]) -> None:
         config.decoders, config.min_frames = dict(files), self.min_frames
 
-    def comparisons(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path) -> Mapping[str, Samples]:
+    def comparisons(self, clips: ComparisonClips, config: layout.CodecConfig, folder: Path
+                    ) -> Mapping[str, Comparison]:
         coded = [Clip(self._encoded(clip.signal), None, clip.name) for clip in clips.alone]
-        frame_rate = config.sample_rate / config.stride
-        return {"from its codes": Samples(ComparisonClips(coded, clips.origin, clips.longest), self._decoded,
-                                          frame_rate)}
+        made = Comparison(ComparisonClips(coded, clips.origin, clips.longest), self._decoded,
+                          config.sample_rate / config.stride)
+        made.what = "samples"
+        return {"from its codes": made}
 
     def runners(self, name: str, path: Path, config: layout.CodecConfig) -> Mapping[str, Runner]:
         call = open_runner(name, path)

@@ -28,15 +28,9 @@ from sbkit.tasks.recognise.recognizer import Recognizer
 logger = logging.getLogger(__name__)
 
 
-class LogProbComparison(Comparison):
-    """Compares log-probabilities, and the words that they stand for."""
-
-    what = "log-probabilities"
-
-
 def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable[[np.ndarray], np.ndarray],
-             decode: Callable[[list[int]], str], sample_rate: int) -> LogProbComparison:
-    """Build the comparison of clips with the checkpoint.
+             decode: Callable[[list[int]], str], sample_rate: int) -> Comparison:
+    """Build the comparison of log-probabilities of clips, and of their words, with the checkpoint's.
 
     decode : token ids to text, by the checkpoint's own tokenizer
     """
@@ -47,8 +41,10 @@ def compared(clips: ComparisonClips, vocabulary: Vocabulary, reference: Callable
         vocabulary.check(spans.ids)
         return vocabulary.text(vocabulary.words(spans))
 
-    return LogProbComparison(clips, reference, sample_rate, text,
-                             lambda output: decode(_spans(output, blank).ids.tolist()))
+    made = Comparison(clips, reference, sample_rate, text,
+                      lambda output: decode(_spans(output, blank).ids.tolist()))
+    made.what = "log-probabilities"
+    return made
 
 
 def _spans(log_probs: np.ndarray, blank_id: int) -> TokenSpans:
@@ -89,7 +85,7 @@ class Recogniser(ExportedRecognizer):
         return super().runner(name, folder, config)
 
     def compared(self, clips: ComparisonClips, config: Config, folder: Path,
-                 reference: Callable[[np.ndarray], np.ndarray]) -> LogProbComparison:
+                 reference: Callable[[np.ndarray], np.ndarray]) -> Comparison:
         return compared(clips, Vocabulary.read(folder, config), reference, self.keys.tokenizer.decode,
                         config.sample_rate)
 
