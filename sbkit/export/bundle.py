@@ -144,11 +144,10 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
         program = exported.trace()
         config = complete(exported.config(program, chosen), trained)
         exported.write_beside(folder, config)
-        whole = _Traced(program, layout.MODELS, exported.inputs, exported.outputs, exported.metadata(config))
         for name in formats:
             step(f"writing {name}")
             if name in _GRAPHS:
-                whole.write(name, folder)
+                _write(name, folder, layout.MODELS, program, exported, config)
             else:
                 exported.write(name, folder, config, request.to.name)
             config.models[name] = layout.MODELS[name]
@@ -186,10 +185,9 @@ def _write_companion(companion: Companion, files: Mapping[str, str], folder: Pat
     step(f"tracing {companion.name}")
     program = companion.trace()
     companion.describe(config, files)
-    traced = _Traced(program, files, companion.inputs, companion.outputs, companion.metadata(config))
     for name in files:
         step(f"writing {companion.name}, {name}")
-        traced.write(name, folder)
+        _write(name, folder, files, program, companion, config)
 
 
 def _compared(companion: Companion, files: Mapping[str, str], folder: Path, config: layout.Bundle,
@@ -213,33 +211,24 @@ def complete(config: layout.Bundle, trained: Trained) -> layout.Bundle:
     return config
 
 
-@dataclass
-class _Traced:
-    """A traced graph, its files by format, and what ONNX files say of it."""
+def _write(name: str, folder: Path, files: Mapping[str, str], program: torch.export.ExportedProgram,
+           model: Exported | Companion, config: layout.Bundle) -> None:
+    """Write a traced graph in one of the formats; int8 after onnx, if both are wanted."""
+    def write_onnx(path: Path) -> None:
+        graph.write_onnx(program, path, model.inputs, model.outputs, model.metadata(config))
 
-    program: torch.export.ExportedProgram
-    files: Mapping[str, str]
-    inputs: Mapping[str, tuple[str, ...]]
-    outputs: Mapping[str, tuple[str, ...]]
-    metadata: dict[str, str]
-
-    def write(self, name: str, folder: Path) -> None:
-        """Write one of the formats; int8 after onnx, if both are wanted."""
-        path = folder / self.files[name]
-        if name == layout.TORCH:
-            graph.write_torch(self.program, path)
-        elif name == layout.ONNX:
-            self._write_onnx(path)
-        elif (whole := folder / self.files.get(layout.ONNX, "")).is_file():
+    path = folder / files[name]
+    if name == layout.TORCH:
+        graph.write_torch(program, path)
+    elif name == layout.ONNX:
+        write_onnx(path)
+    elif (whole := folder / files.get(layout.ONNX, "")).is_file():
+        graph.quantize(whole, path)
+    else:
+        with tempfile.TemporaryDirectory(dir=folder) as aside:
+            whole = Path(aside) / layout.MODELS[layout.ONNX]
+            write_onnx(whole)
             graph.quantize(whole, path)
-        else:
-            with tempfile.TemporaryDirectory(dir=folder) as aside:
-                whole = Path(aside) / layout.MODELS[layout.ONNX]
-                self._write_onnx(whole)
-                graph.quantize(whole, path)
-
-    def _write_onnx(self, path: Path) -> None:
-        graph.write_onnx(self.program, path, self.inputs, self.outputs, self.metadata)
 
 
 def _size(folder: Path, name: str) -> int:
