@@ -2,6 +2,7 @@
 
 import pytest
 from hyperpyyaml.core import parse_arithmetic
+from written import write
 
 from sbkit.recipe.check import check
 from sbkit.recipe.resolve import compute
@@ -31,7 +32,6 @@ DOUBLING = [f"a{i}: !ref <a{i - 1}><a{i - 1}>" for i in range(1, 40)]
     ([*reversed(DOUBLING), "a0: !ref <a39>"], 1, "this reference comes back to itself: a39 -> a38 -> "),
 ], ids=["a tower of powers", "texts that double", "a circle with many ways around"])
 def test_a_recipe_that_takes_for_ever_to_compute_is_one_error(tmp_path, lines, line, message):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("\n".join(lines))
+    path = write(tmp_path, "\n".join(lines))
     finding, = check(path, run=False).findings
     assert finding.line == line and finding.message.startswith(message)

@@ -2,16 +2,15 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from written import SMALL, changed, write
 
 from sbkit import cli
 from sbkit.recipe.check import check
 from sbkit.recipe.reading import PACKAGES, nothing_from
 from sbkit.recipe.signatures import Outside, locate
 
-SMALL = Path(__file__).parent / "small.yaml"
 HOSTILE = """
 ran: {ran}
 a: !new:traps.Model
@@ -41,8 +40,7 @@ def hostile(tmp_path, monkeypatch):
     (tmp_path / "traps.py").write_text(f"open({str(ran)!r}, 'w').close()\n"
                                        "class Model: pass\nclass Brain: pass\ndef make(): return 1\n")
     (tmp_path / "hubconf.py").write_text((tmp_path / "traps.py").read_text())
-    path = tmp_path / "recipe.yaml"
-    path.write_text(HOSTILE.format(ran=ran, folder=tmp_path))
+    path = write(tmp_path, HOSTILE.format(ran=ran, folder=tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path])
     yield path
@@ -87,10 +85,8 @@ def test_a_tag_on_a_whole_file_is_left_alone_and_its_keys_are_looked_at(hostile)
 
 
 def test_mistakes_in_a_recipe_are_found_as_ever(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(SMALL.read_text())
-    assert (clean := check(path, run=False)).errors == [] and clean.built is False
-    path.write_text(SMALL.read_text().replace("torch.optim.AdamW", "torch.optim.AdamWW"))
+    assert (clean := check(SMALL, run=False)).errors == [] and clean.built is False
+    path = changed(tmp_path, {"torch.optim.AdamW": "torch.optim.AdamWW"})
     (error,) = check(path, run=False).errors
     assert "did you mean torch.optim.AdamW" in str(error)
     assert {str(e) for e in check(path).errors} >= {str(error)}
@@ -122,8 +118,6 @@ def test_a_missing_package_is_not_taken_from_the_folder(tmp_path, monkeypatch):
     assert sys.path[0] == ""
 
 
-def test_steps_can_not_be_measured_of_what_is_not_run(tmp_path, capsys):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(SMALL.read_text())
-    assert cli.main(["check", str(path), "--no-run", "--measure"]) == 2
+def test_steps_can_not_be_measured_of_what_is_not_run(capsys):
+    assert cli.main(["check", str(SMALL), "--no-run", "--measure"]) == 2
     assert "drop one of them" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from written import changed, write
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import files
@@ -55,8 +56,7 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
     ("%YAML 1.2\n---\nsizes: 3", "takes no directives"),
 ])
 def test_text_that_breaks_the_reader_is_one_error(tmp_path, text, told):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
+    path = write(tmp_path, text)
     (error,) = check(path).errors
     assert told in error.message and "\n" not in str(error)
     with pytest.raises(SbkitError, match=r"recipe\.yaml"):
@@ -85,9 +85,7 @@ def test_how_deep_a_recipe_may_be_is_counted_whatever_python_allows(tmp_path, re
     ("!name:torch.optim.AdamW\n    lr: 0.001", "!new:functools.partial\n    - !name:torch.optim.AdamW", []),
 ], ids=["a layer that is left out", "a list under modules", "a partial that makes an optimizer later"])
 def test_one_mistake_is_told_once(tmp_path, written, instead, told):
-    path = tmp_path / "recipe.yaml"
-    path.write_text((FOLDER.parent / "small.yaml").read_text(encoding="utf-8").replace(written, instead))
-    report = check(path)
+    report = check(changed(tmp_path, {written: instead}))
     assert [(f.code, f.key) for f in [*report.errors, *report.warnings]] == told
 
 

@@ -1,25 +1,22 @@
 """Keys that are right by themselves and wrong together are refused wherever a recipe becomes a Brain."""
 
-from pathlib import Path
 
 import pytest
 import torch
+from written import BASED, write
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.check import check
 from sbkit.tasks.ctc.keys import CTCKeys
 
-SMALL = Path(__file__).parent / "small.yaml"
-TWO = "recipe: !include:{}\n    seed: 2\n\nencoder: !new:torch.nn.Identity\n"
+TWO = f"{BASED}    seed: 2\n\nencoder: !new:torch.nn.Identity\n"
 
 
 @pytest.fixture
 def two(tmp_path):
     """A recipe with an encoder of its own beside the Transformer of the one it rests on."""
-    path = tmp_path / "mine.yaml"
-    path.write_text(TWO.format(SMALL))
-    return path
+    return write(tmp_path, TWO)
 
 
 def hparams(path, folder):
@@ -41,7 +38,7 @@ def test_and_where_a_script_makes_the_brain(two, tmp_path):
 
 
 def test_one_encoder_under_both_names_is_one(two, tmp_path):
-    two.write_text(TWO.format(SMALL).replace("encoder: !new:torch.nn.Identity", "encoder: !ref <Transformer>")
+    two.write_text(TWO.replace("encoder: !new:torch.nn.Identity", "encoder: !ref <Transformer>")
                    .replace("\n\nencoder", "\n    encoder"))
     assert load.open_recipe(hparams(two, tmp_path), two).keys.encoder_key == "Transformer"
 
@@ -55,9 +52,7 @@ def test_an_encoder_has_either_name(given, key):
 
 
 def test_a_search_of_transducers_is_none_of_ctc(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"recipe: !include:{SMALL}\n    seed: 2\n\n"
-                    "decoder: !new:sbkit.decode.transducer_beam.TransducerBeam\n")
+    path = write(tmp_path, f"{BASED}    seed: 2\n\ndecoder: !new:sbkit.decode.transducer_beam.TransducerBeam\n")
     with pytest.raises(SbkitError) as error:
         load.open_recipe(hparams(path, tmp_path), path)
     assert str(error.value) == (
@@ -67,8 +62,7 @@ def test_a_search_of_transducers_is_none_of_ctc(tmp_path):
 
 @pytest.mark.parametrize("key", ["corpus", "batching", "epoch_counter", "checkpointer"])
 def test_null_for_what_a_run_needs_is_refused_at_check_and_load(key, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"recipe: !include:{SMALL}\n    seed: 2\n    {key}: null\n")
+    path = write(tmp_path, f"{BASED}    seed: 2\n    {key}: null\n")
     with pytest.raises(SbkitError, match=f"{path}:3: {key} is null, and a run can't do without it; hparams/"):
         load.open_recipe(hparams(path, tmp_path), path)
     (told,) = [each for each in check(path, {"output_folder": str(tmp_path)}).errors if each.key == key]
@@ -76,8 +70,7 @@ def test_null_for_what_a_run_needs_is_refused_at_check_and_load(key, tmp_path):
 
 
 def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"recipe: !include:{SMALL}\n    ctc_weight: 0\n    n_mels: 40\nlabel_smoothing: 2\n")
+    path = write(tmp_path, f"{BASED}    ctc_weight: 0\n    n_mels: 40\nlabel_smoothing: 2\n")
     with pytest.raises(SbkitError) as error:
         load.open_recipe(hparams(path, tmp_path), path)
     assert str(error.value) == (
@@ -86,7 +79,6 @@ def test_all_that_a_load_refuses_is_told_with_its_line(tmp_path):
 
 
 def test_a_wrong_value_for_an_included_recipe_is_told_where_it_stands(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f'recipe: !include:{SMALL}\n    seed: 2\n    d_model: "16"\n')
+    path = write(tmp_path, f'{BASED}    seed: 2\n    d_model: "16"\n')
     assert [(finding.key, finding.file, finding.line) for finding in check(path, run=False).errors] == [
         ("Transformer.d_model", str(path), 3)]

@@ -6,19 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from written import BASED, write
 
 from sbkit.recipe.check import check
 from sbkit.recipe.load import load, open_recipe
 
 pytestmark = pytest.mark.slow
 
-SMALL = Path(__file__).parent / "small.yaml"
 
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"recipe: !include:{SMALL}\n    seed: 2\n    data_folder: {tmp_path / 'gone'}\n")
+    path = write(tmp_path, f"{BASED}    seed: 2\n    data_folder: {tmp_path / 'gone'}\n")
     return path
 
 
@@ -44,8 +43,7 @@ def test_a_corpus_that_is_there_is_not_told_of(elsewhere, tmp_path):
 
 def test_a_demo_corpus_that_nobody_can_speak_is_told_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"recipe: !include:{SMALL}\n    corpus: {{language: klingon}}\n")
+    path = write(tmp_path, f"{BASED}    corpus: {{language: klingon}}\n")
     [told] = check(path, starting=True).errors
     assert (told.code, Path(told.file), told.line) == ("no-corpus", path, 2)
     assert "knows no language 'klingon'" in told.message
@@ -57,8 +55,7 @@ def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path, t
         soundfile.write(tmp_path / f"{split}.wav", np.ones(16_000) / 2, 16_000)
         (tmp_path / f"{split}.csv").write_text("ID,start,duration,wav,spk_id,wrd\n" + "".join(
             f"{split}{i},{i / 2},0.5,{tmp_path}/{split}.wav,ann,{text}\n" for i, text in enumerate(texts)))
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"recipe: !include:{SMALL}\n    data_folder: {tmp_path}\n    output_folder: {tmp_path / 'run'}\n")
+    path = write(tmp_path, f"{BASED}    data_folder: {tmp_path}\n    output_folder: {tmp_path / 'run'}\n")
     assert "leaks" not in check(path).sections
     open_recipe(load(path, {}), path).keys.corpus.prepare(show_progress=False)
     report = check(path)
@@ -91,7 +88,7 @@ def test_a_column_that_the_task_needs_and_the_corpus_lacks_is_an_error_where_the
         (tmp_path / "gone" / f"{split}.csv").write_text("ID,duration,wav,spk_id,wrd,clean_wav\n")
     (tmp_path / "further_columns.py").write_text(COLUMNS)
     path = tmp_path / "mine.yaml"
-    text = f"recipe: !include:{SMALL}\n    data_folder: {tmp_path / 'gone'}\n    brain: !name:further_columns.Further\n"
+    text = f"{BASED}    data_folder: {tmp_path / 'gone'}\n    brain: !name:further_columns.Further\n"
     path.write_text(text)
     report = check(path)
     [told] = [each for each in report.errors if each.code == "columns"]

@@ -1,8 +1,8 @@
 """A key that the task declares may be given on the command line, though no file of the recipe writes it."""
 
-from pathlib import Path
 
 import pytest
+from written import BASED, SMALL, changed, write
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
@@ -10,7 +10,6 @@ from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
 from sbkit.train.memory.trials import trial
 
-SMALL = Path(__file__).parent / "small.yaml"
 MINE = """
 import dataclasses
 from sbkit.recipe.keys import key
@@ -38,7 +37,7 @@ def mine(tmp_path, monkeypatch):
 
 def chained(folder, text=""):
     """A recipe that rests on one that rests on the small one."""
-    (folder / "middle.yaml").write_text(f"recipe: !include:{SMALL}\n    seed: 2\n")
+    (folder / "middle.yaml").write_text(f"{BASED}    seed: 2\n")
     path = folder / "recipe.yaml"
     path.write_text(f"recipe: !include:middle.yaml\n    n_mels: 40\n{text}")
     return path
@@ -74,11 +73,10 @@ def test_the_check_says_what_the_run_would(tmp_path):
 @pytest.mark.slow
 def test_it_is_no_typo_of_one_that_is_written(tmp_path):
     """keep_everi is; of a recipe that writes one of the two ids the other is not."""
-    text = SMALL.read_text().replace("ctc_weight: 0.3", "ctc_weight: 1.0").replace("bos_index: 1\n", "")
-    (tmp_path / "base.yaml").write_text(text)
-    path = tmp_path / "recipe.yaml"
-    path.write_text("recipe: !include:base.yaml\n    bos_index: 1\n")
-    assert check(path).errors == [] and check(tmp_path / "base.yaml", {"bos_index": 1}).errors == []
+    base = changed(tmp_path, {"ctc_weight: 0.3": "ctc_weight: 1.0", "bos_index: 1\n": ""})
+    base = base.rename(tmp_path / "base.yaml")
+    path = write(tmp_path, "recipe: !include:base.yaml\n    bos_index: 1\n")
+    assert check(path).errors == [] and check(base, {"bos_index": 1}).errors == []
 
 
 @pytest.mark.slow
@@ -108,11 +106,9 @@ def test_parts_of_it_and_what_nobody_declares_are_refused(words, told, tmp_path)
 
 @pytest.mark.parametrize("brain", [None, "!name:sbkit.tasks.ctc.CTK", "!name:no_such_module.CTC", "CTC"])
 def test_where_the_task_is_not_found_it_is_refused(brain, tmp_path):
-    path = tmp_path / "recipe.yaml"
     line = "" if brain is None else f"brain: {brain}\n"
-    path.write_text(SMALL.read_text().replace("brain: !name:sbkit.tasks.ctc.CTC\n", line))
     with pytest.raises(SbkitError, match="has no key log_interval"):
-        load.load(path, {"log_interval": 3})
+        load.load(changed(tmp_path, {"brain: !name:sbkit.tasks.ctc.CTC\n": line}), {"log_interval": 3})
 
 
 @pytest.mark.slow

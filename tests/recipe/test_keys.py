@@ -21,6 +21,7 @@ from speechbrain.nnet.linear import Linear
 from speechbrain.processing.features import InputNormalization
 from speechbrain.utils.parameter_transfer import Pretrainer
 from speechbrain.utils.run_opts import RunOptions
+from written import BASED, write
 
 from sbkit.data.augment import Augment, Gain
 from sbkit.data.batch import Batch
@@ -46,7 +47,6 @@ from sbkit.train.schedule import Schedule
 from sbkit.train.train_log import TrainLog
 
 RECIPE = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
-SMALL_RECIPE = Path(__file__).with_name("small.yaml")
 SMALL = {"d_model": 16, "nhead": 2, "num_encoder_layers": 3, "d_ffn": 16, "cnn_first_channels": 4, "cnn_channels": 4,
          "dropout": 0.1, "precision": "fp32", "number_of_epochs": 3}
 
@@ -138,8 +138,7 @@ def test_elements_of_their_types_are_taken(given):
 
 
 def test_a_run_is_refused_with_the_line_of_a_needed_key_that_is_null(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"recipe: !include:{SMALL_RECIPE}\n    batching: null\n    intermediate_layers: [one]\n")
+    path = write(tmp_path, f"{BASED}    batching: null\n    intermediate_layers: [one]\n")
     with pytest.raises(SbkitError) as error:
         load.open_recipe(load.load(path, {"output_folder": str(tmp_path)}), path)
     assert error.value.message == (

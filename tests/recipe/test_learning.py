@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from written import SMALL
 
 from sbkit.recipe.check import check
 from sbkit.recipe.parts import FOR_GOOD, ParameterGroups, what_learns
@@ -49,7 +50,6 @@ def test_a_weight_that_layers_share_is_counted_once():
 
 # ---------------------------------------------------------------- in the check
 
-SMALL = Path(__file__).parent / "small.yaml"
 FLAGSHIP = Path(__file__).parents[2] / "hparams" / "ctc.yaml"
 
 

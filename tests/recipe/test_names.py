@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from written import SMALL, write
 
 from sbkit.recipe.reading import read
 from sbkit.recipe.source import Findings
 
-SMALL = (Path(__file__).parent / "small.yaml").read_text(encoding="utf-8")
+TEXT = SMALL.read_text(encoding="utf-8")
 
 
 def unread(path: Path) -> dict:
@@ -21,17 +22,15 @@ def unread(path: Path) -> dict:
     ("Max_grad_norm", "max_grad_norm"), ("label_smoothng", "label_smoothing"),
 ])
 def test_a_misspelt_key_is_told(tmp_path, key, meant):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"{SMALL}\n{key}: 5\n")
+    path = write(tmp_path, f"{TEXT}\n{key}: 5\n")
     assert unread(path) == {key: f"did you mean {meant}?"}
 
 
 @pytest.mark.parametrize("key", ["colours", "train_log", "sos_index", "wer_file", "layer1"])
 def test_a_key_of_ones_own_is_told_where_it_has_no_effect(tmp_path, key):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"{SMALL}\n{key}: 5\n")
+    path = write(tmp_path, f"{TEXT}\n{key}: 5\n")
     assert unread(path) == {key: "leave it out: it has no effect"}
-    path.write_text(f"{SMALL}\n{key}: 5\n__note: !ref <{key}>\n")
+    path.write_text(f"{TEXT}\n{key}: 5\n__note: !ref <{key}>\n")
     assert unread(path) == {}
 
 
@@ -39,8 +38,7 @@ def test_a_key_of_ones_own_is_told_where_it_has_no_effect(tmp_path, key):
     "__set_seed: !apply:speechbrain.utils.seed_everything [1]", "drawn: !apply:torch.manual_seed [1]",
     "max_grad_norm: 5.0", "brain2: !ref <brain>\nbrain3: !ref <brain2>\n__set: !ref <brain3>"])
 def test_what_is_called_or_read_is_not_told(tmp_path, line):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"{SMALL}\n{line}\n")
+    path = write(tmp_path, f"{TEXT}\n{line}\n")
     assert unread(path) == {}
 
 
@@ -49,6 +47,6 @@ def test_a_brain_of_ones_own_may_read_what_it_likes(tmp_path, monkeypatch):
     (tmp_path / "mine_reads.py").write_text(
         "from sbkit.tasks.ctc import CTC\n\n\nclass Mine(CTC):\n    def on_fit_start(self):\n"
         "        super().on_fit_start()\n        print(getattr(self.hparams, 'keep_checkpoint', 1))\n")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(SMALL.replace("sbkit.tasks.ctc.CTC", "mine_reads.Mine") + "\nkeep_checkpoint: 5\nkeep_everi: 5\n")
+    text = TEXT.replace("sbkit.tasks.ctc.CTC", "mine_reads.Mine")
+    path = write(tmp_path, f"{text}\nkeep_checkpoint: 5\nkeep_everi: 5\n")
     assert unread(path) == {"keep_everi": "did you mean keep_every?"}

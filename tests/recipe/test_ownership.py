@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from written import write
 
 from sbkit.recipe.build import build
 from sbkit.recipe.ownership import Owned, check_modules, check_ownership, check_saved, left_behind, tensors
@@ -79,8 +80,7 @@ def _importable(monkeypatch, request):
 
 
 def look(tmp_path, text, what=check_ownership):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
+    path = write(tmp_path, text)
     findings = Findings()
     root = resolve(path, {}, findings)
     with build(root, findings) as built:
@@ -181,8 +181,7 @@ def test_a_walk_ends_in_circles_and_long_lists(tmp_path):
 
 
 def test_a_build_draws_no_numbers_and_fills_no_weights(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("__seed: !apply:torch.manual_seed [7]\nlayer: !new:torch.nn.Linear [500, 500]\n")
+    path = write(tmp_path, "__seed: !apply:torch.manual_seed [7]\nlayer: !new:torch.nn.Linear [500, 500]\n")
     functions = nn.init.orthogonal_, nn.init.uniform_
     torch.manual_seed(3)
     expected = torch.rand(3)

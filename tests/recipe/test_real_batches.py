@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from written import changed
 
 from sbkit.errors import SbkitError
 from sbkit.recipe import real_batches
@@ -14,8 +15,6 @@ from sbkit.tasks.ctc import CTC
 from sbkit.tasks.task import Metric
 
 pytestmark = pytest.mark.slow
-
-SMALL = Path(__file__).with_name("small.yaml")
 
 
 class OneVector(nn.Linear):
@@ -113,14 +112,12 @@ def _importable(monkeypatch, request):
 
 
 def checked(tmp_path, head="", brain="", batching=""):
-    path = tmp_path / "recipe.yaml"
-    text = SMALL.read_text()
+    instead = {"max_batch_seconds: 40": f"max_batch_seconds: 40{batching}"}
     if head:
-        text = text.replace("ctc_lin: !new:speechbrain.nnet.linear.Linear", f"ctc_lin: !new:test_real_batches.{head}")
+        instead["ctc_lin: !new:speechbrain.nnet.linear.Linear"] = f"ctc_lin: !new:test_real_batches.{head}"
     if brain:
-        text = text.replace("brain: !name:sbkit.tasks.ctc.CTC", f"brain: !name:test_real_batches.{brain}")
-    path.write_text(text.replace("max_batch_seconds: 40", f"max_batch_seconds: 40{batching}"))
-    report = check(path, {"output_folder": str(tmp_path / "out")})
+        instead["brain: !name:sbkit.tasks.ctc.CTC"] = f"brain: !name:test_real_batches.{brain}"
+    report = check(changed(tmp_path, instead), {"output_folder": str(tmp_path / "out")})
     return report, [(each.code, each.message) for each in [*report.errors, *report.warnings]]
 
 

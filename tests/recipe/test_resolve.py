@@ -6,6 +6,7 @@ import pytest
 from hyperpyyaml import load_hyperpyyaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from written import write
 
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.build import build
@@ -29,8 +30,7 @@ def plain(node):
 
 
 def read(tmp_path, text, overrides=None):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    path = write(tmp_path, textwrap.dedent(text))
     findings = Findings()
     root = resolve(path, overrides or {}, findings)
     return root, findings

@@ -2,12 +2,12 @@
 
 import os
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torchaudio
 from torch import nn
+from written import SMALL, changed, write
 
 from sbkit.recipe import trace
 from sbkit.recipe.check import check
@@ -16,8 +16,6 @@ from sbkit.recipe.load import load
 from sbkit.recipe.trace import gpu_stand_ins
 from sbkit.tasks.ctc import CTC
 from sbkit.tasks.recognise.recognizer import Recognizer
-
-SMALL = Path(__file__).with_name("small.yaml")
 
 
 class Uneasy(nn.Linear):
@@ -94,18 +92,10 @@ def _importable(monkeypatch, request):
     monkeypatch.syspath_prepend(request.path.parent)
 
 
-def recipe(tmp_path, text=""):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(f"recipe: !include:{SMALL}\n" + text if text else f"recipe: !include:{SMALL} {{}}\n")
-    return path
-
-
 def head(tmp_path, name):
     """The small recipe with another CTC head."""
-    path = tmp_path / "recipe.yaml"
-    text = SMALL.read_text()
-    path.write_text(text.replace("ctc_lin: !new:speechbrain.nnet.linear.Linear", f"ctc_lin: !new:test_trace.{name}"))
-    return path
+    linear = "ctc_lin: !new:speechbrain.nnet.linear.Linear"
+    return changed(tmp_path, {linear: f"ctc_lin: !new:test_trace.{name}"})
 
 
 @pytest.mark.slow
@@ -144,9 +134,8 @@ def test_what_needs_a_driver_is_a_note_where_there_is_none(tmp_path, name, call)
     ("Transducing", [], "the loss from torchaudio::rnnt_loss_forward on"),
     ("Mistaken", [("forward", "brain", "RuntimeError: no such loss")], "")])
 def test_a_loss_without_a_kernel_for_stand_ins_is_a_note_and_one_that_fails_is_its_tasks(tmp_path, name, error, note):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(SMALL.read_text().replace("!name:sbkit.tasks.ctc.CTC", f"!name:test_trace.{name}"))
-    report = check(path, {"output_folder": str(tmp_path)})
+    report = check(changed(tmp_path, {"!name:sbkit.tasks.ctc.CTC": f"!name:test_trace.{name}"}),
+                   {"output_folder": str(tmp_path)})
     assert [(found.code, found.key, found.message.partition(": ")[2]) for found in report.errors] == error
     assert all(found.message.startswith(f"the loss fails at {os.path.relpath(__file__)}:") for found in report.errors)
     assert any(each.startswith(note) for each in report.notes)
@@ -176,8 +165,7 @@ def test_a_forward_that_reads_values_is_no_mistake(tmp_path):
     SMALL.read_text().replace("brain: !name:sbkit.tasks.ctc.CTC\n", "")], ids=["a layer", "parts of a recogniser"])
 def test_a_recipe_that_names_no_brain_is_checked_as_far_as_it_goes(text, tmp_path):
     """What a script of one's own computes with its parts nobody knows, whatever they are called."""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
+    path = write(tmp_path, text)
     report = check(path, {"output_folder": str(tmp_path)} if "output_folder" in text else {})
     assert report.errors == [] and "shapes" not in report.sections and "devices" in report.sections
     assert report.notes[0] == "the forward: the recipe has no brain, so only its script knows what its parts compute"

@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from written import write
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.arguments import parse_overrides
@@ -36,8 +37,7 @@ BASE = """\
 def both(tmp_path, text, *words, base=BASE):
     """The recipe as it's loaded, which is as the check builds it."""
     (tmp_path / "base.yaml").write_text(textwrap.dedent(base))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(textwrap.dedent(text))
+    path = write(tmp_path, textwrap.dedent(text))
     given, findings = parse_overrides(list(words)), Findings()
     loaded = load(path, given)
     root = flatten(resolve(path, given, findings))
@@ -155,8 +155,7 @@ def test_a_key_beside_the_include_is_overridden_where_it_wins(tmp_path):
 
 def test_parts_of_what_has_none_are_refused_without_a_check_too(tmp_path):
     (tmp_path / "base.yaml").write_text(textwrap.dedent(BASE))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(over("masks: null"))
+    path = write(tmp_path, over("masks: null"))
     for word in ("--masks.a", "--lr.a"):
         with pytest.raises(SbkitError, match="has no parts"):
             load(path, parse_overrides([word, "1"]))
@@ -182,8 +181,7 @@ def test_every_argument_of_the_flagships_objects_can_be_given_on_the_command_lin
 
 
 def test_arguments_within_brackets_reach_their_object(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("a: !new:collections.OrderedDict\n    steps: [!new:fractions.Fraction {numerator: 1, "
+    path = write(tmp_path, "a: !new:collections.OrderedDict\n    steps: [!new:fractions.Fraction {numerator: 1, "
                     "denominator: 3}, !new:fractions.Fraction [2, 3], 1]\n")
     assert load(path, {})["a"]["steps"] == [Fraction(1, 3), Fraction(2, 3), 1]
 
