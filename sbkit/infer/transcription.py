@@ -80,31 +80,31 @@ def transcribe(request: TranscribeRequest) -> int:
 def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest, formats: list[str]) -> int:
     seconds_of = lengths(recordings, engine.config.sample_rate)
     order = sorted(range(len(recordings)), key=lambda i: -seconds_of[i])
-    # The screen shows transcripts in the order the recordings were given in, so each is held back until its turn.
-    screen = _Screen(formats[0], len(recordings)) if request.output is None else None
     options = Options(request.batch_seconds, request.chunk_seconds, request.readers, request.search)
     errors: list[Done] = []
-    found: dict[int, tuple[Recording, Transcript]] = {}
-    passed, start = 0.0, time.perf_counter()
+    found: dict[int, Transcript | None] = {}
+    shown, passed, start = 0, 0.0, time.perf_counter()
     bar = progress(what="seconds transcribed", total=round(sum(seconds_of)), unit="s", show=len(recordings) > 1)
     with bar, contextlib.closing(Pipeline(engine, options).run([recordings[i] for i in order])) as results:
         for done in results:
             index = order[done.index]
-            recording = recordings[index]
+            found[index] = done.transcript
             if done.error is not None:
                 errors.append(done)
             elif request.output is not None and done.transcript is not None:
-                _write(request.output, recording, done.transcript, formats)
-            if screen is not None:
-                if sys.stdout.isatty():
-                    bar.clear()  # otherwise the first line would be printed after it
-                screen.put(index, done.transcript)
-            if done.transcript is not None:
-                found[index] = recording, done.transcript
+                _write(request.output, recordings[index], done.transcript, formats)
+            if request.output is None and sys.stdout.isatty():
+                bar.clear()  # otherwise the first line would be printed after it
+            while request.output is None and shown in found:  # in the order in which the recordings were given
+                if (ready := found[shown]) is not None:
+                    sys.stdout.write(_text(ready, formats[0], alone=len(recordings) == 1))
+                    sys.stdout.flush()
+                shown += 1
             passed += seconds_of[index]
             bar.update(round(passed) - bar.n)
     seconds = time.perf_counter() - start
-    heard = [found[index] for index in sorted(found)]  # in which order decides what its interval is drawn from
+    # In which order decides what its interval is drawn from.
+    heard = [(recordings[index], made) for index, made in sorted(found.items()) if made is not None]
     warnings = [f"{each.name}: {made.warning}" for each, made in heard if made.warning is not None]
     _summary(len(recordings), sum(seconds_of), seconds, errors, warnings, request)
     if any(recording.reference for recording, _ in heard):
@@ -151,30 +151,12 @@ def _score(heard: list[tuple[Recording, Transcript]]) -> None:
 # ---------------------------------------------------------------------- the screen
 
 
-class _Screen:
-    """Prints transcripts in the order of the recordings."""
-
-    def __init__(self, name: str, count: int):
-        self.name, self.alone = name, count == 1
-        self.next = 0
-        self.held: dict[int, Transcript | None] = {}
-
-    def put(self, index: int, transcript: Transcript | None) -> None:
-        """Take one; print all whose turn it is."""
-        self.held[index] = transcript
-        while self.next in self.held:
-            ready = self.held.pop(self.next)
-            self.next += 1
-            if ready is not None:
-                sys.stdout.write(self._text(ready))
-                sys.stdout.flush()
-
-    def _text(self, transcript: Transcript) -> str:
-        if self.name == "json" and not self.alone:  # a line each
-            return json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
-        if self.name == "txt" and not self.alone:
-            return f"{transcript.id}\t{transcript.text}\n"
-        return FORMATS[self.name](transcript)
+def _text(transcript: Transcript, format: str, alone: bool) -> str:
+    if format == "json" and not alone:  # a line each
+        return json.dumps(transcript.facts(), ensure_ascii=False) + "\n"
+    if format == "txt" and not alone:
+        return f"{transcript.id}\t{transcript.text}\n"
+    return FORMATS[format](transcript)
 
 
 # ---------------------------------------------------------------------- the folder
