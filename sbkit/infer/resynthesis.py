@@ -90,22 +90,16 @@ def _write(codec: CodecModel, codes: Codes, folder: Path, what: str, format: str
     """Write the sounds of a folder of codes and a manifest of them; returns their seconds."""
     folder.mkdir(exist_ok=True)
     names = iter(file_names(codes.ids))
-    ids: list[str] = []
-    wavs: list[str] = []
-    seconds: list[float] = []
-    texts: list[str] = []
-    speakers: list[str] = []
+    rows: list[tuple[str, float, str, str, str]] = []
     with progress(what=what, total=len(codes), unit="clip") as bar:
         for window in _windows(codes, codec.books.frame_rate):
             for utterance, sound in zip(window, codec.decode([each.codes for each in window]), strict=True):
                 path = folder / f"{next(names)}.{format}"
                 write_sound(path, sound, format, codec.sample_rate)
-                ids.append(utterance.id)
-                wavs.append(str(path))
-                seconds.append(len(sound) / codec.sample_rate)
-                texts.append(utterance.text or "")
-                speakers.append(utterance.speaker or "")
+                rows.append((utterance.id, len(sound) / codec.sample_rate, str(path), utterance.text or "",
+                             utterance.speaker or ""))
             bar.update(len(window))
+    ids, seconds, wavs, texts, speakers = map(list, zip(*rows, strict=True))
     manifest = Manifest(ids=ids, durations=np.array(seconds), wavs=wavs, texts=texts, speakers=speakers)
     manifest.write(folder / SOUNDS, data_root=folder)
     return sum(seconds)
