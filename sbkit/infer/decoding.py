@@ -232,10 +232,6 @@ def _search(kind: type[S], vocabulary: Vocabulary, options: Mapping[str, Any]) -
     return search
 
 
-def _ctc(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
-    return Beam(vocabulary, search) if search else Greedy(vocabulary)
-
-
 def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
     config = vocabulary.config
     assert isinstance(config, TransducerConfig) and vocabulary.folder is not None, "of a bundle of this kind"
@@ -268,7 +264,8 @@ def _opened(path: Path, config: TransducerConfig, interface: Interface, width: i
 
 #: What makes the decoder of each kind of recogniser, given its vocabulary and the options of a search, if any.
 DECODERS: ByKind[Callable[[Vocabulary, Mapping[str, Any] | None], Decoder]] = ByKind({
-    Config: _ctc, TransducerConfig: _transducer})
+    Config: lambda vocabulary, search: Beam(vocabulary, search) if search else Greedy(vocabulary),
+    TransducerConfig: _transducer})
 
 
 def decoder(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:

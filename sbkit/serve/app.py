@@ -101,7 +101,9 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
     _count(state, rooms, floor)
 
     async def index(_: Request) -> Response:
-        return _page()
+        text, policy = _page()
+        return HTMLResponse(text, headers={"content-security-policy": policy, "referrer-policy": "no-referrer",
+                                           "cache-control": "no-cache"})
 
     async def health(_: Request) -> Response:
         """Report whether the process should be kept alive; no model is run for it."""
@@ -313,7 +315,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 @functools.cache
-def _read_page() -> tuple[str, str]:
+def _page() -> tuple[str, str]:
     """Read the page, and make the policy that allows only its own script and style."""
     text = _FILE.read_text(encoding="utf-8")
     digests = {kind: base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
@@ -322,9 +324,3 @@ def _read_page() -> tuple[str, str]:
               f"style-src 'sha256-{digests['style']}'; connect-src 'self'; img-src data:; media-src blob:; "
               "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
     return text, policy
-
-
-def _page() -> HTMLResponse:
-    text, policy = _read_page()
-    return HTMLResponse(text, headers={"content-security-policy": policy, "referrer-policy": "no-referrer",
-                                       "cache-control": "no-cache"})
