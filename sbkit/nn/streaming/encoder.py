@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.streaming import layers, requirements
-from sbkit.nn.streaming.layers import Kept
+from sbkit.nn.streaming.layers import EncoderState
 from sbkit.nn.streaming.requirements import Recognizer
-
-
-class EncoderState(NamedTuple):
-    """What a step takes from those before it: zeros at the beginning of a stream, and of a size that never changes.
-
-    All but ``front`` is as in ``sbkit.nn.streaming.layers.Kept``.
-    """
-
-    keys: Tensor
-    values: Tensor
-    convolution: Tensor
-    front: Tensor
-    """``[B, N]``, all that the front end keeps."""
-    seen: Tensor
 
 
 class StreamingEncoder(nn.Module):
@@ -54,9 +38,7 @@ class StreamingEncoder(nn.Module):
 
     def state(self, batch: int) -> EncoderState:
         """Make the state of ``batch`` streams that begin."""
-        kept = layers.nothing_kept(self.encoder, batch, self.left)
-        front = kept.keys.new_zeros(batch, sum(shape.numel() for shape in self._front))
-        return EncoderState(kept.keys, kept.values, kept.convolution, front, kept.seen)
+        return layers.beginning(self.encoder, batch, self.left, sum(shape.numel() for shape in self._front))
 
     def forward(self, features: Tensor, frames: Tensor, state: EncoderState) -> tuple[Tensor, Tensor, EncoderState]:
         """Compute log-probabilities [B, T', V], or what else the head gives, how many of T' are said [B], and the next
@@ -73,12 +55,11 @@ class StreamingEncoder(nn.Module):
         feats = features if self.normalize is None else self.normalize(features)
         x, front = self._in_front(feats.masked_fill(~there[..., None], 0.0), state.front)
         counts = torch.div(frames + self.subsampling - 1, self.subsampling, rounding_mode="floor")
-        x, kept = layers.step(self.encoder, x, counts, Kept(state.keys, state.values, state.convolution, state.seen),
-                              self.ahead)
+        x, after = layers.step(self.encoder, x, counts, state, self.ahead)
+        after = _moved(frames > 0, after._replace(front=front), state)
         found = self.head(x).float()
-        after = EncoderState(kept.keys, kept.values, kept.convolution, front, kept.seen)
         said = counts - self.ahead * (frames == features.shape[1])
-        return found.log_softmax(-1) if self.scores_tokens else found, said, _moved(frames > 0, after, state)
+        return found.log_softmax(-1) if self.scores_tokens else found, said, after
 
     def _in_front(self, feats: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Run the front end: [B, T, F] and its packed state to [B, T', D], and its state for the next chunk."""

@@ -18,8 +18,8 @@ from sbkit.nn.fast.fused import Layer
 from sbkit.nn.lengths import lengths_to_mask
 
 
-class Kept(NamedTuple):
-    """What the layers take from the chunks before: zeros at the beginning of a stream, and of constant size."""
+class EncoderState(NamedTuple):
+    """What a step takes from those before it: zeros at the beginning of a stream, and of a size that never changes."""
 
     keys: Tensor
     """``[B, L, left, D]`` of the last frames of each layer, not rotated: only distances between places matter."""
@@ -27,38 +27,40 @@ class Kept(NamedTuple):
     """``[B, L, left, D]``."""
     convolution: Tensor
     """``[B, L, D, K // 2]``, the last inputs of each layer's depthwise convolution."""
+    front: Tensor
+    """``[B, N]``, all that the front end keeps; the layers leave it as it is."""
     seen: Tensor
     """``[B]`` int64: how many of ``left`` there are."""
 
 
-def nothing_kept(encoder: Layer, batch: int, left: int) -> Kept:
-    """Make what the layers of a ``TransformerASR`` keep of streams that begin."""
+def beginning(encoder: Layer, batch: int, left: int, front: int = 0) -> EncoderState:
+    """Make the state of a ``TransformerASR``, and of a front end that keeps so many numbers, for streams that begin."""
     layers = encoder.encoder.layers
     width, around = layers[0].mha_layer.embed_dim, layers[0].convolution_module.padding
     weight = layers[0].mha_layer.in_proj_weight
     window = weight.new_zeros(batch, len(layers), left, width)
-    return Kept(window, window.clone(), weight.new_zeros(batch, len(layers), width, around),
-                torch.zeros(batch, dtype=torch.int64, device=weight.device))
+    return EncoderState(window, window.clone(), weight.new_zeros(batch, len(layers), width, around),
+                        weight.new_zeros(batch, front), torch.zeros(batch, dtype=torch.int64, device=weight.device))
 
 
-def step(encoder: Layer, x: Tensor, counts: Tensor, kept: Kept, ahead: int = 0) -> tuple[Tensor, Kept]:
-    """Compute encoder states [B, T', D] of a chunk, and what is kept for the next one.
+def step(encoder: Layer, x: Tensor, counts: Tensor, state: EncoderState, ahead: int = 0) -> tuple[Tensor, EncoderState]:
+    """Compute encoder states [B, T', D] of a chunk, and the state for the next one.
 
     encoder : a ``TransformerASR`` of Conformer layers
     x : [B, T', D'], what the front end gives
     counts : [B], how many of T' are real
     ahead : how many of T' the next chunk begins with
     """
-    layers, left = encoder.encoder.layers, kept.keys.shape[2]
+    layers, left = encoder.encoder.layers, state.keys.shape[2]
     x = encoder.custom_src_module(x)
-    window = _Window(left, ahead, x, counts, kept.seen, layers[0].mha_layer.head_dim)
+    window = _Window(left, ahead, x, counts, state.seen, layers[0].mha_layer.head_dim)
     after = []
     for number, layer in enumerate(layers):
-        x, *parts = _layer_step(layer, x, window, *(part[:, number] for part in kept[:3]))
+        x, *parts = _layer_step(layer, x, window, *(part[:, number] for part in state[:3]))
         after.append(parts)
     keys, values, convolution = (torch.stack(parts, 1) for parts in zip(*after, strict=True))
-    seen = (kept.seen + window.moves).clamp(max=left)
-    return encoder.encoder.norm(x), Kept(keys, values, convolution, seen)
+    seen = (state.seen + window.moves).clamp(max=left)
+    return encoder.encoder.norm(x), EncoderState(keys, values, convolution, state.front, seen)
 
 
 def in_turn(encoder: Layer, source: Tensor, frames: Tensor, subsampling: int, seen: Seen) -> Tensor:
@@ -71,11 +73,11 @@ def in_turn(encoder: Layer, source: Tensor, frames: Tensor, subsampling: int, se
     size, moves, longest = seen.chunk_size, seen.chunk_size - seen.ahead, source.shape[1]
     steps = max(0, longest - seen.ahead) // moves + 1
     source = functional.pad(source, (0, 0, 0, (steps - 1) * moves + size - longest))
-    kept = nothing_kept(encoder, len(source), seen.left_context_size_frames())
+    state = beginning(encoder, len(source), seen.left_context_size_frames())
     left, alive, out = frames, frames > 0, None
     for start in range(0, steps * moves, moves):
         counts = torch.div(left + subsampling - 1, subsampling, rounding_mode="floor").clamp(0, size)
-        x, kept = step(encoder, source[:, start : start + size], counts, kept, seen.ahead)
+        x, state = step(encoder, source[:, start : start + size], counts, state, seen.ahead)
         out = x.new_zeros(*source.shape[:2], x.shape[2]) if out is None else out
         out[:, start : start + size] = torch.where(alive[:, None, None], x, out[:, start : start + size])
         alive = alive & (left >= size * subsampling)  # another chunk follows one that is full, even if only with these

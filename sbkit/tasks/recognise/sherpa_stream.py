@@ -27,7 +27,8 @@ from sbkit.export.graph import trace_module, write_onnx
 from sbkit.export.layout import Config
 from sbkit.export.parity import Comparison
 from sbkit.nn.chunks import Chunks
-from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
+from sbkit.nn.streaming.encoder import StreamingEncoder
+from sbkit.nn.streaming.layers import EncoderState
 from sbkit.system.environment import version_of
 from sbkit.tasks.recognise.graph import reference
 from sbkit.tasks.recognise.recognizer import Recognizer

@@ -11,7 +11,8 @@ from sbkit.export.graph import trace_module
 from sbkit.export.layout import Streaming
 from sbkit.nn.kaldi import FilterBank, framed
 from sbkit.nn.streaming import requirements
-from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
+from sbkit.nn.streaming.encoder import StreamingEncoder
+from sbkit.nn.streaming.layers import EncoderState
 from sbkit.tasks.recognise.recognizer import Recognizer
 
 #: Names of inputs, and their open dimensions.
@@ -47,7 +48,7 @@ class StreamingGraph(nn.Module):
 
         samples : [B, S], the windows of a chunk
         frames : [B], feature frames of the windows that are real; 0: nothing for this stream
-        keys, values, convolution, front, seen : as in ``sbkit.nn.streaming.encoder.EncoderState``
+        keys, values, convolution, front, seen : as in ``sbkit.nn.streaming.layers.EncoderState``
         """
         features = self.bank.from_frames(framed(samples, self.bank.size, self.bank.hop))
         log_probs, counts, state = self.step(features, frames, EncoderState(keys, values, convolution, front, seen))

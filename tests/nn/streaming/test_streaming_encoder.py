@@ -18,7 +18,8 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.nn.adapters import Houlsby, LoRA, is_added
 from sbkit.nn.chunks import Chunks
-from sbkit.nn.streaming.encoder import EncoderState, StreamingEncoder
+from sbkit.nn.streaming.encoder import StreamingEncoder
+from sbkit.nn.streaming.layers import EncoderState
 
 EACH = 4
 CHUNKS = Chunks(sizes=[1, 2, 4, 8], left=[8, 16], validate=4)

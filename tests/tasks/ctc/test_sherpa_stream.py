@@ -19,7 +19,7 @@ from sbkit.export.runners import open_runner
 from sbkit.export.windows import Windows
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.kaldi import FilterBank, framed
-from sbkit.nn.streaming.encoder import EncoderState
+from sbkit.nn.streaming.layers import EncoderState
 from sbkit.tasks.ctc import sherpa
 from sbkit.tasks.ctc.exported import Recogniser
 from sbkit.tasks.ctc.sherpa import CTCStream, SherpaOutput

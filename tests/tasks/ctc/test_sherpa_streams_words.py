@@ -18,7 +18,7 @@ from sbkit.export import clips, layout, source
 from sbkit.export.layout import Config
 from sbkit.export.runners import open_runner
 from sbkit.export.vocabulary import Vocabulary
-from sbkit.nn.streaming.encoder import EncoderState
+from sbkit.nn.streaming.layers import EncoderState
 from sbkit.tasks.recognise import sherpa_stream, streams
 from sbkit.tasks.recognise.sherpa_stream import packed
 
