@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.weak import TensorWeakRef
 
 from sbkit.errors import SbkitError
 
@@ -30,7 +31,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._made: list[weakref.ref[FakeTensor]] = []
+        self._made: list[TensorWeakRef] = []
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -39,7 +40,7 @@ class StandIns:
 
         def make(cls: type[FakeTensor], *given: Any, **named: Any) -> FakeTensor:  # Any: of torch's own constructor
             made = real(cls, *given, **named)
-            self._made.append(weakref.ref(made))
+            self._made.append(TensorWeakRef(made))
             return made
 
         with mock.patch.object(FakeTensor, "__new__", make):
