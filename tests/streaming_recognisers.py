@@ -21,10 +21,10 @@ CHUNKS = Chunks(sizes=[2, 4, 8], left=[8, 16], validate=4)
 LENGTHS = (100, 2_680, 5_003, 20_011)
 
 
-def recogniser(features=None, norm=None, chunks=CHUNKS, frontend=None, fast=True, **changes):
+def recogniser(features=None, norm=None, chunks=CHUNKS, frontend=None, fast=True, input_size=12, **changes):
     torch.manual_seed(0)
     frontend, head = frontend or CausalFrontEnd(BANDS, [4, 4]), nn.Linear(16, LABELS)
-    encoder = conformer(12, LABELS, **changes)
+    encoder = conformer(input_size, LABELS, **changes)
     for part in (frontend, encoder, head):
         part.eval()
         for parameter in part.parameters():
