@@ -66,8 +66,8 @@ def test_a_run_is_told_of_it_and_warned_of_a_size_that_no_fused_kernel_takes(car
 
 @pytest.mark.parametrize("accelerate, warnings", [(True, 0), (False, 1)])
 def test_the_check_of_a_recipe_tells_it_too(card, accelerate, warnings):
-    traced = SimpleNamespace(keys=SimpleNamespace(accelerate=accelerate), built=Built())
     findings = Findings()
+    traced = SimpleNamespace(keys=SimpleNamespace(accelerate=accelerate), built=Built(findings, "."))
     (line,) = _attention(traced, SimpleNamespace(roots={"model": RoPEMHA(36, 1)}), card, "bf16", findings)
     assert line.startswith("attention on cuda:0: torch's ") and len(findings) == warnings
 
