@@ -27,18 +27,18 @@ def keys(tmp_path):
 
 
 def test_the_codecs_own_parts_do_not_differ(keys):
-    assert list(keys.of_another_codec()) == []
+    assert keys.wrong_bundles() == []
 
 
 def test_other_numbers_of_a_part_are_named(keys):
     keys.written(quantiser=definition(keys.quantiser) | {"levels": [2, 2]})
-    [problem] = keys.of_another_codec()
+    [problem] = keys.wrong_bundles()
     assert problem.key == "quantiser" and "levels" in problem.message and "[2, 2]" in problem.message
 
 
 def test_a_layer_more_is_named(keys):
     keys.decoder.fast.blocks.append(keys.decoder.fast.blocks[0])
-    [problem] = keys.of_another_codec()
+    [problem] = keys.wrong_bundles()
     assert problem.key == "decoder" and "decoder.fast.blocks." in problem.message
 
 
@@ -46,7 +46,7 @@ def test_a_layer_more_is_named(keys):
 def test_weights_that_cannot_be_read_are_told(keys, content):
     with open(f"{keys.codec}/model.safetensors", "wb") as file:
         file.write(content)
-    [problem] = keys.of_another_codec()
+    [problem] = keys.wrong_bundles()
     assert problem.key == "codec" and "cannot be read" in problem.message
 
 
@@ -60,6 +60,6 @@ def test_a_bundle_of_another_kind_or_rate_is_told(keys, tmp_path):
     bundles.make(tmp_path / "recogniser")
     toy_codec.make(tmp_path / "codec")
     keys.codec = keys.recogniser = str(tmp_path / "recogniser")
-    assert [each.key for each in keys.of_another_kind()] == ["codec"]
+    assert [each.key for each in keys.wrong_bundles()] == ["codec"]
     keys.codec, keys.sample_rate = str(tmp_path / "codec"), 22_050
-    assert [each.key for each in keys.of_another_kind()] == ["sample_rate"]
+    assert [each.key for each in keys.wrong_bundles()] == ["sample_rate"]
