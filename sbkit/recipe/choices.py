@@ -91,7 +91,7 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
         Clash(lambda a: (a["encoder_module"], a["attention_type"]) == ("branchformer", "RoPEMHA"), "attention_type",
               "SpeechBrain's Branchformer has no attention_type 'RoPEMHA', it has regularMHA, RelPosMHAXL, hypermixing",
               "write RelPosMHAXL, or encoder_module: conformer"),
-        Clash(lambda a: a["d_model"] % a["nhead"] != 0, "nhead",
+        Clash(lambda a: isinstance(a["d_model"], int) and a["d_model"] % a["nhead"] != 0, "nhead",
               "each attention head gets an equal share of d_model, and nhead {nhead} doesn't divide {d_model}",
               lambda a: f"write nhead: {_near_heads(a['d_model'], a['nhead'])}, or choose another d_model"),
         Clash(lambda a: a["attention_type"] == "RoPEMHA" and a["d_model"] / a["nhead"] % 2 == 1, "nhead",

@@ -129,6 +129,10 @@ def test_heads_share_the_model_out_evenly(attention, size, heads):
         assert told(given) == []
 
 
+def test_a_size_that_is_no_whole_number_is_no_mistake_of_the_heads():
+    assert told({**TINY, "d_model": 8.5}) == []
+
+
 @pytest.mark.parametrize("given, key", [
     ({}, None), ({"win_length": 400}, "win_length"), ({"win_length": 400, "hop_length": 160, "n_fft": 8192}, None),
     ({"n_fft": 256}, "win_length"), ({"sample_rate": 8000, "n_fft": 200}, None), ({"sample_rate": 16}, "sample_rate"),
