@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 import torch
 from speechbrain.utils.checkpoints import Checkpointer, hook_on_loading_state_dict_checkpoint
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from sbkit.errors import SbkitError
@@ -175,7 +174,13 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def full_value(value: object) -> object:
     """Return a state with its divided tensors whole, on the CPU; all ranks must call it."""
-    return tree_map(lambda each: each.full_tensor().cpu() if _is_part(each) else each, value)
+    if _is_part(value):
+        return value.full_tensor().cpu()
+    if isinstance(value, dict):  # any class of it, which torch's tree_map would take for a value
+        return {key: full_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(full_value(item) for item in value)
+    return value
 
 
 def _sharded_like(value: object, like: object) -> object:

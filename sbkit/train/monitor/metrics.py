@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import deque
@@ -27,7 +28,7 @@ class MetricsLog(ResumableLog):
 
     Values may be tensors on a device: lines are written in order, once their values have arrived; only ``flush()``
     waits for them. If it is a recoverable of the checkpointer, a resumed run continues the file from the checkpoint.
-    nan and inf become null.
+    nan and inf, which JSON does not have, become null.
 
     log = MetricsLog(output_folder)
     log.write("step", epoch=1, step=50, loss=loss, lr=1e-3, audio_s_per_s=812.0, data_wait_share=0.01,
@@ -79,9 +80,8 @@ class MetricsLog(ResumableLog):
 
     def _write_ready(self, wait: bool = False) -> None:
         while self._waiting and (wait or _arrived(self._waiting[0])):
-            written = json.dumps(self._waiting.popleft(), default=_plain)
-            line = json.loads(written, parse_constant=lambda name: None)  # nan and inf, which JSON does not have
-            self._file.append(json.dumps(line, ensure_ascii=False))
+            line = {k: _plain(v) for k, v in self._waiting.popleft().items()}
+            self._file.append(json.dumps(line, ensure_ascii=False, allow_nan=False))
             self._step = line.get("step", self._step)
             if line["kind"] == "loss" or self._step is None or self._file.waiting:
                 continue  # nothing is sent before there is a step
@@ -103,9 +103,17 @@ def _written_again(line: str) -> bool:
         return True
 
 
-def _plain(value: object) -> object:
-    """Convert what JSON does not know: values from a device, numbers of numpy, and anything else to its text."""
+def _plain(value: object) -> Any:  # a type of JSON
+    """Convert a value to types of JSON."""
     if isinstance(value, Peek):
         array = value.numpy()
-        return array.item() if array.size == 1 else array.tolist()
-    return value.item() if hasattr(value, "item") else str(value)
+        value = array.reshape(-1)[0].item() if array.size == 1 else array.tolist()
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
+        value = value.item()  # a numpy scalar
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

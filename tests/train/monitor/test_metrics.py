@@ -31,11 +31,12 @@ def test_a_line_holds_what_was_measured(tmp_path):
     log = MetricsLog(tmp_path)
     before = time.time()
     log.write("step", epoch=1, step=50, loss=torch.tensor(1.5), lr=1e-3, grad_norm=torch.tensor(float("nan")),
-              memory=float("inf"), extras={"ctc": torch.tensor(2.0).item()}, skipped_steps=0, note="größer")
+              memory=float("inf"), extras={"ctc": torch.tensor(2.0).item(), ("es", 1): None},
+              skipped_steps=0, note="größer")
     (line,) = lines(tmp_path)
     assert line.pop("time") >= before - 0.01
     assert line == {"kind": "step", "epoch": 1, "step": 50, "loss": 1.5, "lr": 1e-3, "grad_norm": None,
-                    "memory": None, "extras": {"ctc": 2.0}, "skipped_steps": 0, "note": "größer"}
+                    "memory": None, "extras": {"ctc": 2.0, "('es', 1)": None}, "skipped_steps": 0, "note": "größer"}
 
 
 def test_an_unknown_kind_is_a_mistake_of_ours(tmp_path):
