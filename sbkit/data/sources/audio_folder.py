@@ -41,7 +41,6 @@ class AudioFolder(Source):
         return [self.kind, *map(stamp, sorted(folders))]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        del show_progress
         if self.needs_text:
             raise SbkitError(f"{self.folder} has recordings, and no list of them that says what is said",
                              hint="write a train.csv with the columns ID,duration,wav,wrd, or train.jsonl")

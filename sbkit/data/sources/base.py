@@ -94,7 +94,6 @@ class Source(ABC):
 
     def header(self, name: str) -> list[str] | None:
         """The names of a split's columns, if they are found without reading it; None if not."""
-        del name
         return None
 
     def ask_as(self, other: Source) -> None:

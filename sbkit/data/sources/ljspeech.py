@@ -56,7 +56,6 @@ class LJSpeech(Source):
         return [self.kind, stamp(self.path), self.root]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        del show_progress
         rows, malformed = self._rows()
         self._check(rows)
         split = drawn(row[self._column("id")] for row in rows)

@@ -44,11 +44,9 @@ class VoiceBank(Source):
         return [self.kind, *(stamp(each) for noisy in folders for each in (noisy, self._clean(noisy)))]
 
     def header(self, name: str) -> list[str]:
-        del name
         return ["id", "audio", "speaker", CLEAN]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        del show_progress
         if self.needs_text:
             raise SbkitError(f"{self.folder} has recordings and no texts", hint="this layout is for what needs none")
         paths = self._recordings(name)

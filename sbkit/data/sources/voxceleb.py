@@ -46,7 +46,6 @@ class VoxCeleb(Source):
         return [self.kind, *(stamp(video) for speaker in _speakers(self.folder) for video in sorted(speaker.iterdir()))]
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        del show_progress
         if self.needs_text:
             raise SbkitError(f"{self.folder} is VoxCeleb, which doesn't say what is said")
         paths = [path for speaker in self._split()[name] for path in sorted(_recordings(speaker))]
