@@ -298,15 +298,6 @@ def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
         Corpus(demo_voices=["../x"])
 
 
-def test_a_full_disk_is_one_error(release, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device", "/disk/train.csv")
-
-    monkeypatch.setattr("sbkit.data.manifest.Manifest.write", full)
-    with pytest.raises(SbkitError, match=r"/disk/train\.csv could not be written: No space left"):
-        prepare(release, tmp_path / "m")
-
-
 def test_two_preparations_of_one_folder_take_turns(release, tmp_path, caplog):
     with ThreadPoolExecutor(1) as pool, locked(tmp_path / "m" / ".lock"):
         other = pool.submit(prepare, release, tmp_path / "m")
