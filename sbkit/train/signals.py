@@ -50,9 +50,11 @@ class Stopped(SbkitError, SystemExit):
     A command prints the message; a script that doesn't catch it ends with the exit code and no traceback.
     """
 
-    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 128 + signal.SIGTERM):
-        super().__init__(message, hint=hint, exit_code=exit_code)
-        self.code = exit_code
+    exit_code = 128 + signal.SIGTERM
+
+    @property
+    def code(self) -> int:  # type: ignore[override]  # where Python looks for it, which no pickle would keep
+        return self.exit_code
 
     @classmethod
     def by(cls, signum: int, step: int, checkpoint: Path | None) -> Stopped:
