@@ -124,8 +124,6 @@ class Failed(Exception):
 class Place:
     """A folder with a corpus and an encoder, and the runs that scenarios share.
 
-    Arguments
-    ---------
     tree : the checkout that is tried
     """
 

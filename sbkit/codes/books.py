@@ -72,8 +72,6 @@ class Books:
     def check(self, codes: ArrayLike, where: str) -> np.ndarray:
         """Return codes [T, Q] or [B, T, Q] as int64, each within its codebook, or raise; nothing is ever clamped.
 
-        Arguments
-        ---------
         codes : whole numbers; those that pad a batch are checked like others
         where : what holds them, for messages: a file, a request
 

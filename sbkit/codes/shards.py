@@ -62,8 +62,6 @@ class Codes:
     >>> codes = Codes("tokens", books)      # doctest: +SKIP
     >>> codes[0].codes                      # [T, Q], each id within its codebook    # doctest: +SKIP
 
-    Arguments
-    ---------
     folder : made by :func:`writing`
     books : the codebooks that they must be of; None takes what there is, as :attr:`books`
     """
@@ -181,8 +179,6 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
     >>> with writing("tokens", books) as out:       # doctest: +SKIP
     ...     out.add("utt-1", codes, text="hello")
 
-    Arguments
-    ---------
     folder : is made, or replaced with ``force``
     books : the codebooks of all codes
     shard_frames : frames of a shard

@@ -68,8 +68,6 @@ def read_audio(
 ) -> np.ndarray:
     """Read a recording, or a stretch of it: decode, mix to mono and resample in one pass.
 
-    Arguments
-    ---------
     wav: a path, a member of an uncompressed tar (``shard.tar?offset=1536&size=20480``), a URL of either that
         ``remote`` allows, the bytes of a file, or a binary file.
     start, duration: the stretch to read, in seconds; without ``duration`` it ends with the recording.

@@ -134,8 +134,6 @@ def planned_seconds(augment: object, durations: np.ndarray | float) -> np.ndarra
 class SpeedPerturb:
     """Change speed and pitch together (sox's ``speed``), as part of the resampling while reading, so at no extra cost.
 
-    Arguments
-    ---------
     speeds: factors to choose from; 0.9 is slower and makes the utterance 1/0.9 times as long.
     prob: probability that a factor is drawn; otherwise the speed stays as it is.
     """
@@ -161,8 +159,6 @@ class SpeedPerturb:
 class Crop:
     """Keep a random stretch of each utterance, another one in each pass over the corpus.
 
-    Arguments
-    ---------
     seconds: length of the stretch; shorter utterances stay whole.
     sample_rate: of the waveforms; set by the loader.
     """
@@ -183,8 +179,6 @@ class Crop:
 class Gain:
     """Make an utterance louder or quieter by a random number of decibels.
 
-    Arguments
-    ---------
     low_db, high_db: range of the gain.
     prob: probability that an utterance is changed.
     """
@@ -205,8 +199,6 @@ class Gain:
 class AddNoise:
     """Add noise from a random recording of a folder at a random signal-to-noise ratio.
 
-    Arguments
-    ---------
     folder: contains audio files at any depth. Only the stretch needed is read; short recordings are repeated.
     snr_low, snr_high: range of the ratio, in decibels.
     prob: probability that an utterance is changed.
@@ -243,8 +235,6 @@ class AddReverb:
 
     The position of the direct sound and the loudness are kept.
 
-    Arguments
-    ---------
     folder: contains impulse responses as audio files at any depth.
     prob: probability that an utterance is changed.
     sample_rate: of the waveforms; set by the loader.
@@ -271,8 +261,6 @@ class ApplyCodec:
 
     Those of telephones keep 8 kHz, so that nothing above 4 kHz is left; the others are at their lowest bit rates.
 
-    Arguments
-    ---------
     codecs: names to choose from: ulaw and alaw (telephones), gsm (mobiles, 13 kbit/s), adpcm and opus_narrow, all at
         8 kHz; mp3 (14 kbit/s), opus (9) and vorbis (18) at 16 kHz.
     prob: probability that an utterance is changed.
@@ -302,8 +290,6 @@ class ApplyCodec:
 class BandPass:
     """Keep a random band of frequencies, as telephones, small microphones and loudspeakers do.
 
-    Arguments
-    ---------
     low_hz: range of the lower limit, where half of the power is left; below it falls by 48 dB an octave.
     high_hz: the same of the upper limit; 8000 cuts nothing of recordings at 16 kHz.
     prob: probability that an utterance is changed.
@@ -334,8 +320,6 @@ class BandPass:
 class Overdrive:
     """Clip an utterance's peaks, as a microphone that is too loud does, and keep its loudness.
 
-    Arguments
-    ---------
     low_db, high_db: range of what is cut from the highest peak, in decibels.
     prob: probability that an utterance is changed.
     """

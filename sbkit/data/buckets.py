@@ -26,8 +26,6 @@ EDGE_CANDIDATES = 600
 class Buckets:
     """Draws steps of utterances of similar duration: each bucket's are spread evenly over its steps.
 
-    Arguments
-    ---------
     durations: ``[N]``, seconds.
     step_seconds: what a step holds, padding included.
     buckets: how many there are; ``None``: the number of least cost.

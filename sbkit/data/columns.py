@@ -20,8 +20,6 @@ from sbkit.errors import SbkitError, shown
 class LabelColumn:
     """A column of labels, such as speakers: ``batch.columns`` has B texts.
 
-    Arguments
-    ---------
     classes: the key of the recipe whose list has all labels of the training set, which a run makes where it is null;
         ``batch.labels`` then has the place of each text there, ``[B]`` int64, and -1 in dev and test for one that it
         doesn't have.
@@ -36,8 +34,6 @@ class LabelColumn:
 class SignalColumn:
     """A column of recordings, such as the clean one of a noisy one: ``batch.columns`` has ``Padded`` signals.
 
-    Arguments
-    ---------
     aligned: whether it is cut out of its file as the row's recording is, and read at the same speed; augmentations
         that are ``aligned`` (``Crop``, ``Gain``) change both alike, and others only the row's recording. False: it is
         read whole, has a length of its own, and isn't augmented.

@@ -144,8 +144,6 @@ _WORTH_A_BAR = 1000
 class Copies:
     """The recordings of splits, each compared with those of the splits before it.
 
-    Arguments
-    ---------
     by_sound : decode all and compare fingerprints; otherwise only files of the same bytes are found, of which one block
         is read
     journal : a file that stores what was found, so that a preparation continues where it was stopped

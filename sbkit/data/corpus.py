@@ -47,8 +47,6 @@ _ASIDE = ".new"
 class Corpus:
     """Utterances for training, validation and testing, prepared from a source into manifests.
 
-    Arguments
-    ---------
     source : a Common Voice folder or ``.tar.gz``, a Hugging Face dataset (``hf://owner/name?config=fr``, a
         ``save_to_disk`` folder, parquet files), LJSpeech's folder, a folder of SpeechBrain CSVs or of JSON lines, or a
         mapping ``{train: FILE, dev: FILE, test: FILE}`` where FILE may be a list; null: the demo corpus
@@ -169,8 +167,6 @@ class Corpus:
 
         In a run over several processes one of them prepares, and the others call :meth:`load` afterwards.
 
-        Arguments
-        ---------
         needed : splits that the source must have; if it lacks one, that is an error before any audio is read
         needs_text : whether rows without a text are left out
         columns : those that the task declares; rows that lack one are left out

@@ -149,8 +149,6 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
     The same arguments give the same bytes, with any number of workers. A folder that was made with these arguments is
     reused; any other folder is left alone.
 
-    Arguments
-    ---------
     out : folder in which the language's folder is made; it appears there completely or not at all.
     hours : approximate amount of speech in all splits together.
     language : an espeak-ng language or Common Voice's code for it. For ten languages there are sentences (see

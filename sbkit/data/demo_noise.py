@@ -148,8 +148,6 @@ class DemoNoise:
     """Add synthesised noise at a random signal-to-noise ratio: another one for each utterance and pass, half of the
     time two at once.
 
-    Arguments
-    ---------
     kinds: of ``KINDS``, among which is drawn.
     snr_low, snr_high: range of the ratio, in decibels.
     prob: probability that an utterance is changed.

@@ -65,8 +65,6 @@ def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50
           seed: int = 1) -> tuple[np.ndarray, int]:
     """Synthesise a text; return it as mono float32 [S] within -1..1, and its sample rate.
 
-    Arguments
-    ---------
     voice : such as ``en-us+f2``
     pitch, pitch_range : from 0 to 99
     """

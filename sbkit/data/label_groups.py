@@ -16,8 +16,6 @@ class LabelGroups:
     A pass over the corpus makes as many groups of each label as it has clips for, at most one for each step, and has as
     many steps as can be filled.
 
-    Arguments
-    ---------
     labels: ``[N]``, a number of each utterance's label, from 0 on.
     durations: ``[N]``, seconds.
     clips_per: the name of the column of labels, and the number of clips.

@@ -33,8 +33,6 @@ def shared(manifests: Mapping[str, Manifest],
            copies: Mapping[str, Mapping[str, str]] | None = None) -> list[dict[str, Any]]:
     """An entry for whatever two splits have in common, of the smaller split first: test, dev, train.
 
-    Arguments
-    ---------
     copies : for each split the ids of its rows that are copies of another's, and of which one ("test: ID")
     """
     splits = [split for split in reversed(SPLITS) if split in manifests]

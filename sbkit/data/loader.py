@@ -167,8 +167,6 @@ class _Loader:
 class TrainLoader(_Loader):
     """Loads the micro-batches of a plan for one rank.
 
-    Arguments
-    ---------
     manifest: the utterances, in the order of the plan's durations.
     tokenizer: encodes the texts, in the workers; ``None``: batches without tokens.
     plan: see ``sbkit.data.plan``.

@@ -109,8 +109,6 @@ class Manifest:
     its file, then any metadata columns. ``wav`` is a path, or a member of an uncompressed tar written
     as ``shard.tar?offset=BYTES&size=BYTES``.
 
-    Arguments
-    ---------
     ids, wavs, texts : N strings
     durations : N seconds
     speakers : N strings, by default empty

@@ -63,8 +63,6 @@ def ask(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers
         show_progress: bool = True) -> Iterator[tuple[int, Any]]:
     """Have helper processes answer for each recording; gives its index and the answer, in any order.
 
-    Arguments
-    ---------
     job : ``module:function``; called with a recording, ``remote`` and ``further``, it returns what JSON can hold, as a
         text if it is the reason why there is no answer
     wavs : N recordings, as ``job`` takes them: texts, or lists with a text first

@@ -57,8 +57,6 @@ class Mixture(Corpus):
     ``corpus``, a part's name, and ``language``, which also are in batches; ids and speakers begin with the name. A
     recording of one part's dev or test is left out of all training.
 
-    Arguments
-    ---------
     parts : a ``Corpus`` each, by name; one may have a split that others lack
     folder : where the joint manifests and ``prepare_report.json`` are written
     weights : the share of the training audio that each part has in every step, ``{read: 1, calls: 3}``; 0: it is only

@@ -39,8 +39,6 @@ class PartDraws:
     step, have parts in proportion, and a pass is found without those before it. A part's draws in a bucket go through
     its rows in an order that is drawn anew whenever all have been heard, whatever other parts there are.
 
-    Arguments
-    ---------
     parts: see ``Parts``; a part with a share of 0 is never drawn.
     seconds: ``[N]``, durations.
     buckets: ``[N]``, numbers from 0 on.

@@ -17,8 +17,6 @@ def piece_model(pieces: Sequence[str], silent: Collection[int] = (), scores: Map
                 merges: bool = False) -> bytes:
     """Make the contents of a model's file.
 
-    Arguments
-    ---------
     pieces : in the order of their ids, with ``▁`` for a space; the first is the unknown piece, and CTC's blank. ``<s>``
         and ``</s>`` begin and end a sentence if they are silent
     silent : the ids of further ones that are no text

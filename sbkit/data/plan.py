@@ -40,8 +40,6 @@ Length = TypeVar("Length", float, np.ndarray)
 class Batching:
     """How utterances are grouped into micro-batches and optimizer steps; the ``batching`` of a recipe.
 
-    Arguments
-    ---------
     max_batch_seconds: size of a micro-batch, which one device holds at once, in seconds including padding.
     step_seconds: audio of one optimizer update over all devices and micro-batches, in seconds including
         padding; ``null``: as much as ``max_batch_seconds``.
@@ -133,8 +131,6 @@ def unit_of(length: Length, unit: float) -> Length:
 class Plan:
     """The buckets and step sizes of a corpus, from which ``epoch(e)`` makes the steps of an epoch.
 
-    Arguments
-    ---------
     durations: ``[N]``, seconds of each utterance; the attribute ``durations`` has them rounded up.
     batching: see ``Batching``.
     ids: names of utterances for error messages.

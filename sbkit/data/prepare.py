@@ -94,8 +94,6 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
                   exclude: Exclusions | None = None, show_progress: bool = True) -> tuple[Manifest, SplitReport]:
     """Make the manifest of a split: normalise texts, measure recordings, leave out unusable and unwanted rows.
 
-    Arguments
-    ---------
     rows : N rows of a source
     taken : recordings of other splits (:func:`recording_keys`), which are left out of this one
     listings : contents of large folders, kept between calls for splits in the same folder

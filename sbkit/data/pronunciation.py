@@ -23,8 +23,6 @@ _LOCK = threading.Lock()
 class Pronunciation:
     """How a voice of espeak-ng pronounces words, for any number of threads; espeak-ng is asked once about each.
 
-    Arguments
-    ---------
     voice : such as ``en-us``
     """
 

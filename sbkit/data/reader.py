@@ -52,8 +52,6 @@ class ReadRequest(NamedTuple):
 class Reader(Dataset[Any]):
     """Dataset that reads one micro-batch per request, in a worker process.
 
-    Arguments
-    ---------
     round_to: batches are padded to a multiple of so many samples (of a half of it and so on if they are short), unless
         they would then have more than ``max_samples`` samples in all; 0: no rounding
     least: utterances that a batch has at least; one of which fewer can be read becomes a stand-in

@@ -45,8 +45,6 @@ def check_schemes(where: str, schemes: Iterable[str]) -> tuple[str, ...]:
 class Remote:
     """Which URLs may be opened, by default none, and the limits for each.
 
-    Arguments
-    ---------
     schemes : kinds of URL, among ``SCHEMES``
     megabytes, seconds : limits of size and download time for one recording
     """

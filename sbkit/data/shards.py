@@ -94,8 +94,6 @@ def write_shards(
 ) -> Manifest:
     """Write the recordings of ``manifest`` into shards below ``out`` and return the manifest that reads them.
 
-    Arguments
-    ---------
     name: beginning of the file names, such as ``train``.
     shard_size_mb: approximate size of a shard.
     encode: ``None`` copies files as they are (segments of longer files become FLAC with their own sample rate);

@@ -24,8 +24,6 @@ _LONGEST, _MAX_BYTES = 200, 1 << 26  # of the name of a speaker, and of a file
 class NameTable:
     """Sorted names, stored as a JSON list. The constructor touches no file.
 
-    Arguments
-    ---------
     file : where they are stored
     """
 
@@ -72,8 +70,6 @@ class SymbolText(NamedTuple):
 class Symbols(NameTable):
     """What a corpus is written in, each with an id: its characters, or the phones of its words. Padding has id 0.
 
-    Arguments
-    ---------
     file : a JSON list, where they are stored
     spelling : a voice of espeak-ng, such as ``en-us``, whose pronunciation gives the phones; None: characters
     """
@@ -177,8 +173,6 @@ def _cores(text: str) -> list[str]:
 class Speakers(NameTable):
     """Whose voices are learnt.
 
-    Arguments
-    ---------
     file : a JSON list, where their names are stored
     several : each of the corpus's speakers becomes a voice; otherwise all of it is one voice, whoever speaks
     """

@@ -43,8 +43,6 @@ class TextRules:
     (punctuation, symbols, emoji, control characters) becomes a blank, except for the characters in
     ``keep_punctuation`` and ``keep_anywhere``. The order is: ``replace``, Unicode form, case, filter.
 
-    Arguments
-    ---------
     unicode : "NFC" (composed characters) or "NFKC" (also folds full-width letters, ligatures, ...)
     case : "lower", "upper" or "keep"
     keep_punctuation : characters kept inside a word, with a letter, mark or digit on both sides; typographic

@@ -49,8 +49,6 @@ class Tokenizer:
     The files are ``<folder>/<vocab_size>_<model_type>.model`` and ``.vocab``, where SpeechBrain's ``SentencePiece``
     looks for them, and ``.json`` with the fingerprint of the text and the options.
 
-    Arguments
-    ---------
     folder : where the files are stored
     vocab_size : entries of the vocabulary, including blank, bos and eos; with ``char`` it follows from the text, so it
         may be None, and a wrong number is an error that tells the right one (see :meth:`follow`)

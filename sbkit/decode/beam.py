@@ -55,8 +55,6 @@ class BeamSearch(TokenSearch):
 class EventStream:
     """Finds the same events in a stream, cut into any pieces, as ``posteriors.events`` does in the whole.
 
-    Arguments
-    ---------
     spelling : how its tokens are written, of which there are as many as labels
     blank_id, threshold, most : as for ``posteriors.events``
     """

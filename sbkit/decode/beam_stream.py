@@ -160,8 +160,6 @@ class BeamStream(StreamSearch, Generic[H]):
     ends where the best hypothesis, and all that are nearly as likely, have been silent for ``PAUSE_SECONDS``; the next
     begins like a sentence. Where hypotheses disagree about a word for ``LONGEST_SECONDS``, the best is right.
 
-    Arguments
-    ---------
     line : searches it; what it has loaded may be shared by all streams, which threads may feed at the same time
     events : what there is to search of the stream
     spelling : how its tokens are written

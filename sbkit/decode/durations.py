@@ -55,8 +55,6 @@ def durations(text: str, heard: Aligned, signal: np.ndarray, sample_rate: int, f
     A character ends in the middle between where it and the next were heard; the first begins and the last ends where
     the recording's speech does.
 
-    Arguments
-    ---------
     text : U characters
     heard : its pieces
     signal : the recording [S]
@@ -80,8 +78,6 @@ def durations(text: str, heard: Aligned, signal: np.ndarray, sample_rate: int, f
 def shared(frames: np.ndarray, ends: Sequence[float]) -> np.ndarray:
     """Return the frames of symbols [U + 2] from those of characters [C + 2], with the silence before and after.
 
-    Arguments
-    ---------
     ends : where each symbol ends in the text, in characters [U]
     """
     edges = frames[:-1].cumsum()

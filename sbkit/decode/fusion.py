@@ -29,8 +29,6 @@ class FusionWeights:
 class Fusion:
     """Scores complete words, unfinished words by the best that they can become, and pieces.
 
-    Arguments
-    ---------
     model : over words or over pieces, or None
     lexicon : the only words allowed, or None for any
     per_piece : the model is over pieces

@@ -19,8 +19,6 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0) -> list[TokenS
 
     An utterance's result depends only on its own frames, not on its neighbours or the padding.
 
-    Arguments
-    ---------
     log_probs : [B, T, V] log-probabilities (``log_softmax`` of the scores)
     lengths : [B] frames of each utterance, integers
     """
@@ -39,8 +37,6 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
           ids: Sequence[str] | None = None) -> list[TokenSpans]:
     """Align a known transcript with the frames; confidence is the probability given to each token.
 
-    Arguments
-    ---------
     log_probs, lengths : as for ``greedy``
     targets : [B, U] token ids, without blanks
     target_lengths : [B] tokens of each utterance, integers

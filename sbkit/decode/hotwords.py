@@ -39,8 +39,6 @@ class HotWords:
 
     A state says which words of a phrase are complete; 0 means none.
 
-    Arguments
-    ---------
     boosts : the boost of each phrase as a natural logarithm: 5 makes it 150 times as likely
     """
 

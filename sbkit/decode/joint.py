@@ -56,8 +56,6 @@ class JointSearch:
     the decoder's of the tokens and the end, plus ``token_score`` per token. The search of an utterance ends when no
     hypothesis can beat those that are finished.
 
-    Arguments
-    ---------
     tokenizer : the model's tokenizer; can be set later
     beam : hypotheses kept per utterance
     ctc_weight : above 0 and up to 1; CTC keeps the decoder from stopping early and from repeating itself
@@ -81,8 +79,6 @@ class JointSearch:
     def decode(self, log_probs: Tensor, lengths: Tensor, step: Step) -> list[list[Hypothesis]]:
         """The ``nbest`` transcripts of each utterance, best first.
 
-        Arguments
-        ---------
         log_probs : [B, T, V] CTC's log-probabilities
         lengths : [B] frames of each utterance, integers
         step : the decoder: maps tokens [N, U] that begin with bos, and the rows [N] of the batch that they belong to,

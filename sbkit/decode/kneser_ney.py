@@ -136,8 +136,6 @@ def discounts(adjusted: np.ndarray) -> Discounts:
 def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Estimate:
     """Estimate a model up to an order.
 
-    Arguments
-    ---------
     cutoffs : n-grams that occur this often or less are left out, one number per order; the last also holds for
         higher orders, and words are never left out. Their probability goes to shorter n-grams.
     """

@@ -74,8 +74,6 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
           held_out: str = "the text given for it") -> LMReport:
     """Estimate a Kneser-Ney language model from text and write it.
 
-    Arguments
-    ---------
     texts : sentences, with words separated by spaces
     out : an ARPA file, compressed if it ends in ``.gz``, or KenLM's binary if it ends in ``.bin``
     order : words in the longest n-gram

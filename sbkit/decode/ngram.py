@@ -28,8 +28,6 @@ class Level(NamedTuple):
 class NGram(LanguageModel):
     """A back-off model. A state is a history that the model can distinguish; 0 is the empty one.
 
-    Arguments
-    ---------
     words : the vocabulary; row i of the first level is word i
     levels : one per order
     """

@@ -20,8 +20,6 @@ class Pieces:
     ``opens``: the token ends the word before it. ``hash`` and ``power``: those of the letters it adds, so that
     hash(word + letters) = hash(word) * power + hash.
 
-    Arguments
-    ---------
     texts : the pieces in order of their ids, as SentencePiece writes them (a space as ``▁``)
     separator : marks a word's start within a piece; None makes every piece a word
     """

@@ -79,8 +79,6 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
            max_tokens: int = 20) -> Events:
     """Keep the likely tokens of each frame.
 
-    Arguments
-    ---------
     log_probs : [B, T, V] log-probabilities, a tensor on any device (it stays there, only likely tokens are
         copied) or an array
     lengths : [B] frames of each utterance, integers

@@ -88,8 +88,6 @@ class Extensions(NamedTuple):
 class Search(ABC):
     """One search over a batch. A derived class says by what, and how likely, a hypothesis goes on.
 
-    Arguments
-    ---------
     beam : hypotheses kept of each utterance
     width : how much worse than the best a hypothesis may be, a natural logarithm
     """
@@ -103,8 +101,6 @@ class Search(ABC):
     def _search(self, counts: np.ndarray, offset: np.ndarray, nbest: int) -> list[list[TokenHypothesis]]:
         """Find the best transcripts of each utterance, best first.
 
-        Arguments
-        ---------
         counts : [B] events of each utterance, which follow one another
         offset : [B] what every hypothesis of an utterance scores besides
         """

@@ -67,8 +67,6 @@ def at_pauses(words: Iterable[Word], seconds: float = PAUSE_SECONDS) -> list[lis
 def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[TokenSpans]:
     """Apply CTC's rule: merge equal neighbours and drop blanks.
 
-    Arguments
-    ---------
     labels : [B, T] integers, blank beyond an utterance's end
     confidence : [B, T] of each frame; a token gets the mean over its frames
     """
@@ -111,8 +109,6 @@ def words(spans: TokenSpans, piece: Callable[[int], str], frame_seconds: float, 
           skip: Collection[int] = (), separator: str | None = WORD_START, pause: float | None = None) -> list[Word]:
     """Join the tokens of an utterance into words.
 
-    Arguments
-    ---------
     piece : maps a token id to its text, as SentencePiece's ``id_to_piece``
     frame_seconds : seconds from one frame to the next
     start : time of the first frame in seconds
@@ -203,8 +199,6 @@ def refuse_scores(best: np.ndarray) -> None:
 def best_path(log_probs: np.ndarray, frames: np.ndarray, blank_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Find labels [B, T] (blank beyond an utterance's end) and their probabilities [B, T], for ``spans.collapse``.
 
-    Arguments
-    ---------
     log_probs : [B, T, V] float log-probabilities
     frames : [B] number of frames of each utterance
     """

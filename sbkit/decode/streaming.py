@@ -59,8 +59,6 @@ class StreamSearch(ABC):
 class Spelling:
     """How tokens are written as words.
 
-    Arguments
-    ---------
     symbols : the tokens in order of their ids
     frame_seconds : seconds from one frame to the next
     silent : ids without text, such as the blank

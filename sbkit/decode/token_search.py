@@ -53,8 +53,6 @@ class TokenSearch(ABC):
     It searches all utterances of a batch at once with array operations, in one process or over several
     (``workers``); its speed depends on how many tokens are likely per frame, hardly on the size of the vocabulary.
 
-    Arguments
-    ---------
     tokenizer : the model's: a ``sbkit.data.tokens.Tokenizer``, or its pieces in order of their ids; can be
         set later
     lm : a language model over words or over the tokenizer's pieces: ARPA (``.gz`` too) or KenLM's binary
@@ -126,8 +124,6 @@ class TokenSearch(ABC):
     def decode(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> list[list[Hypothesis]]:
         """The ``nbest`` transcripts of each utterance.
 
-        Arguments
-        ---------
         scores : [B, T, ...] what the model gives for each frame, a tensor on any device or an array
         lengths : [B] frames of each utterance, integers
         """

@@ -35,8 +35,6 @@ class Joint(ABC):
 class GraphJoint(Joint):
     """A joint network of two graphs.
 
-    Arguments
-    ---------
     decoder : maps the last tokens [N, context] to states [N, J]
     joiner : maps states [N, J] of both to scores [N, V]
     """
@@ -64,8 +62,6 @@ class TransducerSearch:
 
     An utterance's tokens don't depend on the others, and neither on how its frames were cut into pieces.
 
-    Arguments
-    ---------
     count : utterances, each of which begins
     """
 

@@ -49,8 +49,6 @@ class States:
 class TransducerPrefixSearch(Search):
     """A search over a transducer's frames.
 
-    Arguments
-    ---------
     threshold : log-probability below which a token isn't considered
     most : tokens considered for a hypothesis in a round
     """

@@ -86,8 +86,6 @@ class BundleEngine(ABC):
     What a derived class does in ``worker`` runs the graph with :meth:`compute`. Give it one graph: what takes two has
     two engines.
 
-    Arguments
-    ---------
     folder : a bundle
     model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
@@ -237,8 +235,6 @@ E = TypeVar("E", bound=BundleEngine)
 class Loaded(Generic[E]):
     """A loaded bundle, which any number of threads may call.
 
-    Arguments
-    ---------
     engine : runs it
     """
 

@@ -19,8 +19,6 @@ from sbkit.infer.model import Model, load
 class Aligner:
     """A recogniser that tells when it heard what is known to have been said.
 
-    Arguments
-    ---------
     model : is closed with it
     """
 

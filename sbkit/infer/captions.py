@@ -22,8 +22,6 @@ _NO_CELL = ("Mn", "Me", "Cf")  # marks on a letter, and joiners
 class Captions(ABC):
     """Shows the lines of one stream.
 
-    Arguments
-    ---------
     out : where to
     """
 
@@ -46,8 +44,6 @@ class Captions(ABC):
 class Plain(Captions):
     """Writes each line of text once it is complete.
 
-    Arguments
-    ---------
     text : joins words
     out : where to
     """
@@ -86,8 +82,6 @@ class TerminalCaptions(Captions):
 
     Rows of settled words stay too, so that only the last few rows are ever rewritten.
 
-    Arguments
-    ---------
     space : stands between words
     out : the terminal
     """

@@ -77,8 +77,6 @@ class CodecModel(Loaded[CodeEngine]):
     frame, so that codes and samples are those of the whole. Only what is given and what is returned is as long as
     the recordings are.
 
-    Arguments
-    ---------
     engine : computes codes
     sounds : computes samples
     """

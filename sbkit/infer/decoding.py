@@ -104,8 +104,6 @@ class Greedy(Decoder):
 class Beam(Decoder):
     """Beam search with a language model, a lexicon and hot words, in any number of threads.
 
-    Arguments
-    ---------
     options : options of ``sbkit.decode.beam.BeamSearch``: lm, lm_weight, word_score, hot_words, hot_boost, beam, ...
     """
 
@@ -170,8 +168,6 @@ class Searched:
 class BeamTransducer(Decoder):
     """Beam search of a transducer, in any number of threads.
 
-    Arguments
-    ---------
     options : as for ``Beam``
     """
 

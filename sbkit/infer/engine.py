@@ -27,8 +27,6 @@ class Engine(BatchEngine):
     >>> engine = Engine("bundle", device="cuda")       # doctest: +SKIP
     >>> [scores] = engine.run([signal])                # [T, V]; from any thread
 
-    Arguments
-    ---------
     folder, model, device, threads, compile : as for ``BundleEngine``
     buckets : shapes (utterances, seconds) that the model is compiled for
     """

@@ -74,8 +74,6 @@ class EnhanceEngine(BatchEngine):
 class LiveEnhancer:
     """A stream that is enhanced as its samples come, to as many as it has; ``feed`` them, then ``finish``.
 
-    Arguments
-    ---------
     seconds : so much is enhanced at once, besides the rest that :meth:`finish` gives; less is rounded up to a frame
     """
 

@@ -29,8 +29,6 @@ class ModelRequest:
 def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "model") -> str:
     """Return the format to run.
 
-    Arguments
-    ---------
     folder : the bundle
     models : the file of each format that it has
     model : the format that was asked for; ``auto``: the first that an installed package runs, and never ``torch``,

@@ -29,8 +29,6 @@ class TranscriptLine:
 class Lines:
     """Gathers what is heard of a stream into lines.
 
-    Arguments
-    ---------
     longest : seconds after which a line ends in which nobody pauses, so that what is kept of a stream is bounded
     """
 
@@ -53,8 +51,6 @@ class Lines:
 class LineMessages:
     """Makes the JSON objects of a stream's lines: of one that is over, and of the one in progress if it changed.
 
-    Arguments
-    ---------
     text : joins words
     """
 

@@ -31,8 +31,6 @@ from sbkit.infer.voice_engine import VoiceEngine
 class Model(Loaded[Engine]):
     """A loaded recogniser, which any number of threads may call.
 
-    Arguments
-    ---------
     engine : runs the model
     options : how recordings are cut into chunks and batched
     """
@@ -51,8 +49,6 @@ class Model(Loaded[Engine]):
     def transcribe(self, audio: Source | list[Source]) -> Transcript | list[Transcript]:
         """Transcribe recordings of any format and length.
 
-        Arguments
-        ---------
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate; or a list of
             these, whose transcripts come in the same order
 
@@ -79,8 +75,6 @@ class Model(Loaded[Engine]):
 
         Streams that are open at the same time share batches, each fed by a thread of its own.
 
-        Arguments
-        ---------
         chunk : milliseconds that are heard at once, one that the model was trained for; None: the one in their middle
         rate : samples per second of what the stream is fed; None: the model's
         lm, hot_words, lm_weight, word_score, beam : options of ``sbkit.decode.beam.BeamSearch``; without any, streams
@@ -143,8 +137,6 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     >>> model = load("bundle")                            # doctest: +SKIP
     >>> print(model.transcribe("clip.mp3").text)          # doctest: +SKIP
 
-    Arguments
-    ---------
     bundle : the folder that ``sbkit export`` made
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; an unavailable one is an error, never a silent fallback
     model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has

@@ -96,8 +96,6 @@ def rate_of(value: object) -> int:
 class Resampler:
     """Brings the samples of one stream to the model's rate, as they come.
 
-    Arguments
-    ---------
     rate, own : of the samples, and of the model
     """
 

@@ -82,8 +82,6 @@ class Phrase:
 class Script:
     """The pieces of a text, one at a time, so that a book needs no more memory than a sentence.
 
-    Arguments
-    ---------
     config : the voice's
     skip_unknown : characters that it never learnt are left out; otherwise they are an error, at the text's end, which
         names all of them

@@ -24,8 +24,6 @@ class Session:
     One thread feeds it, and any thread takes what was heard; the engine's threads do the rest. An error ends this
     stream alone: :meth:`take` and :meth:`feed` raise it from then on.
 
-    Arguments
-    ---------
     config : of the model
     chunk : output frames of a chunk
     state : of a stream that begins

@@ -81,8 +81,6 @@ def kind_of(path: Path) -> str:
 class SoundWriter:
     """Writes samples into a binary file.
 
-    Arguments
-    ---------
     kind : one of ``KINDS``
     rate : samples per second of what is written; another one that the format needs is made of it
     """

@@ -22,8 +22,6 @@ _BEHIND_SECONDS = 30.0  # that the microphone may be ahead of the model
 class Pcm:
     """Reads 16-bit little-endian samples [N] of one channel from standard input, as soon as they are there.
 
-    Arguments
-    ---------
     file : standard input, read to its end
     rate : samples per second
     """
@@ -55,8 +53,6 @@ class Pcm:
 class Microphone:
     """Records one channel from a microphone, with the package sounddevice.
 
-    Arguments
-    ---------
     rate : samples per second; None: the model's, or the microphone's own where it can't do that
     own : the model's
     device : a number or a part of a name, as ``python -m sounddevice`` lists them; None: the system's choice

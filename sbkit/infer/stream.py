@@ -26,8 +26,6 @@ class Stream:
 
     Streams of one engine share its steps, each fed by a thread of its own.
 
-    Arguments
-    ---------
     engine : steps it
     decoder : makes its search
     chunk : milliseconds that are heard at once, one of ``engine.chunks``; None: the one in their middle

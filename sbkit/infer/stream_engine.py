@@ -36,8 +36,6 @@ class StreamEngine(BundleEngine):
     >>> session.feed(samples); session.finish()                           # doctest: +SKIP
     >>> while session.busy: print(session.take())                         # doctest: +SKIP
 
-    Arguments
-    ---------
     folder : a bundle that has a graph for streams
     model, device, threads : as for ``BundleEngine``
     max_streams : streams in one step: more take a CPU as long each, and all wait for the last of them
@@ -84,8 +82,6 @@ class StreamEngine(BundleEngine):
              on_heard: Callable[[], None] | None = None) -> Session:
         """Begin a stream.
 
-        Arguments
-        ---------
         search : decodes it, and nothing else: ``Decoder.stream()`` makes one
         chunk : milliseconds of a chunk, one of :attr:`chunks`; None: the one in their middle
         on_heard : as for ``Session``

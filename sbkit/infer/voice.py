@@ -25,8 +25,6 @@ class Voice(Loaded[VoiceEngine]):
     def speak(self, text: str, voice: str | None = None, speed: float = 1.0, skip_unknown: bool = False) -> Speech:
         """Speak a text of any length.
 
-        Arguments
-        ---------
         voice : one of :attr:`voices`; None: the first
         speed : 0.25 to 4
         skip_unknown : leave characters out that the voice never learnt, which otherwise are an error that names them

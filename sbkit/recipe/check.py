@@ -56,8 +56,6 @@ def check(
 ) -> Report:
     """Check a recipe; the report has all mistakes at once.
 
-    Arguments
-    ---------
     path, overrides : the recipe's file and values that replace those in it
     run_opts : SpeechBrain's run options; their numbers are checked, and the cost depends on device and precision
     run : import what the recipe names, build its objects and look at ownership, devices, shapes, vocabulary and cost;

@@ -34,8 +34,6 @@ def key(what: str, default: object = dataclasses.MISSING,
         allowed: Container[object] | None = None) -> Any:  # of the field's type, as dataclasses.field says too
     """Declare a field of ``Keys``.
 
-    Arguments
-    ---------
     what : what the key does, in one line
     default : its value in recipes that don't have it; a key without a default is needed
     allowed : the numbers or other values that it may have; by default all of its type

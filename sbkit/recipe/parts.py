@@ -29,8 +29,6 @@ def what_learns(parts: ParameterGroups, until: Mapping[str, float], factors: Map
             ) -> Section | None:
     """Make the table; None if all learns from the first step, at one rate.
 
-    Arguments
-    ---------
     parts : all parameters, by their names in the recipe
     until : the optimizer steps in which a parameter doesn't learn, by path; ``FOR_GOOD``: never
     factors : what the learning rate is multiplied by, by path; 1 where there is none
@@ -104,8 +102,6 @@ FACTORS = Patterns("a number above 0", lambda value: value in POSITIVE)
 class ParameterGroups:
     """The parameters of some modules, which can be found by all their names.
 
-    Arguments
-    ---------
     modules : the trained modules
     recipe : objects of the recipe by key, some of which are among the modules
     tensors : tensors by path to use instead of the modules' parameters
@@ -146,8 +142,6 @@ class ParameterGroups:
     def values_by_path(self, wanted: Mapping[str, T], key: str) -> dict[str, T]:
         """The values that patterns give to parameters, by path; the last matching one counts.
 
-        Arguments
-        ---------
         wanted : values by pattern
         key : the key of the recipe with the patterns, for error messages
         """

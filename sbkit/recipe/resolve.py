@@ -42,8 +42,6 @@ def resolve(path: Path, overrides: Mapping[str, Any], findings: Findings, referr
 
     What several places refer to is one Node.
 
-    Arguments
-    ---------
     referred : the keys that references name are added to it
     packages : packages that may be imported to find the keys that the task declares; None: all
     call : call what is behind ``!applyref:``; otherwise what it returns, and texts with that in them, are unknown

@@ -121,8 +121,6 @@ def _import_all() -> None:
 class Launch:
     """Processes that work together: one, or the ranks of a run.
 
-    Arguments
-    ---------
     name : what they do, a key of ``rank.LAUNCHES``
     job : what all launches know
     """

@@ -45,8 +45,6 @@ _ELSEWHERE = tuple(map(str, {sysconfig.get_paths()["stdlib"], sysconfig.get_path
 class Diary:
     """Appends what happens to a file, one object of JSON a line.
 
-    Arguments
-    ---------
     folder : where the diaries of all processes are
     launch : what this process does, by its name
     rank : its number among those that do it

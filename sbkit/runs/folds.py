@@ -67,8 +67,6 @@ def write(train: Manifest, dev: Manifest, count: int, folder: Path) -> list[Fold
 def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> None:
     """Train a fold's run by ``sbkit train``, or go on with it; returns at once if it is complete.
 
-    Arguments
-    ---------
     words : the recipe and its overrides, as on a command line
     corpus : whose rows they are
     """

@@ -67,8 +67,6 @@ def compare(brain: Brain, device: torch.device) -> None:
 def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | None, accept_worse: bool) -> str:
     """Refuse weights that are worse on the old test than before the run, beyond its interval; returns what it gave.
 
-    Arguments
-    ---------
     brain : has the weights
     weights : the checkpoint, and the mean of how many, that they are
     mean : take the mean of them, which count so much, and those of before; None: take them alone

@@ -29,8 +29,6 @@ SOURCES = "init_from", "replay", "replay_from"
 class Replay(Mixture):
     """The part ``new``, which a pass goes through once, and ``old``, in turns, with a share of every step.
 
-    Arguments
-    ---------
     corpus : the new one, whose rules other texts are normalised by, too
     share : of the audio of every step, the old one's
     source : of the old one; where it is the folder of a run's manifests, with the language and rules of that run

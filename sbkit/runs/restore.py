@@ -37,8 +37,6 @@ def load_run(run: str | Path, device: str | torch.device | None = None, *, check
 
     >>> recipe, brain = load_run("results/ctc/en/1234", "cpu")  # doctest: +SKIP
 
-    Arguments
-    ---------
     run : the ``output_folder`` of a run; it may have been moved
     device : as for a run; None for this machine's accelerator if it has one, otherwise the CPU
     checkpoint, mean_of : see ``take_weights``
@@ -112,8 +110,6 @@ def build(recipe: Recipe, device: str | torch.device | None = None, **run_opts: 
 def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list[Checkpoint]:
     """Fill a Brain from its checkpoints; returns those that were used.
 
-    Arguments
-    ---------
     checkpoint : ``best`` (by the task's metric), ``last``, or the name of a checkpoint's folder, or part of it
     mean_of : take the mean of the weights of this many of the best instead (of the newest, with ``last``)
     """

@@ -26,8 +26,6 @@ def word_accuracy(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) ->
 class Calibration:
     """Maps confidences to the word accuracy to expect, which grows with them.
 
-    Arguments
-    ---------
     confidences, accuracies : the curve's knots, with straight lines between them
     """
 

@@ -67,8 +67,6 @@ def stable_words(texts: Sequence[Tokens]) -> tuple[list[int], int]:
 def shown(texts: Sequence[str], times: Sequence[float], reference: Tokens, ends: Sequence[float] | None) -> Shown:
     """Summarise what was seen of an utterance.
 
-    Arguments
-    ---------
     texts : what was shown, one text after the other; at least one
     times : when each was shown, in seconds
     reference : the words that were said

@@ -20,8 +20,6 @@ OLD = "old"
 class OldSet:
     """What the source's weights made of the old test, in a file of the run's folder.
 
-    Arguments
-    ---------
     metric, lower_is_better : of the task
     before, interval : the metric of these weights, and its bounds; without an interval the metric twice
     share, old, new : of the mean of weights that saves the old set: what the new ones count, and the metric on both

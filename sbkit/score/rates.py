@@ -33,8 +33,6 @@ class ErrorRates:
     >>> rates.summary()["WER"]
     33.333333333333336
 
-    Arguments
-    ---------
     unit : ``word`` for WER, or ``character`` for CER, which counts the space between words too, as in SpeechBrain.
     """
 

@@ -30,8 +30,6 @@ def loopback(address: str) -> bool:
 class Hosts:
     """The allowed values of a request's ``Host`` header.
 
-    Arguments
-    ---------
     address : the address listened on; a loopback address answers only to its own names
     allowed : further names; if given, any other address too answers only to these and its own
     called : the address as given when the server was started
@@ -93,8 +91,6 @@ def _digest(key: str) -> bytes:
 class AccessControl:
     """Wraps the application with all checks.
 
-    Arguments
-    ---------
     keys : the valid keys; without any, no key is needed
     origins : origins of other servers' pages that may use this one, such as ``https://example.org``; ``*`` for all
     upload_bytes : the largest file

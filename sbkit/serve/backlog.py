@@ -12,8 +12,6 @@ from sbkit.serve.errors import busy, too_late
 class Backlog:
     """Work for one model, and how fast it is done.
 
-    Arguments
-    ---------
     unit : what work is counted in: seconds of audio, or a voice's symbols
     """
 
@@ -41,8 +39,6 @@ class Backlog:
 class Work:
     """The work of one request: none, then an estimate, which may be corrected, less what is done.
 
-    Arguments
-    ---------
     share : of what can be done within the limit of a request, for one client; a single request may be larger
     seconds, until : the limit of a request, and when it ends for this one
     """

@@ -30,8 +30,6 @@ class _Query(NamedTuple):
 class Batcher:
     """Batches calls to an engine, of signals or of a voice's lines.
 
-    Arguments
-    ---------
     engine : runs the batches, one after another
     seconds : seconds of audio in one batch, including padding; None for the device's default
     budget : the same as a length in samples, or a voice's symbols; overrides ``seconds``

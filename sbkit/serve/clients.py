@@ -32,8 +32,6 @@ def address(scope: Mapping[str, Any]) -> str | None:
 class Shares:
     """Counts places, and those that each client has; clients without an address have no share that is theirs.
 
-    Arguments
-    ---------
     places : held at once
     share : of them, for one address
     """
@@ -68,8 +66,6 @@ class Shares:
 class Turns:
     """Places that clients wait for: given in turn by address, and to one address at most a share of them.
 
-    Arguments
-    ---------
     places : held at once
     share : of them, for one address
     """

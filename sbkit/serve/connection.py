@@ -65,8 +65,6 @@ def connection_budget(limits: Limits) -> tuple[int, int]:
 class ConnectionLimit:
     """Lets connections in.
 
-    Arguments
-    ---------
     most : connections open at once
     share : of them, for one address
     """
@@ -184,8 +182,6 @@ def _is_proxy(host: str, trusted: str) -> bool:
 class TimedConnection(H11Protocol):
     """HTTP connection with a time limit for a request's headers, which uvicorn lacks.
 
-    Arguments
-    ---------
     doors : decide whether the connection is let in
     options : options of uvicorn's protocol
     """

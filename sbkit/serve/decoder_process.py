@@ -36,8 +36,6 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
            room: Callable[[int], bool] = lambda size: True) -> dict[str, Any]:
     """Write an upload as float32 samples at ``rate``; returns the answer.
 
-    Arguments
-    ---------
     room : says whether there is room for this many bytes; asked first for the header's length, then as the output grows
     """
     try:

@@ -140,8 +140,6 @@ class _Decoder:
 class Decoders:
     """A pool of ``limits.decoders`` decoding processes.
 
-    Arguments
-    ---------
     limits : limits of decoding
     restarted : called when a process was replaced
     command : command to start instead, for tests

@@ -21,8 +21,6 @@ _FULL = {errno.ENOSPC: "the server's temporary folder is full", errno.EDQUOT: "t
 class Disk:
     """Space in the temporary folder, shared by all requests.
 
-    Arguments
-    ---------
     most : bytes that may be used; never more than half of the free space, so that others can write too
     share : of them, for one client
     """

@@ -19,8 +19,6 @@ INVALID, SERVER, BUSY = "invalid_request_error", "server_error", "requests"
 class ApiError(Exception):
     """An error that is sent to the client.
 
-    Arguments
-    ---------
     status : HTTP status; the client retries 408, 409, 429 and 5xx
     message : in plain words, what is wrong and what to do
     param : the field that is wrong

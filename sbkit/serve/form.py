@@ -225,8 +225,6 @@ def _yes(value: str | None) -> bool:
 def limited(request: Request, limits: Limits, make_room: Callable[[int], None]) -> Request:
     """Return a request whose body has to come fast enough, and where there is room for it.
 
-    Arguments
-    ---------
     make_room : is called with the bytes that the request claims, then with those that have arrived; raises
         ``ApiError`` if there is no room for them
     """

@@ -47,8 +47,6 @@ _SLOW_READER_SECONDS = 60.0  # a client that takes longer to read the last messa
 class LiveSession:
     """Hears one client to the end.
 
-    Arguments
-    ---------
     wire : the client, whose first message was received
     served, rate, chunk_ms : what it asked for
     """

@@ -33,8 +33,6 @@ class News(NamedTuple):
 class LiveRecogniser(ABC):
     """Hears one session. One task gives it samples, another waits for news; neither waits for the other.
 
-    Arguments
-    ---------
     served : the model
     seconds : how long it may take to hear what was received; ``news`` raises ``ApiError`` 504 then
     """
@@ -96,8 +94,6 @@ class LiveRecogniser(ABC):
 class ChunkRecogniser(LiveRecogniser):
     """Hears a session by the bundle's graph for streams, in batches with all others.
 
-    Arguments
-    ---------
     streams : the engine of the model's graph for streams
     chunk_ms : one of its chunks; None: the one that it chooses
     """

@@ -200,8 +200,6 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
               progress: Callable[[str], None] | None = None) -> Transcript:
     """Transcribe a recording given as blocks [S].
 
-    Arguments
-    ---------
     job : cancels it
     audio : learns how much was heard
     progress : called with each new piece of text; all pieces joined are the transcript's text

@@ -22,8 +22,6 @@ _BEHIND_WORD_SECONDS = 0.5
 class Tail:
     """The unsettled samples of a live recording, at the model's rate.
 
-    Arguments
-    ---------
     rate, frame_samples : as in the model
     longest : most seconds decoded at once; beyond that, words are settled without a pause
     """

@@ -68,8 +68,6 @@ _LONGEST_FRAME_SECONDS = 10.0
 class Intake:
     """Keeps what came as it came until it is wanted: a packet of 20 ms costs next to nothing by itself.
 
-    Arguments
-    ---------
     rate, own : of the client, and of the model
     """
 

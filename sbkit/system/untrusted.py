@@ -96,8 +96,6 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 def standard_input(what: str, hint: str) -> TextIO:
     """Return standard input; raises if it is closed, or a terminal in which nobody would know that they should type.
 
-    Arguments
-    ---------
     what : is read from it, such as ``audio``
     hint : a command that gives it
     """

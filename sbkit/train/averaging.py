@@ -124,8 +124,6 @@ class EMA:
         with ema.swapped():       # evaluate with the averages
             ...
 
-    Arguments
-    ---------
     module : torch.nn.Module
         The module with the parameters to average; buffers are not averaged.
     decay : float

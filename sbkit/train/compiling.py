@@ -27,8 +27,6 @@ def compile_blocks(modules: nn.ModuleDict, keys: Iterable[str] | None, device: t
     Layers are changed in place, so their names, checkpoints and references to them stay valid. Only ``forward`` is
     compiled; hooks run as before. Sizes are symbolic, so one graph serves every length.
 
-    Arguments
-    ---------
     keys : keys of ``modules``, from ``--compile_module_keys``; a module without repeated layers is compiled as a whole.
         None: all modules, and as a whole only if none of them has repeated layers
     mode, fullgraph : as in torch.compile

@@ -34,8 +34,6 @@ class Muon(Optimizer):
     Every direction of a matrix then learns at the same rate, also those in which its gradient is small. Ranks share the
     work: each makes some of the matrices orthogonal for all.
 
-    Arguments
-    ---------
     params : iterable
         Parameters, or groups of them.
     modules : sequence of Module

@@ -23,8 +23,6 @@ class PlainLoop(Trainer):
     between its batches instead of during a backward. With its own ``optimizers_step`` gradients are those of the mean
     over the whole step when it is called.
 
-    Arguments
-    ---------
     overrides : the methods that the recipe overrides
     """
 

@@ -29,8 +29,6 @@ class ResumableFile:
     checkpoint (the best one) and must not remove later lines. An incomplete last line, left by a crash, is always
     removed. If the disk is full, lines wait in memory; it is up to the checkpoints whether this ends the run.
 
-    Arguments
-    ---------
     path : the file; its folder is created with the first line
     written_again : returns whether a resumed run writes a line again (unlike, for example, a test result)
     """

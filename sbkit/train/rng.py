@@ -111,8 +111,6 @@ class RngState:
         rng = RngState(seed=1234, step=lambda: brain.optimizer_step, device=brain.device)
         checkpointer.add_recoverable("rng", rng, optional_load=True)
 
-    Arguments
-    ---------
     seed : int
         The run's seed.
     step : callable

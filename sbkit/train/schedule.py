@@ -19,8 +19,6 @@ LIFTED = (0.1, 0.4)
 class Schedule:
     """A learning rate that warms up linearly and then decays.
 
-    Arguments
-    ---------
     peak : float
         The highest learning rate.
     warmup : float

@@ -111,8 +111,6 @@ class StepAccumulator:
         step.update(optimizers, max_norm)
         for result in step.results(): ...  # of previous steps
 
-    Arguments
-    ---------
     device : device of the losses
     world : number of ranks that average their gradients
     scaler : scales the loss in fp16
@@ -281,7 +279,7 @@ class StepAccumulator:
         norm, skipped, scale, sum_scale, *sums = arrived.numpy().tolist()
         total, count, *rest = sums or [0.0, 0.0]  # a recipe's own fit_batch did not add its losses
         extras = {name: (rest[2 * i], rest[2 * i + 1]) for i, name in enumerate(names)}
-        flags = dict(zip(self.flag_names, rest[2 * len(names):], strict=False))  # none if the step was not announced
+        flags = dict(zip(self.flag_names, rest[2 * len(names):], strict=True)) if sums else {}
         return StepResult(total, count, norm, skipped > 0, scale, sum_scale, flags, extras, batches, number,
                           late=self.number - number)
 

@@ -25,8 +25,6 @@ class TrainLog(ResumableLog, FileTrainLogger):
     train_logger: !new:sbkit.train.train_log.TrainLog
         save_file: !ref <output_folder>/train_log.txt
 
-    Arguments
-    ---------
     save_file : str
         The file to append to; its folder is created with the first line.
     precision : int

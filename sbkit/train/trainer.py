@@ -73,8 +73,6 @@ class Computed(NamedTuple):
 class Trainer:
     """Trains the modules of a Brain.
 
-    Arguments
-    ---------
     brain : its hooks and options, as SpeechBrain documents them
     state : counters of the run
     ema : a moving average of the weights, updated after each step

@@ -140,8 +140,6 @@ def rates_of(folder: Path) -> dict[str, float]:
 class Results:
     """A folder with one JSON file per run, all measured with the same options.
 
-    Arguments
-    ---------
     folder : holds the files
     options : what is the same for all runs; a result with others is refused
     """

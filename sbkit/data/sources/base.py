@@ -33,8 +33,6 @@ META_ALIASES: dict[str, tuple[str, ...]] = {
 class Rows:
     """One split as its source has it: N rows in columns, before any is left out.
 
-    Arguments
-    ---------
     origin : where they were read
     ids, wavs, texts, speakers : N strings, by default empty
     durations, starts : N seconds; NaN, by default, for a duration that the source doesn't give, and for a start that

@@ -31,8 +31,6 @@ _LONGEST_SECONDS = 300.0
 class CommonVoice(Source):
     """One language of a release.
 
-    Arguments
-    ---------
     path : the language's folder (the one with ``clips/``), or a folder of such folders
     language : chooses one of several language folders
     """

@@ -37,8 +37,6 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
                 show_progress: bool = True) -> Source:
     """Open a corpus of any kind.
 
-    Arguments
-    ---------
     source : a path, a hub address, or a mapping of split names to a file or several
     cache : where audio that must be unpacked is stored
     language : chooses one of a release's languages

@@ -38,8 +38,6 @@ class ParameterOutcome(NamedTuple):
 class Match:
     """A source beside a model: ``fill`` copies what fits, and says what became of each tensor; ``check`` what will.
 
-    Arguments
-    ---------
     modules, recipe : the model, and objects of its recipe by key
     source : what it starts from
     leave : patterns of what isn't taken
@@ -397,8 +395,6 @@ def merge(theirs: dict[str, torch.Tensor], found: Mapping[str, str], modules: nn
           scale_of: Callable[[str], float | None]) -> set[str]:
     """Merge, in place, each LoRA that the model does not have; gives the names of the weights that changed.
 
-    Arguments
-    ---------
     theirs : the source's tensors
     found : the names there of the model's tensors
     modules : the model

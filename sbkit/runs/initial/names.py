@@ -29,8 +29,6 @@ _RANK = inspect.signature(LoRA).parameters["rank"].default
 class SavedNames:
     """What a recipe calls the parts of what it saves.
 
-    Arguments
-    ---------
     tree : the recipe, references resolved: what two refer to is one node
     saved : what is saved, by name
     also : other names of keys

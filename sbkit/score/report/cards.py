@@ -28,8 +28,6 @@ Recording = ScoredUtterance | SoundSample | Utterance
 class AudioEmbedder:
     """Makes data URIs until ``megabytes`` are used up, then gives the reason why there is none.
 
-    Arguments
-    ---------
     owned : whether a recording belongs to the run: a page is shown to others, and a run's results may name any file
     remote : which URLs may be opened
     """

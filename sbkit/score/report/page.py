@@ -41,8 +41,6 @@ def write_report(run: str | Path, *, against: str | Path | None = None, out: str
                  remote: Remote = NOWHERE, log: Callable[[str], object] = lambda verdict: None) -> Path:
     """Write the page of a run from the files in its folder, and its README.md beside its own; returns its path.
 
-    Arguments
-    ---------
     run : the output folder of a run, finished or not, or of an evaluation
     against : another run on the same test set, to compare with
     out : path of the page, by default ``RUN/report.html``, or ``RUN/report-against-OTHER.html`` for a comparison

@@ -35,8 +35,6 @@ _AGAIN = "copy it again from the run's save folder"
 class Adapted(nn.Module):
     """A model with a state dict that holds the hash of the base's frozen parameters instead of these.
 
-    Arguments
-    ---------
     model : torch.nn.Module
         The whole model, including the base.
     base : sbkit.nn.adapters.Adapters or torch.nn.Module

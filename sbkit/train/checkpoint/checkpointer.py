@@ -48,8 +48,6 @@ class Checkpointer(stock.Checkpointer):
 
     Methods that save, delete or recover, and ``wait``, must be called on every rank, as in SpeechBrain.
 
-    Arguments
-    ---------
     checkpoints_dir, recoverables, custom_load_hooks, custom_save_hooks, allow_partial_load
         As in SpeechBrain.
     asynchronous : bool

@@ -56,8 +56,6 @@ def report(
     the random generators are restored afterwards. Micro-batches that show the problem are saved in
     ``folder/culprits/step-N-rank-R``, for ``sbkit replay``.
 
-    Arguments
-    ---------
     folder : the folder of the run
     batches : this rank's micro-batches
     what : what was not finite: "loss" or "gradient"

@@ -198,8 +198,6 @@ def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> 
     Nothing is changed: buffers, gradients and random generators are restored. The same computations run whatever is
     found, because layers may communicate with other ranks (synchronised normalisation).
 
-    Arguments
-    ---------
     brain : has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``
     step : the number of the step, from 1, on which what the Brain computes may depend
     scale : what the loss is multiplied by

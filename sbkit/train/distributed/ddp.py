@@ -28,8 +28,6 @@ from sbkit.train.distributed.parallel import LossModule, ModuleWrapper, average_
 class DDPWrapper(ModuleWrapper):
     """Averages gradients by DDP around the ``LossModule``.
 
-    Arguments
-    ---------
     search : search for parameters that a backward does not use
     search_once : stop searching after the first step
     """

@@ -40,8 +40,6 @@ def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrid
          undivided: Sequence[str], search: bool, search_once: bool) -> ModuleWrapper:
     """Wrap all modules of a Brain as the recipe and the number of ranks require.
 
-    Arguments
-    ---------
     keys, overrides : the recipe's keys, and the methods that it overrides
     undivided : what else in the recipe needs parameters whole, as a message calls it
     search, search_once : see ``DDPWrapper``

@@ -132,8 +132,6 @@ class BoundedTrial:
     A process that ran out of memory is replaced: its heap is fragmented, and some libraries never recover. It does not
     matter whether it reports the lack of memory or dies.
 
-    Arguments
-    ---------
     words : the command line of the recipe
     size : bytes for a whole run; a trial gets what is left for steps
     slack : the factor of the kernel's limit, which counts reserved memory; the memory in use decides

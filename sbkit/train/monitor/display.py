@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 class Progress:
     """Collects values of batches and steps, without waiting for the device, and reports them.
 
-    Arguments
-    ---------
     display : the progress bar
     metrics : gets a line every ``interval`` seconds; None: no lines
     budget : measures the parts of a step
@@ -150,8 +148,6 @@ class StageDisplay:
                 display.update(loss=lambda: loss_sum / loss_count, lr=lr, seconds=batch.seconds,
                                padded_seconds=batch.padded_seconds)
 
-    Arguments
-    ---------
     stage : the text before the bar
     total_steps : the number of steps; None: unknown
     initial : steps that a resumed run has already done

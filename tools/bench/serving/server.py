@@ -16,8 +16,6 @@ NAME = "bench"
 class Server:
     """A server of one bundle, which is called ``bench``, on a free port.
 
-    Arguments
-    ---------
     bundle : the bundle's folder
     options : more words for the command line
     """
