@@ -67,7 +67,7 @@ def test_its_values_are_checked(bundle, imported):
 def test_it_is_loaded_by_what_is_added_for_it(bundle, imported, monkeypatch):
     monkeypatch.setitem(LOADERS, imported.BackwardsConfig, lambda folder, model, device, threads: (folder, device))
     assert sbkit.infer.load(bundle, device="cpu") == (bundle, "cpu")
-    with pytest.raises(SbkitError, match="for recognisers, and this is a recogniser that hears backwards"):
+    with pytest.raises(SbkitError, match="for recognisers, and this is a recogniser that decodes backwards"):
         sbkit.infer.load(bundle, options=sbkit.infer.Options())
 
 
@@ -79,7 +79,7 @@ def test_a_server_decodes_it_so_too(bundle, imported):
 
 
 def test_what_nothing_is_registered_for_is_refused(bundle, imported):
-    with pytest.raises(SbkitError, match="has a recogniser that hears backwards, and nothing here runs that"):
+    with pytest.raises(SbkitError, match="has a recogniser that decodes backwards, and nothing here runs that"):
         layout.ByKind({layout.VoiceConfig: 1}).of(layout.read(bundle))
     with pytest.raises(SbkitError, match="a speech recogniser is needed here"):
         registry.load({"codec": codec_bundle(bundle)}, BundleOptions(device="cpu"))

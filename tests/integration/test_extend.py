@@ -116,7 +116,7 @@ def test_it_is_trained_tested_and_reported(home, trained):
     assert "accuracy 1" in out and "test_results.json" in out
     assert json.loads((folder / "test_results.json").read_text())["stats"]["accuracy"] == 1
     page = (folder / "report.html").read_text()
-    assert "What was heard" in page and "accuracy on dev" in page and "Accuracy" in page
+    assert "Confusions" in page and "accuracy on dev" in page and "Accuracy" in page
     assert "nothing left to do" in sbkit(home, "train", "spotter.yaml")
     assert "accuracy" in sbkit(home, "evaluate", folder, "--split", "dev")
     assert "report.html" in sbkit(home, "report", folder)

@@ -1,4 +1,4 @@
-"""Tells which of a few words is said in a recording."""
+"""Recognises which of a few words a recording says."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MineKeys(TaskKeys):
 class Row(NamedTuple):
     id: str
     said: int
-    heard: int
+    predicted: int
 
 
 class WordGraph(nn.Module):
@@ -93,11 +93,11 @@ class Mine(Task):
         return sbkit.Loss(functional.cross_entropy(scores, said, reduction="sum"), len(batch))
 
     def stats(self, rows: Sequence[Row]) -> dict[str, float]:
-        return {"accuracy": sum(row.said == row.heard for row in rows) / max(1, len(rows))}
+        return {"accuracy": sum(row.said == row.predicted for row in rows) / max(1, len(rows))}
 
     def results(self, rows: Sequence[Row], loss: float, unread: Mapping[str, str]) -> Results:
-        words, pairs = self.keys.words, Counter((row.said, row.heard) for row in rows)
-        table = Table("What was heard", ["said", *words],
+        words, pairs = self.keys.words, Counter((row.said, row.predicted) for row in rows)
+        table = Table("Confusions", ["said", *words],
                       [[word, *(pairs[i, j] for j in range(len(words)))] for i, word in enumerate(words)])
         return Results({"loss": loss, **self.stats(rows)}, len(rows), dict(unread), [table])
 
