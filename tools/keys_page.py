@@ -30,13 +30,13 @@ class Chapter(NamedTuple):
 
 
 CHAPTERS = (
-    Chapter("Every Brain", TrainKeys, "A `sbkit.Brain` reads these, in a script of your own too."),
-    Chapter("A script of your own", ScriptKeys, "A `sbkit.Brain` that is no task reads this one as well; a task always "
-                                                "evaluates in shares."),
-    Chapter("Every task", TaskKeys, "A recipe that names a task under `brain`, for `sbkit train` and all that follows, "
-                                    "has those above and these."),
-    Chapter("Recognisers", RecogniserKeys, "Tasks that hear words have those above and these."),
-    Chapter("Encoders", EncoderKeys, "Recognisers whose encoder sbkit puts together have those above and these."),
+    Chapter("Every Brain", TrainKeys, "Every `sbkit.Brain` reads these, also in a script of your own."),
+    Chapter("A script of your own", ScriptKeys, "A `sbkit.Brain` that is not a task also reads this one; a task always "
+                                                "divides evaluation among ranks."),
+    Chapter("Every task", TaskKeys, "A recipe that names a task under `brain`, as `sbkit train` requires, has those "
+                                    "above and these."),
+    Chapter("Recognisers", RecogniserKeys, "Tasks that recognise words have those above and these."),
+    Chapter("Encoders", EncoderKeys, "Recognisers with an encoder have those above and these."),
     Chapter("CTC", CTCKeys, "`brain: !name:sbkit.tasks.ctc.CTC` has those above and these."),
     Chapter("Transducer", TransducerKeys,
             "`brain: !name:sbkit.tasks.transducer.Transducer` has those of recognisers and encoders and these."),
@@ -58,19 +58,19 @@ before a run begins. A key that is neither listed here nor a run option is the r
 warning. On the command line, `--KEY VALUE` sets a key that the recipe has or that is listed here, and
 `--KEY.ARGUMENT VALUE` an argument of the object that the recipe builds there.
 
-"Object" is whatever the recipe builds there with `!new:` or names with `!name:`. What that takes is in its class's
-docstring, such as `python -m pydoc sbkit.data.corpus.Corpus`; [extend.md](extend.md) has tasks with keys of their own.
+"Object" is whatever the recipe builds with `!new:` or names with `!name:`. For its arguments see its class's docstring,
+such as `python -m pydoc sbkit.data.corpus.Corpus`; [extend.md](extend.md) has tasks with keys of their own.
 """
 
 _OPTIONS = """
 ## Run options
 
 These are SpeechBrain's; [its documentation](https://speechbrain.readthedocs.io/en/latest/API/speechbrain.core.html) and
-`sbkit train --help` say what each does. A recipe may have them as keys, and on the command line they come first:
+`sbkit train --help` describe them. A recipe may have them as keys; the command line takes precedence:
 {options}.
 
-sbkit adds `precision: auto` and `eval_precision: auto` (bf16 where the device computes in it, else fp32) and
-`--no-check` (start without looking at the recipe).
+sbkit adds `precision: auto` and `eval_precision: auto` (bf16 if the device supports it, otherwise
+fp32) and `--no-check` (start without checking the recipe).
 """
 
 

@@ -48,7 +48,7 @@ class Texts(NamedTuple):
         return f"a list of {self.of}" + (f": {', '.join(self.among)}" if self.among else "")
 
 
-NAMES = Texts("names of parts")
+NAMES = Texts("names")
 SIZE, COUNT, SHARE, POSITIVE = Range(1, whole=True), Range(0, whole=True), Range(0, 1), Range(0, above=True)
 #: Sample rates; a smaller number was meant in kHz.
 HERTZ = Range(1000, whole=True)

@@ -37,36 +37,32 @@ class TaskKeys(TrainKeys):
     """Keys of every recipe that ``sbkit train`` runs."""
 
     brain: type[Brain] = key("the task: the class that trains, `!name:sbkit.tasks.ctc.CTC` or one of your own")
-    modules: object = key("all that is trained, moved to the device and saved, by name")
-    corpus: Corpus = key("a sbkit.data.corpus.Corpus: where recordings come from, and which are kept")
-    batching: Batching = key("a sbkit.data.plan.Batching: what a device holds at once, and what an update sees")
+    modules: object = key("all modules to train, move to the device and save, by name")
+    corpus: Corpus = key("a sbkit.data.corpus.Corpus: where recordings are, and which are kept")
+    batching: Batching = key("a sbkit.data.plan.Batching: the sizes of batches and of updates")
     epoch_counter: EpochCounter = key("SpeechBrain's EpochCounter, whose limit is the number of epochs")
-    checkpointer: Checkpointer = key("a sbkit.train.checkpoint.Checkpointer: saves what is trained, to resume and to "
-                                     "export")
+    checkpointer: Checkpointer = key("a sbkit.train.checkpoint.Checkpointer: saves what is needed to resume and export")
     opt_class: Callable[..., Optimizer] | None = key("the optimizer, `!name:` with its options", None)
     schedule: Schedule | None = key("a sbkit.train.schedule.Schedule of the learning rate", None)
-    pretrainer: Pretrainer | None = key("SpeechBrain's Pretrainer: weights that are fetched, and loaded before "
-                                        "training begins", None)
+    pretrainer: Pretrainer | None = key("SpeechBrain's Pretrainer, which fetches and loads existing weights", None)
     init_from: str | None = key("weights to start from, matched by the recipe's names: a run, a checkpoint, a bundle, "
                                 "a folder for EncoderASR, a CTC model of transformers, or a .safetensors file", None)
     init_checkpoint: str = key("which checkpoint of that run: best, last, or the name of one", "best")
     init_average: int = key("the mean of this many of its best checkpoints instead (with last: of the newest)", 1, SIZE)
-    init_leave: Sequence[str] | None = key("a list of parts that are not taken but reinitialised", None, NAMES)
-    train_logger: TrainLogger | None = key("a sbkit.train.train_log.TrainLog, or a logger of SpeechBrain's: a line for "
-                                           "each epoch", None)
-    augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the processes that read them", None)
-    valid_augment: Augment | None = key("the same of validations, such as noise: an utterance's is always the same",
+    init_leave: Sequence[str] | None = key("parts to reinitialise instead of taking them", None, NAMES)
+    train_logger: TrainLogger | None = key("a TrainLog of sbkit or a SpeechBrain logger: a line per epoch", None)
+    augment: Augment | None = key("a sbkit.data.augment.Augment of waveforms, in the data workers", None)
+    valid_augment: Augment | None = key("the same for validations, such as noise; fixed for each utterance",
                                         None)
-    test_augment: Augment | None = key("the same of tests", None)
-    number_of_epochs: int | None = key("how often training goes through the corpus; the limit of epoch_counter has to "
-                                       "refer to it", None, SIZE)
-    num_workers: int = key("processes that read audio; 0: the run reads it itself", 2, COUNT)
-    sample_rate: int = key("samples a second that the model takes; recordings with another rate are resampled",
+    test_augment: Augment | None = key("the same for tests", None)
+    number_of_epochs: int | None = key("epochs to train; the limit of epoch_counter must refer to it", None, SIZE)
+    num_workers: int = key("number of data workers; 0: the main process reads audio", 2, COUNT)
+    sample_rate: int = key("samples per second; recordings with other rates are resampled",
                            16_000, HERTZ)
     language: str | None = key("the corpus's language, named in its bundle", None)
     experiment: str | None = key("a name for the experiment, named in its bundle", None)
     keep_checkpoints: int = key("how many of the best checkpoints are kept beside the last", 1, SIZE)
-    keep_every: int | None = key("keep the checkpoint of every nth epoch for good; 0: of none", None, COUNT)
+    keep_every: int | None = key("keep the checkpoint of every nth epoch permanently; 0: none", None, COUNT)
     average_checkpoints: int = key("test the mean of this many of the best checkpoints", 1, SIZE)
 
     def clashes(self) -> Iterator[Problem]:

@@ -27,14 +27,14 @@ class RecogniserKeys(TaskKeys):
     """Keys of every recogniser."""
 
     tokenizer: Tokenizer = key("a sbkit.data.tokens.Tokenizer")
-    output_neurons: int = key("the size of the vocabulary; with characters it follows from the text", allowed=SIZE)
-    init_tokenizer: str = key("new: one is made from this corpus, and rows of pieces that both have are taken; keep: "
-                              "that of init_from", "new", Enumerated(("new", "keep")))
-    replay: float | None = key("the share of every step, such as 0.2, that is of what init_from was trained on, whose "
-                               "test is scored before and after; null: none", None, Range(0, 0.9, above=True))
-    replay_from: str | None = key("a run that was trained on it, or the corpus itself, if init_from is no run", None)
+    output_neurons: int = key("the size of the vocabulary; with characters determined by the text", allowed=SIZE)
+    init_tokenizer: str = key("new: made from this corpus, and tokens that both have keep their rows; keep: that of "
+                              "init_from", "new", Enumerated(("new", "keep")))
+    replay: float | None = key("the share of every step from the corpus that init_from was trained on, such as 0.2, "
+                               "whose test is scored before and after; null: none", None, Range(0, 0.9, above=True))
+    replay_from: str | None = key("a run trained on that corpus, or the corpus itself, if init_from is not a run", None)
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
-        "what masks features [B, T, F] in training, given the frames of each utterance [B] too, such as "
+        "what masks features [B, T, F] in training, given also frame counts [B], such as "
         "sbkit.nn.spec_augment.SpecAugment", None)
 
     @classmethod

@@ -42,13 +42,13 @@ class CodecKeys(TaskKeys):
     decoder: CodecDecoder = key("quantised vectors to states, a sbkit.nn.codec.CodecDecoder")
     head: WaveHead = key("states to waveforms, a sbkit.nn.codec.WaveHead")
     spectral_loss: SpectralLoss = key("the distance of two waveforms, a sbkit.nn.codec.SpectralLoss")
-    discriminators: Discriminators | None = key("networks that the codec is trained against, a "
+    discriminators: Discriminators | None = key("networks for adversarial training, a "
                                                 "sbkit.nn.codec.Discriminators", None)
-    adversarial_from: int = key("the step from which it is trained against them; 0: never", 0, COUNT)
-    adversarial_weight: float = key("weight of passing for a recording, beside the spectral loss", 1.0, Range(0))
-    feature_weight: float = key("weight of how far the discriminators' states are from a recording's", 2.0, Range(0))
-    quantiser_weight: float = key("weight of the penalty of ResidualVectors; FiniteScalars has none", 1.0, Range(0))
-    recogniser: str | None = key("a bundle of a recogniser: tests give its words for what the codec makes", None)
+    adversarial_from: int = key("the first step with adversarial training; 0: never", 0, COUNT)
+    adversarial_weight: float = key("weight of the adversarial loss, relative to the spectral loss", 1.0, Range(0))
+    feature_weight: float = key("weight of the feature matching loss between discriminator states", 2.0, Range(0))
+    quantiser_weight: float = key("weight of ResidualVectors' own loss; FiniteScalars has none", 1.0, Range(0))
+    recogniser: str | None = key("a recogniser's bundle, for the WER of decoded audio in tests", None)
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()

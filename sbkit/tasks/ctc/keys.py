@@ -25,8 +25,8 @@ class CTCKeys(EncoderKeys):
     ctc_weight: float = key("CTC's share of the loss; below 1 the attention decoder trains too", 1.0,
                             Range(0, 1, above=True))
     label_smoothing: float = key("label smoothing of the attention decoder's cross-entropy", 0.0, SHARE)
-    intermediate_ctc: float = key("the share of the CTC loss that goes to inner layers of the encoder", 0.0, SHARE)
-    intermediate_layers: list[int] | None = key("which layers, counted from 1; null: the middle one", None)
+    intermediate_ctc: float = key("the share of the CTC loss computed from inner layers of the encoder", 0.0, SHARE)
+    intermediate_layers: list[int] | None = key("the inner layers for it, counted from 1; null: the middle one", None)
     consistency: float = key("CR-CTC: the weight of the divergence between two augmented views of an utterance", 0.0,
                              Range(0))
     consistency_warmup: float = key("the share of the run over which that weight rises", 0.1, SHARE)

@@ -110,7 +110,7 @@ class EnhancementKeys(TaskKeys):
     """Keys of the model and of its loss."""
 
     enhancer: Enhancer = key("noisy waveforms [B, S] and sample counts [B] to clean ones, a sbkit.nn.enhance.Enhancer")
-    most_decibels: float = key("an utterance that is this clean already teaches nothing more", 30.0, Range(0))
+    most_decibels: float = key("ratio in decibels at which the loss of an utterance saturates", 30.0, Range(0))
 
 
 class Enhancement(Task):

@@ -27,23 +27,23 @@ class EncoderKeys(RecogniserKeys):
 
     compute_features: nn.Module | None = key("waveforms [B, S] to features [B, T, F], such as SpeechBrain's Fbank; "
                                              "null: the encoder takes waveforms", None)
-    normalize: nn.Module | None = key("what normalises features [B, T, F], given the length of each utterance [B] as a "
-                                      "share of T, such as SpeechBrain's InputNormalization", None)
+    normalize: nn.Module | None = key("what normalises features [B, T, F], given relative lengths [B], such as "
+                                      "SpeechBrain's InputNormalization", None)
     CNN: nn.Module | None = key("the front end, [B, T, F] to [B, T', ...], such as SpeechBrain's ConvolutionFrontEnd",
                                 None)
     Transformer: nn.Module | None = key("the encoder (and decoder): a SpeechBrain transformer", None)
-    encoder: nn.Module | None = key("the encoder under another name: any module [B, T, F] to [B, T', D], "
+    encoder: nn.Module | None = key("the encoder, instead of Transformer: any module [B, T, F] to [B, T', D], "
                                     "given the lengths [B] if it takes them", None)
     decoder: Any = key(  # or an object with their methods
-        "what searches for the test's transcripts, a sbkit.decode.beam.BeamSearch, joint.JointSearch or "
-        "transducer_beam.TransducerBeam; null: each frame's best", None)
-    n_mels: int = key("features a frame that compute_features makes", 80, SIZE)
-    hop_length: float = key("milliseconds between two frames that compute_features makes", 10, POSITIVE)
+        "the search for tests, a sbkit.decode.beam.BeamSearch, joint.JointSearch or "
+        "transducer_beam.TransducerBeam; null: greedy", None)
+    n_mels: int = key("features per frame of compute_features", 80, SIZE)
+    hop_length: float = key("milliseconds between frames of compute_features", 10, POSITIVE)
     blank_index: int = key("the id of the blank", 0, COUNT)
-    bos_index: int | None = key("the id that begins a sentence", None, COUNT)
-    eos_index: int | None = key("the id that ends a sentence", None, COUNT)
-    chunks: Chunks | None = key("a sbkit.nn.chunks.Chunks: how far frames see in each step, for a model that is to run "
-                                "live; null: the whole utterance", None)
+    bos_index: int | None = key("the id of the start of a sentence", None, COUNT)
+    eos_index: int | None = key("the id of the end of a sentence", None, COUNT)
+    chunks: Chunks | None = key("a sbkit.nn.chunks.Chunks: the context of frames, for a model that also runs live; "
+                                "null: the whole utterance", None)
 
     @property
     def encoder_key(self) -> str:

@@ -158,21 +158,21 @@ class SpeakerKeys(TaskKeys):
 
     compute_features: nn.Module = key("waveforms [B, S] to features [B, T, F], such as a sbkit.nn.kaldi.FilterBank or "
                                       "SpeechBrain's Fbank; each utterance's mean is subtracted from them")
-    hop_length: float = key("milliseconds between two frames that compute_features makes", 10, POSITIVE)
+    hop_length: float = key("milliseconds between frames of compute_features", 10, POSITIVE)
     spec_augment: Callable[[Tensor, Tensor], Tensor] | None = key(
-        "what masks features [B, T, F] in training, given the frames of each utterance [B] too, such as "
+        "what masks features [B, T, F] in training, given also frame counts [B], such as "
         "sbkit.nn.spec_augment.SpecAugment", None)
-    embedding_model: nn.Module = key("features [B, T, F] and frame counts [B] to a vector for each utterance [B, D], "
+    embedding_model: nn.Module = key("features [B, T, F] and frame counts [B] to embeddings [B, D], "
                                      "such as a sbkit.nn.speaker.ECAPA or XVector")
-    classifier: nn.Module = key("these vectors [B, 1, D] to cosines with each speaker [B, 1, N], SpeechBrain's "
+    classifier: nn.Module = key("embeddings [B, 1, D] to cosines with each speaker [B, 1, N], SpeechBrain's "
                                 "Classifier of ECAPA_TDNN")
     compute_cost: Callable[[Tensor, Tensor], Tensor] = key(
-        "cosines [B, N] and what they should be [B, N] to scores, whose softmax is the loss: SpeechBrain's "
+        "cosines [B, N] and one-hot targets [B, N] to logits for the cross-entropy: SpeechBrain's "
         "AdditiveAngularMargin")
-    speakers: Sequence[str] | None = key("the speakers of the training set; null: all that it has", None, NAMES)
-    n_speakers: int = key("their number; it follows from the corpus", allowed=SIZE)
-    trials: str | None = key("a file of trials of the test in VoxCeleb's format, `1 ID ID` or `0 ID ID`; null: all "
-                             "pairs of its recordings", None)
+    speakers: Sequence[str] | None = key("the training set's speakers; null: all of them", None, NAMES)
+    n_speakers: int = key("number of speakers; determined by the corpus", allowed=SIZE)
+    trials: str | None = key("the test's trials, a file in VoxCeleb's format (`1 ID ID` or `0 ID ID`); null: all "
+                             "pairs of test recordings", None)
 
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ class TransducerKeys(EncoderKeys):
     """Keys of the prediction and joint network, and of the CTC loss beside that of the transducer."""
 
     transducer: TransducerHead = key("prediction and joint network, a sbkit.nn.transducer.TransducerHead")
-    ctc_lin: nn.Module | None = key("a CTC head, encoder states to scores [B, T, V], for its share of the loss", None)
-    ctc_weight: float = key("CTC's share of the loss: it makes the encoder learn sooner; 0: the transducer alone", 0.0,
+    ctc_lin: nn.Module | None = key("a CTC head, encoder states to scores [B, T, V], for an auxiliary loss", None)
+    ctc_weight: float = key("CTC's share of the loss, which makes the encoder learn sooner; 0: none", 0.0,
                             Range(0, 1))
 
     def clashes(self) -> Iterator[Problem]:

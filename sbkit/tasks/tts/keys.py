@@ -34,24 +34,24 @@ _FREE = {"noise"}
 class TTSKeys(TaskKeys):
     """Keys of a voice's parts, of the codec that it speaks through, and of the recogniser that it learns from."""
 
-    codec: str | None = key("a bundle of the codec whose codes the voice speaks; init_from has to refer to it", None)
-    recogniser: str | None = key("a bundle of a recogniser: when it hears which character tells how long each lasts, "
-                                 "and tests give its words for what the voice says", None)
-    labels: str = key("the folder where the corpus's codes and durations are written, once")
+    codec: str | None = key("the bundle of the codec whose codes the voice predicts; init_from must refer to it", None)
+    recogniser: str | None = key("a recogniser's bundle, which finds each character's duration, and transcribes the "
+                                 "voice in tests", None)
+    labels: str = key("the folder for the corpus's codes and durations, which are computed once")
     symbols: Symbols = key("the characters of the corpus, or phones, a sbkit.data.symbols.Symbols")
-    speakers: Speakers = key("whose voices are learnt, a sbkit.data.symbols.Speakers")
-    n_symbols: int = key("rows of their table; the number follows from the corpus", allowed=SIZE)
-    n_speakers: int = key("voices; the number follows from the corpus's speakers", allowed=SIZE)
+    speakers: Speakers = key("the voices to train, a sbkit.data.symbols.Speakers")
+    n_symbols: int = key("size of their embedding table; determined by the corpus", allowed=SIZE)
+    n_speakers: int = key("number of voices; determined by the corpus", allowed=SIZE)
     text_encoder: TextEncoder = key("symbols and a speaker to states, a sbkit.nn.voice.TextEncoder")
-    durations: Durations = key("states to how long each symbol lasts, a sbkit.nn.voice.Durations")
-    frame_decoder: FrameDecoder = key("states, spread over frames, to states of frames, a "
+    durations: Durations = key("states to the duration of each symbol, a sbkit.nn.voice.Durations")
+    frame_decoder: FrameDecoder = key("states, repeated over their frames, to frame states, a "
                                       "sbkit.nn.voice.FrameDecoder")
-    code_head: CodeHead = key("states of frames to codes, a sbkit.nn.voice.CodeHead")
+    code_head: CodeHead = key("frame states to codes, a sbkit.nn.voice.CodeHead")
     quantiser: Quantiser = key("the codec's: codes to vectors")
-    decoder: CodecDecoder = key("the codec's: vectors to states of frames of sound")
+    decoder: CodecDecoder = key("the codec's: vectors to frame states")
     head: WaveHead = key("the codec's: these to waveforms")
-    duration_weight: float = key("weight of the durations' loss beside that of the codes", 1.0, Range(0))
-    max_symbols: int = key("the longest text that the voice's bundle speaks at once; longer ones are cut", 400, SIZE)
+    duration_weight: float = key("weight of the duration loss, relative to that of the codes", 1.0, Range(0))
+    max_symbols: int = key("the longest text that the bundle speaks at once; longer ones are split", 400, SIZE)
 
     def wrong_bundles(self) -> list[Problem]:
         """Return what is wrong with the bundles that a corpus is labelled with; the grossest problems alone."""
