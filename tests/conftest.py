@@ -115,7 +115,11 @@ def _kernels_of_its_own():
 
 @pytest.fixture(autouse=True)
 def _log_of_its_own():
-    """A run that is trained in this process logs to its terminal and its log.txt; the next test has neither."""
+    """A run that is trained in this process logs to its terminal and its log.txt, from INFO on; the next test doesn't.
+
+    Else it would read other packages' lines among those that it is about.
+    """
+    logging.root.setLevel(logging.WARNING)
     yield
     for handler in logging.root.handlers[:]:
         if type(handler).__module__ == "sbkit.system.console":
