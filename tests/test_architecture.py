@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_imports import FILES, ORDER, room
+from test_source import FILES, ORDER, room
 from toys import ToyTrainLoader, brain
 
 ROOT = Path(__file__).parents[1]

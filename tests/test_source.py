@@ -1,0 +1,283 @@
+"""The source, parsed once: which room imports which, one class for one name, annotations that say something, and
+tests that see sbkit as a user does.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import sbkit
+
+HOME = Path(sbkit.__file__).parent
+#: From the ground up. A room imports those before it.
+ORDER = ("errors", "system", "nn", "data", "codes", "decode", "score", "recipe", "train", "runs", "export", "tasks",
+         "infer", "serve", "rehearsal", "doctor", "commands", "cli", "__main__")
+#: Rooms that are nobody's ground: whatever stands above them, only these import them.
+ONLY_BY = {"doctor": {"commands"}, "commands": {"cli"}, "cli": {"__main__"}, "__main__": set()}
+#: What one who uses a bundle has no use for.
+TRAINING = {"train", "recipe", "tasks", "runs"}
+PRIVATE = re.compile(r"_(?!.*__$)\w+")
+
+
+def name_of(path):
+    return ".".join(path.relative_to(HOME.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {name_of(path): path for path in sorted(HOME.rglob("*.py"))
+         if "starter" not in path.parts}  # what `sbkit new` copies is no module
+
+
+def nodes_in(code):
+    return list(ast.walk(ast.parse(code)))
+
+
+@cache
+def nodes(path):
+    """All that its code consists of."""
+    return nodes_in(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget():
+    """Hundreds of megabytes are kept no longer than these tests."""
+    yield
+    nodes.cache_clear()
+
+
+# ------------------------------------------------------------------ imports
+
+
+@cache
+def imports(module):
+    """Its imports of sbkit's modules with their lines, wherever they stand."""
+    return imports_in(nodes(FILES[module]), module)
+
+
+def imports_in(nodes, module):
+    found = {}
+    for node in nodes:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}, line {node.lineno}: write out what is imported"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            while name and name not in FILES:  # a class, a function
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                found.setdefault(name, node.lineno)
+    return found
+
+
+def room(module):
+    """The second word of its name; the package itself, which holds nothing, is the ground's."""
+    return [*module.split("."), "errors"][1]
+
+
+def private_in(nodes):
+    """Private names that a module imports from another one of sbkit's, or reads as ``module._name``, and lines."""
+    modules, found = set(), []
+    for node in (each for each in nodes if isinstance(each, ast.ImportFrom)):
+        modules |= {alias.asname or alias.name for alias in node.names if f"{node.module}.{alias.name}" in FILES}
+        found += [(node.lineno, alias.name) for alias in node.names
+                  if node.module in FILES and PRIVATE.fullmatch(alias.name)]
+    return found + [(node.lineno, node.attr) for node in nodes
+                    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+                    and node.value.id in modules and PRIVATE.fullmatch(node.attr)]
+
+
+def test_every_room_has_its_place():
+    assert {room(module) for module in FILES} <= set(ORDER)
+
+
+def told(module, other):
+    return f"{module}, line {imports(module)[other]}, imports {other}"
+
+
+def test_no_room_imports_one_above_it():
+    up = [told(module, other) for module in FILES for other in imports(module)
+          if ORDER.index(room(other)) > ORDER.index(room(module))]
+    assert up == []
+
+
+@pytest.mark.parametrize("text", [
+    "from sbkit.data.audio import _handles", "from sbkit.data import audio\naudio._handles",
+    "from sbkit.data import audio as sound\nif sound._handles: pass"])
+def test_a_private_name_of_another_module_is_found(text):
+    assert [name for _, name in private_in(nodes_in(text))] == ["_handles"]
+
+
+def test_no_module_uses_a_private_name_of_another():
+    """But for the doctor, who compares the ways among which a function chooses by itself."""
+    used = {module: found for module in FILES if room(module) != "doctor"
+            and (found := private_in(nodes(FILES[module])))}
+    assert used == {}
+
+
+def test_nobody_imports_a_command_or_the_doctor_but_those_who_call_them():
+    wrong = [told(module, other) for module in FILES for other in imports(module)
+             if room(other) != room(module) and room(module) not in ONLY_BY.get(room(other), {room(module)})]
+    assert wrong == []
+
+
+def test_no_module_imports_one_that_imports_it_in_the_end():
+    around = sorted(module for module in FILES if module in reached(imports(module)))
+    assert around == [], "each of these is in a cycle"
+
+
+def test_no_task_imports_another_and_what_they_share_imports_none():
+    tasks = {"codec", "ctc", "enhance", "speaker", "transducer", "tts"}
+
+    def task(module):
+        return next((part for part in module.split(".")[2:3] if room(module) == "tasks" and part in tasks), None)
+
+    assert {path.parent.name for path in (HOME / "tasks").glob("*/__init__.py")} == {*tasks, "recognise"}
+    wrong = [told(module, other) for module in FILES if room(module) == "tasks" for other in imports(module)
+             if task(other) not in (None, task(module))]
+    assert wrong == []
+
+
+def reached(start, packages=False):
+    """All that importing ``start`` may import: what stands in functions too, and the packages around each if asked."""
+    seen, waiting = set(), list(start)
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += imports(module)
+            if packages and "." in module:
+                waiting.append(module.rpartition(".")[0])
+    return seen
+
+
+@pytest.mark.parametrize("place", ["infer", "serve"])
+def test_what_uses_a_bundle_reaches_nothing_that_trains(place):
+    for module in (module for module in FILES if room(module) == place):
+        wrong = sorted(other for other in reached([module], packages=True) if room(other) in TRAINING)
+        assert wrong == [], f"{module} reaches them"
+
+
+def test_an_import_in_a_function_counts_as_well():
+    code = "def f():\n    from sbkit.train import brain\n    from sbkit.errors import SbkitError\n"
+    assert imports_in(nodes_in(code), "sbkit.nn.ctc") == {"sbkit.train.brain": 2, "sbkit.errors": 3}
+
+
+# ------------------------------------------------------------------ classes
+
+
+def test_no_class_name_appears_twice():
+    places = defaultdict(list)
+    for path in sorted(HOME.rglob("*.py")):
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.relative_to(HOME.parent)}:{node.lineno}")
+    assert len(places) > 300
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+# ------------------------------------------------------------------ annotations
+
+
+def bare_in(nodes, code):
+    """Lines with an annotation or an alias that is `Any`, alone or in a union, and with no comment.
+
+    ``*args`` and ``**kwargs`` are what they are passed on to, and in ``dict[str, Any]`` the rest says enough.
+    """
+    lines = {node.lineno for node in annotations_in(nodes) if is_any(node)}
+    return sorted(lines - commented_in(code)) if lines else []
+
+
+def annotations_in(nodes):
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = node.args
+            yield from (each.annotation for each in (*given.posonlyargs, *given.args, *given.kwonlyargs))
+            yield node.returns
+        elif isinstance(node, ast.AnnAssign):
+            yield node.annotation
+        elif isinstance(node, ast.Assign):
+            yield node.value
+
+
+def is_any(node):
+    if isinstance(node, ast.BinOp):
+        return is_any(node.left) or is_any(node.right)
+    return isinstance(node, ast.Name) and node.id == "Any"
+
+
+def commented_in(code):
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+
+
+@pytest.mark.parametrize("code, found", [
+    ("def f(x: Any): pass", [1]), ("def f(x: Any, /): pass", [1]), ("def f(*, x: Any = None): pass", [1]),
+    ("async def f() -> Any: pass", [1]), ("def f(x: int | Any | None): pass", [1]), ("class C:\n    x: Any = 1", [2]),
+    ("def f():\n    def g(x: Any): pass", [2]), ("Tree = Any", [1]), ("x: Any = 'a # in a text'", [1]),
+    ("def f(x: Any,  # the first has one\n      y: Any,\n      z: int) -> None:  # of something else\n    pass", [2]),
+    ("def f(*args: Any, **kwargs: Any): pass", []), ("def f(x: dict[str, Any]) -> list[Any]: pass", []),
+    ("x: Callable[..., Any]", []), ("Tree = Any  # as YAML gives it", []), ("x = [Any]", []),
+    ("def f(x: Any) -> None:  # ctypes' pointer\n    pass", []),
+])
+def test_a_bare_any_is_found_unless_it_says_enough_or_its_line_says_why(code, found):
+    assert bare_in(nodes_in(code), code) == found
+
+
+def test_every_bare_any_has_its_reason():
+    bare = [f"{path.relative_to(HOME.parent)}:{line}" for path in sorted(HOME.rglob("*.py"))
+            if path.parent.name != "own"  # what sbkit new writes, as docs/extend.md explains it
+            for line in bare_in(nodes(path), path.read_text(encoding="utf-8"))]
+    assert bare == [], "give it a type, or say on its line why it has none"
+
+
+# ------------------------------------------------------------------ what tests see: the second list may only shrink
+
+
+FOREIGN = frozenset("""
+    _C _apply _asdict _create_fbank_matrix _ctc_loss _cuda_getArchFlags _dynamo _exit _fields _forward_hooks
+    _get_ddp_logging_data _get_precomputed_values _local_scalar_dense _patch_lang_tensor _pytree _replace
+    _save_intra_epoch_ckpt _schema _shutdown_workers _speechbrain_iterator _statistics_dict _unique2 _version
+""".split())
+"""Of Python, torch and SpeechBrain, which have no public name for it."""
+
+NOT_YET = frozenset("""
+    _Decoder _SLOW_READER_SECONDS _Server _attention _backward _changing _compile
+    _compiled _decoder _enter _events _facts _fill _fingerprint _first _follow _forward _found _from_stdin _groups
+    _heard _keep _keep_result _kept _label _line _lines _load _loader _model _now _open _over _pipeline
+    _places _rehearse _rotated _save _search _session _settled _setup _smi _speakers _state _streams _sums
+    _turned _unpack _used _waiting _windows _write
+""".split())
+"""Of sbkit: to be tested through what is public."""
+
+
+def private(nodes):
+    """The private names that a test reads, imports or replaces; its own objects' through ``self`` and ``cls`` aside."""
+    for node in nodes:
+        names = []
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith("attr"):
+            names = [each.value.split(".")[-1] for each in node.args[:2]
+                     if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        yield from filter(PRIVATE.fullmatch, names)
+
+
+def test_no_test_reads_a_private_name():
+    found = {(name, path.name) for path in Path(__file__).parent.rglob("*.py") for name in private(nodes(path))}
+    new = sorted(each for each in found if each[0] not in FOREIGN | NOT_YET)
+    assert new == [], "test it through what is public, or make the name public where others may call it"
+    assert sorted(FOREIGN | NOT_YET) == sorted({name for name, _ in found}), "a list names what no test reads any more"
+
+
+def test_it_finds_each_kind():
+    code = "a._b\nself._c\nfrom x import _d\npatch.setattr(x, '_e', 1)\npatch.setattr('x._f', 1)\na.__g__"
+    assert sorted(private(nodes_in(code))) == ["_b", "_d", "_e", "_f"]
