@@ -37,9 +37,9 @@ A recipe is code: what it names is imported and called, even by check. For a rec
 RECIPE_COMMANDS = {
     "train": "train, test and report",
     "check": "report everything wrong with a recipe, what it costs and what fits in memory",
-    "tune": "find by trial the largest batch that fits; cached per model, device and precision (--fresh)",
+    "tune": "find the largest batch that fits, by trying; cached per model, device and precision",
     "prepare": "prepare the corpus and the tokenizer only, and report what was left out and why",
-    "clean": "list training rows whose labels are probably wrong, by models that have not seen them",
+    "clean": "list training rows whose labels are probably wrong, using models not trained on them",
 }
 COMMANDS = {
     "new": "write a starter folder: a task's recipes, train.py and a README",
@@ -50,19 +50,19 @@ COMMANDS = {
     "report": "write a page about a run: its curves, its errors, what to fix next",
     "reproduce": "train a finished run again from its reproduce.json, and compare rows, losses and figures",
     "replay": "rerun a non-finite step, layer by layer",
-    "export": "make a bundle that others can use from a run",
+    "export": "export a run as a bundle that others can use",
     "push": "put a bundle on the Hugging Face Hub",
-    "import": "make a bundle of a CTC model that others trained",
+    "import": "make a bundle from a CTC model that was trained elsewhere",
     "transcribe": "transcribe recordings with an exported bundle",
-    "label": "make a corpus of recordings without transcripts, of what a bundle is sure of",
-    "listen": "show words while somebody speaks, from the microphone or standard input",
+    "label": "make a corpus from untranscribed recordings: a bundle's transcripts that are probably right",
+    "listen": "transcribe live speech from the microphone or standard input",
     "speak": "speak a text with an exported voice",
-    "enhance": "take the noise out of recordings with an exported enhancer",
+    "enhance": "remove noise from recordings with an exported enhancer",
     "tokenize": "turn a corpus into codes with an exported codec",
-    "resynthesize": "turn codes into files of sound with an exported codec",
-    "run": "run an exported model that gives tensors, such as vectors of speakers, on recordings",
+    "resynthesize": "turn codes back into audio files with an exported codec",
+    "run": "run an exported model that outputs tensors, such as speaker embeddings, on recordings",
     "serve": "serve bundles through an OpenAI-style API, a live WebSocket and a web page",
-    "doctor": "report what this machine offers and what is in the way",
+    "doctor": "report what this machine offers, and what keeps sbkit from running well",
 }
 
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SbkitError as error:
         if "--debug" in argv:
             traceback.print_exc()
-        if os.environ.get("RANK", "0") == "0":  # every rank makes the same error; one reports it
+        if os.environ.get("RANK", "0") == "0":  # every rank has the same error; one reports it
             console.write_error(f"error: {error}")
         _report_to_torchrun(error)
         return error.exit_code
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in argv:
             traceback.print_exc()
         if os.environ.get("RANK", "0") == "0":
-            print("\nstopped by Ctrl-C; the same command does what is missing", file=sys.stderr)
+            print("\nstopped by Ctrl-C; run the same command to continue", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # `sbkit ... | head`
         console.silence(sys.stdout.fileno())
@@ -97,12 +97,12 @@ def _report_to_torchrun(error: SbkitError) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = f"error: {error}"
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # a full disk may be the very error
+        with contextlib.suppress(OSError):  # the error itself may be a full disk
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
 def dispatch(argv: list[str]) -> int:
-    """Run the command that the words name, and return its exit code."""
+    """Run the command that the arguments name, and return its exit code."""
     command, words = (argv or [""])[0], argv[1:]
     if command not in RECIPE_COMMANDS:
         args = parser_for(argv).parse_args(argv)
@@ -120,8 +120,8 @@ def command_module(command: str) -> ModuleType:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line and suggests what may have been meant; options have one name, no
-    abbreviations: ``--chunk`` of one command is not ``--chunk-seconds`` of another."""
+    """A parser that reports an error in one line, with a suggestion; it takes no abbreviated options, so ``--chunk``
+    of one command isn't read as ``--chunk-seconds`` of another."""
 
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
@@ -146,7 +146,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser for these words; only the command that they name is imported, others are just listed."""
+    """The parser for these arguments; only the command that they name is imported, the others are just listed."""
     parser = _Parser(prog="sbkit", description="Train speech models from recipes and ship them.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, what in RECIPE_COMMANDS.items():

@@ -32,7 +32,7 @@ class SbkitError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's message, or the name of its class where it has no message.
+    r"""Return the first line of an error's message, or the name of its class if it has no message.
 
     >>> first_line(ValueError("no such file\nTraceback ..."))
     'no such file'
@@ -51,7 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value that somebody else wrote as a message shows it: in one line, and not all of a long one.
+    """Format a value that somebody else wrote for a message: in one line, shortened if it is long.
 
     >>> shown("a" * 10**6)[-5:]
     'aa...'
@@ -61,7 +61,7 @@ def shown(value: object) -> str:
 
 
 def shown_names(names: Iterable[str]) -> str:
-    """Return names that somebody else wrote as a message lists them: the first of many, and not all of a long one.
+    """List names that somebody else wrote in a message: the first of many, each shortened if it is long.
 
     >>> shown_names(["ID", "wav"])
     'ID, wav'
@@ -81,4 +81,4 @@ def summary(error: BaseException) -> str:
 
 
 def _rebuild(cls: type[SbkitError], text: str) -> SbkitError:
-    return cls.__new__(cls, text)  # whatever a subclass is made from
+    return cls.__new__(cls, text)  # a subclass may have other arguments

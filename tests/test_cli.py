@@ -58,7 +58,7 @@ def test_commands_of_a_recipe_explain_themselves(command, capsys):
                                               "see sbkit export --help"),
     ("import owner/model --to bundle --formats onnx,", "'' (choose from onnx, int8, torch); see sbkit import --help"),
     ("clean hparams/ctc.yaml --fold 3", "has no key fold; did you mean --folds?"),
-    ("check hparams/ctc.yaml --price 2,5", "'2,5' is no price of an hour of a device, such as 2.5; see sbkit check "
+    ("check hparams/ctc.yaml --price 2,5", "'2,5' is not the price of a device per hour, such as 2.5; see sbkit check "
                                            "--help"),
 ])
 def test_a_misspelt_word_gets_the_one_that_was_meant(words, told, capsys):
@@ -73,7 +73,7 @@ def test_ctrl_c_outside_of_training_is_one_line(capsys, monkeypatch):
 
     monkeypatch.setattr("sbkit.cli.dispatch", interrupted)
     assert main(["evaluate", "run"]) == 130
-    assert capsys.readouterr().err == "\nstopped by Ctrl-C; the same command does what is missing\n"
+    assert capsys.readouterr().err == "\nstopped by Ctrl-C; run the same command to continue\n"
 
 
 def test_shard_packs_a_manifest(tmp_path, capsys):

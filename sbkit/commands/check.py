@@ -14,17 +14,17 @@ from sbkit.system import disk
 from sbkit.system.environment import check_torch_pair
 
 HELP = (
-    "Report everything wrong with a recipe, what it costs and what fits in memory. --json for programs, --measure to\n"
-    "run a few steps.\n--on 8xH100 (or --as) rehearses the whole run on such cards, which compute nothing;\n"
-    "--html FILE writes its page too.\n--price 2.5 adds what the whole run will take: hours, cost at this price of an "
-    "hour of a device, energy.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
+    "Report everything wrong with a recipe, what it costs and what fits in memory. --json prints it for programs,\n"
+    "--measure times a few steps.\n--on 8xH100 (or --as) rehearses the whole run on simulated cards;\n"
+    "--html FILE writes its report as a page.\n--price 2.5 predicts hours, energy and cost of the whole run, at this "
+    "price of a device per hour.\n--no-run imports only speechbrain, torch and sbkit, builds and calls nothing,\n"
     "and lists what it could not check."
 )
 FLAGS = ("json", "measure", "no-run")
 
 
 def run(words: list[str]) -> int:
-    gc.disable()  # what is imported and built stays until the end, and searching it for garbage is a tenth of the time
+    gc.disable()  # what is imported and built stays until the end, and searching it for cycles is slow
     try:
         return _check(words)
     finally:
@@ -39,16 +39,16 @@ def _check(words: list[str]) -> int:
     given, words = arguments.own_options(words, "see sbkit check --help", FLAGS,
                                          as_or_on=str, html=Path, price=_rate)
     if given.price is not None and given.no_run:
-        raise SbkitError("--price counts what a step computes, and --no-run builds nothing", hint="drop one of them")
+        raise SbkitError("--price needs the model, which --no-run doesn't build", hint="drop one of them")
     if given.measure and given.no_run:
-        raise SbkitError("--measure runs steps of the recipe, and --no-run runs nothing", hint="drop one of them")
+        raise SbkitError("--measure runs steps of the recipe, which --no-run doesn't", hint="drop one of them")
     if given.as_or_on is not None:
         if given.measure or given.no_run:
             raise SbkitError("--as rehearses the whole run, so it can't be used with "
                              f"{'--measure' if given.measure else '--no-run'}", hint="drop one of them")
         return _rehearse(words, given)
     if given.html is not None:
-        raise SbkitError("--html writes the page of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
+        raise SbkitError("--html writes the report of a rehearsal", hint="add --as CARDS, such as --as 8xH100")
     request = arguments.parse(words, beside=not given.no_run)
     measure = None
     if given.measure:
@@ -66,8 +66,8 @@ def _check(words: list[str]) -> int:
     if given.json:
         print(report.json())
     else:
-        misread = {"unknown-override", "no-value"} & {each.code for each in report.errors}  # tables of another recipe
-        facts = "" if misread else report.facts()
+        ignored = {"unknown-override", "no-value"} & {each.code for each in report.errors}  # tables would mislead
+        facts = "" if ignored else report.facts()
         if facts:
             print(facts, flush=True)
         if report.problems():
@@ -77,11 +77,11 @@ def _check(words: list[str]) -> int:
 
 
 def _rate(text: str) -> float:
-    """Read the price of a device for an hour."""
+    """Read the price of a device per hour."""
     with contextlib.suppress(ValueError):
         if 0 <= (rate := float(text)) < float("inf"):
             return rate
-    raise argparse.ArgumentTypeError(f"{text!r} is no price of an hour of a device, such as 2.5")
+    raise argparse.ArgumentTypeError(f"{text!r} is not the price of a device per hour, such as 2.5")
 
 
 def _rehearse(words: list[str], given: argparse.Namespace) -> int:
@@ -97,7 +97,7 @@ def _rehearse(words: list[str], given: argparse.Namespace) -> int:
     if html is not None:
         disk.check_writable(html, "--html")
     request, started = arguments.parse([*words, "--device", "cuda"]), time.perf_counter()
-    if not given.json:  # which has it among its findings
+    if not given.json:  # JSON has these errors among its findings
         check_overrides(request.path, request.overrides)
     report = assemble(str(request.path), rehearse(words, count, card), count, card, time.perf_counter() - started)
     if given.price is not None:

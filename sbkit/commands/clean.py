@@ -9,10 +9,11 @@ from sbkit.system.environment import check_torch_pair
 from sbkit.train.memory import host
 
 HELP = (
-    "List training rows whose labels are probably wrong, by models that have not seen them.\n"
+    "List training rows whose labels are probably wrong, using models not trained on them.\n"
     "--folds N trains N models by the recipe, each without the rows that it judges (default: 2). They may be small\n"
-    "and short, if they hear 40 % of the words: --number_of_epochs 4. Writes OUTPUT_FOLDER/clean/suspects.csv, a list\n"
-    "for corpus: exclude, and suspects.html, a page to listen and decide. The same command resumes."
+    "and trained briefly, if they get 40 % of the words right: --number_of_epochs 4. Writes OUTPUT_FOLDER/clean/\n"
+    "suspects.csv, a list for corpus: exclude, and suspects.html, a page to listen to its rows. The same command\n"
+    "resumes."
 )
 
 
@@ -34,16 +35,16 @@ def run(words: list[str]) -> int:
     given, words = arguments.own_options(words, "such as --folds 3", folds=int)
     count = 2 if given.folds is None else given.folds
     if count < 2:
-        raise SbkitError(f"--folds {count}: a row needs a model that has not seen it", hint="write 2 or more")
+        raise SbkitError(f"--folds {count}: a row is judged by a model not trained on it", hint="write 2 or more")
     request = arguments.parse(words)
     load.check_overrides(request.path, request.overrides)
     recipe = load.open_recipe(load.load(request.path, request.overrides), request.path)
     corpus, folder = recipe.keys.corpus, recipe.keys.folder / "clean"
     if not issubclass(recipe.task, CTC):
-        raise SbkitError(f"{request.path} trains {recipe.task.__name__}, which doesn't say how likely a label is",
-                         hint="clean the corpus with hparams/ctc.yaml: its list is good for every recipe")
+        raise SbkitError(f"{request.path} trains {recipe.task.__name__}, and only CTC models score labels",
+                         hint="clean the corpus with hparams/ctc.yaml: its list works with every recipe")
     if isinstance(corpus, Mixture):
-        raise SbkitError(f"{request.path} trains on a mixture, and labels are judged corpus by corpus",
+        raise SbkitError(f"{request.path} trains on a mixture, and sbkit clean takes one corpus",
                          hint="clean each part by itself, and name its list under that part's exclude")
     device = devices.resolve(request.run_opts.device)
     with RunLock(folder, runs=False):
@@ -59,5 +60,5 @@ def run(words: list[str]) -> int:
         write(files[0], suspects)
         suspect_page.write(files[1], suspects, train)
     print(label_errors.summary(suspects, scores, len(train)))
-    print(f"the list for corpus: exclude: {files[0]}\na page to listen and decide: {files[1]}")
+    print(f"the list for corpus: exclude: {files[0]}\na page to listen to its rows: {files[1]}")
     return 0

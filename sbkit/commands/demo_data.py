@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT", help="the folder to make it in")
-    parser.add_argument("--hours", type=float, default=1.0, help="about so much speech, in all splits (default: 1)")
-    parser.add_argument("--language", default="en", help="any that espeak-ng speaks (default: en)")
-    parser.add_argument("--seed", type=int, default=1234, help="of its sentences and voices (default: 1234)")
-    parser.add_argument("--workers", type=int, help="processes (default: one per core)")
+    parser.add_argument("out", metavar="OUT", help="folder to write the corpus to")
+    parser.add_argument("--hours", type=float, default=1.0, help="hours of speech, about, in all splits (default: 1)")
+    parser.add_argument("--language", default="en", help="any language of espeak-ng (default: en)")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of its sentences and voices (default: 1234)")
+    parser.add_argument("--workers", type=int, help="number of processes (default: one per core)")
 
 
 def run(args: argparse.Namespace) -> int:

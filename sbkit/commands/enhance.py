@@ -1,4 +1,4 @@
-"""``sbkit enhance``: take the noise out of recordings with an exported enhancer."""
+"""``sbkit enhance``: remove noise from recordings with an exported enhancer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OVER_LIMIT = 1  # exit code
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = RUNS_CODE
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of a run")
-    parser.add_argument("--on", metavar="CORPUS", help="whatever data_folder may be (default: the run's own corpus)")
+    parser.add_argument("--on", metavar="CORPUS", help="any value of data_folder (default: the run's own corpus)")
     parser.add_argument("--split", help="split of the corpus (default: test)")
     parser.add_argument("--checkpoint", nargs="+", default=["best"], metavar="CKPT", dest="checkpoints",
                         help="best, last, or names of checkpoints; each is a row of the table")
@@ -36,18 +36,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     for option, field, what in (("--max", "most", "above"), ("--min", "least", "below")):
         parser.add_argument(option, dest=field, action="append", default=[], type=_bound, metavar="NAME=VALUE",
                             help=f"exit with 1 if this figure of the results is {what} VALUE (repeatable)")
-    parser.add_argument("--name", help="name that the results folder begins with (default: the corpus)")
+    parser.add_argument("--name", help="prefix of the results folder's name (default: the corpus)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the results (default: RUN/evaluations)")
     add_search(parser)
-    parser.add_argument("--tune-lm", action="store_true", help="first tune these two weights on the dev split")
-    parser.add_argument("--nbest", type=int, metavar="N", help="transcripts per utterance to write to nbest.jsonl")
+    parser.add_argument("--tune-lm", action="store_true",
+                        help="first tune --lm-weight and --word-score on the dev split")
+    parser.add_argument("--nbest", type=int, metavar="N", help="hypotheses per utterance to write to nbest.jsonl")
     parser.add_argument("--joint", action="store_true", help="search with the attention decoder and CTC together")
     parser.add_argument("--ctc-weight", type=float, metavar="W", help="weight of CTC in the joint search (0.4)")
     parser.add_argument("--chunk", type=chunk_sizes, default=(), metavar="MS,...",
-                        help="score a model for live speech on audio in chunks of these milliseconds, or whole: "
+                        help="score a streaming model on chunks of these milliseconds, or on whole recordings: "
                              "320,640,1280,whole")
     parser.add_argument("--recogniser", metavar="BUNDLE",
-                        help="a recogniser's bundle, which transcribes what a codec or a voice makes")
+                        help="a recogniser's bundle, which transcribes the output of a codec or a voice")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU, if there is one)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--max-batch-seconds", type=float, metavar="S", help="audio in one batch on a device")
@@ -126,10 +127,10 @@ def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest
 
     columns = [name for name, _ in results[0].results.lines_of_table()[0]]
     rows = []
-    for came, facts, *_ in results:  # what lines share stands in the first of them
+    for result, facts, *_ in results:  # values that lines share are only in the first of them
         shared = [facts["checkpoint"].removesuffix(request.label()), facts["utterances"], facts["hours"]]
         factor = f"{facts['real_time_factor']:.4f}"
-        for line in came.lines_of_table():
+        for line in result.lines_of_table():
             rows.append([*shared, *(value for _, value in line), factor])
             shared, factor = [""] * len(shared), ""
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))

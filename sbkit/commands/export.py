@@ -1,4 +1,4 @@
-"""``sbkit export``: make a bundle that others can use from a run."""
+"""``sbkit export``: export a run as a bundle that others can use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--average", type=int, default=1, metavar="N",
                         help="export the mean of the N best (or last) checkpoints")
     parser.add_argument("--mean", type=share, metavar="SHARE",
-                        help="export a mean with the weights that the run began with, in which the trained ones count "
-                             "SHARE, from 0 to 1: 0.75 keeps three quarters of what was learnt")
+                        help="export the mean of the trained weights, which count SHARE (0 to 1), and those that the "
+                             "run began with: 0.75 keeps three quarters of what was learnt")
     parser.add_argument("--accept-worse", action="store_true",
-                        help="export a model that is worse on what it was to keep (replay) than before")
+                        help="export a model although it got worse on the corpus of replay")
     parser.add_argument("--formats", type=several_of("onnx", "int8", "torch", "speechbrain"), metavar="A,B",
                         help="any of onnx,int8,torch,speechbrain (default: all)")
     parser.add_argument("--target", choices=["sherpa"], help="also write models for sherpa-onnx")
     parser.add_argument("--chunk", type=count, metavar="MS",
-                        help="milliseconds that sherpa-onnx's streaming model hears at a time (640)")
+                        help="chunk size of sherpa-onnx's streaming model, in milliseconds (640)")
     parser.add_argument("--clips", type=count, default=40, help="number of test utterances to compare the formats on")
     parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,
-                        help="largest allowed difference of a number from the checkpoint's (0.001)")
+                        help="largest allowed difference of an output from the checkpoint's (0.001)")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
 
 

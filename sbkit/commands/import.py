@@ -1,4 +1,4 @@
-"""``sbkit import``: make a bundle of a CTC model that others trained."""
+"""``sbkit import``: make a bundle from a CTC model that was trained elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a model of transformers, or one for SpeechBrain's "
                         "EncoderASR: a folder, or owner/name or owner/name@revision on the Hugging Face Hub")
     parser.add_argument("--to", metavar="BUNDLE", type=Path, required=True, help="the folder to create")
-    parser.add_argument("--corpus", help="compare on its test split instead of noise: whatever data_folder may be")
+    parser.add_argument("--corpus", help="compare on its test split instead of noise: any value of data_folder")
     parser.add_argument("--language", help="the language of model and corpus, named in the bundle")
     parser.add_argument("--formats", type=several_of("onnx", "int8", "torch"), metavar="A,B",
                         help="any of onnx,int8,torch (default: all)")
@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=above, metavar="D", default=0.001,
                         help="largest allowed difference of a log-probability from the model's own code (0.001)")
     parser.add_argument("--trust-code", action="store_true", help="run the hyperparams.yaml of a SpeechBrain model "
-                        "from the Hub, which is code; that of a folder here always runs")
+                        "from the Hub, which is code; a local folder's is always run")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
 
 

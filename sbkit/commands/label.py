@@ -1,4 +1,4 @@
-"""``sbkit label``: make a corpus of recordings without transcripts, of what a bundle is sure of."""
+"""``sbkit label``: make a corpus from untranscribed recordings and a bundle's transcripts of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbkit.commands.options import above, add_model, add_schemes, add_search, co
 if TYPE_CHECKING:
     from sbkit.infer.labelling import RecordingShard
 
-#: What SLURM says to a task of an array.
+#: Variables that SLURM sets for a task of an array.
 _SLURM = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_STEP")
 
 
@@ -46,13 +46,13 @@ def _shard(text: str) -> RecordingShard:
             task, first, shards, step = (int(os.environ.get(name, "1" if name is _SLURM[3] else "")) for name in _SLURM)
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"slurm: this is no task of a job array, since {', '.join(_SLURM[:3])} aren't set; start it with "
+                f"slurm: this is not a task of a job array: {', '.join(_SLURM[:3])} aren't set; start it with "
                 "sbatch --array=1-16") from None
         return RecordingShard((task - first) // step + 1, shards)
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if match and 1 <= int(match[1]) <= int(match[2]):
         return RecordingShard(int(match[1]), int(match[2]))
-    raise argparse.ArgumentTypeError(f"{text!r} is no part: write 1/16 to 16/16, or slurm")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a shard: write 1/16 to 16/16, or slurm")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``sbkit listen``: show words while somebody speaks."""
+"""``sbkit listen``: transcribe live speech."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sbkit.commands.options import add_model, add_search, count, request_of
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", type=Path,
-                        help="the folder that sbkit export made, of a model that learnt in chunks")
+                        help="the folder that sbkit export made of a streaming model")
     parser.add_argument("source", metavar="-", nargs="?",
                         help="16-bit little-endian PCM of one channel from stdin (default: the microphone)")
     parser.add_argument("--rate", type=count, metavar="HERTZ", help="samples per second (default: the model's)")
-    parser.add_argument("--chunk", type=count, metavar="MS", help="milliseconds that are heard at once, one of the "
-                        "model's sizes: words come sooner, or are better (default: the one in their middle)")
-    parser.add_argument("--json", action="store_true", help="write an object a line: partial, final, end")
+    parser.add_argument("--chunk", type=count, metavar="MS", help="one of the model's chunk sizes, in milliseconds: a "
+                        "smaller one is faster, a larger one makes fewer errors (default: the middle one)")
+    parser.add_argument("--json", action="store_true", help="write one JSON object per line: partial, final, end")
     parser.add_argument("--microphone", metavar="NAME", help="its number or a part of its name, as "
                         "python -m sounddevice lists them (default: the system's)")
     add_model(parser)

@@ -37,7 +37,7 @@ def _prune(text: str) -> list[int] | int | float:
     for read in (lambda: [int(count) for count in text.split(",")] if "," in text else int(text), lambda: float(text)):
         with contextlib.suppress(ValueError):
             return read()
-    raise argparse.ArgumentTypeError(f"{text!r} is neither a share such as 1e-7 nor counts such as 0,0,1")
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a threshold such as 1e-7 nor counts such as 0,0,1")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def _find(name: str, split: str) -> str:
 
 
 def _texts(files: Sequence[str], rules_of: Callable[[str], Callable[[str], str]]) -> Iterator[str]:
-    """Yield the texts of all files by their rules; raises if there are none, rather than making a model of nothing."""
+    """Yield the texts of all files, normalised by their rules; raises if there are none."""
     from sbkit.data.delimited import read_delimited
     from sbkit.data.manifest import Column
     from sbkit.decode import lm

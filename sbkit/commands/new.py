@@ -11,8 +11,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path,
                         help="folder to create; existing files are never overwritten")
     parser.add_argument("--task", default="ctc",
-                        help="whose recipes to write, such as ssl for a pretrained encoder (default: ctc); mine "
-                             "writes one of your own, to be changed")
+                        help="task whose recipes to write, such as ssl for a pretrained encoder (default: ctc); mine "
+                             "writes a template for your own task")
 
 
 def run(args: argparse.Namespace) -> int:

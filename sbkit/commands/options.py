@@ -17,8 +17,8 @@ RUNS_CODE = "The recipe in a run's folder is code, which this command imports an
 
 
 def request_of(kind: type[T], args: argparse.Namespace, **more: object) -> T:
-    """Make a dataclass of the arguments that it has fields for, and of more values."""
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass, says the text
+    """Build a dataclass from the arguments that have the names of its fields, and from more values."""
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # a dataclass, as documented
     return kind(**{name: value for name, value in vars(args).items() if name in fields}, **more)
 
 
@@ -30,8 +30,8 @@ def add_schemes(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser, formats: str = "onnx, int8 (on a CPU)") -> None:
     """Add ``--model``, ``--device`` and ``--threads``."""
-    parser.add_argument("--model", default="auto", help=f"{formats} or torch, a program that can run any code of "
-                        "whoever made the bundle (default: the first that it has except torch)")
+    parser.add_argument("--model", default="auto", help=f"{formats} or torch, which can run any code of whoever "
+                        "made the bundle (default: the first in the bundle except torch)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=count, help="CPU threads of a model (default: all available)")
 
@@ -41,7 +41,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lm", metavar="FILE", help="a language model: ARPA, or KenLM's binary")
     parser.add_argument("--lm-weight", type=float, metavar="W", help="factor for the language model's scores")
     parser.add_argument("--word-score", type=float, metavar="W", help="score added for each word of a transcript")
-    parser.add_argument("--beam", type=int, help="number of transcripts kept at each step")
+    parser.add_argument("--beam", type=int, help="number of hypotheses kept at each step")
     parser.add_argument("--hot-word", dest="hot_words", action="append", default=[], metavar="PHRASE[=BOOST]",
                         help="a phrase to expect (repeatable; @FILE has one per line)")
 

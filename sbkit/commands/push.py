@@ -8,8 +8,8 @@ from pathlib import Path
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that sbkit export made")
-    parser.add_argument("repository", metavar="OWNER/NAME", help="the model's name on the hub; it is made if new")
-    parser.add_argument("--private", action="store_true", help="make a new one for its owner only")
+    parser.add_argument("repository", metavar="OWNER/NAME", help="the model's name on the Hub; created if new")
+    parser.add_argument("--private", action="store_true", help="create it as a private repository")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,17 +12,17 @@ from sbkit.errors import SbkitError
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prepare the same corpus, name each row whose text or audio is another, train the first steps and compare "
-        "their losses: to the bit on the same device and versions, elsewhere within rounding.")
+        "Prepare the same corpus, report each row whose text or audio differs, train the first steps and compare "
+        "their losses: to the bit on the same device and versions, otherwise within rounding.")
     parser.epilog = RUNS_CODE
     parser.add_argument("file", metavar="FILE", type=Path, help="the reproduce.json in a finished run's folder")
     parser.add_argument("--to", metavar="FOLDER", type=Path, default=Path("reproduced"),
                         help="where to train (default: reproduced)")
-    parser.add_argument("--source", metavar="PLACE", help="where the corpus is, if not where the run had it")
+    parser.add_argument("--source", metavar="PLACE", help="where the corpus is, if it was elsewhere for the run")
     parser.add_argument("--set", dest="values", metavar="KEY=VALUE", action="append", default=[],
-                        help="another place that the recipe names, such as init_from=/models/demo")
+                        help="another path of the recipe, such as init_from=/models/demo")
     parser.add_argument("--steps", type=count, default=100,
-                        help="compare what was recorded of so many steps: the loss of 1, 10 and each hundredth (100)")
+                        help="compare the recorded losses up to this step: 1, 10 and each hundredth (100)")
     parser.add_argument("--full", action="store_true", help="train to the end, and compare the test's figures too")
 
 
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     recorded = reproduction.read(args.file)
     wanted = {step: loss for step, loss in recorded["losses"].items() if args.full or step <= args.steps}
     if not wanted:
-        raise SbkitError(f"{args.file} holds no loss of the first {args.steps} steps",
-                         hint=f"--steps {min(recorded['losses'])} compares the first that it holds")
+        raise SbkitError(f"{args.file} has no loss of the first {args.steps} steps",
+                         hint=f"--steps {min(recorded['losses'])} compares its first loss")
     if (args.to / RECIPE).exists():
         raise SbkitError(f"--to: {args.to} is the folder of a run", hint="name a folder that doesn't exist yet")
     with RunLock(args.to, option="--to"):
@@ -53,11 +53,11 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
 
     cause = reproduction.RESUMED if recorded.get("commands", 1) != 1 else None
     if cause:
-        print("the run was resumed with another command, and this recipe is of the last: losses of before may be of "
-              "other values", flush=True)
+        print("the run was resumed with another command, and this is the recipe of the last one: earlier losses may "
+              "differ", flush=True)
     recipe, folder = args.to / "recipe.yaml", args.to / "run"
     steps = f"step{'s' if len(wanted) > 1 else ''} {listed(map(str, wanted))}"
-    print(f"the recorded losses that are compared: those of {steps}", flush=True)
+    print(f"comparing the recorded losses of {steps}", flush=True)
     before = recipe.read_text(encoding="utf-8") if folder.exists() and recipe.is_file() else None
     with atomic_write(recipe) as out:
         out.write("\n".join(recorded["recipe"]) + "\n")
@@ -77,7 +77,7 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
         keys.corpus.check_there()
     except SbkitError as error:
         raise SbkitError(error.message, exit_code=error.exit_code, hint=f"{error.hint or 'check that it is there'}; "
-                         "--source PLACE and --set KEY=PLACE say where this machine has what the run had") from error
+                         "--source PLACE and --set KEY=PLACE give its path on this machine") from error
     prepare.run([str(recipe), *words])
     unread = reproduction.compare_corpus(recorded, keys.corpus.load())
     rows = sum(split["rows"] for split in recorded["corpus"].values())

@@ -1,4 +1,4 @@
-"""``sbkit resynthesize``: turn codes into files of sound with an exported codec."""
+"""``sbkit resynthesize``: turn codes back into audio files with an exported codec."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sbkit.commands.options import add_model, request_of
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="a codec's folder that sbkit export made")
     parser.add_argument("folder", metavar="DIR", type=Path, help="codes of this codec, as sbkit tokenize made them")
-    parser.add_argument("--to", metavar="OUT", type=Path, required=True, help="the folder of sounds to create")
-    parser.add_argument("--format", choices=["wav", "flac"], default="wav", help="of the sounds (wav)")
-    parser.add_argument("--force", action="store_true", help="replace a folder of sounds")
+    parser.add_argument("--to", metavar="OUT", type=Path, required=True, help="the folder of audio files to create")
+    parser.add_argument("--format", choices=["wav", "flac"], default="wav", help="format of the audio files (wav)")
+    parser.add_argument("--force", action="store_true", help="replace the folder if it exists")
     add_model(parser, "onnx")
 
 

@@ -1,4 +1,4 @@
-"""``sbkit run``: run an exported model that gives tensors on recordings."""
+"""``sbkit run``: run an exported model that outputs tensors on recordings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILES", nargs="+",
                         help="audio files, folders, a manifest.csv, or - for stdin")
     parser.add_argument("--output", metavar="FOLDER", type=Path,
-                        help="write files for each recording (default: a line of JSON for each, on the screen)")
+                        help="write files for each recording (default: print a line of JSON for each)")
     parser.add_argument("--format", dest="formats", default=["npz"], type=_formats, metavar="A,B",
-                        help=f"of these files, any of {','.join(FORMATS)}; wav is the first output (default: npz)")
+                        help=f"formats of these files, any of {','.join(FORMATS)}; wav is the first output (npz)")
     add_model(parser)
     add_schemes(parser)
 
@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _formats(text: str) -> list[str]:
     wanted = text.split(",")
     if unknown := [each for each in wanted if each not in FORMATS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FORMATS)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(FORMATS)}")
     return wanted
 
 

@@ -26,12 +26,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-origin", dest="allow_origins", action="append", default=[], metavar="URL",
                         help="origin of a web page that may use this server (repeatable; * for all)")
     parser.add_argument("--allow-host", dest="allow_hosts", action="append", default=[], metavar="NAME",
-                        help="a name that this server answers to (repeatable). By default it answers only to "
-                             "localhost, 127.0.0.1 and [::1] on this machine's own address, and to every name on "
-                             "others")
+                        help="a host name that requests may use (repeatable; default: localhost, 127.0.0.1 and [::1] "
+                             "if --host is this machine only, otherwise any)")
     parser.add_argument("--trust-proxy", dest="trust_proxies", action="append", default=[], metavar="ADDRESS",
-                        help="a proxy whose X-Forwarded-For is believed (repeatable). Without it, all clients of a "
-                             "proxy on another machine share one address, see --client-share")
+                        help="a proxy whose X-Forwarded-For is trusted (repeatable). Without it, all clients of a "
+                             "proxy on another machine have one address, see --client-share")
     parser.add_argument("--grace-seconds", type=above, default=30.0, metavar="S",
                         help="time to finish requests in flight after SIGTERM (30)")
     for each in dataclasses.fields(Limits):

@@ -14,7 +14,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("manifest", metavar="MANIFEST.csv")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("--encode", choices=["flac", "wav", "wav16k"],
-                        help="decode once, to mono (default: copy as they are)")
+                        help="decode once, to mono (default: copy the files unchanged)")
     parser.add_argument("--sample-rate", type=count, default=16_000, metavar="HZ",
                         help="sample rate of the decoded audio: the model's (16000)")
     parser.add_argument("--shard-size-mb", type=float, default=512)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 HELP = (
     "Train, test and report. On several devices: torchrun --nproc_per_node=8 train.py RECIPE.yaml ...\n"
-    "The same command resumes a run. Only one run at a time may use an output_folder: a second start is refused."
+    "The same command resumes a run. Only one run at a time may use an output_folder."
 )
 
 

@@ -1,4 +1,4 @@
-"""``sbkit tune RECIPE.yaml [--key value ...]``: find by trial the largest batch that fits, and cache it."""
+"""``sbkit tune RECIPE.yaml [--key value ...]``: find the largest batch that fits, by trying, and cache it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sbkit.errors import SbkitError
 from sbkit.system.environment import check_torch_pair
 
 HELP = (
-    "Find by trial the largest batch that fits; cached per model, device and precision (--fresh).\n"
-    "--memory GIB: what a run may use (default: the whole GPU; on a CPU most of the free memory)."
+    "Find the largest batch that fits, by trying; cached per model, device and precision (--fresh tries again).\n"
+    "--memory GIB: memory that a run may use (default: the whole GPU; on a CPU most of the free memory)."
 )
 
 
@@ -34,6 +34,6 @@ def run(words: list[str]) -> int:
             except SbkitError as error:  # the result still gets printed
                 print(f"warning: the result was not cached: {error}", file=sys.stderr)
         else:
-            print(f"found before, in {made.cache} (--fresh tries again)", file=sys.stderr)
+            print(f"from the cache, {made.cache} (--fresh tries again)", file=sys.stderr)
     print(sizes.summary(made, found))
     return 0

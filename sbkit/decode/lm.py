@@ -78,7 +78,7 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     out : an ARPA file, compressed if it ends in ``.gz``, or KenLM's binary if it ends in ``.bin``
     order : words in the longest n-gram
     prune : counts leave out n-grams that occur this often or less, one per order, such as [0, 0, 1] (the last
-        holds for all higher orders, and a single number for all but words); a share such as 1e-7 leaves out n-grams
+        holds for all higher orders, and a single number for all but words); a threshold such as 1e-7 leaves out n-grams
         that raise the perplexity by less
     unit : ``word``, or ``piece`` for a model over the tokenizer's pieces
     tokenizer : a ``sbkit.data.tokens.Tokenizer``, for pieces
@@ -137,7 +137,7 @@ def _check(order: int, prune: Sequence[int] | float | None, unit: str, tokenizer
         return ()
     if isinstance(prune, float):
         if not 0 < prune < 1:
-            raise SbkitError(f"prune is {prune}", hint="use a share such as 1e-7, or counts such as [0, 0, 1]")
+            raise SbkitError(f"prune is {prune}", hint="use a threshold such as 1e-7, or counts such as [0, 0, 1]")
         return ()
     cutoffs = [0, prune] if isinstance(prune, int) else list(prune)
     if any(not isinstance(cutoff, int) or cutoff < 0 for cutoff in cutoffs) or sorted(cutoffs) != cutoffs:

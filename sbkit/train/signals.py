@@ -229,7 +229,7 @@ class EndSignals(_SignalHandler):
 
 
 def _stopped(signum: int) -> Stopped:
-    return Stopped(f"stopped by {signal.Signals(signum).name}", hint="the same command does what is missing",
+    return Stopped(f"stopped by {signal.Signals(signum).name}", hint="run the same command to continue",
                    exit_code=128 + signum)
 
 

@@ -35,7 +35,7 @@ def words(tmp_path):
 
 
 @pytest.mark.parametrize("given, message", [
-    (["--folds", "1", "--data_folder", "/nowhere"], "--folds 1: a row needs a model that has not seen it"),
+    (["--folds", "1", "--data_folder", "/nowhere"], "--folds 1: a row is judged by a model not trained on it"),
     (["--number_of_epochs", "x"], "number_of_epochs: it is the text 'x', and must be a whole number"),
     (["--folds", "11"], "--folds 11: the training rows have 10 different sentences"),
     (["--folds", "many"], "--folds: invalid int value: 'many'"), (["--folds"], "--folds: expected one argument"),
@@ -50,7 +50,7 @@ def test_what_cannot_be_done_is_refused(words, given, message, capsys):
 def test_a_recipe_that_cannot_judge_labels_is_refused_with_one_that_can(recipe, tmp_path, capsys):
     assert cli.main(["clean", str(ROOT / "hparams" / f"{recipe}.yaml"), "--output_folder", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert "doesn't say how likely a label is" in error and "hparams/ctc.yaml" in error
+    assert "only CTC models score labels" in error and "hparams/ctc.yaml" in error
 
 
 def test_a_mixture_is_refused_because_each_part_has_a_list(tmp_path, capsys):

@@ -100,7 +100,7 @@ def test_a_run_gives_its_transcripts_its_rules_and_its_pieces(home, tmp_path, ca
     (["{home}/other.csv"], "{home}/other.csv has no column 'wrd'"),
     (["{home}/text.txt", "--unit", "piece"], "needs the tokenizer of a run; name it: --like RUN"),
     (["{home}/text.txt", "--order", "0"], "a language model can't have order 0"),
-    (["{home}/text.txt", "--prune", "few"], "'few' is neither a share such as 1e-7 nor counts"),
+    (["{home}/text.txt", "--prune", "few"], "'few' is neither a threshold such as 1e-7 nor counts"),
     (["{home}/text.txt", "--prune", "0,2,1"], "use counts that don't fall"),
     (["{home}/text.txt", "--out", "{home}/folder"], "{home}/folder is a folder; name a file"),
     (["{home}/text.txt", "--out", "/proc/lm.arpa"], "cannot write /proc/lm.arpa: "),

@@ -45,7 +45,7 @@ def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, c
     assert "a card with 80 GiB, bf16: --max_batch_seconds 36 (90% of what fits; the recipe has 30)" in out
     tried = _Fake.tried
     assert cli.main(["tune", str(SMALL)]) == 0
-    assert "found before" in capsys.readouterr().err and _Fake.tried == tried
+    assert "from the cache" in capsys.readouterr().err and _Fake.tried == tried
     assert cli.main(["tune", str(SMALL), "--fresh"]) == 0 and _Fake.tried == 2 * tried
     assert cli.main(["tune", str(SMALL), "--memory", "40"]) == 0 and _Fake.tried == 3 * tried
     assert shares == [1.0] * 4 + [0.5] * 2  # searched and rehearsed each time

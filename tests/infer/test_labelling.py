@@ -171,8 +171,8 @@ def test_shards_together_have_what_one_has(home, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words, message", [
-    (["--shard", "0/4"], "'0/4' is no part: write 1/16 to 16/16, or slurm"),
-    (["--shard", "5/4"], "'5/4' is no part"), (["--shard", "slurm"], "this is no task of a job array"),
+    (["--shard", "0/4"], "'0/4' is not a shard: write 1/16 to 16/16, or slurm"),
+    (["--shard", "5/4"], "'5/4' is not a shard"), (["--shard", "slurm"], "this is not a task of a job array"),
     (["--keep", "90"], "'90' is not a number from 0 to 1"), (["--keep", "nan"], "'nan' is not a number from 0 to 1"),
 ])
 def test_options_that_say_nothing_are_refused(home, tmp_path, capsys, words, message):

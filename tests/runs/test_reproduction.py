@@ -179,7 +179,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     assert f"again is held by another run: process {os.getpid()} " in said and "another place with --to\n" in said
     assert main([*again, "--steps", "10"]) == 0
     said = capsys.readouterr().out
-    assert "the recorded losses that are compared: those of step 10\n" in said
+    assert "comparing the recorded losses of step 10\n" in said
     assert said.endswith("to the bit: the recorded loss of step 10\n") and "another command" not in said
     assert main([*again, "--steps", "10"]) == 2  # of an earlier call's losses nothing follows
     assert "holds an earlier call's run" in capsys.readouterr().err
@@ -206,7 +206,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
                  f"{tmp_path}/out", "--no-check", "--lr", "0.5", "--number_of_epochs", "13"]) == 0
     capsys.readouterr()
     main([*again, "--to", f"{tmp_path}/third", "--steps", "10"])
-    assert "resumed with another command, and this recipe is of the last" in capsys.readouterr().out
+    assert "resumed with another command, and this is the recipe of the last one" in capsys.readouterr().out
 
 
 def test_the_machine_and_the_commands_are_those_of_starts_that_trained(tmp_path):

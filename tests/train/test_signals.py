@@ -339,7 +339,7 @@ def test_outside_of_training_a_signal_ends_c_code_too():
     with Script(ENDS.format(waits=waits).replace('print("ready", flush=True)', late)) as script:
         script.send(signal.SIGTERM)
         returned, _, err = script.end()
-    assert returned == 143 and err == "error: stopped by SIGTERM; the same command does what is missing\n"
+    assert returned == 143 and err == "error: stopped by SIGTERM; run the same command to continue\n"
 
 
 def test_what_is_forked_outside_of_training_ends_by_a_signal():
@@ -357,7 +357,7 @@ def test_what_is_forked_outside_of_training_ends_by_a_signal():
 
 
 def test_training_within_has_its_signals_to_itself():
-    with pytest.raises(Stopped, match="by SIGTERM; the same command does what is missing"), signals.EndSignals():
+    with pytest.raises(Stopped, match="by SIGTERM; run the same command to continue"), signals.EndSignals():
         with pytest.raises(Acted), StopSignals() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.05)
