@@ -78,7 +78,7 @@ def read(path: str | Path) -> NGram:
         start = _section(data, order, at)
         if start < 0:
             raise SbkitError(f"{path} is truncated: its section \\{order}-grams: is missing, and \\data\\ says that "
-                             f"there are {count} {order}-grams", hint="get or write the file again")
+                             f"there are {count} {order}-grams", hint="download it again or write it again")
         at = data.index(b":", start) + 1
         end = data.find(b"\n\\", at)
         section = partial(_some_lines, data, at, end if end >= 0 else len(data))
@@ -86,10 +86,10 @@ def read(path: str | Path) -> NGram:
         if found != count:
             what = "is truncated" if found < count else "is inconsistent"
             raise SbkitError(f"{path} {what}: its section \\{order}-grams: has {found} n-grams, and \\data\\ says "
-                             f"{count}", hint="get or write the file again")
+                             f"{count}", hint="download it again or write it again")
         levels.append(_level(path, order, section, words, levels))
     if end < 0 or not data.startswith(b"\n\\end\\", end):
-        raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="get or write the file again")
+        raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="download it again or write it again")
     return NGram([word_of(path, word) for word in words], levels)
 
 
@@ -110,7 +110,7 @@ def _bytes(path: Path) -> bytes:
                          hint="sbkit lm estimates one from text") from None
     except EOFError:
         raise SbkitError(f"{path} is truncated: its compressed data ends too early",
-                         hint="get or write the file again") from None
+                         hint="download it again or write it again") from None
     except OSError as error:
         raise SbkitError(f"{path}: cannot be read ({error.strerror or error})") from None
 
@@ -146,8 +146,8 @@ def _level(path: Path, order: int, section: Callable[[], Iterator[list[bytes]]],
     for level, word in zip(below[1:], ids[:, 1:-1].T, strict=True):
         row = _rows(level, row, word, size)
         if (row < 0).any():
-            raise SbkitError(f"{path}: the {order}-gram {shown_line(int(np.flatnonzero(row < 0)[0]))} is there without "
-                             f"the {order - 1}-gram it begins with")
+            raise SbkitError(f"{path}: the {order}-gram {shown_line(int(np.flatnonzero(row < 0)[0]))} begins with "
+                             f"a {order - 1}-gram that the file lacks")
     keys = row * size + ids[:, -1]
     order_of = np.argsort(keys, kind="stable")
     keys = keys[order_of]
@@ -201,7 +201,7 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
     if not (_probable(log10).all() and (backoff < np.inf).all()):  # nor is NaN
         line = next((line for line in lines if not _makes_sense(line.split(), order)), lines[0])
         raise SbkitError(f"{path}: the line {shown(line.decode('utf-8', 'replace'))} is not a {order}-gram with its "
-                         "log10 probability (at most 0) and back-off", hint="get or write the file again")
+                         "log10 probability (at most 0) and back-off", hint="download it again or write it again")
     if order == 1:
         before = len(words)
         for word in fields[1::width]:

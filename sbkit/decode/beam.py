@@ -47,7 +47,7 @@ class BeamSearch(TokenSearch):
     def stream(self, spelling: Spelling) -> BeamStream[EventStream]:
         if len(self.pieces) != len(spelling.symbols):
             raise SbkitError(f"the search has {len(self.pieces)} tokens, and the stream {len(spelling.symbols)}",
-                             hint="give both those of the model")
+                             hint="use the model's tokens for both")
         line = CTCLine(self.fusion, self.weights, self.beam, self.width)
         return BeamStream(line, EventStream(spelling, self.blank_id, self.token_threshold, self.token_beam), spelling)
 

@@ -42,7 +42,7 @@ def spell(text: str, pieces: Sequence[str], separator: str | None = WORD_START) 
     while end:
         if (last := best[end]) is None:
             unknown = sorted(set(written) - {character for piece in ids for character in piece})
-            raise SbkitError(f"the recogniser can't write {', '.join(map(repr, unknown)) or 'this text'}",
+            raise SbkitError(f"the recogniser has no tokens for {', '.join(map(repr, unknown)) or 'this text'}",
                              hint="use one that was trained on the same alphabet")
         found.append(last[2])
         end = last[1]

@@ -67,8 +67,8 @@ def _refuse_unfit(frames: list[int], targets: list[list[int]], blank_id: int, la
     for name, size, target in zip(names, frames, targets, strict=True):
         needed = len(target) + sum(a == b for a, b in pairwise(target))
         if blank_id in target or any(not 0 <= token < labels for token in target):
-            wrong.append(f"{name} (a token that is blank or outside the model's {labels})")
+            wrong.append(f"{name} (a token is the blank, or not one of the model's {labels})")
         elif needed > size:
-            wrong.append(f"{name} (its {len(target)} tokens need {needed} frames and there are {size})")
+            wrong.append(f"{name} (its {len(target)} tokens need {needed} frames, but it has {size})")
     if wrong:
         raise SbkitError(f"these utterances can't be aligned with their transcript: {', '.join(wrong)}")

@@ -64,7 +64,7 @@ class KenLM(LanguageModel):
             raise self._truncated()
         sanity = data[:_SANITY.itemsize].view(_SANITY)[0]
         if sanity["magic"] != _MAGIC.rstrip(b"\0") or sanity["one"] != 1 or sanity["floats"].tolist() != [0, 1, -0.5]:
-            raise SbkitError(f"{self.path}: it was written by another version of KenLM, or on another kind of machine",
+            raise SbkitError(f"{self.path}: it was written by another version of KenLM, or on another type of machine",
                              hint="build it again from the ARPA file, or use the ARPA file")
         at = _SANITY.itemsize + _FIXED.itemsize
         fixed = data[_SANITY.itemsize:at].view(_FIXED)[0]
@@ -77,8 +77,8 @@ class KenLM(LanguageModel):
                              hint="build it again with the vocabulary, or use the ARPA file")
         multiplier = float(fixed["multiplier"])
         if not 2 <= order <= MAX_ORDER or not 1 <= multiplier <= _MAX_MULTIPLIER:
-            raise SbkitError(f"{self.path}: its header says that its order is {order} and that its tables are "
-                             f"{multiplier:g} times as large as what they hold", hint="get or build the file again")
+            raise SbkitError(f"{self.path}: its header has the order {order} and the probing multiplier "
+                             f"{multiplier:g}, which can't be right", hint="download it again or build it again")
         if at + 8 * order > len(data):
             raise self._truncated()
         self.counts = data[at:at + 8 * order].view("<u8").tolist()
@@ -109,21 +109,21 @@ class KenLM(LanguageModel):
 
     def _spelled(self, data: np.ndarray) -> list[bytes]:
         """Split what follows the tables into words, without a copy of what can't be any."""
-        hint = "get or build the file again"
+        hint = "download it again or build it again"
         for at in range(0, len(data), _BLOCK):
             block = data[at:at + _BLOCK + 1]
             if not (block[1:] | block[:-1]).all():
-                raise SbkitError(f"{self.path} is too long, or damaged: zeros are where words should be", hint=hint)
+                raise SbkitError(f"{self.path} is too long, or damaged: it has zeros where words should be", hint=hint)
         *words, rest = data.tobytes().split(b"\0", self.counts[0] + 1)
         if not words or words[0] != UNKNOWN.encode() or len(words) < self.counts[0]:
             raise self._truncated()
         if rest:
-            raise SbkitError(f"{self.path} is damaged: its last {len(rest)} bytes are none of its words", hint=hint)
+            raise SbkitError(f"{self.path} is damaged: its last {len(rest)} bytes are not words", hint=hint)
         return words
 
     def _truncated(self) -> SbkitError:
-        return SbkitError(f"{self.path} is truncated: its header promises more than its {self.path.stat().st_size} "
-                          "bytes", hint="get or build the file again")
+        return SbkitError(f"{self.path} is truncated: its header describes more than its {self.path.stat().st_size} "
+                          "bytes", hint="download it again or build it again")
 
     def score(self, states: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Natural logarithms of the probabilities [N] of words [N] after states [N], and the states after."""
@@ -161,8 +161,8 @@ class KenLM(LanguageModel):
         beyond = np.arange(self.order - 1) >= usable[:, None]
         after[:, 1:][np.concatenate([beyond, beyond], axis=1)] = 0  # histories that say the same are the same
         if not (log10 < np.inf).all():  # nor is NaN
-            raise SbkitError(f"{self.path} is damaged: it has probabilities that are no numbers",
-                             hint="get or build the file again")
+            raise SbkitError(f"{self.path} is damaged: it has probabilities that are not numbers",
+                             hint="download it again or build it again")
         return log10 * np.float32(LN10), after
 
     def _probe(self, keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -180,7 +180,7 @@ class KenLM(LanguageModel):
             todo = todo[~hit & (there != 0)]
             at[todo] = (at[todo] + 1) % len(keys)
         raise SbkitError(f"{self.path} is damaged: {_MAX_STEPS:,} slots of a table are taken in a row",
-                         hint="get or build the file again")
+                         hint="download it again or build it again")
 
 
 def _goes_on(backoff: np.ndarray) -> np.ndarray:

@@ -53,7 +53,7 @@ class LMReport:
 
     def __str__(self) -> str:
         def shown(discounts: kneser_ney.Discounts) -> str:
-            return " ".join(f"{value:.3f}" for value in discounts.values) + (" (set)" if discounts.fallback else "")
+            return " ".join(f"{value:.3f}" for value in discounts.values) + " (fallback)" * discounts.fallback
 
         rows = [[order, count, full, shown(self.discounts[order - 1])] for order, (count, full) in
                 enumerate(zip_longest(self.counts, self.counted, fillvalue=0), start=1)]
@@ -225,7 +225,7 @@ def _check_spelling(words: list[str], pieces: Pieces, name: str) -> None:
             break
     share = f"{100 * len(strange) / len(words):.0f} % of its words can't be spelled with them, such as {strange[0]!r}"
     if len(strange) * 2 <= len(words):
-        logger.warning("%s fits this model's tokens only in part: %s; %s", name, share, hint)
+        logger.warning("%s fits only some of this model's tokens: %s; %s", name, share, hint)
         return
     raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)
 

@@ -50,8 +50,8 @@ class GraphJoint(Joint):
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         scores = self._joiner(encoded, predicted)
         if scores.shape != (len(encoded), self._vocabulary):
-            raise SbkitError(f"the joiner gives {list(scores.shape)} for {len(encoded)} frames and {self._vocabulary} "
-                             "tokens", hint="do its files come from the same export?")
+            raise SbkitError(f"the joiner outputs {list(scores.shape)} for {len(encoded)} frames and "
+                             f"{self._vocabulary} tokens", hint="do its files come from the same export?")
         scores = scores - scores.max(-1, keepdims=True)
         found: np.ndarray = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
         return found

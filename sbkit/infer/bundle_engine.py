@@ -162,7 +162,7 @@ class BundleEngine(ABC):
         """Refuse a file that says of itself something else than config.json says."""
         for name, mine in self.config.onnx_metadata().items():
             if (theirs := metadata.get(name, mine)) != mine:
-                raise SbkitError(f"{path} was made with {name} {_short(theirs)}, but {layout.CONFIG} says "
+                raise SbkitError(f"{path} was exported with {name} {_short(theirs)}, but {layout.CONFIG} says "
                                  f"{_short(mine)}", hint="do both come from the same export? export it again")
 
     @abstractmethod
@@ -186,11 +186,11 @@ class BundleEngine(ABC):
                 raise
             if not is_out_of_memory(error):
                 raise ModelFailed(f"{self.folder}: the model failed: {first_line(error)}",
-                                  hint="is it whole? export it again") from error
+                                  hint="is the file complete? export it again") from error
             why = f"out of memory on {self.running.device}: {first_line(error)}"
             traceback.clear_frames(error.__traceback__)  # which hold what has been computed so far
         self._ready.free()
-        raise OutOfMemory(why, hint="give it shorter audio or text, or less at once")
+        raise OutOfMemory(why, hint="give it shorter audio or text, or smaller batches")
 
 
 class BatchEngine(BundleEngine):

@@ -64,7 +64,7 @@ class BundleLoader:
         found = load(folder, device="cpu")
         if not isinstance(found, CodecModel):
             found.close()
-            raise SbkitError(f"{folder} is no codec", hint="name a bundle that was exported from hparams/codec.yaml")
+            raise SbkitError(f"{folder} is not a codec", hint="name a bundle that was exported from hparams/codec.yaml")
         return found
 
     def aligner(self, folder: str) -> Aligner:
@@ -72,7 +72,7 @@ class BundleLoader:
         model = self._model(folder)
         if isinstance(model.engine.config, layout.TransducerConfig):
             model.close()
-            raise SbkitError(f"{folder} has a transducer, which doesn't tell when a known text was said",
+            raise SbkitError(f"{folder} has a transducer, which can't align a known text",
                              hint="name the bundle of a CTC recogniser")
         return Aligner(model)
 
@@ -92,5 +92,5 @@ class BundleLoader:
         found = load(folder, device="cpu")
         if not isinstance(found, Model):
             found.close()
-            raise SbkitError(f"{folder} is no recogniser", hint="name a bundle that was exported from one")
+            raise SbkitError(f"{folder} is not a recogniser", hint="name a bundle that was exported from one")
         return found

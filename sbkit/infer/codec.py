@@ -40,7 +40,7 @@ def too_long(frames: int, config: layout.CodecConfig) -> SbkitError | None:
     seconds = frames * config.stride / config.sample_rate
     if config.context is not None or seconds <= MAX_SECONDS:
         return None
-    return SbkitError(f"it has {seconds:.0f} s, but this codec looks at a recording as a whole, up to "
+    return SbkitError(f"it is {seconds:.0f} s long, but this codec takes whole recordings of up to "
                       f"{MAX_SECONDS:g} s", hint="split it")
 
 
@@ -150,7 +150,8 @@ class CodecModel(Loaded[CodeEngine]):
         except InvalidCode as error:
             raise _numbered(error, error.message, number) from None
         if found.ndim != 2:
-            raise SbkitError(f"recording {number}: its codes are [frames, {found.shape[-1]}], not {list(found.shape)}")
+            raise SbkitError(f"recording {number}: its codes must be [frames, {found.shape[-1]}], not "
+                             f"{list(found.shape)}")
         return found
 
     def _run(self, engine: CodecEngine, given: list[np.ndarray], frames: list[int], per_frame: int, made: int,

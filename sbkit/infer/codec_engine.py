@@ -44,7 +44,7 @@ class CodeEngine(CodecEngine):
 
     def checked(self, codes: np.ndarray) -> np.ndarray:
         """Return the codes [T, Q] of a recording as int64, or raise ``InvalidCode``."""
-        return self.books.check(codes, f"what {self.running.file} gave")
+        return self.books.check(codes, f"the output of {self.running.file}")
 
     def _interface(self) -> Interface:
         return Interface(dict(zip(layout.INPUTS, self._padded([self._part()]), strict=True)), layout.CODES)
@@ -54,7 +54,7 @@ class CodeEngine(CodecEngine):
 
     def _warm_up(self, path: Path) -> None:
         [codes] = self._run([self._part()])
-        self.books.check(codes, f"what {path.name} gave")
+        self.books.check(codes, f"the output of {path.name}")
 
     def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         return padded(parts, self.config.min_samples)
@@ -63,7 +63,7 @@ class CodeEngine(CodecEngine):
         codes, frames = self.compute(*self._padded(parts))
         expected = [-(-len(part) // self.config.stride) for part in parts]
         if frames.tolist() != expected or codes.ndim != 3 or len(codes) != len(parts) or codes.shape[1] < max(expected):
-            raise SbkitError(f"the codec gave {frames.tolist()} frames where there are {expected}", hint=_AGAIN)
+            raise SbkitError(f"the codec output {frames.tolist()} frames instead of {expected}", hint=_AGAIN)
         return [row[:count].copy() for row, count in zip(codes, expected, strict=True)]  # not a view of the batch
 
 
@@ -87,10 +87,10 @@ class SoundEngine(CodecEngine):
         expected = [len(part) * self.config.stride for part in parts]
         if lengths.tolist() != expected or signals.ndim != 2 or len(signals) != len(parts) \
                 or signals.shape[1] < max(expected):
-            raise SbkitError(f"the codec gave {lengths.tolist()} samples where there are {expected}", hint=_AGAIN)
+            raise SbkitError(f"the codec output {lengths.tolist()} samples instead of {expected}", hint=_AGAIN)
         sounds = [row[:count].clip(-1.0, 1.0) for row, count in zip(signals, expected, strict=True)]
         if not all(np.isfinite(sound).all() for sound in sounds):
-            raise SbkitError("the codec gave samples that are no numbers", hint="was it trained to the end?")
+            raise SbkitError("the codec output samples that are not numbers", hint="was it trained to the end?")
         return sounds
 
 

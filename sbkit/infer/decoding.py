@@ -253,7 +253,7 @@ def _opened(path: Path, config: TransducerConfig, interface: Interface, width: i
         return found
 
     if (found := run(*interface.inputs.values())).shape != (_ROWS, width):
-        raise SbkitError(f"{path} gives {list(found.shape)} for {_ROWS} rows, but must give {[_ROWS, width]}",
+        raise SbkitError(f"{path} outputs {list(found.shape)} for {_ROWS} rows instead of {[_ROWS, width]}",
                          hint="do its files come from the same export?")
     return run
 

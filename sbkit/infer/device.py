@@ -24,7 +24,7 @@ class DeviceChoice:
     def parse(cls, device: str) -> DeviceChoice:
         match = re.fullmatch(r"(auto|cpu|cuda)(?::(\d+))?", device)
         if match is None or (match[2] and match[1] != "cuda"):
-            raise SbkitError(f"there is no device {device!r}", hint="use auto, cpu, cuda or cuda:N")
+            raise SbkitError(f"unknown device {device!r}", hint="use auto, cpu, cuda or cuda:N")
         return cls(device, match[1], int(match[2] or 0))
 
     @property
@@ -83,7 +83,7 @@ def open_on(choice: DeviceChoice, attempt: Callable[[Device], T]) -> tuple[T, st
     if choice.kind == "cpu":
         return attempt(Device()), ""
     try:
-        return attempt(Device(choice.index)), "" if choice.explicit_gpu else "CUDA is there, and an inference ran on it"
+        return attempt(Device(choice.index)), "" if choice.explicit_gpu else "a test inference on CUDA succeeded"
     except Unmet as unmet:
         if choice.explicit_gpu:
             raise SbkitError(f"{choice.text} was requested, but {unmet.message}", hint=unmet.hint) from unmet

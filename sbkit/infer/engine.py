@@ -75,7 +75,7 @@ class Engine(BatchEngine):
     def _check_width(self, path: Path) -> None:
         width = self._ready.width
         if width is not None and width != self.config.width:
-            raise SbkitError(f"{path} gives {width} values per frame, but {layout.CONFIG} says "
+            raise SbkitError(f"{path} outputs {width} values per frame, but {layout.CONFIG} says "
                              f"{self.config.width}",
                              hint="do all files come from the same export?")
 
@@ -92,10 +92,10 @@ class Engine(BatchEngine):
     def _apart(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
         log_probs, frames = found
         if log_probs.ndim != 3 or frames.ndim != 1 or min(len(log_probs), len(frames)) < count:
-            raise SbkitError(f"the model gives {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
+            raise SbkitError(f"the model outputs {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
                              hint="export it again")
         if log_probs.shape[2] != self.config.width:
-            raise SbkitError(f"the model gives {log_probs.shape[2]} values per frame, but {layout.CONFIG} says "
+            raise SbkitError(f"the model outputs {log_probs.shape[2]} values per frame, but {layout.CONFIG} says "
                              f"{self.config.width}")
         return [log_probs[i, : frames[i]] for i in range(count)]
 

@@ -64,10 +64,10 @@ class EnhanceEngine(BatchEngine):
         state = [np.stack(parts) for parts in zip(*(state for _, state in pieces), strict=True)]
         sound, *after = self.compute(frames, *state)
         if sound.shape != frames.shape or [part.shape for part in after] != [part.shape for part in state]:
-            raise SbkitError(f"the enhancer gave {list(sound.shape)} for {list(frames.shape)}",
+            raise SbkitError(f"the enhancer output {list(sound.shape)} for {list(frames.shape)}",
                              hint="export it again")
         if not np.isfinite(sound).all():
-            raise SbkitError("the enhancer gave samples that are no numbers", hint="was it trained to the end?")
+            raise SbkitError("the enhancer output samples that are not numbers", hint="was it trained to the end?")
         return [(sound[i].reshape(-1), [part[i].copy() for part in after]) for i in range(len(pieces))]
 
 

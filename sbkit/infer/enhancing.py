@@ -49,7 +49,7 @@ def enhance(request: EnhanceRequest) -> int:
     waiting = [(recording, path) for recording, path in zip(recordings, paths, strict=True)
                if request.overwrite or not path.exists()]
     if len(waiting) < len(recordings):
-        print(f"{len(recordings) - len(waiting)} are already done (--overwrite redoes them)", file=sys.stderr)
+        print(f"{len(recordings) - len(waiting)} are already enhanced (--overwrite redoes them)", file=sys.stderr)
     expected = lengths([recording for recording, _ in waiting], 1)
     errors: list[AudioError] = []
     began, seconds = time.perf_counter(), 0.0
@@ -77,13 +77,13 @@ def enhance(request: EnhanceRequest) -> int:
 
 
 def _check_place(to: Path, recordings: Sequence[Recording], paths: Sequence[Path]) -> None:
-    """Refuse a place that is no folder, and one where a recording would be replaced by what becomes of it."""
+    """Refuse a place that is no folder, and one where a recording would be overwritten by its enhanced copy."""
     if to.exists() and not to.is_dir():
-        raise SbkitError(f"{to} is a file", hint="--to names the folder of what becomes of the recordings")
+        raise SbkitError(f"{to} is a file", hint="--to must be a folder for the enhanced recordings")
     there = {path.resolve() for path in paths if path.exists()}
     for recording in recordings:
         if isinstance(recording.audio, str) and Path(recording.audio).resolve() in there:
-            raise SbkitError(f"{recording.audio} would be replaced by what becomes of it",
+            raise SbkitError(f"{recording.audio} would be overwritten by its enhanced copy",
                              hint="choose another folder with --to")
 
 

@@ -40,15 +40,15 @@ def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "mod
     if model == AUTO:
         data = [name for name in usable if name != layout.TORCH]
         if not data and there == [layout.TORCH]:
-            raise SbkitError(f"{folder} has its {kind} only as a program of torch ({models[layout.TORCH]}), and such a "
-                             "program can run any code",
-                             hint="if you trust whoever made it, name it: --model torch, or model='torch' in Python")
+            raise SbkitError(f"{folder} has its {kind} only as a torch.export program ({models[layout.TORCH]}), which "
+                             "can run any code",
+                             hint="if you trust its author, choose it: --model torch, or model='torch' in Python")
         if not data:
-            raise SbkitError(f"no installed package runs a {kind} of {folder} "
+            raise SbkitError(f"no installed package can run the {kind} in {folder} "
                              f"({', '.join(there) or 'it has none'})", hint="pip install onnxruntime")
         return data[0]
     if model not in _FORMATS:
-        raise SbkitError(f"there is no model {model!r}", hint=f"use {', '.join((AUTO, *_FORMATS))}")
+        raise SbkitError(f"unknown model format {model!r}", hint=f"use {', '.join((AUTO, *_FORMATS))}")
     if model not in there:
         raise SbkitError(f"{folder} has no {model} {kind}", hint=f"it has {', '.join(there) or 'none'}")
     if model not in usable:

@@ -49,7 +49,7 @@ class Output:
         name, signal = next(iter(self.outputs.items()))
         if signal.ndim != 1 or not np.issubdtype(signal.dtype, np.floating) or not (
                 name in self.lengths and abs(len(signal) - samples) <= 1 + 0.1 * samples):
-            raise SbkitError(f"{name} {list(signal.shape)} is no sound", hint="ask for its numbers: json or npz")
+            raise SbkitError(f"{name} {list(signal.shape)} is not audio", hint="choose another format: json or npz")
         file = io.BytesIO()
         writer = SoundWriter(file, "wav", rate)
         writer.add(signal)
@@ -88,7 +88,7 @@ class GraphEngine(Engine):
     def _check_width(self, path: Path) -> None:
         width, labels = self._ready.width, self.config.labels
         if labels and width is not None and width != len(labels):
-            raise SbkitError(f"{path} gives {width} values, but {layout.CONFIG} has {len(labels)} labels",
+            raise SbkitError(f"{path} outputs {width} values, but {layout.CONFIG} has {len(labels)} labels",
                              hint="do both come from the same export?")
 
     def _apart(self, found: Sequence[np.ndarray], count: int) -> list[Any]:
@@ -114,6 +114,6 @@ class GraphModel(Loaded[GraphEngine]):
         recording = Recording.of(audio)
         rate = self.engine.config.sample_rate
         if recording.seconds(rate) > MAX_SECONDS:
-            raise SbkitError(f"{recording.name} has {recording.seconds(rate):.0f} s, but this model takes a recording "
-                             f"as a whole, up to {MAX_SECONDS:g} s", hint="split it")
+            raise SbkitError(f"{recording.name} is {recording.seconds(rate):.0f} s long, but this model takes "
+                             f"whole recordings of up to {MAX_SECONDS:g} s", hint="split it")
         return recording.samples(rate)

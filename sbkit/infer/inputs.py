@@ -150,8 +150,8 @@ def _add_references(recordings: list[Recording], path: Path) -> None:
             names += [Path(each.audio).name, Path(each.audio).stem, each.audio]
         each.reference = next((texts[name] for name in names if name in texts), each.reference)
     if not any(each.reference for each in recordings):
-        raise SbkitError(f"{path} names none of the recordings",
-                         hint="its first column must have their ids or file names")
+        raise SbkitError(f"{path} has none of the recordings",
+                         hint="its first column must be their ids or file names")
 
 
 def _texts(path: Path) -> dict[str, str]:
@@ -188,5 +188,5 @@ def refuse_meeting(folder: Path, recordings: Sequence[Recording]) -> None:
     for each in recordings:
         other = first.setdefault(below(folder, each, "txt"), each)
         if other is not each:
-            raise SbkitError(f"what is made of {other.id!r} and {each.id!r} would be the same file",
+            raise SbkitError(f"{other.id!r} and {each.id!r} would be written to the same file",
                              hint="change one of the ids")

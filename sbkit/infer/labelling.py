@@ -102,14 +102,14 @@ def label(request: LabelRequest) -> int:
         raise SbkitError("a corpus can't have recordings from standard input", hint="save them to files")
     to = request.to.resolve()
     if own := [name for name in request.files if Path(name).resolve().is_relative_to(to)]:
-        raise SbkitError(f"{own[0]} is part of {request.to}, where labels go", hint="choose another --to")
+        raise SbkitError(f"{own[0]} is inside {request.to}, where labels are written", hint="choose another --to")
     mine = {key: each for each in collect(request.files, None, request.schemes)
             if request.shard.has(key := _key(each))}
     with Engine(request.bundle, request.model, request.device, request.threads) as engine:
         print(engine.running, file=sys.stderr)
         work = request.to / FOLDER
         if request.to.exists() and not work.is_dir() and (request.to.is_file() or any(request.to.iterdir())):
-            raise SbkitError(f"{request.to} exists and holds no labels of sbkit label", hint="choose another --to")
+            raise SbkitError(f"{request.to} exists and was not written by sbkit label", hint="choose another --to")
         pipeline = Pipeline(engine, Options(request.batch_seconds, None, request.readers, request.search))
         with disk.disk_errors_as_user_error(request.to):
             with locked(work / ".lock"):
@@ -156,9 +156,9 @@ def _calibration(request: LabelRequest, pipeline: Pipeline) -> Calibration:
     if other:
         raise SbkitError(f"{request.to} was calibrated on another list than {request.calibrate}",
                          hint="name that one again, or choose another --to")
-    print(table(["utterances", "word accuracy expected %", "found %"], rows))
-    print(f"calibrated on {request.calibrate}: expected and found word accuracy differ by {difference:.1f} points "
-          "(expected calibration error, each half judged by the other's curve)")
+    print(table(["utterances", "expected word accuracy %", "measured %"], rows))
+    print(f"calibrated on {request.calibrate}: expected and measured word accuracy differ by {difference:.1f} points "
+          "(expected calibration error, two-fold cross-validation)")
     return found
 
 
@@ -179,7 +179,8 @@ def _calibrate(request: LabelRequest, pipeline: Pipeline) -> dict[str, Any]:
             hypotheses.append(hypothesis)
             confidences.append(heard.confidence)
     if not confidences:
-        raise SbkitError(f"{request.calibrate}: nothing was heard in any recording that has a transcript", hint=_HINT)
+        raise SbkitError(f"{request.calibrate}: the recogniser found no words in any recording that has a "
+                         "transcript", hint=_HINT)
     accuracy, words = word_accuracy(references, hypotheses)
     try:
         found = reliability(np.array(confidences), accuracy, words)
@@ -204,7 +205,7 @@ def _refuse_trained_on(request: LabelRequest, recordings: Sequence[Recording], c
     seen = sum(_place(str(each.audio), each.start) in known for each in recordings)
     if seen:
         raise SbkitError(f"{request.calibrate}: the model was trained on {seen} of its {len(recordings)} recordings "
-                         f"({train}), and is surer of these than of others", hint=_HINT)
+                         f"({train}), and is overconfident on them", hint=_HINT)
 
 
 def _run(pipeline: Pipeline, recordings: Sequence[Recording], what: str) -> Iterator[Done]:
@@ -352,5 +353,5 @@ def _report(request: LabelRequest, rows: Mapping[str, int], hours: Mapping[str, 
     if kept != sure:
         print("hours kept with other values of --keep: " + ", ".join(
             f"{least:g}: {sum(length for expected, length in sure if expected >= least):.2f} h" for least in _KEEPS))
-    print(f"{request.to / request.shard.name}.jsonl  (left out: {request.to / FOLDER}; with another --keep the same "
-          "command transcribes nothing again)")
+    print(f"{request.to / request.shard.name}.jsonl  (left out: {request.to / FOLDER}; another --keep reuses these "
+          "transcripts)")

@@ -94,8 +94,8 @@ def _check(request: ListenRequest) -> None:
     if request.source not in (STDIN, None):
         missing = "" if Path(request.source).exists() else ", and there is no such file"
         raise SbkitError(f"listen takes a microphone, or - for standard input, but not {request.source}{missing}",
-                         hint=f"files are for: sbkit transcribe {request.bundle} {request.source}; or, if it has "
-                              f"16-bit samples alone: sbkit listen {request.bundle} - < {request.source}")
+                         hint=f"files are for: sbkit transcribe {request.bundle} {request.source}; or, if it is "
+                              f"raw 16-bit PCM: sbkit listen {request.bundle} - < {request.source}")
     if request.source == STDIN and request.microphone is not None:
         raise SbkitError(f"- reads standard input, so it can't also use the microphone {request.microphone}",
                          hint="leave out one of them")

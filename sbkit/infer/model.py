@@ -150,5 +150,5 @@ def load(bundle: str | Path, device: str = AUTO, model: str = AUTO, threads: int
     given = {name: value for name, value in (("compile", compile or None), ("options", options), ("buckets", buckets))
              if value is not None}
     if not given.keys() <= signature(loader).parameters.keys():
-        raise SbkitError(f"compile, options and buckets are for recognisers, and this is {config.what}")
+        raise SbkitError(f"compile, options and buckets are only for recognisers, and this is {config.what}")
     return loader(bundle, model, device, threads, **given)

@@ -27,8 +27,8 @@ class Interface:
 
     def check(self, path: Path, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         if (list(inputs), list(outputs)) != (list(self.inputs), list(self.outputs)):
-            raise SbkitError(f"{path} takes {list(inputs)} and gives {list(outputs)}; it must take "
-                             f"{list(self.inputs)} and give {list(self.outputs)}",
+            raise SbkitError(f"{path} has the inputs {list(inputs)} and outputs {list(outputs)} instead of "
+                             f"{list(self.inputs)} and {list(self.outputs)}",
                              hint="do its files come from the same export?")
 
 
@@ -106,7 +106,7 @@ def load_runtime() -> ModuleType:
     import onnxruntime
 
     if not hasattr(onnxruntime, "InferenceSession"):
-        raise SbkitError("onnxruntime is installed only in part: another build of it was removed",
+        raise SbkitError("onnxruntime is installed incompletely: another build of it was removed",
                          hint=f"pip install --force-reinstall {builds[0] if builds else 'onnxruntime'}")
     return onnxruntime
 
@@ -150,8 +150,8 @@ def _refuse_foreign_weights(runtime: ModuleType, path: Path) -> None:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if _WEIGHTS_BESIDE.search(data):
-            raise SbkitError(f"{path} names other files that its weights are in, and onnxruntime {runtime.__version__} "
-                             "reads any file of this machine that a model names",
+            raise SbkitError(f"{path} has its weights in other files, and onnxruntime {runtime.__version__} "
+                             "would read any file of this machine that a model names",
                              hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later")
 
 

@@ -76,7 +76,7 @@ def _check_place(request: ResynthesizeRequest) -> None:
         raise SbkitError(f"{to} exists", hint="choose another folder, or replace it with --force")
     made = to.is_dir() and (any(to.glob(SOUNDS)) or any(to.glob(f"*/{SOUNDS}")) or not any(to.iterdir()))
     if to.exists() and not made:
-        raise SbkitError(f"{to} has something else than resynthesized sounds in it, so it is not replaced",
+        raise SbkitError(f"{to} has files that sbkit resynthesize didn't write, so it is not replaced",
                          hint="choose another folder")
 
 

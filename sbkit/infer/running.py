@@ -45,7 +45,7 @@ class RunRequest(ModelRequest):
 def run(request: RunRequest) -> int:
     recordings = collect(request.files, None, request.schemes)
     if request.output is None and "wav" in request.formats:
-        raise SbkitError("wav is for files", hint="say where they go: --output FOLDER")
+        raise SbkitError("wav can't be printed", hint="add --output FOLDER")
     if request.output is not None:
         refuse_meeting(request.output, recordings)
     errors, audio, began = 0, 0.0, time.perf_counter()
@@ -64,7 +64,7 @@ def run(request: RunRequest) -> int:
             assert isinstance(made, Output), "of one recording"
             if request.output is None:
                 if made.size > _SHOWN:
-                    raise SbkitError(f"{recording.name} gives {made.size:,} numbers, too many for the screen",
+                    raise SbkitError(f"{recording.name} has {made.size:,} output values, too many to print",
                                      hint="write files: --output FOLDER")
                 sys.stdout.write(_line(recording, made))
             else:

@@ -38,11 +38,11 @@ def checked(given: object) -> np.ndarray:
         return samples
     if samples.dtype.kind != "f":
         raise SbkitError(f"a piece of a stream has samples of type {samples.dtype}, but they must be floats from -1 to "
-                         "1, or int16", hint="convert them, such as: np.frombuffer(data, np.int16) of 16-bit PCM")
+                         "1, or int16", hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
     most = max(samples.max(), -samples.min()) if len(samples) else 0.0
     if not np.isfinite(most):
         raise SbkitError("a piece of a stream holds values that are not finite (NaN or infinite)",
-                         hint="leave it out, or put zeros in their place: the stream is as it was before")
+                         hint="skip it, or replace them by zeros: the stream is unchanged")
     if most > _LOUDEST:
         raise SbkitError(f"a piece of a stream has samples of up to {most:.4g}, but floats go from -1 to 1",
                          hint="divide 16-bit samples by 32768, or give them as int16")
@@ -58,14 +58,14 @@ def pieces_of(given: object) -> Iterable[Any]:
 def _array(given: object) -> np.ndarray:
     if isinstance(given, (str, os.PathLike)):
         raise SbkitError(f"a piece of a stream is {str(given)[:80]!r}, but must be an array of samples",
-                         hint="read the file first, such as: samples, rate = soundfile.read(FILE); or transcribe it")
+                         hint="read the file first: samples, rate = soundfile.read(FILE); or transcribe it")
     if isinstance(given, (bytes, bytearray)):
         raise SbkitError("a piece of a stream is bytes, but must be an array of samples",
-                         hint="convert them, such as: np.frombuffer(data, np.int16) of 16-bit PCM")
+                         hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
     try:
         samples = np.asarray(given)
     except (TypeError, ValueError) as error:
-        raise SbkitError(f"a piece of a stream is no array of samples: {first_line(error)}") from None
+        raise SbkitError(f"a piece of a stream is not an array of samples: {first_line(error)}") from None
     if samples.dtype.kind == "O":
         raise SbkitError(f"a piece of a stream is {type(given).__name__}, but must be an array of samples",
                          hint="give floats from -1 to 1, or int16")

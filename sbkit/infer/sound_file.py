@@ -73,7 +73,7 @@ def kind_of(path: Path) -> str:
     name = SUFFIXES.get(path.suffix.lower())
     if name is None or not KINDS[name].available:
         usable = [suffix for suffix, each in SUFFIXES.items() if KINDS[each].available]
-        what = f"{path.suffix} files can't be written" if path.suffix else f"{path} has no suffix that says what it is"
+        what = f"{path.suffix} files can't be written" if path.suffix else f"{path} has no suffix for an audio format"
         raise SbkitError(what, hint=f"use {', '.join(usable)}")
     return name
 

@@ -37,7 +37,7 @@ class Pcm:
         held, beginning, empty = b"", Beginning(), True
         while data := self._file.read1(_AT_ONCE):
             if (kind := beginning.file(data)) is not None:
-                raise SbkitError(f"{self.name} begins like a file ({kind}), but must be 16-bit samples alone",
+                raise SbkitError(f"{self.name} is a file ({kind}), but must be raw 16-bit samples",
                                  hint="sbkit transcribe reads files; or: ffmpeg -i FILE -f s16le -ac 1 "
                                       f"-ar {self.rate} -")
             held, empty = held + data, False
@@ -45,9 +45,9 @@ class Pcm:
             yield from_pcm(held[:whole])
             held = held[whole:]
         if empty:
-            self.warning = f"{self.name} was empty: nothing was heard"
+            self.warning = f"{self.name} was empty"
         if held:
-            self.warning = f"{self.name} ended within a sample: is it 16-bit PCM of one channel?"
+            self.warning = f"{self.name} ended in the middle of a sample: is it 16-bit PCM of one channel?"
 
 
 class Microphone:

@@ -62,7 +62,7 @@ def speak(request: SpeakRequest) -> int:
         script = Script(config, request.skip_unknown)
         count = sum(len(piece.ids) for piece in script.read(_blocks(text, request)))
         if script.unknown.counts:
-            print(f"left out, since the voice never learnt it: {script.unknown}", file=sys.stderr)
+            print(f"left out because the voice never learnt it: {script.unknown}", file=sys.stderr)
         with Voice(VoiceEngine(request.bundle, request.model, request.device, request.threads)) as voice:
             print(voice.running, file=sys.stderr)
             text.seek(0)

@@ -60,9 +60,9 @@ class StreamEngine(BundleEngine):
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
         if self.config.streaming is None:
-            raise SbkitError(f"{self.folder} has no graph for streams: its model takes whole recordings",
+            raise SbkitError(f"{self.folder} has no graph for streams: its model needs whole recordings",
                              hint="train with hparams/streaming.yaml (sbkit new FOLDER --task streaming writes it) and "
-                                  "export that run; one that learnt in chunks gets the graph when it is exported again")
+                                  "export that run; a model trained in chunks gets it when it is exported again")
         self.streaming = self.config.streaming
         # Kept for all steps: fresh memory of this size would be zeroed by the system each time.
         self._states = [np.zeros((self.max_streams, *part["shape"]), part["type"])
@@ -214,10 +214,10 @@ class StreamEngine(BundleEngine):
         log_probs, counts, *after = found
         if log_probs.ndim != 3 or {len(log_probs), *counts.shape} != {streams} \
                 or [each.shape for each in after] != [(streams, *part.shape) for part in states[0]]:
-            raise SbkitError(f"the graph for streams gives {[each.shape for each in found]} for {streams} streams",
+            raise SbkitError(f"the graph for streams outputs {[each.shape for each in found]} for {streams} streams",
                              hint="export it again")
         if log_probs.shape[2] != self.config.width:
-            raise SbkitError(f"the graph for streams gives {log_probs.shape[2]} values per frame, but config.json "
+            raise SbkitError(f"the graph for streams outputs {log_probs.shape[2]} values per frame, but config.json "
                              f"says {self.config.width}", hint="do all files come from the same export?")
         for row, state in enumerate(states):
             for part, batch in zip(state, after, strict=True):

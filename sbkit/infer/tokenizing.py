@@ -73,7 +73,7 @@ def tokenize(request: TokenizeRequest) -> int:
     folders = {}
     for name, folder in _folders(request).items():
         if not request.force and _coded(name, folder, request, config):
-            print(f"{folder}: coded already, by this codec and of this list; --force codes it again")
+            print(f"{folder}: already encoded from this list by this codec; --force encodes it again")
             continue
         check_place(folder, request.force)
         folders[name] = folder
@@ -108,8 +108,8 @@ def _folders(request: TokenizeRequest) -> dict[str, Path]:
     for name in _splits(request):
         folder = file_name(name)
         if folder.casefold() == PREPARED:
-            raise SbkitError(f"the split {name!r} can't be coded: {request.to / PREPARED} is where lists of the corpus "
-                             "are kept", hint="rename its list or folder")
+            raise SbkitError(f"the split {name!r} can't be encoded: {request.to / PREPARED} is where the corpus's "
+                             "manifests are kept", hint="rename its list or folder")
         if (other := taken.setdefault(folder.casefold(), name)) != name:
             raise SbkitError(f"the splits {other!r} and {name!r} would both be {request.to / folder}",
                              hint="choose one with --split, and another folder for the other")
@@ -163,9 +163,9 @@ def _tokenize(codec: CodecModel, name: str, folder: Path, request: TokenizeReque
     took = time.perf_counter() - began
     books, size = codec.books, sum(each.stat().st_size for each in folder.iterdir())
     print(f"{folder}: {done.utterances:,} utterances, {time_span(done.seconds)}, {done.frames:,} frames at "
-          f"{books.bit_rate:.0f} bit/s, {disk.size(size)}, which as 16-bit samples are "
-          f"{disk.size(2 * codec.sample_rate * done.seconds)}; it took {time_span(took)} (real-time factor "
-          f"{took / done.seconds:.4f})")
+          f"{books.bit_rate:.0f} bit/s, {disk.size(size)} instead of "
+          f"{disk.size(2 * codec.sample_rate * done.seconds)} as 16-bit samples; it took {time_span(took)} "
+          f"(real-time factor {took / done.seconds:.4f})")
 
 
 class _Done:

@@ -78,7 +78,7 @@ def speaker_of(config: layout.VoiceConfig, name: str | None) -> int:
     if name is None:
         return 0
     if name not in config.speakers:
-        raise SbkitError(f"there is no voice {name[:80]!r}", hint=f"there is {', '.join(config.speakers)}")
+        raise SbkitError(f"unknown voice {name[:80]!r}", hint=f"use {', '.join(config.speakers)}")
     return config.speakers.index(name)
 
 

@@ -91,7 +91,7 @@ class VoiceEngine(BatchEngine):
         speed = np.array([line.speed for line in lines], dtype=np.float32)
         found = self.compute(text, lengths, speaker, speed)
         if [each.ndim for each in found] != [2, 1, 2] or any(len(each) != len(lines) for each in found):
-            raise SbkitError(f"the voice gave {[list(each.shape) for each in found]} for {len(lines)} texts",
+            raise SbkitError(f"the voice output {[list(each.shape) for each in found]} for {len(lines)} texts",
                              hint="export it again")
         return [_sound(*parts) for parts in zip(*found, lengths.tolist(), strict=True)]
 
@@ -99,11 +99,11 @@ class VoiceEngine(BatchEngine):
 def _sound(audio: np.ndarray, samples: int, durations: np.ndarray, symbols: int) -> SpeechOutput:
     """Cut a row of a batch off its padding; raises for what is no sound."""
     if not 0 <= samples <= len(audio):
-        raise SbkitError(f"the voice gave {len(audio)} samples and said that they were {samples}",
+        raise SbkitError(f"the voice output {len(audio)} samples but {samples} as their number",
                          hint="export it again")
     audio, frames = audio[:samples], durations[:symbols]
     for what, wrong in (("samples", not np.isfinite(audio).all()), ("durations", frames.min() < 0)):
         if wrong:
-            raise SbkitError(f"the voice gave {what} that are no numbers", hint="was it trained to the end?")
+            raise SbkitError(f"the voice output {what} that are not numbers", hint="was it trained to the end?")
     # Copies: a view would keep the whole batch in memory.
     return SpeechOutput(audio.clip(-1.0, 1.0), frames.astype(np.int64))

@@ -92,7 +92,7 @@ class Intake:
         if not frame:
             raise invalid("a frame of audio is empty: send none while there is nothing to hear", code="empty_frame")
         if (kind := self._beginning.file(frame)) is not None:
-            raise invalid(f"the audio begins like a file ({kind}), but must be 16-bit samples alone: send a file to "
+            raise invalid(f"the audio is a file ({kind}), but must be raw 16-bit samples: send a file to "
                           "/v1/audio/transcriptions", code="invalid_audio")
         if len(frame) % 2:
             raise invalid("a frame of audio must be 16-bit samples, so an even number of bytes")

@@ -179,7 +179,7 @@ def test_a_truncated_section_is_named_with_what_it_should_hold(whole):
     ("\\data\\", "data", r"not an ARPA language model"),
     ("ngram 1=", "n 1=", r"doesn't say how many"),
     ("<s> a\t", "<s> zzz\t", r"the word 'zzz' is in a 2-gram, but not among the 1-grams"),
-    ("\ta b c\n", "\tc ö b\n", r"the 3-gram '.*c ö b' is there without the 2-gram"),
+    ("\ta b c\n", "\tc ö b\n", r"the 3-gram '.*c ö b' begins with a 2-gram that the file lacks"),
     ("\t<s> a b\n", "\t<s> b a\n", r"the 3-gram|is there twice"),
     ("\tb\t", "\ta\t", r"a word occurs twice"),
     ("\t<s> a b\n", "\t<s> a b c d\n", r"is not a 3-gram"),
@@ -230,7 +230,7 @@ def test_a_binary_cut_short_or_of_another_kind(binary):
             kenlm_binary.KenLM(binary)
 
 
-@pytest.mark.parametrize("more, says", [(1, "zeros are where words should be"), (100 << 20, "is too long, or damaged")])
+@pytest.mark.parametrize("more, says", [(1, "zeros where words should be"), (100 << 20, "is too long, or damaged")])
 def test_a_binary_that_goes_on_after_its_words_is_not_copied(binary, more, says):
     os.truncate(binary, binary.stat().st_size + more)  # takes no room on the disk
     tracemalloc.start()
@@ -243,7 +243,7 @@ def test_a_binary_that_goes_on_after_its_words_is_not_copied(binary, more, says)
     with binary.open("ab") as file:
         file.truncate(binary.stat().st_size - more)
         file.write(b"more")
-    with pytest.raises(SbkitError, match="its last 4 bytes are none of its words"):
+    with pytest.raises(SbkitError, match="its last 4 bytes are not words"):
         kenlm_binary.KenLM(binary)
 
 
@@ -281,7 +281,7 @@ def test_a_header_of_no_model_is_refused_at_once(tmp_path, header):
                                        (92, struct.pack("<f", math.inf)), (92, struct.pack("<f", 0.5))])
 def test_a_binary_whose_header_no_model_has_is_refused(binary, at, value):
     spoil(binary, [at], value)
-    with pytest.raises(SbkitError, match="its header says that its order is"):
+    with pytest.raises(SbkitError, match="its header has the order"):
         kenlm_binary.KenLM(binary)
 
 
@@ -308,7 +308,7 @@ def test_a_binary_with_a_table_that_has_no_free_slot_is_refused_and_not_searched
 
 def test_a_binary_whose_probabilities_are_no_numbers_is_told_when_they_are_used(binary):
     spoil(binary, [cell + 8 for cell in cells_of_the_longest(binary)], struct.pack("<f", math.nan))
-    with pytest.raises(SbkitError, match="is damaged: it has probabilities that are no numbers"):
+    with pytest.raises(SbkitError, match="is damaged: it has probabilities that are not numbers"):
         kenlm_binary.KenLM(binary).quality(SENTENCES)
 
 

@@ -49,7 +49,7 @@ def test_a_piece_that_is_there_twice_is_the_first():
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("añbé", r"the recogniser can't write 'é', 'ñ'"), ("ca", r"the recogniser can't write this text")])
+    ("añbé", r"the recogniser has no tokens for 'é', 'ñ'"), ("ca", r"the recogniser has no tokens for this text")])
 def test_what_cannot_be_spelled_is_named(text, said):
     pieces = ["<blk>", "▁", "a", "b"] if "ñ" in text else ["<blk>", "▁", "a", "bc"]
     with pytest.raises(SbkitError, match=said) as error:

@@ -149,5 +149,5 @@ def test_align_names_every_transcript_that_cannot_fit():
     targets = torch.tensor([[1, 1, 1], [1, 2, 3], [0, 1, 2]])
     with pytest.raises(SbkitError) as error:
         align(log_probs, torch.tensor([4, 3, 9]), targets, torch.tensor([3, 3, 3]), ids=["u1", "u2", "u3"])
-    assert "u1 (its 3 tokens need 5 frames and there are 4)" in str(error.value)
-    assert "u3 (a token that is blank" in str(error.value) and "u2" not in str(error.value)
+    assert "u1 (its 3 tokens need 5 frames, but it has 4)" in str(error.value)
+    assert "u3 (a token is the blank" in str(error.value) and "u2" not in str(error.value)

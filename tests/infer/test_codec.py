@@ -100,9 +100,9 @@ def test_a_codec_that_looks_at_everything_takes_no_more_than_it_can_hold(tmp_pat
     wanted = codecs.drawn(150)
     with sbkit.infer.load(codecs.make(tmp_path / "c", context=None), device="cpu") as whole:
         assert same(whole.encode([codecs.sound(wanted)]), [wanted])
-        with pytest.raises(SbkitError, match=r"recording 1: it has 3 s, .* up to 3 s; split it"):
+        with pytest.raises(SbkitError, match=r"recording 1: it is 3 s long, .* up to 3 s; split it"):
             whole.encode([codecs.sound(wanted), codecs.sound(codecs.drawn(151))])
-        with pytest.raises(SbkitError, match=r"recording 1: it has 3 s, .* up to 3 s; split it"):
+        with pytest.raises(SbkitError, match=r"recording 1: it is 3 s long, .* up to 3 s; split it"):
             whole.decode([wanted, codecs.drawn(151)])
 
 
@@ -122,7 +122,7 @@ def test_an_id_that_is_in_no_codebook_is_told_before_anything_runs(codec, monkey
 
 @pytest.mark.parametrize("codes, expected", [
     (np.zeros((3, 2), np.float32), "whole numbers, not float32"), (np.zeros((3, 1), int), r"\[frames, 2\]"),
-    (np.zeros((1, 3, 2), int), r"recording 0: its codes are \[frames, 2\], not \[1, 3, 2\]"), (3, "one for each"),
+    (np.zeros((1, 3, 2), int), r"recording 0: its codes must be \[frames, 2\], not \[1, 3, 2\]"), (3, "one for each"),
 ])
 def test_what_are_no_codes_of_a_recording_is_told(codec, codes, expected):
     with pytest.raises(SbkitError, match=expected):
@@ -163,7 +163,7 @@ def test_files_are_brought_to_its_rate(codec, tmp_path):
 
 def test_a_graph_whose_codes_are_in_no_codebook_is_told_by_its_file(tmp_path):
     with sbkit.infer.load(codecs.make(tmp_path / "c", graph_sizes=(60, 20)), device="cpu") as wrong:
-        with pytest.raises(InvalidCode, match=r"recording 1: what model\.onnx gave: frame 0, level 0: id 59") as told:
+        with pytest.raises(InvalidCode, match=r"1: the output of model\.onnx: frame 0, level 0: id 59") as told:
             wrong.encode([np.zeros(400, np.float32), np.ones(400, np.float32)])
     assert (told.value.position, told.value.id) == ((1, 0), 59)
 
@@ -176,7 +176,7 @@ def test_each_waveform_has_its_codes_or_its_own_error(tmp_path, monkeypatch):
         found = codec.encode_each([good, loud, long, good])
         assert same([found[0]], codec.encode([good])) and same([found[0]], [found[3]])
     assert isinstance(found[1], InvalidCode) and (found[1].position, found[1].id) == ((0,), 29)
-    assert found[2].message == "it has 4 s, but this codec looks at a recording as a whole, up to 3 s"
+    assert found[2].message == "it is 4 s long, but this codec takes whole recordings of up to 3 s"
 
 
 def test_many_threads_get_each_their_own(codec):

@@ -336,5 +336,5 @@ def test_a_program_of_this_torch_has_no_pickle_in_it(bundle):
 def test_models_that_are_not_there_are_named(bundle):
     with pytest.raises(SbkitError, match=r"has no int8 model.*onnx, torch"):
         Engine(bundle, model="int8")
-    with pytest.raises(SbkitError, match="there is no model 'tflite'"):
+    with pytest.raises(SbkitError, match="unknown model format 'tflite'"):
         Engine(bundle, model="tflite")

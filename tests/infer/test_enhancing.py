@@ -113,7 +113,7 @@ def test_files_of_any_rate_and_format_become_wavs(bundle, tmp_path, capsys):
     np.testing.assert_allclose(one, whole(said), atol=1e-3)  # of 16 bits
     before = {path: path.stat().st_mtime_ns for path in to.iterdir()}
     assert enhance(bundle, tmp_path / "one.wav", "--to", to) == 0
-    assert "1 are already done" in capsys.readouterr().err
+    assert "1 are already enhanced" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in to.iterdir()} == before
     assert enhance(bundle, tmp_path / "one.wav", "--to", to, "--overwrite") == 0
     assert (to / "one.wav").stat().st_mtime_ns != before[to / "one.wav"]

@@ -16,7 +16,7 @@ from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer import StreamEngine, formats
 
-TOLD = r"only as a program of torch \(.*\.pt2\), and such a program can run any code"
+TOLD = r"only as a torch.export program \(.*\.pt2\), which can run any code"
 
 
 def of_torch_alone(folder):
@@ -44,7 +44,7 @@ def made(tmp_path):
 def test_a_program_of_torch_is_not_opened_unless_it_is_named(made, kind):
     with pytest.raises(SbkitError, match=TOLD) as error:
         sbkit.infer.load(made[kind], device="cpu")
-    assert error.value.hint == "if you trust whoever made it, name it: --model torch, or model='torch' in Python"
+    assert error.value.hint == "if you trust its author, choose it: --model torch, or model='torch' in Python"
     with pytest.raises(SbkitError, match=r"\.pt2 can't be read"):
         sbkit.infer.load(made[kind], device="cpu", model="torch")
 
@@ -67,7 +67,7 @@ def test_no_command_opens_one(made, tmp_path, monkeypatch, capsys, command):
 
 def test_without_onnx_runtime_the_other_format_is_not_taken_in_its_place(tmp_path, monkeypatch):
     monkeypatch.setattr(formats.util, "find_spec", lambda name: name != "onnxruntime" or None)
-    with pytest.raises(SbkitError, match=r"no installed package runs a model of .* \(onnx, torch\)"):
+    with pytest.raises(SbkitError, match=r"no installed package can run the model in .* \(onnx, torch\)"):
         formats.choose(tmp_path, {"torch": "model.pt2", "onnx": "model.onnx"}, formats.AUTO)
     assert formats.choose(tmp_path, {"torch": "model.pt2", "onnx": "model.onnx"}, "torch") == "torch"
 
@@ -81,8 +81,8 @@ def of_another_model(bundle, model: bytes):
 
 @pytest.mark.parametrize("version, told, length", [
     (onnxruntime.__version__, "External data path|reads any file of", b"\x08"),
-    ("1.23.2", "onnxruntime 1.23.2 reads any file of this machine", b"\x08"),
-    ("1.23.2", "onnxruntime 1.23.2 reads any file of this machine", b"\x88\x00")])  # protobuf takes that as 8, too
+    ("1.23.2", "onnxruntime 1.23.2 would read any file of this machine", b"\x08"),
+    ("1.23.2", "onnxruntime 1.23.2 would read any file of this machine", b"\x88\x00")])  # protobuf takes that as 8, too
 @pytest.mark.parametrize("named", ["../secret", "link"])
 def test_a_model_reads_no_weights_from_outside_of_its_folder(tmp_path, monkeypatch, version, told, named, length):
     """ONNX Runtime refuses it since 1.24; earlier ones would read the file, so such a model isn't given to them."""

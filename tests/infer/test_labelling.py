@@ -77,7 +77,7 @@ def test_what_is_sure_is_kept_and_all_else_has_its_reason(home, tmp_path, capsys
     counts = dict(line.rsplit(maxsplit=2)[:2] for line in out.split("-----\n")[2].splitlines()[:5])
     assert counts == {"kept": str(len(kept)), "low confidence": "10", "no words": "1", "no pause": "1",
                       "unreadable": "1"}
-    assert "expected calibration error" in out and "word accuracy expected %" in out
+    assert "expected calibration error" in out and "expected word accuracy %" in out
 
 
 def test_a_long_recording_comes_in_pieces_that_training_reads_as_they_were_heard(home, tmp_path):
@@ -214,7 +214,7 @@ def test_a_list_that_can_t_calibrate_is_refused(home, tmp_path, refused):
     assert "name a list with transcripts, such as manifests/dev.csv of the run" in refused(calibrate="nothing.csv")
     silent = {"audio_filepath": f"{home}/audio/silent.wav", "text": "alpha"}
     (tmp_path / "silent.jsonl").write_text("".join(json.dumps({"id": f"{i}", **silent}) + "\n" for i in range(40)))
-    assert "nothing was heard in any recording that has a transcript" in refused(calibrate=tmp_path / "silent.jsonl")
+    assert "found no words in any recording that has a transcript" in refused(calibrate=tmp_path / "silent.jsonl")
     few = "recordings with a transcript can't show how reliable confidences are; give at least 40"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sbkit.infer.pipeline.Pipeline.run", None)  # nothing is heard for what is refused
@@ -250,10 +250,10 @@ def test_a_list_that_the_bundle_s_run_was_trained_on_is_refused(home, tmp_path, 
 def test_a_folder_of_others_is_left_alone(tmp_path, refused):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.jsonl").write_text("mine")
-    assert "exists and holds no labels of sbkit label" in refused("mine")
+    assert "exists and was not written by sbkit label" in refused("mine")
     assert [each.read_text() for each in (tmp_path / "mine").iterdir()] == ["mine"]
     mine = tmp_path / "mine"
-    assert f"train.jsonl is part of {mine}, where labels go; choose another --to" in refused(
+    assert f"train.jsonl is inside {mine}, where labels are written; choose another --to" in refused(
         "mine", audio=[mine / "train.jsonl"])
 
 

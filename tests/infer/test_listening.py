@@ -99,8 +99,8 @@ def test_another_rate_a_search_and_hot_words(bundle, monkeypatch, tmp_path, caps
 
 
 @pytest.mark.parametrize(("data", "options", "told"), [
-    (b"RIFF\0\0\0\0WAVEfmt ", [], r"begins like a file \(WAV\).*ffmpeg"),
-    (b"ID3\x04\0\0", [], r"begins like a file \(MP3\)"), (b"OggS", [], r"begins like a file \(Ogg \(Vorbis, Opus\)\)"),
+    (b"RIFF\0\0\0\0WAVEfmt ", [], r"is a file \(WAV\).*ffmpeg"),
+    (b"ID3\x04\0\0", [], r"is a file \(MP3\)"), (b"OggS", [], r"is a file \(Ogg \(Vorbis, Opus\)\)"),
     (b"", ["--microphone", "3"], "so it can't also use the microphone 3; leave out one"),
     (b"", ["--lm-weight", "0.6"], "there is no language model to weight; name one"),
     (b"", ["--chunk", "200"], "wasn't trained for chunks of 200 ms; it was for 160, 320, 640"),
@@ -120,7 +120,7 @@ def test_a_file_is_for_transcribe(tmp_path, monkeypatch, capsys):
         assert main(["listen", "none", "talk.wav"]) == 2  # and no bundle is looked at
         assert capsys.readouterr().err == (
             f"error: listen takes a microphone, or - for standard input, but not talk.wav{missing}; files are for: "
-            "sbkit transcribe none talk.wav; or, if it has 16-bit samples alone: sbkit listen none - < talk.wav\n")
+            "sbkit transcribe none talk.wav; or, if it is raw 16-bit PCM: sbkit listen none - < talk.wav\n")
         (tmp_path / "talk.wav").touch()
 
 
@@ -141,8 +141,8 @@ def test_a_few_bytes_are_heard_and_half_a_sample_is_told(bundle, monkeypatch, tm
     assert listen(bundle, monkeypatch, tmp_path, data, "--json") == 0
     captured = capsys.readouterr()
     assert [each["type"] for each in facts(captured.out)] == ["end"]
-    assert ("ended within a sample" in captured.err) == bool(len(data) % 2)
-    assert ("was empty: nothing was heard" in captured.err) == (not data)
+    assert ("ended in the middle of a sample" in captured.err) == bool(len(data) % 2)
+    assert ("standard input was empty" in captured.err) == (not data)
 
 
 def test_samples_that_are_cut_anywhere_are_the_same_samples():
@@ -203,7 +203,8 @@ def test_in_a_terminal_the_line_in_progress_is_rewritten(bundle):
 @pytest.mark.slow
 def test_a_warning_comes_after_the_line_in_progress(bundle):
     shown, _ = in_a_terminal(bundle, pcm("the end")[:-32_000] + b"\0")  # no pause, and half a sample
-    assert shown.endswith(b"the end\r\nstandard input ended within a sample: is it 16-bit PCM of one channel?\r\n")
+    assert shown.endswith(b"the end\r\nstandard input ended in the middle of a sample: is it 16-bit PCM of "
+                          b"one channel?\r\n")
 
 
 @pytest.mark.parametrize(("state", "told"), [

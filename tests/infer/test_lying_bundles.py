@@ -54,14 +54,14 @@ def test_what_belongs_together_is_opened(made, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind, changes, told", [
-    ("voice", {"symbols": [*voices.SYMBOLS, "é"]}, "made with symbols .* says .*é"),
-    ("voice", {"symbols": [voices.SYMBOLS[0], *voices.SYMBOLS[:0:-1]]}, "made with symbols"),
-    ("voice", {"symbols": voices.SYMBOLS[:5]}, "made with symbols"),
-    ("voice", {"speakers": ["ben", "anna"]}, "made with speakers"),
-    ("voice", {"sample_rate": 48_000}, "made with sample_rate 16000, but config.json says 48000"),
-    ("codec", {"books": [4000, 4000]}, "made with books 50,20, but config.json says 4000,4000"),
-    ("codec", {"codec": "0" * 64}, "made with codec c0dec0+, but config.json says 0+"),
-    ("codec", {"stride": 160}, "made with stride 320, but config.json says 160"),
+    ("voice", {"symbols": [*voices.SYMBOLS, "é"]}, "exported with symbols .* says .*é"),
+    ("voice", {"symbols": [voices.SYMBOLS[0], *voices.SYMBOLS[:0:-1]]}, "exported with symbols"),
+    ("voice", {"symbols": voices.SYMBOLS[:5]}, "exported with symbols"),
+    ("voice", {"speakers": ["ben", "anna"]}, "exported with speakers"),
+    ("voice", {"sample_rate": 48_000}, "exported with sample_rate 16000, but config.json says 48000"),
+    ("codec", {"books": [4000, 4000]}, "exported with books 50,20, but config.json says 4000,4000"),
+    ("codec", {"codec": "0" * 64}, "exported with codec c0dec0+, but config.json says 0+"),
+    ("codec", {"stride": 160}, "exported with stride 320, but config.json says 160"),
 ])
 def test_a_graph_that_says_something_else_is_refused(made, tmp_path, kind, changes, told):
     with pytest.raises(SbkitError, match=told):
@@ -92,8 +92,8 @@ def test_a_line_that_no_voice_can_speak_is_refused_before_anything_runs(voice, l
 
 
 @pytest.mark.parametrize("make, at, told", [
-    (voices.make, (0,), "the voice gave"), (toy_codec.make, (0,), "the codec gave"),
-    (toy_codec.make, (1,), "codec gave"), (bundles.make, (0,), "the model gives"),
+    (voices.make, (0,), "the voice output"), (toy_codec.make, (0,), "the codec output"),
+    (toy_codec.make, (1,), "codec output"), (bundles.make, (0,), "the model outputs"),
 ])
 def test_a_graph_that_gives_fewer_rows_than_it_was_given_is_refused(tmp_path, make, at, told):
     """Its outputs are cut behind what the graph computes."""

@@ -71,7 +71,7 @@ def test_a_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips, ca
 
 @pytest.mark.parametrize("words, told", [
     (["--format", "wav"], "--output FOLDER"), (["--format", "mp3"], "'mp3' is none of npz, wav, json"),
-    (["--format", "wav", "--output", "out"], "level [2] is no sound"),
+    (["--format", "wav", "--output", "out"], "level [2] is not audio"),
 ])
 def test_formats_that_do_not_fit_are_refused(bundle, clips, words, told, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -82,12 +82,12 @@ def test_formats_that_do_not_fit_are_refused(bundle, clips, words, told, capsys,
 def test_more_numbers_than_a_screen_takes_need_files(sound, tmp_path, capsys):
     soundfile.write(tmp_path / "long.wav", np.zeros(11_000, np.float32), graph_bundles.RATE)
     assert run(sound, tmp_path / "long.wav") == 2
-    assert "11,001 numbers, too many for the screen" in capsys.readouterr().err
+    assert "11,001 output values, too many to print" in capsys.readouterr().err
 
 
 def test_a_number_for_each_frame_is_no_sound():
     made = Output({"speech": np.zeros(50, np.float32), "frames": np.array(50)}, lengths={"speech": "frames"})
-    with pytest.raises(SbkitError, match=r"speech \[50\] is no sound"):
+    with pytest.raises(SbkitError, match=r"speech \[50\] is not audio"):
         made.wav(16_000, 8_000)
     assert len(made.wav(16_000, 50)) == 44 + 2 * 50
 

@@ -102,7 +102,7 @@ def test_a_long_text_is_written_as_it_is_spoken_and_shows_how_far_it_is(bundle, 
 @pytest.mark.parametrize("words, expected", [
     (["", "--to", "a.wav"], "the text is empty"), (["na\u00efve. b\u00e9", "--to", "a.wav"], "never learnt 'ï'"),
     (["a", "--to", "a.aac"], ".aac files can't be written; use .wav"), (["a", "--to", "a"], "no suffix"),
-    (["a", "--to", "a.wav", "--voice", "clara"], "there is no voice 'clara'; there is anna, ben"),
+    (["a", "--to", "a.wav", "--voice", "clara"], "unknown voice 'clara'; use anna, ben"),
     (["a", "--to", "a.wav", "--speed", "9"], "speed is 9.0, but must be a number from 0.25 to 4"),
     (["a", "--to", "a.wav", "--speed", "nan"], "speed is nan"), (["--to", "a.wav"], "give a text"),
     (["a", "--file", "b.txt", "--to", "a.wav"], "give a text"), (["--file", "b.txt", "--to", "a.wav"], "No such file"),
@@ -121,7 +121,7 @@ def test_all_of_a_text_is_checked_before_any_of_it_is_spoken(bundle, tmp_path, c
     assert "'\u0416' (line 2, character 1)" in refused(capsys, bundle, "--file", tmp_path / "book.txt", "--to",
                                                          tmp_path / "a.wav")
     assert speak(bundle, "a \u0416 b", "--to", tmp_path / "a.wav", "--skip-unknown") == 0
-    assert "left out, since the voice never learnt it: '\u0416' (character 3)" in capsys.readouterr().err
+    assert "left out because the voice never learnt it: '\u0416' (character 3)" in capsys.readouterr().err
     assert heard(tmp_path / "a.wav") == "a b"
 
 

@@ -260,7 +260,7 @@ def test_a_graph_of_another_vocabulary_is_refused(engine, monkeypatch):
     state, width = engine.state(), engine.config.width
     found = [np.zeros((1, 2, width + 1), np.float32), np.array([2]), *(part[None] for part in state)]
     monkeypatch.setattr(engine, "compute", lambda *_: found)
-    with pytest.raises(SbkitError, match=f"gives {width + 1} values per frame, but config.json says {width}"):
+    with pytest.raises(SbkitError, match=f"outputs {width + 1} values per frame, but config.json says {width}"):
         engine.step([Window(np.zeros(engine.config.window(4), np.float32), 0)], [state])
 
 
@@ -323,5 +323,5 @@ def test_a_graph_of_another_export_is_named(tmp_path):
     config = stream_engine.Config.read(made)
     config.streaming.state["other"] = config.streaming.state.pop("level")
     (made / "config.json").write_text(config.to_json())
-    with pytest.raises(SbkitError, match=r"takes \['samples', 'frames', 'level', 'seen'\].*the same export"):
+    with pytest.raises(SbkitError, match=r"has the inputs \['samples', 'frames', 'level', 'seen'\].*the same export"):
         StreamEngine(made)

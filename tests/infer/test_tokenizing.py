@@ -75,7 +75,7 @@ def test_each_split_is_a_folder_of_its_recordings_codes_in_their_order(bundle, c
     last = capsys.readouterr().out.splitlines()[-1]
     frames = sum(map(len, (wanted[f"test{i}"] for i in range(3))))
     assert f"test: 3 utterances, 4.7 s, {frames:,} frames at {toy_codec.BOOKS.bit_rate:.0f} bit/s, " in last
-    assert "which as 16-bit samples are" in last and "real-time factor" in last
+    assert "as 16-bit samples" in last and "real-time factor" in last
 
 
 def test_splits_are_chosen_by_the_corpuss_own_names(bundle, corpus, tmp_path, capsys):
@@ -111,7 +111,7 @@ def test_a_split_whose_folder_would_be_that_of_the_lists_is_refused_before_anyth
     folder, _ = corpus
     (folder / "other.csv").rename(folder / f"{name}.csv")
     monkeypatch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
-    told = f"the split '{name}' can't be coded: {tmp_path / 'out' / 'manifests'} is where lists of the corpus are kept"
+    told = f"the split '{name}' can't be encoded: {tmp_path / 'out' / 'manifests'} is where the corpus's "
     for words in ((folder / f"{name}.csv",), (folder, "--split", name)):
         assert told in refused(capsys, bundle, *words, "--to", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -174,7 +174,7 @@ def test_what_no_codebook_or_no_shard_can_hold_is_left_out_by_name(tmp_path, mon
     assert all(map(np.array_equal, (each.codes for each in found), wanted))
     said = capsys.readouterr().err
     assert "test: 5 rows read, 2 kept, 3 left out: 3 uncodable" in said
-    assert "loud: what model.onnx gave: frame 0, level 0: id " in said, "too large for any integer"
+    assert "loud: the output of model.onnx: frame 0, level 0: id " in said, "too large for any integer"
     with open(tmp_path / "out" / "test" / "left_out.csv", encoding="utf-8") as file:
         why = {row["ID"]: row["detail"] for row in csv.DictReader(file)}
     assert why["long"] == "it has 61 frames, but at most 60 are kept"
@@ -219,7 +219,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, c
     with monkeypatch.context() as patch:
         patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
         tokenize(*words)
-        assert "dev: coded already, by this codec and of this list" in capsys.readouterr().out
+        assert "dev: already encoded from this list by this codec" in capsys.readouterr().out
     rows = (folder / "dev.csv").read_text()
     (folder / "dev.csv").write_text(rows.replace("speaker1", "another"))
     with monkeypatch.context() as patch:
@@ -257,7 +257,7 @@ def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path
 
 def test_a_codec_whose_codes_are_in_no_codebook_writes_none(tmp_path, corpus):
     wrong, (folder, _) = toy_codec.make(tmp_path / "c", graph_sizes=(90, 20)), corpus
-    with pytest.raises(SbkitError, match=r"9 uncodable; for example train0: what model\.onnx gave: frame .* is not "
+    with pytest.raises(SbkitError, match=r"9 uncodable; for example train0: the output of model\.onnx: frame .* is not "
                                          "in a codebook of 50 entries"):
         tokenizing.tokenize(tokenizing.TokenizeRequest(wrong, str(folder), tmp_path / "out", device="cpu"))
     assert not (tmp_path / "out" / "test").exists()

@@ -96,7 +96,7 @@ def test_a_search_that_can_not_be_is_refused_as_for_ctc(model, options, told):
 
 @pytest.mark.parametrize("change, told", [
     ({"context": 3}, "Got invalid dimensions|can't be run|tokens"), ({"joint_size": 7}, "joiner.onnx|decoder.onnx|7"),
-    ({"joiner": "decoder.onnx"}, "takes .*encoded"), ({"decoder": "gone.onnx"}, "gone.onnx is missing"),
+    ({"joiner": "decoder.onnx"}, "has the inputs .*encoded"), ({"decoder": "gone.onnx"}, "gone.onnx is missing"),
     ({"joiner": "../joiner.onnx"}, "joiner is '../joiner.onnx'"), ({"context": 0}, "context is 0")])
 def test_a_bundle_whose_parts_do_not_fit_is_refused(tmp_path, change, told):
     folder = bundles.make_transducer(tmp_path / "b", streams=False)

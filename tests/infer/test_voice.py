@@ -89,7 +89,7 @@ def test_a_text_that_comes_in_blocks_is_spoken_as_it_comes(voice):
 
 @pytest.mark.parametrize("given, expected", [
     ({"text": ""}, "the text is empty"), ({"text": " \n "}, "the text is empty"),
-    ({"text": "Fine. naïve"}, "never learnt 'ï'"), ({"voice": "clara"}, "no voice 'clara'; there is anna, ben"),
+    ({"text": "Fine. naïve"}, "never learnt 'ï'"), ({"voice": "clara"}, "unknown voice 'clara'; use anna, ben"),
     ({"speed": 9}, "speed is 9, but must be a number from 0.25 to 4"), ({"speed": 0.2}, "speed is 0.2"),
     ({"speed": float("nan")}, "speed is nan"), ({"speed": float("inf")}, "speed is inf"),
     ({"speed": True}, "speed is True"),
@@ -133,5 +133,5 @@ def test_samples_that_are_no_numbers_are_an_error_and_not_a_noise(tmp_path):
     node = next(each for each in model.graph.node if each.output[0] == "endless")
     node.op_type, node.input[1] = "Div", "sounding"
     onnx.save(model, folder / "model.onnx")
-    with pytest.raises(SbkitError, match="samples that are no numbers"):
+    with pytest.raises(SbkitError, match="samples that are not numbers"):
         sbkit.infer.load(folder, device="cpu")

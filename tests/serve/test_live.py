@@ -208,8 +208,8 @@ def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):
 
 @pytest.mark.parametrize("then, words", [
     (b"\0", "even number of bytes"), ('{"type": "start"}', "one model, sample rate and chunk"), ("{}", "binary frames"),
-    (serving.wav("abc"), "begins like a file (WAV), but must be 16-bit samples alone: send a file to /v1/audio/trans"),
-    (b"OggS\0", "begins like a file (Ogg"), (bytes(400_000), "shorter than 10 s"), ("{", "JSON"),
+    (serving.wav("abc"), "is a file (WAV), but must be raw 16-bit samples: send a file to /v1/audio/trans"),
+    (b"OggS\0", "is a file (Ogg"), (bytes(400_000), "shorter than 10 s"), ("{", "JSON"),
     (b"", "frame of audio is empty"),
 ])
 def test_wrong_audio_is_told_and_ends_that_session_alone(server, then, words):

@@ -58,7 +58,7 @@ def test_it_is_listed_with_its_endpoint(served):
     ("outputs", {"model": "gone"}, "gone"), ("outputs", {}, "loudness"),
     ("outputs", {"model": "loudness", "language": "en"}, "language"),
     ("outputs", {"model": "loudness", "response_format": "mp3"}, "must be json or wav"),
-    ("outputs", {"model": "loudness", "response_format": "wav"}, "level [2] is no sound"),
+    ("outputs", {"model": "loudness", "response_format": "wav"}, "level [2] is not audio"),
 ])
 def test_what_it_is_not_asked_for_is_refused(served, path, fields, told):
     answer = ask(served, path, **fields)

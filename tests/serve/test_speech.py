@@ -189,7 +189,7 @@ def refused(client, expected, text=TEXT, **options):
     ({"input": " \n"}, "input", "empty_input", "the text is empty"),
     ({"input": "a" * 4097}, "input", "string_above_max_length", "input has 4097 characters"),
     ({"input": "fine. naïve"}, "input", "unknown_characters", r"never learnt 'ï' \(character 9\)"),
-    ({"voice": "alloy"}, "voice", "voice_not_found", "there is no voice 'alloy'; there is anna, ben"),
+    ({"voice": "alloy"}, "voice", "voice_not_found", "unknown voice 'alloy'; use anna, ben"),
     ({"voice": 3}, "voice", None, "voice must be a name"),
     ({"speed": 9}, "speed", None, "speed is 9, but must be a number from 0.25 to 4"),
     ({"speed": 0.1}, "speed", None, "speed is 0.1, but"), ({"speed": "1"}, "speed", None, "speed is '1', but"),
