@@ -57,7 +57,7 @@ def check_torch_exports(torch: str | None = None) -> None:
         raise _not_installed("torch")
     if _minor(torch) < (2, 9):
         raise SbkitError(f"the exporter of torch {torch} fails on SpeechBrain's layers",
-                         hint="pip install 'torch>=2.9,<2.12' 'torchaudio>=2.9,<2.12': checkpoints stay as they are")
+                         hint="pip install 'torch>=2.9,<2.12' 'torchaudio>=2.9,<2.12': checkpoints stay valid")
 
 
 def _not_installed(package: str) -> SbkitError:

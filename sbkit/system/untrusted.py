@@ -45,7 +45,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise OSError(errno.EINVAL, f"it has {disk.size(size)}, and {disk.size(max_bytes)} are the most",
+            raise OSError(errno.EINVAL, f"it has {disk.size(size)}; the limit is {disk.size(max_bytes)}",
                           os.fspath(path))
         return file.read(size)
 
@@ -77,7 +77,7 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     if data[:2] != b"\x1f\x8b":
         return data
     if data.find(bytes(_MAX_ZEROS)) >= 0:  # which gzip would step over one by one
-        raise OSError(errno.EINVAL, "its compressed data is damaged: it has a long row of zeros", os.fspath(path))
+        raise OSError(errno.EINVAL, "its compressed data is damaged: it has a long run of zeros", os.fspath(path))
     left = min(max_bytes, max(_MAX_PACKED * len(data), _PACKED_ANYHOW))
     text = io.BytesIO()  # whose value is no copy
     try:
@@ -86,7 +86,7 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
                 left -= len(part)
                 if left < 0:
                     raise OSError(errno.EINVAL, f"it has {disk.size(len(data))} and unpacks to more than "
-                                  f"{disk.size(text.tell())}, as no text does", os.fspath(path))
+                                  f"{disk.size(text.tell())}, too much for a text", os.fspath(path))
                 text.write(part)
     except zlib.error as error:
         raise OSError(errno.EINVAL, f"its compressed data is damaged: {error}", os.fspath(path)) from None

@@ -139,7 +139,7 @@ class Brain(sb.core.Brain):
         parts = ParameterGroups(self.modules, vars(self.hparams))
         parts.values_by_path(self.keys.learning_rates or {}, "learning_rates")  # fails now if a name fits nothing
         if self._scales_rates and type(self).init_optimizers is not Brain.init_optimizers:
-            raise SbkitError(f"{type(self).__name__} makes its own optimizers, so learning_rates and layer_decay "
+            raise SbkitError(f"{type(self).__name__} creates its own optimizers, so learning_rates and layer_decay "
                              "would have no effect", hint="remove them from the recipe")
         return Freezing(self.modules, parts, self.keys.freeze)
 

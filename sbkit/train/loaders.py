@@ -114,7 +114,7 @@ def first_batch(loader: object, step: int) -> int:
         logger.warning("This data loader can't resume in the middle of an epoch, so it starts with its first batch. "
                        "Give fit the dataset, or a SaveableDataLoader that is among the checkpointer's recoverables")
     elif step and ranks.is_main():
-        logger.info("Going on after the first %d batches of the epoch", step)
+        logger.info("Continuing after the first %d batches of the epoch", step)
     return begins
 
 
@@ -226,9 +226,9 @@ def shared(dataset: DataSource, kwargs: dict[str, Any]) -> dict[str, Any]:
     if ranks.world_size() == 1:
         return kwargs
     if isinstance(dataset, IterableDataset):
-        raise SbkitError("an IterableDataset can't be divided over ranks from outside, and each rank is to evaluate "
-                         "its share", hint="give fit and evaluate an iterable that yields this rank's share and is no "
-                                           "Dataset; a script may leave share_validation out")
+        raise SbkitError("an IterableDataset can't be split over ranks, but each rank evaluates only its share",
+                         hint="give fit and evaluate an iterable that is not a Dataset and yields this rank's share; a "
+                              "script can also remove share_validation")
     kwargs = dict(kwargs)
     if isinstance(dataset, DynamicItemDataset):
         kwargs.setdefault("collate_fn", PaddedBatch)

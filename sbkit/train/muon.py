@@ -147,7 +147,7 @@ class Muon(Optimizer):
 def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Give groups that were saved with another optimizer the options that they lack."""
     if ranks.is_main() and any("momentum" not in saved for saved in state["param_groups"]):
-        logger.warning("The checkpoint is of another optimizer, so Muon's momentum starts from nothing")
+        logger.warning("The checkpoint is from another optimizer, so Muon's momentum starts at 0")
     groups = [{**own, **saved} for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
     return {**state, "param_groups": groups}
 
@@ -155,7 +155,7 @@ def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
 def _matrices(modules: Sequence[nn.Module]) -> set[int]:
     """Return the identities of the weights within modules that multiply vectors; those of embeddings are left out."""
     if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
-        raise SbkitError(f"modules is {modules!r}, which is no list of modules",
+        raise SbkitError(f"modules is {modules!r}, which is not a list of modules",
                          hint="write modules: [!ref <Transformer>]")
     found, looked_up = set(), set()
     for part in (part for module in modules for part in module.modules()):
@@ -166,7 +166,7 @@ def _matrices(modules: Sequence[nn.Module]) -> set[int]:
             elif isinstance(part, nn.Embedding):
                 looked_up.add(id(parameter))
     if not found:
-        raise SbkitError("modules has no module with a matrix, so all would learn as with AdamW",
+        raise SbkitError("modules holds no weight matrix, so Muon would be the same as AdamW",
                          hint="write modules: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
     return found - looked_up
 

@@ -33,8 +33,8 @@ def _take(stack: contextlib.ExitStack, folder: Path) -> None:
     lock, until = stack.enter_context(Lock(folder)), time.monotonic() + _PATIENCE
     while lock.acquire() is False:
         if time.monotonic() > until:
-            raise SbkitError(f"another process trains with the checkpoints in {folder}",
-                             hint="wait until it has ended, or give this one a folder of its own")
+            raise SbkitError(f"another process is training with the checkpoints in {folder}",
+                             hint="wait until it ends, or choose another folder for this one")
         time.sleep(0.1)
 
 

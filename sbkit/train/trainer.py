@@ -221,9 +221,9 @@ class Trainer:
             begun, steps = state.epoch_steps, train_set.steps(epoch)
             if state.epoch_step and begun not in (None, steps):
                 logger.warning(
-                    "Epoch %s started with %d steps and now has %d, because of changed values, or of another "
-                    "corpus, device or --compile (for round_seconds): some utterances of this epoch are used "
-                    "twice or not at all.", epoch, begun, steps)
+                    "Epoch %s started with %d steps and now has %d: the recipe, the corpus, the device or --compile "
+                    "(with round_seconds) has changed. Some utterances of this epoch are used twice or not at all.",
+                    epoch, begun, steps)
             state.epoch_steps = steps
             batches = train_set.at(epoch, min(state.epoch_step, steps))
             return loaders.on_device(batches, train_set, brain.device), steps
@@ -366,7 +366,7 @@ class Trainer:
             generators = rng.capture(self.device) if generators is None else generators  # to examine it again
             total = self.wrap.module(batch)
             if not total.requires_grad:
-                raise SbkitError("the loss depends on no parameter that trains", hint="freeze less of the model")
+                raise SbkitError("the loss depends on no trainable parameter", hint="freeze less of the model")
             loss = self.loss._replace(total=total)
             if share != 1.0 and not isinstance(self.computed.objectives, Loss):  # a mean over the batch
                 loss = loss._replace(total=total * share, count=loss.count * share)

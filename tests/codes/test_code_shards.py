@@ -277,5 +277,5 @@ def test_a_manifest_that_is_no_regular_file_or_too_large_is_refused_before_it_is
     (folder / MANIFEST).unlink()
     with open(folder / MANIFEST, "wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(SbkitError, match=r"it has 1\.1 GB, and 67\.1 MB are the most"):
+    with pytest.raises(SbkitError, match=r"it has 1\.1 GB; the limit is 67\.1 MB"):
         Codes(folder)

@@ -148,7 +148,7 @@ def test_ranks_share_an_ordinary_dataset_so_that_no_row_is_counted_twice(monkeyp
         evaluated += map(float,
                          loaders.resolve_loader(brain, [0.0, 1.0, 2.0, 3.0, 4.0], Stage.VALID, {"batch_size": 1}))
     assert sorted(evaluated) == [0.0, 1.0, 2.0, 3.0, 4.0]
-    with pytest.raises(SbkitError, match="can't be divided over ranks"):
+    with pytest.raises(SbkitError, match="can't be split over ranks"):
         loaders.resolve_loader(brain, Stream(), Stage.VALID, {})
 
 

@@ -115,7 +115,7 @@ def test_a_value_that_says_nothing_is_refused(value):
 
 
 def test_a_loss_that_rests_on_nothing_that_trains_is_told():
-    with pytest.raises(SbkitError, match="the loss depends on no parameter that trains"):
+    with pytest.raises(SbkitError, match="the loss depends on no trainable parameter"):
         toy({"*": True, "model.3": False}).fit([1], ToyTrainLoader(1))
 
 

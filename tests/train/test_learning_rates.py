@@ -136,7 +136,7 @@ class Own(ToyBrain):
 
 @pytest.mark.parametrize("hparams", [{"learning_rates": {"head": 2}}, {"layer_decay": 0.9}])
 def test_optimizers_of_the_recipes_own_have_no_multiples(hparams):
-    with pytest.raises(SbkitError, match="Own makes its own optimizers"):
+    with pytest.raises(SbkitError, match="Own creates its own optimizers"):
         made(Own, **hparams)
 
 

@@ -232,7 +232,7 @@ def test_it_goes_on_from_adamw(caplog):
     matrices = [weights[0], *weights[2:]]
     optimizer = Muon(weights, modules=[holder(*matrices)], update_rms=0.3, orthogonalize_every=4)
     optimizer.load_state_dict(before.state_dict())
-    assert "Muon's momentum starts from nothing" in caplog.text
+    assert "Muon's momentum starts at 0" in caplog.text
     squares = optimizer.state[weights[1]]["exp_avg_sq"].clone()
     descend(optimizer, weights, 1)
     assert optimizer.param_groups[0]["strength"] == 0.3 and optimizer.param_groups[0]["lr"] == 0.5
@@ -327,9 +327,9 @@ def test_divided_parameters_are_refused(monkeypatch):
     ({"orthogonalize_every": True}, "every is True"),
     ({"momentum": 1.0}, "momentum is 1.0"), ({"lr": -1}, "lr is -1"), ({"betas": (0.9, 1.5)}, r"betas\[1\] is 1.5"),
     ({"update_rms": -1}, "update_rms is -1"), ({"eps": float("nan")}, "eps is nan"),
-    ({"modules": ["CNN"]}, "no list of modules"), ({"modules": nn.Linear(2, 2)}, "no list of modules"),
-    ({"modules": []}, "no module with a matrix"),
-    ({"modules": [nn.LayerNorm(2)]}, "no module with a matrix")])
+    ({"modules": ["CNN"]}, "not a list of modules"), ({"modules": nn.Linear(2, 2)}, "not a list of modules"),
+    ({"modules": []}, "no weight matrix"),
+    ({"modules": [nn.LayerNorm(2)]}, "no weight matrix")])
 def test_what_can_not_be_is_told(wrong, message):
     with pytest.raises(SbkitError, match=message):
         Muon(parameters((2, 2)), **{"modules": [nn.Linear(2, 2)], **wrong})

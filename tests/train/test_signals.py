@@ -268,7 +268,7 @@ def test_a_second_script_with_the_same_checkpoints_is_refused_while_the_first_tr
         second = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True,
                                 timeout=100)
         assert second.returncode and not second.stdout
-        assert f"another process trains with the checkpoints in {tmp_path}; wait until it has ended" in second.stderr
+        assert f"another process is training with the checkpoints in {tmp_path}; wait until it ends" in second.stderr
         first.send(signal.SIGKILL)
         first.end()
     with Script(text) as again:

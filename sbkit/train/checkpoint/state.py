@@ -150,7 +150,7 @@ def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # 
         such = f", such as {named[1]}" if named else ""
         raise CheckpointError(
             f"{path} holds more than tensors and numbers{such}, so loading it could run code",
-            hint="save it again as a state dict, or give the recoverable a load hook of its own",
+            hint="save it again as a state dict, or give the recoverable its own load hook",
         ) from error
 
 

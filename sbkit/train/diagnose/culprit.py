@@ -95,9 +95,9 @@ def report(
     for account in (account for one in ranks.gather_objects(guilty) for account in one):
         lines.append(f"  rank {account['rank']}, micro-batch {account['micro']}: {account['where']}")
         if account["bad_ids"]:
-            lines.append(f"    utterances where it shows: {listed(account['bad_ids'])}")
+            lines.append(f"    affected utterances: {listed(account['bad_ids'])}")
         lines.append(f"    utterances of the batch: {listed(account['ids']) or '(no ids)'}")
-        lines += [f"    likely: {account['likely']}"] if account["likely"] else []
+        lines += [f"    likely cause: {account['likely']}"] if account["likely"] else []
         saved = culprits / f"step-{step}-rank-{account['rank']}"
         if saved.is_dir():
             lines.append(f"    saved; examine it with: sbkit replay {saved}")
@@ -194,8 +194,8 @@ def replay(brain: sb.Brain, folder: str | os.PathLike[str]) -> str:
         found = examine(brain, kept, step, scale * saved.get("sum_scale", 1.0))
         run_utterances_alone(brain, [kept], [found], step)
         lines += ["", layer_table(found.layers), "", f"micro-batch {one['micro']}: {found.where()}"]
-        lines += [f"utterances where it shows: {listed(found.bad_ids)}"] if found.bad_ids else []
-        lines += [f"likely: {cause}"] if (cause := found.cause(scale)) else []
+        lines += [f"affected utterances: {listed(found.bad_ids)}"] if found.bad_ids else []
+        lines += [f"likely cause: {cause}"] if (cause := found.cause(scale)) else []
         if found.utterance_losses:
             losses = [[name, f"{loss:.4g}"] for name, loss in zip(found.ids, found.utterance_losses, strict=True)]
             lines += ["", table(["utterance", "loss"], losses)]
@@ -254,10 +254,10 @@ _KNOWN = ("sbkit.", "speechbrain.")
 def _class(name: str) -> type:
     module, _, attribute = name.rpartition(".")
     if module not in sys.modules and not module.startswith(_KNOWN):
-        raise SbkitError(f"the saved batch is a {attribute} of {module}, which is not loaded",
+        raise SbkitError(f"the saved batch is a {attribute} of {module}, which is not imported",
                          hint="replay it with the script that trained the run")
     found = getattr(importlib.import_module(module), attribute, None)
     if not isinstance(found, type) or not (dataclasses.is_dataclass(found) or issubclass(found, PaddedBatch)
                                            or (issubclass(found, tuple) and hasattr(found, "_fields"))):
-        raise SbkitError(f"the saved batch has a {name}, which is no class of a batch")
+        raise SbkitError(f"the saved batch holds a {name}, which is not a batch class")
     return found

@@ -142,7 +142,7 @@ class Inspection:
             source = ""
             if layer.inputs is not None and layer.inputs.bad and not self.inputs:
                 before = f"the output of {self.layers[self.first - 1].name}" if self.first else "the batch"
-                source = f"; its input is already not finite, but {before} is"
+                source = f"; its input is not finite either, although {before} is"
             elif layer.inputs is not None:
                 source = f", from an input {layer.inputs.dtype} of at most {layer.inputs.largest:.3g}"
             return (f"the first layer whose output is not finite is {layer.name} ({layer.kind}, call "
@@ -150,9 +150,9 @@ class Inspection:
         if self.error:
             return f"running the batch again ended with {self.error}"
         if self.what == "loss":
-            return f"every layer's output is finite; the loss made of them is {self.loss}"
+            return f"every layer's output is finite, but the loss is {self.loss}"
         if self.what == "gradient":
-            first = (f"; backward first fails after the output of {self.gradient_first}"
+            first = (f"; in backward, the first such gradient is at the output of {self.gradient_first}"
                      if self.gradient_first else "")
             more = ", ..." if len(self.gradients) > 4 else ""
             return (f"the loss is {self.loss:.4g}, but the gradients of {len(self.gradients)} parameters are "
@@ -169,7 +169,7 @@ class Inspection:
             return (f"parameters are already not finite ({', '.join(self.parameters[:4])}), because of an earlier "
                     "update; resume from an older checkpoint with a lower learning rate or gradient clipping")
         if layer is not None and layer.inputs is not None and layer.inputs.bad:
-            return ("an operation that is no layer caused it: a division by 0, a log or root of 0, or a mask that "
+            return ("an operation outside of layers: a division by 0, a log or root of 0, or a mask that "
                     "hides everything")
         largest = 0.0 if layer is None or layer.inputs is None else max(layer.inputs.largest, layer.output.largest)
         if layer is not None and layer.output.dtype == "float16" and largest > _NEAR_HALF_MAX:
@@ -177,14 +177,14 @@ class Inspection:
         if largest > _GROWN:
             return f"activations have grown to {largest:.3g}: lower the learning rate or warm up for longer"
         if layer is None and self.what == "loss":
-            return ("the loss itself breaks on finite outputs: too few frames for the labels (`sbkit check` lists such "
-                    "utterances), a label of probability 0, or a log or division of 0")
+            return ("the loss computation: too few frames for the labels (`sbkit check` lists such utterances), a "
+                    "label of probability 0, the log of 0 or a division by 0")
         if self.gradient_first is not None and scale > 1:
             return (f"the loss scale of {scale:.6g} is too high for fp16; this is normal at first, since it halves by "
                     "itself; if it continues, use --precision bf16")
         if self.gradient_first is not None:
-            return (f"after the output of {self.gradient_first} a square root, norm, log or division gets 0: its value "
-                    "is finite, but its gradient is not; add a small epsilon there")
+            return (f"the output of {self.gradient_first} goes into a square root, norm, log or division at 0: its "
+                    "value is finite, but its gradient is not; add a small epsilon there")
         if self.what == "nothing":
             return "" if self.error else (
                 "it could not be reproduced: the weights have changed since, or an operation is not deterministic; "

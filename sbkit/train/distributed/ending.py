@@ -78,12 +78,12 @@ class Heartbeats:
                 if now - when <= SILENT_SECONDS:
                     if other in self._named:
                         self._named.remove(other)
-                        logger.warning("Rank %d answers again.", other)
+                        logger.warning("Rank %d responds again.", other)
                 elif other not in self._named:
                     self._named.add(other)
                     logger.warning(
-                        "Rank %d (%s) has not answered for %.0f s, and all others wait for it (rank %d in %s). Is that "
-                        "process stopped, or its machine gone or short of memory?",
+                        "Rank %d (%s) has not responded for %.0f s, and all others wait for it (rank %d in %s). Is "
+                        "that process stopped, or its machine down or short of memory?",
                         other, self._who.get(other, "unknown process"), now - when, self.rank, _main_thread_is_in())
 
 

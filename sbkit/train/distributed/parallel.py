@@ -284,8 +284,8 @@ def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[st
     names = shortened(unreached - warned, modules, warned)
     if names and ranks.is_main():
         parts = ParameterGroups(modules, recipe)
-        logger.warning("The loss does not reach these parameters, so they are not trained (right for a part that the "
-                       "recipe leaves out, such as a decoder): %s",
+        logger.warning("The loss does not reach these parameters, so they are not trained (expected for a part that "
+                       "the recipe does not use, such as a decoder): %s",
                        ", ".join(map(parts.called, names)).replace("_orig_mod.", ""))
     warned |= unreached
 

@@ -161,9 +161,9 @@ def _wait_for_ranks(missing: Callable[[], list[int]], describe: bool) -> None:
         who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         if waited > COLLECTIVE_TIMEOUT.total_seconds():
             raise SbkitError(f"{who} didn't join the others in {waited:.0f} s",
-                             hint="their output may say why; is there a machine on which none was started?")
+                             hint="see their output; was one started on each machine?")
         if describe and waited > SILENT_SECONDS:
-            logger.warning("Waiting for %s, which didn't join the others in %.0f s. Does it still start, and can it "
+            logger.warning("Waiting for %s, which didn't join the others in %.0f s. Is it still starting, and can it "
                            "reach this machine?", who, waited)
             describe = False
         time.sleep(_POLL_SECONDS)
@@ -316,8 +316,8 @@ def failing_together() -> Iterator[None]:
             _leave(code, grace=0.0)
         if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
             lost = SbkitError(f"lost the connection to another rank ({first_line(error)})", exit_code=1,
-                              hint="if nothing else says why, its process was killed or its machine is gone; run the "
-                                   "same command again")
+                              hint="if no other message explains it, its process was killed or its machine is down; "
+                                   "run the same command again")
             announce_failure(lost)
             raise lost from error
         announce_failure(error)

@@ -98,7 +98,7 @@ class Sharded(ModuleWrapper):
         mesh = init_device_mesh(device.type, (self.world,))
         pieces = repeated_layers(loss_module) if wanted is True else layers_called(loss_module.owned, wanted, "fsdp")
         if not pieces:
-            logger.warning("fsdp: there are no repeated layers, so all parameters are gathered as one piece")
+            logger.warning("fsdp: there are no repeated layers, so all parameters are gathered as one unit")
         for piece in reversed(pieces):  # inner ones first
             fully_shard(piece, mesh=mesh)
         fully_shard(loss_module, mesh=mesh)

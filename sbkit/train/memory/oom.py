@@ -126,7 +126,7 @@ class MemoryLimits:
         same = self.conditions is not None and on == self.conditions
         self.largest_step_that_fit = size if same else 0.0
         if size and self.conditions is not None and not same and ranks.is_main():
-            logger.info("The run was on %s and is now on %s, so which batches fit is tried again",
+            logger.info("The run was on %s and is now on %s, so batch sizes are tried again",
                         "; ".join(on or ["other devices"]), "; ".join(self.conditions))
 
     def expect_more(self) -> None:
@@ -180,8 +180,8 @@ class MemoryLimits:
         seconds = getattr(batch, "padded_seconds", None)
         amount = f" of {seconds:.0f} s with padding" if seconds else ""
         advice = f"; a max_batch_seconds below {seconds / count:.0f} avoids this" if seconds else ""
-        logger.warning("Step %d: no memory left on %s for a micro-batch of %d utterances%s%s. It and others of its "
-                       "size are computed in %d parts%s", step, self.device, length(batch), amount,
+        logger.warning("Step %d: no memory left on %s for a micro-batch of %d utterances%s%s. Micro-batches of this "
+                       "size are now computed in %d parts%s", step, self.device, length(batch), amount,
                        f" in {count} parts" if count > 1 else "", self.parts(batch), advice)
 
     def computed(self, untried: float | None, *, in_parts: bool) -> None:
@@ -210,7 +210,7 @@ class MemoryLimits:
     def halve_from_now_on(self, batch: object) -> None:
         """Remember the size of a batch that failed in evaluation, and say what follows."""
         self.evaluation_limit = largest(batch)
-        logger.warning("No memory left on %s to evaluate a batch of %d utterances: it and others of its size are "
+        logger.warning("No memory left on %s to evaluate a batch of %d utterances. Batches of this size are now "
                        "evaluated in halves", self.device, length(batch))
         self.free()
 

@@ -84,11 +84,11 @@ class Logger(ABC):
         except Exception as error:  # of a tool's own kinds, from anywhere between here and its server
             self._drop(f"{type(error).__name__}: {first_line(error)}".rstrip("."))
         except SystemExit as error:  # of a tool that asks for a login
-            self._drop(f"it ended with {error.code}")
+            self._drop(f"it exited with {error.code}")
 
     def _drop(self, why: str) -> None:
         self._failed = True
-        logger.warning("loggers: %s fails, and the run goes on without it: %s. metrics.jsonl has all numbers",
+        logger.warning("loggers: %s failed, so the run continues without it: %s. metrics.jsonl has all values",
                        self.name, why)
 
     @abstractmethod

@@ -125,18 +125,18 @@ def in_half(recipe, batch):
 CASES = {
     "too few frames for CTC": ("", without_frames, "loss", [
         "Step 12 of epoch 3: the loss is not finite; the step was skipped.",
-        "every layer's output is finite; the loss made of them is inf", "utterances where it shows: clip-1\n",
+        "every layer's output is finite, but the loss is inf", "affected utterances: clip-1\n",
         "utterances of the batch: clip-0, clip-1, clip-2", "too few frames for the labels"]),
     "a recording with nan": ("", with_nan, "loss", [
-        "the batch itself is damaged: 'signals' holds values that are not finite", "where it shows: clip-2\n",
+        "the batch itself is damaged: 'signals' holds values that are not finite", "affected utterances: clip-2\n",
         "first layer whose output is not finite is front (Linear, call 1): 8 nan of 480 values"]),
     "a layer that overflows": ("layer", None, "loss", [
         "is model.0.norm (BatchNorm1d, call 1)",  # the inner layer, not the one that holds it
         "activations have grown to", "e+38"]),
     "an operation between layers": ("between", silent, "loss", [
-        "its input is already not finite, but the output of front is", "an operation that is no layer caused it"]),
+        "its input is not finite either, although the output of front is", "an operation outside of layers"]),
     "a gradient without a slope": ("gradient", None, "gradient", [
-        "the gradient is not finite", "after the output of model.2 a square root",
+        "the gradient is not finite", "the output of model.2 goes into a square root",
         "but the gradients of 8 parameters are not finite (front.weight, front.bias, "]),
     "weights that are already broken": ("", broken, "loss", [
         "parameters are already not finite (model.0.ff.bias)"]),
@@ -160,7 +160,7 @@ def test_one_utterance_does_not_spoil_the_statistics_of_the_others(tmp_path):
 
     batch = clips()
     batch.token_lengths[0] = 0
-    assert "utterances where it shows: clip-0\n" in told(Normalised(), batch, tmp_path)
+    assert "affected utterances: clip-0\n" in told(Normalised(), batch, tmp_path)
 
 
 @pytest.mark.parametrize("breaks, spoil, what, parts", CASES.values(), ids=CASES)
@@ -184,7 +184,7 @@ def test_a_batch_that_raises_is_a_finding(tmp_path):
     batch = clips()
     batch.signals = batch.signals[:, :3]
     text = told(Recipe(), batch, tmp_path)
-    assert "running the batch again ended with RuntimeError" in text and "where it shows" not in text
+    assert "running the batch again ended with RuntimeError" in text and "affected utterances" not in text
     assert "ended with RuntimeError" in replay(Recipe(), tmp_path)
 
 
@@ -400,7 +400,7 @@ def test_a_file_that_would_make_a_process_is_refused(tmp_path):
     torch.save([1], whole := tmp_path / "whole.pt")
     words = b"".join(b"X" + struct.pack("<i", len(word)) + word for word in (b"touch", str(tmp_path / "made").encode()))
     process = b"csubprocess\nPopen\n]q\x00(" + words + b"e\x85R."
-    for calls, said in ((process, "has a subprocess.Popen, which is no class of a batch"),
+    for calls, said in ((process, "holds a subprocess.Popen, which is not a batch class"),
                         (b"csbkit.none\nX\n.", "can't be read: No module named"), (b".", "can't be read: "),
                         (b"h\x05.", "can't be read: ")):
         with zipfile.ZipFile(whole) as parts, zipfile.ZipFile(tmp_path / "batches.pt", "w") as made:
@@ -418,11 +418,11 @@ def test_a_file_that_would_run_something_is_refused(tmp_path, monkeypatch):
     told(recipe, clips(), tmp_path)
     Thief.folder = tmp_path / "taken"
     torch.save([Thief()], folder / "batches.pt")
-    with pytest.raises(SbkitError, match=r"posix\.mkdir, which is no class of a batch"):
+    with pytest.raises(SbkitError, match=r"posix\.mkdir, which is not a batch class"):
         replay(recipe, folder)
     torch.save(clips(), folder / "batches.pt")
     monkeypatch.delitem(sys.modules, clips.__module__)
-    with pytest.raises(SbkitError, match=f"a Clips of {clips.__module__}, which is not loaded"):
+    with pytest.raises(SbkitError, match=f"a Clips of {clips.__module__}, which is not imported"):
         replay(recipe, folder)
     (folder / "batches.pt").unlink()
     with pytest.raises(SbkitError, match=r"batches.pt can't be read: .*was it written by this sbkit"):
@@ -443,6 +443,6 @@ def report_of_two(folder):
 def test_every_rank_hears_of_the_one_rank_that_failed(tmp_path):
     for text in processes.results(report_of_two, str(tmp_path / "run")):
         assert "rank 1, micro-batch 1" in text and "rank 0" not in text.replace("step-3-rank-0", ""), text
-        assert "utterances where it shows: clip-2" in text
+        assert "affected utterances: clip-2" in text
     assert [path.name for path in (tmp_path / "run/culprits").iterdir()] == ["step-3-rank-1"]
     assert (tmp_path / "run/culprits/step-3-rank-1/model.safetensors").exists()

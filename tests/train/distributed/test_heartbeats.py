@@ -42,9 +42,9 @@ def test_a_stopped_rank_is_named_once_and_when_it_answers_again(stopped):
     (pids, first), (_, second) = results(stopped_for_a_while, stopped, 10.0)
     said, own = (first, second) if stopped else (second, first)
     assert own == [] and len(said) == 2, (first, second)
-    assert re.match(rf"Rank {stopped} \(host \S+, process {pids[stopped]}\) has not answered for ([4-9]|1\d) s, and "
+    assert re.match(rf"Rank {stopped} \(host \S+, process {pids[stopped]}\) has not responded for ([4-9]|1\d) s, and "
                     rf"all others wait for it \(rank {1 - stopped} in ", said[0]), said
-    assert said[1] == f"Rank {stopped} answers again."
+    assert said[1] == f"Rank {stopped} responds again."
 
 
 @pytest.mark.slow

@@ -277,7 +277,7 @@ def test_a_process_without_memory_for_its_step_goes_on_in_parts():
 def test_of_two_processes_one_goes_on_in_parts():
     (apart, _, plenty), (_, steps, told) = results(train_with_little, 1, 64, 135)
     assert apart < 1e-5 and steps == 6 and plenty == []
-    assert "of its size are computed in" in told[0]
+    assert "of this size are now computed in" in told[0]
 
 
 # ------------------------------------------------------------------------------------------------ batches

@@ -134,5 +134,5 @@ def test_a_tool_that_fails_ends_no_run_and_is_told_once(tmp_path, monkeypatch, c
             log.write("step", step=step, loss=1.0)
         log.close()
     (record,) = caplog.records
-    assert "loggers: trackio fails, and the run goes on without it" in record.message
+    assert "loggers: trackio failed, so the run continues without it" in record.message
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
