@@ -77,7 +77,7 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
         while len(found.drawn) < MOST and time.monotonic() < end:
             found.drawn.append(value_of([rows[i] for i in rng.integers(len(rows), size=len(rows))]))
     except Exception as error:
-        logger.warning("The results have no interval for %s: stats can't take rows that are drawn at random (%s: %s)",
+        logger.warning("The results have no interval for %s: stats fails on rows drawn at random (%s: %s)",
                        metric.name, type(error).__name__, error)
         found.drawn = []
     return found

@@ -146,9 +146,9 @@ def _refuse_untrained(scores: Sequence[LabelScore]) -> None:
     right, rate = _heard(scores)
     if right < _HEARD:
         unit = units(score.label for score in scores)
-        raise SbkitError("the models have not learnt enough to judge labels: of rows that they were not trained on "
-                         f"they hear {right:.0%} of the {unit}s ({unit} error rate {rate:.0%}), and {_HEARD:.0%} are "
-                         "needed",
+        raise SbkitError("the models have not learnt enough to judge labels: on rows that they were not trained on "
+                         f"they recognise {right:.0%} of the {unit}s ({unit} error rate {rate:.0%}), and {_HEARD:.0%} "
+                         "are needed",
                          hint="the same command with a larger --number_of_epochs trains them further", exit_code=1)
 
 
@@ -172,8 +172,8 @@ def summary(found: Sequence[Suspect], scores: Sequence[LabelScore], rows: int) -
     notes = f"; {rows - scored:,} rows could not be read" if scored < rows else ""
     heard, _ = _heard(scores)
     if heard < _WELL_HEARD:
-        notes += (f"\nthe models hear {heard:.0%} of the {units(score.label for score in scores)}s, so most "
-                  "misspelt labels stay unnamed: the same command with a larger --number_of_epochs finds more")
+        notes += (f"\nthe models recognise {heard:.0%} of the {units(score.label for score in scores)}s, so most "
+                  "misspelt labels are not listed: the same command with a larger --number_of_epochs finds more")
     if not named:
         return f"none of {scored:,} labels is probably wrong{notes}"
     counts = Counter(row.reason for row in named)

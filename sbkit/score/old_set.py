@@ -60,8 +60,8 @@ class OldSet:
     def describe(self, value: float) -> str:
         low, high = self.interval
         place = "within" if low <= value <= high else "beyond" if self.is_worse(value) else "better than"
-        return (f"{self.metric} {value:.2f} on the old test, {place} the "
-                f"interval of what it was before: {self.before:.2f} ({low:.2f} to {high:.2f})")
+        return (f"{self.metric} {value:.2f} on the old test, {place} the interval that it had before this run: "
+                f"{self.before:.2f} ({low:.2f} to {high:.2f})")
 
     def offer(self, run: Path, average: int = 1) -> str:
         """How to export the mean that saves the old set; empty if there is none.
@@ -70,5 +70,5 @@ class OldSet:
         """
         several = f" --average {average}" if average > 1 else ""
         return "" if self.share is None else (
-            f"sbkit export {run} --to BUNDLE --mean {self.share:g}{several} exports the mean of the new weights and "
-            f"those of before, with {self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")
+            f"sbkit export {run} --to BUNDLE --mean {self.share:g}{several} exports the mean of the new and the "
+            f"initial weights, with {self.metric} {self.old:.2f} on the old test and {self.new:.2f} on the new one")

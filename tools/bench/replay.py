@@ -8,7 +8,7 @@ A corpus is LANGUAGE=FOLDER:EPOCHS, in any layout that a recipe reads. For each,
 --source, of which the table has 95 % intervals. Other keys go to the recipe of every run. Each result is a file in
 FOLDER/results, so the same command continues where it was stopped. FOLDER/replay.md is the table.
 
-The exit code is 1 if with replay the old WER leaves the interval of what it was before, or the new one is more than a
+The exit code is 1 if with replay the old WER leaves the interval that it had before, or the new one is more than a
 tenth above that without.
 """
 

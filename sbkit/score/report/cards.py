@@ -63,7 +63,7 @@ class AudioEmbedder:
         except AudioError as error:
             return None, f"the recording can't be read: {error.cause}"
         except ValueError as error:  # no path has zeros, or halves of surrogate pairs
-            return None, f"not embedded: its path is none ({error})"
+            return None, f"not embedded: its path is invalid ({error})"
         except soundfile.LibsndfileError as error:  # some are built without MP3
             return None, f"not embedded: {error}"
         uri = "data:audio/mpeg;base64," + base64.b64encode(encoded.getvalue()).decode()

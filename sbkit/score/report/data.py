@@ -152,8 +152,8 @@ class RunData:
     def replayed(self) -> str:
         """What the parts of a run are that replays what its source had learnt; empty if it doesn't."""
         return "" if OldSet.read(self.run) is None else (
-            "Part new is what this run learns; part old is what the model that it began with had learnt, heard again "
-            "so that it isn't forgotten.")
+            "Part new is the data of this run. Part old is data that its initial model was trained on, replayed so "
+            "that the model doesn't forget it.")
 
     def key(self, name: str) -> str:
         """The value of a recipe's key as its text; empty if it has none."""

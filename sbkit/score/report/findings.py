@@ -14,10 +14,10 @@ from sbkit.score.report.groups import UtteranceGroup, breakdown
 
 #: The page's note on how far to trust this.
 HONESTLY = (
-    "A heuristic; nobody has listened yet. The model is fairly confident of what it heard here, and the transcript is "
-    "much further from it than usual at this confidence. Possible reasons: a wrong transcript, a recording that was "
-    "cut off, a name or number written in another way, or a model that is confident of its own mistake. Listen before "
-    "you correct anything."
+    "A heuristic: nobody has listened to these yet. The model is fairly confident of its hypothesis here, and the "
+    "transcript differs from it much more than usual at this confidence. Possible reasons: a wrong transcript, a "
+    "recording that was cut off, a name or number written in another way, or a mistake that the model is confident "
+    "of. Listen before you correct anything."
 )
 _EXCESS = 0.2  # share of the characters beyond what is usual at that confidence
 _SURE = 0.25  # share of utterances, those with the lowest confidence, that are never suspected
@@ -26,7 +26,7 @@ _LEAST = 20  # utterances needed to tell what is usual
 _RARELY_SILENT = 0.05  # if the model hears nothing more often than this, it tells nothing about the labels
 
 #: Texts shown if there are no suspects.
-NONE_SUSPECTED = "None: no transcript is much further from what was heard than usual at the model's confidence."
+NONE_SUSPECTED = "None: no transcript differs from its hypothesis much more than usual at the model's confidence."
 NOT_TOLD = f"Not checked: this needs at least {_LEAST} utterances with a known confidence."
 
 
@@ -128,9 +128,9 @@ def _recognises_nothing(run: RunData, results: ScoredRun) -> Iterator[RunFinding
     """Yield that next to nothing was heard, unless training was warned of it and said what to try."""
     if not run.warnings:
         yield RunFinding(
-            3.0, f"Next to nothing was heard: CER {rate(results.characters.rate, 1)}",
-            "Which words are wrong tells nothing at such a rate. See whether the model has learnt (the curves), and "
-            "whether language, alphabet and recordings of the test are those that it learnt from.", "curves")
+            3.0, f"The model recognises almost nothing: CER {rate(results.characters.rate, 1)}",
+            "At such a rate it says little which words are wrong. Check whether the model has learnt (the curves), and "
+            "whether language, alphabet and recordings of the test match the training data.", "curves")
 
 
 def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[RunFinding]:
@@ -139,8 +139,8 @@ def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[Ru
         errors = sum(int(results.edits[suspect.index]) for suspect in suspects) / int(results.edits.sum())
         yield RunFinding(
             1 + errors, f"{count} transcript{'s' if count > 1 else ''} may be wrong",
-            f"The model is confident of something else there: {percent(errors)} of all errors. Listen first. Those of "
-            "the training data are found by sbkit clean.", "labels",
+            f"The model is confident of another transcript there: {percent(errors)} of all errors. Listen first. "
+            "sbkit clean finds such transcripts in the training data.", "labels",
             100 * errors * results.totals[0] / results.totals[1])
 
 
@@ -158,7 +158,7 @@ def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
                 _excess(worst) / total,
                 f"{label[0].upper()}{label[1:]}: {rate(worst.rate, 1)} of the words are wrong",
                 f"Elsewhere {rate(worst.rest, 1)}. These are {percent(words)} of the words and {percent(share)} of the "
-                "errors: more data like them.", "where", 100 * _excess(worst) / results.totals[1])
+                "errors: more such data may help.", "where", 100 * _excess(worst) / results.totals[1])
     yield from _speakers(found.speakers, results.totals)
 
 
@@ -180,7 +180,7 @@ def _speakers(speakers: Sequence[UtteranceGroup], totals: tuple[int, int]) -> It
     words = sum(group.words for group in worst) / totals[1]
     if errors > 1.5 * words and errors - words > _WORTH:
         yield RunFinding(
-            errors - words, f"A tenth of the speakers make {percent(errors)} of the errors",
+            errors - words, f"A tenth of the speakers account for {percent(errors)} of the errors",
             f"These {len(worst)} of {len(speakers)} speakers said {percent(words)} of the words.", "where",
             100 * (errors - words) * totals[0] / totals[1])
 
@@ -190,16 +190,16 @@ def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
     insertions, deletions, total = counts.insertions.sum(), counts.deletions.sum(), counts.edits.sum()
     if deletions > 0.35 * total and deletions > 3 * insertions:
         yield RunFinding(
-            deletions / total - 0.3, f"Words are missed: {percent(deletions / total)} of the errors are deletions",
+            deletions / total - 0.3, f"Words are deleted: {percent(deletions / total)} of the errors are deletions",
             "Usual reasons: too little training, speech too fast or too quiet, recordings cut off.", "words")
     if insertions > 0.35 * total and insertions > 3 * deletions:
         yield RunFinding(
-            insertions / total - 0.3, f"Words are made up: {percent(insertions / total)} of the errors are insertions",
+            insertions / total - 0.3, f"Words are inserted: {percent(insertions / total)} of the errors are insertions",
             "Usual reasons: noise, a second speaker, or incomplete transcripts.", "words")
     silent = sum(not one.hypothesis.split() for one in results.heard)
     if silent > 0.02 * len(results):
         yield RunFinding(
-            silent / len(results), f"Nothing was heard in {silent} utterances",
+            silent / len(results), f"The hypothesis of {silent} utterances is empty",
             "Are these recordings silent, very short or very quiet?", "worst")
 
 
@@ -208,8 +208,8 @@ def _words(results: ScoredRun) -> Iterator[RunFinding]:
     total = int(results.edits.sum())
     if first and first[0].count >= max(3, _WORTH * total):
         said, heard, count = first[0]
-        what = (f"“{said}” is heard as “{heard}”" if said and heard
-                else f"“{said}” is missed" if said else f"“{heard}” is made up")
+        what = (f"“{said}” is recognised as “{heard}”" if said and heard
+                else f"“{said}” is deleted" if said else f"“{heard}” is inserted")
         yield RunFinding(
             count / total, f"{what} {count} times", f"That is {percent(count / total)} of the errors.", "words")
 
@@ -235,8 +235,8 @@ def _training(run: RunData) -> Iterator[RunFinding]:
     skipped = sum(epoch.get("skipped_steps") or 0 for epoch in run.epochs)
     if skipped:
         yield RunFinding(
-            0.2, f"{skipped} steps were skipped because something was not finite",
-            "The run's folder culprits/ says which utterances and layers; sbkit replay shows more.", "curves")
+            0.2, f"{skipped} steps were skipped because a value was not finite",
+            "The run's folder culprits/ names the utterances and layers; sbkit replay shows more.", "curves")
 
 
 def _fit(run: RunData) -> Iterator[RunFinding]:
@@ -251,7 +251,7 @@ def _fit(run: RunData) -> Iterator[RunFinding]:
     if train < before and best < losses[-2][0] and train < _BY_HEART * valid:
         yield RunFinding(
             0.1, "More data or augmentation would help more than a larger model",
-            f"{said}, where it was lowest ({least:.2f}) in epoch {best}: the rest was learnt by heart.", "curves")
+            f"{said}, where it was lowest ({least:.2f}) in epoch {best}: the model overfits now.", "curves")
     elif train > valid and before - train < _STILL * before:
         yield RunFinding(
             0.1, "A larger model would help more than more data",
@@ -267,8 +267,8 @@ def _non_words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
         share = min(1.0, len(unknown) / total)
         yield RunFinding(
             share, f"{percent(share)} of the errors are non-words",
-            f"Such as {', '.join(map(repr, unknown[:3]))}, which "
-            "no transcript of the corpus has: a language model (sbkit lm, then --lm) hears words.", "words",
+            f"For example {', '.join(map(repr, unknown[:3]))}, which no transcript of the corpus has: a language model "
+            "(sbkit lm, then --lm) prefers known words.", "words",
             100 * share * total / words)
 
 
@@ -278,8 +278,8 @@ def _waiting(run: RunData) -> Iterator[RunFinding]:
                     if epoch.get("time_shares")])
     if data:
         on_cpu = bool(run.starts) and run.starts[-1].get("device") == "cpu"
-        advice = ("Reading takes cores from training here: WAV needs less of them than MP3, and more num_workers help "
-                  "only where cores are free." if on_cpu else
+        advice = ("Data workers and training share the cores here: WAV takes less time to read than MP3, and more "
+                  "num_workers help only if cores are free." if on_cpu else
                   "More num_workers, a faster disk or shards (sbkit shard) give that time back.")
         yield RunFinding(data, f"The device waited for data during {percent(data)} of a step", advice, "curves")
     core = _waited([(epoch["core_wait_share"], epoch.get("train_seconds") or 0.0) for epoch in run.epochs
@@ -310,4 +310,4 @@ def _data(run: RunData) -> Iterator[RunFinding]:
         reason, entry = max(train["left_out"].items(), key=lambda item: item[1]["count"])
         yield RunFinding(
             left / train["rows"], f"{percent(left / train['rows'], 1)} of the training rows were left out",
-            f"{left} of {train['rows']}; most often because: {reason} ({entry['count']}).", "data")
+            f"{left} of {train['rows']}, most often for this reason: {reason} ({entry['count']}).", "data")

@@ -18,7 +18,7 @@ EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, math.inf)  # seconds
 SHOWN = 12  # groups of one kind that are shown; the rest are merged
 SPEAKERS_SHOWN = 8
 LEAST = 5  # least utterances for an interval
-UNKNOWN = "not said"
+UNKNOWN = "not given"
 _MAX_VALUES = 50  # a column with more distinct values than this gives no groups
 _AGES = ("child", "teens", "twenties", "thirties", "forties", "fourties", "fifties", "sixties", "seventies", "eighties",
          "nineties")

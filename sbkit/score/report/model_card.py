@@ -44,7 +44,7 @@ def of_run(run: RunData) -> str:
     """Make the README.md of a run's folder."""
     shown = [f"# {run.key('experiment') or run.folder.resolve().name}",
              "A model trained by sbkit. `hyperparams.yaml` is its recipe, `report.html` has everything on one page, "
-             "and `sbkit export` makes what can be used elsewhere."]
+             "and `sbkit export` makes a bundle for use elsewhere."]
     return "\n\n".join([_front(run), *shown, *_sections(run, _figures(run), _old_test(run))]) + "\n"
 
 
@@ -129,10 +129,10 @@ def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
     if started := _started_from(run):
         parts += ["## Started from", "\n".join(
             f"- {what}: {name if _on_hub(name) else Path(name).name}, "
-            + (f"licence: {licence}" if licence else "whose licence is not known here: look at its source")
+            + (f"licence: {licence}" if licence else "licence unknown: see its source")
             for what, name, licence in started)]
     if facts := _training(run):
-        parts += ["## Training", _table(("what", "how much"), facts)]
+        parts += ["## Training", _table(("what", "value"), facts)]
     return parts
 
 
@@ -153,7 +153,7 @@ def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
                      f"{time_span(3600 * hours)}, {times:.1f} times, {100 * hours / whole:.0f} % of the audio"
                      if whole else ""))
     said = [f"{run.replayed} Its share of every step (replay) is {run.key('replay')}."] if run.replayed else []
-    return [*said, _table(("part", "corpus", "language", *SPLITS, "heard in training"), rows)]
+    return [*said, _table(("part", "corpus", "language", *SPLITS, "audio in training"), rows)]
 
 
 def _source(prepared: Mapping[str, Any]) -> str:
@@ -189,7 +189,7 @@ def _training(run: RunData) -> list[tuple[str, ...]]:
         done, wanted = run.epochs[-1].get("epoch", len(run.epochs)), run.key("number_of_epochs")
         unfinished = f" of {wanted}: the run has not finished" if wanted.isdecimal() and done < int(wanted) else ""
         rows += [("epochs", f"{done}{unfinished}"), ("steps", f"{run.epochs[-1].get('step', 0):,}"),
-                 ("time of these steps", time_span(seconds))]
+                 ("training time", time_span(seconds))]
     versions = start.get("environment") or {}
     return rows + [(name, str(versions[name])) for name in ("sbkit", "torch", "speechbrain") if name in versions]
 

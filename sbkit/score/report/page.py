@@ -33,7 +33,7 @@ _COMMON = Path(__file__).with_name("common.css")
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _TITLES = {"first": "Next", "against": "Compared", "curves": "Training", "results": "Results",
            "listen": "Listen", "live": "Live", "where": "Where", "words": "Words", "worst": "Worst", "labels": "Labels",
-           "data": "Data", "making": "Making"}
+           "data": "Data", "making": "Reproduce"}
 
 
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
@@ -194,9 +194,9 @@ def _column(found: RunComparison) -> tuple[str, ...]:
 
 
 COLUMNS = ("chunk", "WER", "95 % interval", "latency", f"{LATE} % within", "words changed")
-MEANING = ("Latency is the time from the end of a word to the end of the chunk after which it stood in the text for "
-           "good, for words that are right; the time that a machine computes comes on top. A word's end is that of the "
-           "model's alignment of what was said. Words changed: of 100, those that were shown and replaced later.")
+MEANING = ("Latency: from the end of a correct word to the end of the chunk after which it no longer changed, without "
+           "computing time. Word ends come from the model's alignment of the reference. Words changed: how many of 100 "
+           "words were shown and replaced later.")
 
 
 def live(run: RunData) -> Markup | None:

@@ -36,7 +36,7 @@ _OF_EPOCHS = {"loss": "train_loss"}
 REASONS = {
     "malformed row": "the row cannot be read", "repeated id": "an earlier row has the same id",
     "also in dev or test": "the recording is in dev or test as well", "missing clip": "the recording is missing",
-    "no text": "no text", "excluded": "on the list of exclude", "undecodable": "the recording cannot be decoded",
+    "no text": "no text", "excluded": "on the exclude list", "undecodable": "the recording cannot be decoded",
     "too short": "shorter than {min_duration} s", "too long": "longer than {max_duration} s",
     "alphabet": "characters outside the alphabet", "few words": "fewer than {short_text} words",
 }
@@ -74,7 +74,7 @@ def tiles(run: RunData) -> Markup:
                             "{:.2f} to {:.2f}".format(*interval(results.characters)))]
         summary = run.results.words.summary()
         cells += [
-            _tile("Sentences right", percent(1 - summary["SER"] / 100, 1),
+            _tile("Sentences correct", percent(1 - summary["SER"] / 100, 1),
                   f"{summary['num_scored_sents'] - summary['num_erroneous_sents']} of {len(run.results)}"),
             _tile("Test set", time_span(run.results.hours * 3600),
                   f"{counted(len(run.results), 'utterance')}, {summary['num_scored_tokens']} words"),
@@ -122,7 +122,7 @@ def standing_out(found: Sequence[RunFinding]) -> Markup | None:
 
     items = [tag("li", tag("a", tag("b", finding.headline), " ", tag("span", finding.detail + points(finding)),
                            href=f"#{finding.place}")) for finding in found]
-    return section("first", "What the next hour is best spent on", tag("ol", items, class_="findings"))
+    return section("first", "What to do next", tag("ol", items, class_="findings"))
 
 
 # ---------------------------------------------------------------- training
@@ -175,7 +175,7 @@ def _heard(run: RunData) -> Markup | None:
     """How much of each part of a mixture training heard, and how often it went through it."""
     rows = [tag("tr", tag("th", part, scope="row"), tag("td", time_span(3600 * hours)), tag("td", f"{times:.1f}"))
             for part, (hours, times) in run.heard.items()]
-    head = [tag("th", name) for name in ("part of the mixture", "heard", "times gone through")]
+    head = [tag("th", name) for name in ("part of the mixture", "audio in training", "passes")]
     return text(table(head, rows), run.replayed and tag("p", run.replayed, class_="note")) if rows else None
 
 
@@ -291,9 +291,9 @@ def confused(results: ScoredRun) -> Markup | None:
         return None
     counts = results.words.counts
     kinds = [
-        ("Mistaken", [pair for pair in pairs if pair.reference and pair.hypothesis], counts.substitutions.sum()),
-        ("Missed", [pair for pair in pairs if not pair.hypothesis], counts.deletions.sum()),
-        ("Made up", [pair for pair in pairs if not pair.reference], counts.insertions.sum()),
+        ("Substitutions", [pair for pair in pairs if pair.reference and pair.hypothesis], counts.substitutions.sum()),
+        ("Deletions", [pair for pair in pairs if not pair.hypothesis], counts.deletions.sum()),
+        ("Insertions", [pair for pair in pairs if not pair.reference], counts.insertions.sum()),
     ]
     total, most = int(counts.edits.sum()), pairs[0].count
     lists = [_words(f"{name}: {count} ({percent(count / total)})", some, most) for name, some, count in kinds if some]
@@ -315,9 +315,9 @@ def worst(results: ScoredRun, clips: AudioEmbedder, count: int, suspects: Sequen
     chosen = most_wrong(results, count, [suspect.index for suspect in suspects])
     if not chosen:
         return None
-    lead = "The most errors beyond what their length makes likely."
+    lead = "Those with the most errors beyond what is expected for their length."
     if suspects:
-        lead += " Those whose transcript is suspected are listed below instead."
+        lead += " Those with a suspected label error are listed below instead."
     shown = tag("div", [card(results, clips, i) for i in chosen], class_="cards")
     return section("worst", "Worst utterances", KEY, shown, lead=lead)
 
@@ -343,8 +343,8 @@ def recording(one: Utterance, clips: AudioEmbedder, remark: str) -> Markup:
 
 #: Legend of the colours of an alignment.
 KEY = tag(
-    "p", "Above what was said, below what was heard: ", tag("span", "another word", class_="k sub"), " ",
-    tag("span", "missed", class_="k del"), " ", tag("span", "made up", class_="k ins"), class_="key")
+    "p", "Above the reference, below the hypothesis: ", tag("span", "substitution", class_="k sub"), " ",
+    tag("span", "deletion", class_="k del"), " ", tag("span", "insertion", class_="k ins"), class_="key")
 
 
 def labels(results: ScoredRun, clips: AudioEmbedder, suspects: Sequence[SuspectLabel], count: int) -> Markup:
@@ -358,7 +358,7 @@ def labels(results: ScoredRun, clips: AudioEmbedder, suspects: Sequence[SuspectL
 
 def _why(suspect: SuspectLabel) -> str:
     if not suspect.usual and suspect.error == 1:
-        return "Nothing was heard."
+        return "The hypothesis is empty."
     return (f"{percent(suspect.error)} of the characters differ; {percent(suspect.usual)} is usual at this confidence.")
 
 
@@ -414,12 +414,12 @@ def making(run: RunData) -> Markup:
     parts += [tag("p", f"Steps after {start['after_step']:,} ran with changed values: {'; '.join(start['changed'])}.")
               for start in run.starts if start.get("changed")]
     if len(run.starts) > 1:
-        parts.append(tag("p", f"The run was started {len(run.starts)} times; this is the last.", class_="note"))
+        parts.append(tag("p", f"The run was started {len(run.starts)} times; this is the last start.", class_="note"))
     if not run.starts:
         parts.append(tag("p", "The command and the versions were not recorded.", class_="note"))
     if run.recipe:
         parts.append(tag("details", tag("summary", tag("b", "The recipe")), tag("pre", run.recipe)))
-    return section("making", "How it was made", *parts, lead=str(run.folder.resolve()))
+    return section("making", "How to reproduce this run", *parts, lead=str(run.folder.resolve()))
 
 
 def _plain(value: object) -> object:

@@ -18,9 +18,8 @@ _TEMPLATE = Path(__file__).with_name("suspects.html")
 _SHOWN = 1000
 _KEYS = "j: next · k: previous · space: play · x: drop · o: keep · f: fix, enter · s: save"
 #: Legend of the colours of an alignment.
-_LEGEND = tag("p", "Above the label, below what was heard: ", tag("span", "another word", class_="k sub"), " ",
-              tag("span", "not heard", class_="k del"), " ", tag("span", "not in the label", class_="k ins"),
-              class_="key")
+_LEGEND = tag("p", "Above the label, below the hypothesis: ", tag("span", "substitution", class_="k sub"), " ",
+              tag("span", "deletion", class_="k del"), " ", tag("span", "insertion", class_="k ins"), class_="key")
 
 
 def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: float = 64.0) -> None:
@@ -31,18 +30,18 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     sides = [[row.label.split() for row in shown], [row.hypothesis.split() for row in shown]]
     cards = []
     for row, *words, way in zip(shown, *sides, align(*sides), strict=True):
-        facts = f"{row.reason} · score {row.score:.1f} · right labels expected down to here: {row.expected_right:.0%}"
+        facts = f"{row.reason} · score {row.score:.1f} · correct labels expected up to here: {row.expected_right:.0%}"
         choices = [tag("button", decision, type="button", data_decision=decision) for decision in DECISIONS]
         fix = tag("input", value=row.hypothesis, hidden=True, aria_label="the right text")
         cards.append(tag(
             "article", diff(words[0], words[1], way), clips.player(train.row(place[row.ID])),
             tag("p", facts, class_="facts"), tag("p", choices, fix, class_="choices"), tag("span", row.ID, class_="id"),
             class_="utterance", tabindex=-1))
-    more = f" Shown are the first {_SHOWN:,}; the list has all." if len(suspects) > _SHOWN else ""
+    more = f" The page shows the first {_SHOWN:,}; the list has all." if len(suspects) > _SHOWN else ""
     corpus = suspects[0].corpus if suspects else ""
     head = tag("header", tag("p", corpus, class_="over"), tag("h1", f"{len(suspects):,} labels to listen to"),
-               tag("p", "Your decisions stay in this browser until you save the list; then name that under corpus: "
-                   f"exclude.{more}", class_="lead"), _LEGEND,
+               tag("p", "Your decisions stay in this browser until you save the list. Then set corpus.exclude to "
+                   f"that file.{more}", class_="lead"), _LEGEND,
                tag("nav", tag("span", _KEYS), tag("button", "Save suspects.csv", type="button", id="save"),
                    tag("output", "")))
     rows = json.dumps([row._asdict() for row in suspects], ensure_ascii=False)

@@ -52,7 +52,7 @@ def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypat
 
     (source / "README.md").unlink()
     card = model_card.of_run(read(run))
-    assert "their-model, whose licence is not known here" in card and "license" not in front(card)
+    assert "their-model, licence unknown" in card and "license" not in front(card)
 
     recipe.write_text(recipe.read_text().replace(str(source), "openai/whisper-base"))
     cached = tmp_path / "cached.md"
@@ -89,15 +89,15 @@ def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_sa
                                    "valid_CER": 2.0, "valid_CER new": 2.0}) + "\n")
     write_report(run)
     card, page = (run / "README.md").read_text(), (run / "report.html").read_text()
-    assert "WER 90.00 on the old test, beyond the interval of what it was before: 5.00 (4.00 to 6.00)." in card
+    assert "WER 90.00 on the old test, beyond the interval that it had before this run: 5.00 (4.00 to 6.00)." in card
     for part in ("old", "new"):
         value = ScoredRun([one for one in heard if one.meta["corpus"] == part]).words.rate
         assert f"| WER {part} | {value:.2f} % |" in card and f"Word error rate of {part}" in page
     assert "| WER | " not in card and "Corpus “old”" not in page, "it is said that it forgot"
     assert "| new | Common Voice | de | 90 (1.5 h) |  |  | 3 h, 2.0 times, 75 % of the audio |" in card
     assert "| old | Common Voice | en | 90 (1.5 h) |  |  | 60 min, 0.6 times, 25 % of the audio |" in card
-    assert "part old is what the model that it began with had learnt" in card and "(replay) is 0.25." in card
-    assert "part old is what the model that it began with had learnt" in page
+    assert "Part old is data that its initial model was trained on" in card and "(replay) is 0.25." in card
+    assert "Part old is data that its initial model was trained on" in page
     titles = re.findall(r"<figcaption>([^<]*)", page)
     assert [title for title in titles if title.endswith("on dev")] == ["WER on dev", "CER on dev"]
     drawn = [json.loads(html.unescape(each)) for each in re.findall(r'data-chart="([^"]*)"', page)]
@@ -143,7 +143,7 @@ def test_the_card_of_a_source_costs_no_report(run, tmp_path, data):
     recipe = run / "hyperparams.yaml"
     recipe.write_text(f"{recipe.read_text()}\ninit_from: {tmp_path / 'theirs'}\n")
     write_report(run)
-    assert "whose licence is not known here" in (run / "README.md").read_text()
+    assert "licence unknown" in (run / "README.md").read_text()
 
 
 def test_the_licence_of_one_of_two_sources_is_not_that_of_the_model(run, tmp_path):
