@@ -1,1 +1,1 @@
-"""``sbkit doctor``: what this machine offers and what is in the way, one line each with what to do."""
+"""``sbkit doctor``: what this machine offers, and what keeps sbkit from running well, each with what to do."""

@@ -70,8 +70,8 @@ def cards() -> Iterator[MachineFinding]:
         found = (f"{card['name']}, {card['free'] / 2**30:.1f} of {card['total'] / 2**30:.1f} GiB free, "
                  f"compute capability {major}.{minor}")
         if not runs_on(facts["architectures"], major, minor):
-            yield MachineFinding(f"cuda:{index}", f"{found}; this torch has no code for it", IN_THE_WAY,
-                                 f"install one that has: this was built for {', '.join(facts['architectures'])}")
+            yield MachineFinding(f"cuda:{index}", f"{found}; this torch is not built for it", IN_THE_WAY,
+                                 f"install one built for it: this is built for {', '.join(facts['architectures'])}")
         else:
             yield note_if(card["free"] < 0.9 * card["total"], f"cuda:{index}", found,
                           "another process uses its memory: nvidia-smi lists it")

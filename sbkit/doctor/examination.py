@@ -27,7 +27,7 @@ from sbkit.system.environment import check_torch_pair, onnxruntimes, version_of
 from sbkit.train.memory import host
 
 _PAIR = ("torch", "torchaudio")
-#: Python's versions whose forked processes wait for a lock that a thread of torch may hold (CPython's issue 112275).
+#: Python's versions whose forked processes may wait forever for a lock of a torch thread (CPython's issue 112275).
 _HANGS = ("~=3.10.0, <3.10.15", "~=3.11.0, <3.11.10")
 
 
@@ -38,8 +38,8 @@ def python() -> Iterator[MachineFinding]:
     found = f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
     wanted = metadata.metadata("sbkit")["Requires-Python"] if version_of("sbkit") else ""
     if any(SpecifierSet(each).contains(platform.python_version()) for each in _HANGS):
-        yield MachineFinding("Python", found, NOTE, "a process that it forks to read data may hang at its start, which "
-                             "3.10.15, 3.11.10 and 3.12 have mended: make PYTHON=python3.12 install")
+        yield MachineFinding("Python", found, NOTE, "a forked data worker may hang at its start; 3.10.15, 3.11.10 and "
+                             "3.12 have a fix: make PYTHON=python3.12 install")
     elif SpecifierSet(wanted).contains(platform.python_version(), prereleases=True):
         yield MachineFinding("Python", found)
     else:
@@ -53,8 +53,8 @@ def needed() -> Iterator[MachineFinding]:
     try:
         lines = metadata.requires("sbkit") or []
     except metadata.PackageNotFoundError:
-        yield MachineFinding("packages", "sbkit is imported from its folder and not installed, so what it needs is not "
-                             "known here", NOTE, "pip install -e . in its folder, or make install")
+        yield MachineFinding("packages", "sbkit is imported from its folder and not installed, so its requirements are "
+                             "unknown", NOTE, "pip install -e . in its folder, or make install")
         return
     wanted = [Requirement(line) for line in lines if "extra ==" not in line]
     fits = []
@@ -65,7 +65,7 @@ def needed() -> Iterator[MachineFinding]:
         else:
             yield MachineFinding(each.name, version or "not installed", IN_THE_WAY, f"pip install '{each}'")
     yield MachineFinding("packages",
-                         f"sbkit {version_of('sbkit')}; {len(fits)} of the {len(wanted)} that it needs fit: "
+                         f"sbkit {version_of('sbkit')}; {len(fits)} of its {len(wanted)} requirements are met: "
                               + ", ".join(name for name in fits if name.split()[0] not in _PAIR))
 
 
@@ -126,7 +126,7 @@ def compilers() -> Iterator[MachineFinding]:
     compiler = next(filter(None, map(shutil.which, wanted)), None)
     why_not = probe.inspect_library("torch").get("kernels", {})
     why_not = why_not.get("error") or why_not.get("why_not")
-    fix = "apt install gcc" if compiler is None else "training on a CPU works without, but slower"
+    fix = "apt install gcc" if compiler is None else "training on a CPU works without it, but slower"
     yield note_if(compiler is None, "C compiler", compiler or "none (gcc, cc or clang)", fix)
     yield note_if(why_not, "CPU kernels", f"not used: {why_not}" if why_not else "compiled and loaded", fix)
     triton, header = version_of("triton"), Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -201,7 +201,7 @@ def language() -> Iterator[MachineFinding]:
 
 
 def predictions() -> Iterator[MachineFinding]:
-    """Report how right ``sbkit check --price`` has been about this machine's finished runs."""
+    """Report how accurate ``sbkit check --price`` has been about this machine's finished runs."""
     found, right = price.summary(finished_runs.read())
     yield note_if(not right, "predictions", found,
                   f"they should be within {price.ALLOWED_ERROR:.0%}: until more runs have finished, expect the upper "

@@ -29,7 +29,7 @@ class MachineFinding:
 
 
 def note_if(wrong: object, what: str, found: str, fix: str) -> MachineFinding:
-    """A finding that is a note, and says what to do, where something is wrong."""
+    """A finding that is a note with what to do if something is wrong, and otherwise ok."""
     return MachineFinding(what, found, NOTE, fix) if wrong else MachineFinding(what, found)
 
 

@@ -117,7 +117,7 @@ def test_a_package_that_is_missing_or_too_old_is_named_with_the_range(installed,
     numpy, soxr, rest = run_check("packages", examination.needed)
     assert numpy == MachineFinding("numpy", "1.20", IN_THE_WAY, "pip install 'numpy>=1.26'")
     assert soxr == MachineFinding("soxr", "not installed", IN_THE_WAY, "pip install 'soxr>=0.5'")
-    assert rest.found.endswith("1 of the 3 that it needs fit: tqdm 4.70")
+    assert rest.found.endswith("1 of its 3 requirements are met: tqdm 4.70")
 
 
 def test_a_checkout_that_is_not_installed_says_so_in_words(installed, monkeypatch):
@@ -129,7 +129,7 @@ def test_a_checkout_that_is_not_installed_says_so_in_words(installed, monkeypatc
         monkeypatch.setattr(examination.metadata, asked, missing)
     found = only(examination.needed)
     assert (found.verdict, found.fix) == (NOTE, "pip install -e . in its folder, or make install")
-    assert "not installed, so what it needs is not known" in found.found
+    assert "not installed, so its requirements are unknown" in found.found
     monkeypatch.setattr(platform, "python_version", lambda: "3.12.1")
     assert only(examination.python).verdict == OK
 
@@ -184,7 +184,7 @@ def test_cards_that_are_taken_or_too_new_or_far_from_each_other(says):
     sound, busy, unknown, apart = run_check("cards", cards.cards)
     assert sound == MachineFinding("cuda:0", "NVIDIA H100, 79.0 of 80.0 GiB free, compute capability 9.0")
     assert busy.verdict == NOTE and "another process" in busy.fix
-    assert unknown.verdict == IN_THE_WAY and "no code for it" in unknown.found
+    assert unknown.verdict == IN_THE_WAY and "not built for it" in unknown.found
     assert apart.verdict == NOTE and "0 and 2" in apart.found
 
 
