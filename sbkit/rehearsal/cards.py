@@ -76,11 +76,11 @@ def parse_cards(text: str) -> tuple[int, Card]:
     match = re.fullmatch(r"(?:([0-9]+)\s*[xX×*]\s*)?(.+)", text.strip())
     card = match and known.get(_plain(match[2]))
     if match is None or card is None:
-        raise SbkitError(f"'{text}' names no known card",
+        raise SbkitError(f"'{text}' is not a known GPU",
                          hint=f"write for example 8xH100; known are {', '.join(CARDS)}")
     count = int(match[1] or 1)
-    if not 1 <= count <= MOST:
-        raise SbkitError(f"'{text}' asks for {count} cards", hint=f"1 to {MOST} of one machine can be rehearsed")
+    if not 1 <= count <= MAX_CARDS:
+        raise SbkitError(f"'{text}' asks for {count} GPUs", hint=f"1 to {MAX_CARDS} of one machine can be simulated")
     return count, card
 
 
@@ -98,8 +98,8 @@ def runs_on(kernels: Iterable[str], capability: tuple[int, int]) -> bool:
     return any(least <= capability and (kind == "compute" or least[0] == capability[0]) for kind, least in built)
 
 
-#: The most cards of one machine.
-MOST = 64
+#: The most GPUs of one machine.
+MAX_CARDS = 64
 
 
 def _plain(name: str) -> str:

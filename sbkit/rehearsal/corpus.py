@@ -104,8 +104,8 @@ def refuse_words(recipe: Recipe, text: str) -> None:
             encoder.encode(text)
     except Exception as error:  # each task has its own
         raise SbkitError(f"there is no corpus {keys.corpus.source or ''} on this machine, and {task.__name__} has no "
-                         f"tokens for the random words that stand in for one: {first_line(error)}",
-                         hint="rehearse it with a corpus; a few recordings are enough") from error
+                         f"tokens for the random words that replace it: {first_line(error)}",
+                         hint="run the check with a corpus; a few recordings are enough") from error
 
 
 def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:

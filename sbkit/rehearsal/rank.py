@@ -73,7 +73,7 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
     for function in dict.fromkeys(nullcard.lacks()):
         diary.write("lacks", function)
     for refused in dict.fromkeys(nullcard.errors()):
-        diary.find("invalid-launch", ("", 0), f"a real card refuses {refused}", "look at the sizes of this operation")
+        diary.find("invalid-launch", ("", 0), f"a real GPU would refuse {refused}", "check the sizes of this operation")
     dump_collectives(diary)
     diary.write("end", code)
     os._exit(code)
@@ -95,7 +95,7 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
     diary.enter("start")
     capability, kernels = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
     if not runs_on(kernels, capability):
-        diary.find("no-kernels", ("", 0), f"torch {torch.__version__} has no kernels for this card, whose compute "
+        diary.find("no-kernels", ("", 0), f"torch {torch.__version__} has no kernels for this GPU, whose compute "
                    f"capability is {'.'.join(map(str, capability))}: it was built for {', '.join(kernels)}",
                    "install another build of torch", ends=True)
         return 1
@@ -153,12 +153,12 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         except NotImplementedError as error:
             if not str(error).startswith("Could not run "):  # as torch says of an operation without a kernel for them
                 raise
-            diary.write("skip", f"stand-ins lack an operation: {first_line(error)}")
+            diary.write("skip", f"an operation doesn't support stand-ins: {first_line(error)}")
         diary.enter("a step of the planned batch")
         batch = made.batch(count, seconds)
         for _ in range(2):  # the first makes the optimizer's states
             if not brain.try_batch(batch):
-                raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the card",
+                raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the GPU",
                                  hint="lower max_batch_seconds")
         steps = [_timed(brain, batch) for _ in range(TRIES)]
         host, counted = min(steps, key=lambda step: step[0])
@@ -173,25 +173,25 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
         diary.enter("the largest batch of the estimate")
-        if not (most := estimate.get("largest_here")):
+        if not (estimated := estimate.get("largest_here")):
             diary.write("skip", "the check has no estimate")
             return 0
         del batch
         host = HOST_BYTES / torch.float32.itemsize / brain.keys.sample_rate
-        capped = f", all that this machine's memory allows of {most:.0f} s" if most > host else ""
-        count = max(1, int(min(most, host) / seconds))
+        capped = f" (estimated: {estimated:.0f} s; limited by this machine's memory)" if estimated > host else ""
+        count = max(1, int(min(estimated, host) / seconds))
         torch.cuda.reset_peak_memory_stats()
         try:
             fits = brain.try_batch(brain.stand_in(count, seconds).to(device))
         except RuntimeError as error:
             if "32-bit index math" not in str(error):
                 raise
-            diary.write("skip", f"{count} utterances of {seconds:g} s are more than a convolution takes without cuDNN")
+            diary.write("skip", f"{count} utterances of {seconds:g} s are too many for a convolution without cuDNN")
             return 0
         if not fits:
-            diary.find("estimate", (str(request.path), 0), f"the check says that {most:.0f} s fit into this card, and "
-                       f"{count} utterances of {seconds:g} s don't", "sbkit tune finds what fits; tell us about this "
-                       "recipe, since its cost is counted wrong")
+            diary.find("estimate", (str(request.path), 0), f"the check estimates that {estimated:.0f} s fit into this "
+                       f"GPU, but {count} utterances of {seconds:g} s don't", "sbkit tune finds what fits; please "
+                       "report this recipe, because its estimate is wrong")
         diary.write("figures", {"largest_batch": f"{count} x {seconds:g} s{capped}",
                                 "largest_peak_bytes": torch.cuda.max_memory_allocated()})
     return 0
@@ -243,7 +243,7 @@ def resume(job: Mapping[str, Any], diary: Diary) -> int:
     """Start the killed run again, train to its end and test."""
     def resumed(epoch: int, step: int) -> None:
         if epoch != 2:
-            diary.find("resume", ("", 0), f"the killed run begins again with epoch {epoch} instead of 2",
+            diary.find("resume", ("", 0), f"the killed run resumes in epoch {epoch} instead of 2",
                        "add the epoch_counter to the checkpointer's recoverables")
 
     _run(job, diary, on_step=resumed)
@@ -321,7 +321,7 @@ def export(job: Mapping[str, Any], diary: Diary) -> int:
         except SbkitError as error:
             if "Runtime assertion failed" not in str(error):
                 raise
-            diary.write("skip", "the program asserts something of a value that it computes")
+            diary.write("skip", "the program asserts something about a computed value")
     else:
         diary.enter("model.pt2 on the card")
         diary.write("skip", "the bundle has none")

@@ -203,11 +203,11 @@ class Launch:
     def _crash(self, rank: int, code: int) -> Line:
         """The finding that a process ended without a word, with the last ones of its log."""
         lines = self._lines(rank)
-        how = ended_by(-code) if code < 0 else f"code {code}"
+        how = ended_by(-code) if code < 0 else f"exit code {code}"
         stage = next((line["stage"] for line in reversed(lines) if "stage" in line), "start")
         log = self._file(rank, "log")
         last = log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:] if log.exists() else []
-        found = self._finding("crash", self._place(rank) or ("", 0), f"rank {rank} ended by {how} in the stage {stage}",
+        found = self._finding("crash", self._place(rank) or ("", 0), f"rank {rank} ended with {how} in stage '{stage}'",
                               f"the last lines of its log: {' | '.join(last)}", stage)
         return found | {"rank": rank, "at": lines[-1]["at"] if lines else self.started}
 
@@ -241,11 +241,11 @@ class Launch:
     def _where_it_stood(self, found: Sequence[Line]) -> list[Line]:
         """The finding that nothing got further, with the line at which each rank stands."""
         places = [self._place(rank) for rank in range(self.world)]
-        said = [f"rank {rank} " + (f"stands at {place[0]}:{place[1]}" if place else "has ended")
-                for rank, place in enumerate(places)]
+        where = [f"rank {rank} " + (f"is at {place[0]}:{place[1]}" if place else "has ended")
+                 for rank, place in enumerate(places)]
         stage = next((line["stage"] for line in reversed(found) if "stage" in line), self.name)
-        return [self._finding("hang", next(filter(None, places), ("", 0)), f"nothing gets further: {', '.join(said)}",
-                              "does each rank come here, and do all call the same collectives?", stage)]
+        return [self._finding("hang", next(filter(None, places), ("", 0)), f"the run hangs: {', '.join(where)}",
+                              "does each rank reach this line, and do all call the same collectives?", stage)]
 
     def _finding(self, code: str, place: Sequence[Any], message: str, suggestion: str, stage: str = "steps") -> Line:
         return {"launch": self.name, "rank": 0, "finding": {

@@ -188,7 +188,7 @@ class Watch:
         self.diary.write("figures", {"waits": [[*place, count / counted] for place, count in waits]})
         for place, count in waits:
             if count >= counted:
-                self.diary.find("wait", place, f"the host waits for the card {count / counted:.3g} times a step: "
+                self.diary.find("wait", place, f"the host waits for the GPU {count / counted:.3g} times a step: "
                                 f"{linecache.getline(*place).strip() or 'in torch, in a backward'}",
                                 "keep the value on the device, or read it a step later")
         self._find_growth(events)
@@ -208,9 +208,9 @@ class Watch:
             steps = {sum(event["time_us"] >= start for start in self._starts) for event in held}
             if len(steps) >= self._counted:  # of each step
                 size = sum(event["size"] for event in held) / len(steps)
-                self.diary.find("growth", place, f"memory grows by {size / 2**20:.3g} MiB a step: what is made here is "
-                                f"never freed: {linecache.getline(*place).strip()}",
-                                "don't keep tensors of a step; .detach() what must stay, and keep one")
+                self.diary.find("growth", place, f"memory grows by {size / 2**20:.3g} MiB a step, because tensors "
+                                f"created here are never freed: {linecache.getline(*place).strip()}",
+                                "don't keep the tensors of each step; .detach() a value that must outlive its step")
 
 
 def call_around(owner: object, name: str, before: Callable[..., object] = lambda *args, **kwargs: None,

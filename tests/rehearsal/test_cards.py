@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from sbkit.errors import SbkitError
 from sbkit.recipe.speed import peak_of_card
-from sbkit.rehearsal.cards import CARDS, MOST, parse_cards, runs_on
+from sbkit.rehearsal.cards import CARDS, MAX_CARDS, parse_cards, runs_on
 
 NAMES = st.sampled_from(sorted(CARDS))
 
 
-@given(NAMES, st.integers(1, MOST), st.sampled_from(["x", "X", " x ", "*"]), st.booleans())
+@given(NAMES, st.integers(1, MAX_CARDS), st.sampled_from(["x", "X", " x ", "*"]), st.booleans())
 def test_a_number_of_cards_and_their_name_are_read_in_any_writing(name, count, times, lower):
     written = name.lower() if lower else name.replace(" ", "-")
     assert parse_cards(f"{count}{times}{written}") == (count, CARDS[name])
@@ -20,7 +20,7 @@ def test_a_number_of_cards_and_their_name_are_read_in_any_writing(name, count, t
 
 @pytest.mark.parametrize("texts, said", [
     (["", "8", "8x", "x", "H1000", "8xxH100", "-1xH100", "1.5xH100", "H100,H200"],
-     r"names no known card.*8xH100.*RTX 4090"), (["0xH100", f"{MOST + 1}xL4"], f"1 to {MOST}")])
+     r"is not a known GPU.*8xH100.*RTX 4090"), (["0xH100", f"{MAX_CARDS + 1}xL4"], f"1 to {MAX_CARDS}")])
 def test_what_is_no_card_or_no_number_of_them_is_refused_with_what_is_known(texts, said):
     for text in texts:
         with pytest.raises(SbkitError, match=said):

@@ -75,7 +75,7 @@ def test_a_process_that_ends_without_a_word_is_an_error_with_the_last_words_of_i
     lines, well = launched(live, tmp_path, monkeypatch, "resume")
     [error] = errors_of(lines)
     assert not well and error.code == "crash"
-    assert error.message == "rank 1 ended by SIGABRT in the stage validation"
+    assert error.message == "rank 1 ended with SIGABRT in stage 'validation'"
     assert error.suggestion.endswith("two | three | [ma] out of order")
 
 
@@ -176,11 +176,11 @@ def test_what_the_null_card_has_not_is_no_error_and_is_told_beside_what_needs_a_
     lines = [{"stage": "steps"}, {"skip": "the null card has no cudnnRNN"}, {"lacks": "cudnnRNN"}]
     lines = [{"launch": "train", "rank": 0, "at": 1.0} | line for line in lines]
     report = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0)
-    assert not report.errors and report.notes[0].startswith("what cudnnRNN does")
+    assert not report.errors and report.notes[0].startswith("cudnnRNN, which the null card does not have")
     [warning] = report.warnings
     assert all(stage in warning.message for stage in ("steps", "validation", "export", "cudnnRNN"))
     assert "1 warning" in report.verdict()
-    assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("left out: the null card has no")
+    assert report.sections["rehearsal"].values["stages"]["steps"]["result"].startswith("skipped: the null card has no")
 
 
 @pytest.mark.parametrize(("said", "left_out"), [
@@ -230,11 +230,11 @@ def test_an_estimate_that_is_too_high_is_told_beside_what_needs_a_card():
 
 
 @pytest.mark.parametrize(("card_ms", "said", "advised"), [
-    (16.0, "not bound by launches", 0), (14.0, ": bound by launches", 1), (0.01, "too little to fill one", 0)])
+    (16.0, ": not launch-bound", 0), (14.0, ": launch-bound", 1), (0.01, "too little to keep the GPU busy", 0)])
 def test_a_larger_batch_is_advised_only_where_the_host_is_late_for_work_that_fills_a_card(card_ms, said, advised):
     line = {"launch": "measure", "rank": 0, "figures": FIGURES | {"card_ms": card_ms}}
     report = assemble("recipe.yaml", [line], 1, CARDS["H100"], 0.0)
     rows = dict(report.sections["figures"].rows)
-    assert said in rows["the card needs"] and len(report.sections["figures"].remarks) == advised
-    assert rows["memory at once"].startswith("3.0 MiB of 79.18 GiB")
-    assert report.sections["memory"].remarks[0].startswith("2.00 GiB more")
+    assert said in rows["GPU time per step"] and len(report.sections["figures"].remarks) == advised
+    assert rows["peak memory"].startswith("3.0 MiB of 79.18 GiB")
+    assert report.sections["memory"].remarks[0].startswith("plus 2.00 GiB")

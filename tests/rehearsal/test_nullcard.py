@@ -199,7 +199,7 @@ os._exit(0)
 """, "H100", 2, ranks=2, patience=8)
     assert len(found) == 1 and "timeout" in found[0][0]
     assert found[0][1] == ["rank 0 of 2 waits in its call 2 of NCCL, all_reduce of 7 float32, for rank 1 (1 calls, "
-                           "the latest all_reduce of 3 float32), which did not come in 8 seconds"]
+                           "the latest all_reduce of 3 float32), which did not join in 8 seconds"]
 
 
 def test_what_only_a_real_card_has_is_no_error_of_the_program(run):

@@ -184,7 +184,7 @@ def test_waits_growth_and_an_operation_that_cannot_be_exported_are_named(home):
     assert places(report) >= {("wait", "waits"), ("growth", "grows"), ("error", "depends on a value")}
     assert any(error["code"] == "wait" and not error["line"] and "backward" in error["message"]
                for error in report["errors"])
-    assert stages(report)["steps"] == stages(report)["export"] == "wrong"
+    assert stages(report)["steps"] == stages(report)["export"] == "failed"
     assert stages(report)["test"] == stages(report)["kill and resume"] == "ok"
 
 
@@ -198,17 +198,17 @@ def test_a_collective_on_one_rank_alone_is_named(home):
 def test_a_tensor_left_on_the_cpu_by_one_rank_is_named_with_its_stage_and_nothing_else(home):
     report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Left", code=1)
     assert places(report) == {("device-mismatch", "left")} and len(report["errors"]) == 1
-    assert stages(report)["test"] == "wrong" and stages(report)["export"] == "not reached"
+    assert stages(report)["test"] == "failed" and stages(report)["export"] == "not reached"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task, lines, wrong, said", [
+@pytest.mark.parametrize("task, lines, failed, said", [
     ("Early", {"starts"}, {"start", "count of FLOPs"}, "leaves tensors without values in Kept.scores"),
     ("Late", {"resumes", "parts"}, {"kill and resume", "a batch that doesn't fit"}, "")])
-def test_faults_in_other_stages_are_named_with_them(home, task, lines, wrong, said):
+def test_faults_in_other_stages_are_named_with_them(home, task, lines, failed, said):
     report = rehearse(home, "spotter.yaml", "--brain", f"!name:faults.{task}", code=1, cards="H100")
     assert places(report) == {("device-mismatch", line) for line in lines}
-    assert {name for name, result in stages(report).items() if result == "wrong"} == wrong
+    assert {name for name, result in stages(report).items() if result == "failed"} == failed
     assert any(said in error["message"] for error in report["errors"])
 
 
@@ -226,9 +226,9 @@ def test_a_task_that_knows_its_words_is_refused_without_a_corpus(home):
     report = rehearse(home, "spotter.yaml", "--data_folder", "nowhere", code=1, cards="H100")
     [error] = report["errors"]
     assert error["message"].startswith("there is no corpus nowhere on this machine, and Spotter has no tokens for the "
-                                       "random words that stand in for one: '")
-    assert error["file"].endswith("spotter.py") and "rehearse it with a corpus" in error["suggestion"]
-    assert stages(report)["corpus"] == "wrong" and stages(report)["check"] == "ok"
+                                       "random words that replace it: '")
+    assert error["file"].endswith("spotter.py") and "run the check with a corpus" in error["suggestion"]
+    assert stages(report)["corpus"] == "failed" and stages(report)["check"] == "ok"
 
 
 @pytest.mark.slow
@@ -236,15 +236,15 @@ def test_a_process_that_crashes_is_named_with_its_stage_and_line(home):
     report = rehearse(home, "spotter.yaml", "--brain", "!name:faults.Crashing", code=1, cards="H100")
     assert places(report) == {("crash", "crashes")}
     [error] = report["errors"]
-    assert error["message"] == "rank 0 ended by SIGABRT in the stage validation"
-    assert stages(report)["validation"] == "wrong" and stages(report)["test"] == "not reached"
+    assert error["message"] == "rank 0 ended with SIGABRT in stage 'validation'"
+    assert stages(report)["validation"] == "failed" and stages(report)["test"] == "not reached"
 
 
 @pytest.mark.slow
 def test_a_run_whose_weights_are_divided_ends_well_and_is_not_asked_to_repeat_a_step(home):
     report = rehearse(home, "spotter.yaml", "--fsdp", "true", "--brain", "!name:faults.Ending", code=0)
     found = stages(report)
-    assert found.pop("a batch that doesn't fit") == "left out: no rank can repeat a step alone"
+    assert found.pop("a batch that doesn't fit") == "skipped: no rank can repeat a step alone"
     assert set(found.values()) == {"ok"}
 
 

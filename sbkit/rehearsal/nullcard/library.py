@@ -34,11 +34,11 @@ def build() -> Path:
     It is to be loaded before all others (``LD_PRELOAD``), and is the driver for those who look for ``libcuda.so.1``.
     """
     if platform.system() != "Linux":
-        raise SbkitError(f"the null card is written for Linux, not {platform.system()}")
+        raise SbkitError(f"the null card works only on Linux, not {platform.system()}")
     place = importlib.util.find_spec("torch")
     torch = Path(place.origin).parent if place is not None and place.origin is not None else None
     if torch is None or not (torch / "lib" / "libtorch_cuda.so").exists():
-        raise SbkitError("a CUDA build of torch is needed, and this one was built for CPUs only",
+        raise SbkitError("a CUDA build of torch is needed, but this one was built for CPUs only",
                          hint="on Linux, pip install torch takes a CUDA build from PyPI; it needs no GPU")
     include = next((folder.parent for folder in sorted(torch.parent.glob("nvidia/*/include/cuda_runtime_api.h"))), None)
     if include is None:

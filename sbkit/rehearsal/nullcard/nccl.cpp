@@ -57,7 +57,7 @@ bool wait_for(Communicator* c, const std::function<bool(Rank&)>& holds) {
         late += other.calls ? std::string(", the latest ") + other.latest + ")" : ")";
       }
       if (!c->failed)
-        card::error("rank %d of %d waits in its call %lu of NCCL, %s, for rank %s, which did not come in %d seconds",
+        card::error("rank %d of %d waits in its call %lu of NCCL, %s, for rank %s, which did not join in %d seconds",
                     c->rank, c->size, c->calls, c->ranks[c->rank].latest, late.c_str(), card::settings().patience);
       c->failed = true;
       return false;
