@@ -91,10 +91,10 @@ print(model.transcribe("clip.mp3").text)
 
 
 def joined(config: Config) -> str:
-    """Make the expression that joins the symbols ``said`` into a text."""
+    """Make the expression that joins the symbols ``pieces`` into a text."""
     if config.word_separator is None:
-        return '"".join(said).replace("▁", "")'
-    return f'" ".join("".join(said).replace("{config.word_separator}", " ").split())'
+        return '"".join(pieces).replace("▁", "")'
+    return f'" ".join("".join(pieces).replace("{config.word_separator}", " ").split())'
 
 
 def compared(comparison: Comparison) -> str:

@@ -107,7 +107,8 @@ class StreamEngine(BundleEngine):
             raise SbkitError(f"a chunk must be a whole number of milliseconds, not {shown(chunk)}",
                              hint=f"the model was trained for {there}")
         if size not in chunks:
-            raise SbkitError(f"the model wasn't trained for chunks of {shown(size)} ms", hint=f"it was for {there}")
+            raise SbkitError(f"the model wasn't trained for chunks of {shown(size)} ms",
+                             hint=f"it was trained for {there}")
         return chunks[size]
 
     @property

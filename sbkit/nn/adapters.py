@@ -88,7 +88,7 @@ class Adapters(ABC):
         if nowhere := [target for target, path in others.items() if path is None]:
             problems.insert(0, f"no layer of {type(self.module).__name__} is called {', '.join(nowhere)}")
         if problems:
-            raise SbkitError(f"{type(self).__name__}: targets: {'; '.join(problems)}", hint=f"targets that there are: "
+            raise SbkitError(f"{type(self).__name__}: targets: {'; '.join(problems)}", hint=f"possible targets: "
                              f"{_some(fitting)} (docs/finetune.md#adapters says which are of attention)")
         wanted = [path for path in fitting if any(fnmatch.fnmatchcase(path, target) for target in self.targets)]
         return {path: fitting[path] for path in wanted if not any(path.startswith(f"{outer}.") for outer in wanted)}

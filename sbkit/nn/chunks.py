@@ -84,7 +84,7 @@ class Chunks:
         for what, value, known in (("chunks", size, self.sizes), ("a left context", left, self.left)):
             if value not in known:
                 raise SbkitError(f"the model wasn't trained for {what} of {value} frames",
-                                 hint=f"it was for {_listed(known)}")
+                                 hint=f"it was trained for {_listed(known)}")
         return Seen(size, left // size, self.ahead)
 
     def in_milliseconds(self, frame_seconds: float) -> dict[int, int]:

@@ -182,8 +182,8 @@ def kernels_work(device: torch.device, block: int) -> bool:
     finally:
         if mode:
             torch.cuda.set_sync_debug_mode(mode)
-    logger.warning("sbkit's CTC kernels for up to %d labels can't be used on %s; torch's are used, which make the "
-                   "host wait: %s", (block - 1) // 2, device, reason)
+    logger.warning("sbkit's CTC kernels for up to %d labels can't be used on %s, so torch's are, which sync with the "
+                   "host: %s", (block - 1) // 2, device, reason)
     return False
 
 

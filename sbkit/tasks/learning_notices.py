@@ -249,28 +249,29 @@ class LearningNotices:
         state, setup = self._state, self.setup
         if what == DIVERGENCE:
             clip = f" {setup.max_norm / 5:.2g} (now {setup.max_norm:g})" if setup.max_norm else " 1"
-            advice = [*self._lower_rate(), f"gradients clipped more: --max_grad_norm{clip}",
-                      "--precision fp32, to see whether it is the arithmetic"]
+            advice = [*self._lower_rate(), f"stronger gradient clipping: --max_grad_norm{clip}",
+                      "--precision fp32, to rule out rounding errors"]
             if self._lost:
                 headline, detail = "Training has diverged: the model loses what it has learnt", (
                     f"{_sentence(self._against_chance())} At its best, after step {state.best_step:,}, it was "
                     f"{100 * state.best:.0f} % below.")
             else:
                 headline = "Training has diverged: the loss grows beyond where it began"
-                than = "chance is" if self._began == state.chance else "in the first steps it was"
+                than = "chance is" if self._began == state.chance else "at the start it was"
                 detail = f"The loss is {state.loss:.3g}; {than} {self._began:.3g}."
             return Notice(what, self._done, headline, f"{detail} The best checkpoint is kept.", tuple(advice))
         enough = state.learnt >= setup.patience
         if state.came_down or setup.trained:
-            headline = f"The model has learnt nothing{': its loss stands at chance' if enough else ' yet'}"
+            headline = f"The model has learnt nothing{': its loss stays at chance' if enough else ' yet'}"
         else:
-            headline = "The model has learnt nothing: its loss has not even come down to chance"
+            headline = "The model has learnt nothing: its loss is still above chance"
         rising = setup.schedule is not None and self._done < 0.9 * setup.schedule.warmup_end()[0] and not self._held
         rate = [] if rising else self._lower_rate()[::-1]
         if 0 < self._reached < 0.1 * setup.usual_rate:
-            rate = [f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {setup.usual_rate:g} (it has come "
-                    f"to {self._reached:.2g})"]
-        masks = ["masks that wait until something is learnt: --spec_augment.ramp '[0.6,1.0]', or --spec_augment null"]
+            rate = [f"a higher learning rate: {setup.option('lr', 'schedule.peak')} {setup.usual_rate:g} (it has "
+                    f"reached {self._reached:.2g})"]
+        masks = ["no masks until the model has learnt something: --spec_augment.ramp '[0.6,1.0]', or --spec_augment "
+                 "null"]
         steps = max(1000, 200 * math.ceil((setup.planned or 0) / 100))
         more = [f"more steps: {setup.option('least_steps', 'batching.least_steps')} {steps} or more in a new run, a "
                 f"higher {setup.option('number_of_epochs', 'epoch_counter.limit')}, or a smaller "
@@ -278,18 +279,18 @@ class LearningNotices:
         first = self._faster_head()
         order = [first, rate, masks * setup.masks, more] if enough else [first, more, rate, masks * setup.masks]
         usual = ("With the rates of hparams/ssl.yaml Whisper base leaves chance after 45 to 75 steps; docs/finetune.md "
-                 "has others' settings" if setup.trained else
+                 "has settings for other models" if setup.trained else
                  f"Runs of hparams/ctc.yaml that learn leave chance after 100 to 230 steps at a rate of {USUAL_RATE:g}")
         detail = (f"{_sentence(self._against_chance())}{state.validation} {usual}. This one has done {self._done:,}, "
-                  f"which at its learning rates count for {state.learnt:,.0f}.")
+                  f"equivalent to {state.learnt:,.0f} at its peak rate.")
         return Notice(what, self._done, headline, detail, (*itertools.chain(*order), _LABELS))
 
     def _against_chance(self) -> str:
         loss, chance = self._state.loss, self._state.chance
         assert loss is not None and chance is not None, "they were compared"
         apart = f"{100 * abs(1 - loss / chance):.0f} % {'below' if loss < chance else 'above'} chance"
-        return (f"the {self.part or 'training'} loss is {loss:.3g} per token, {apart} ({chance:.3g}: guessing by how "
-                "often each token comes)")
+        return (f"the {self.part or 'training'} loss is {loss:.3g} per token, {apart} ({chance:.3g}: guessing from "
+                "token frequencies)")
 
     @property
     def _reached(self) -> float:
@@ -317,9 +318,9 @@ class LearningNotices:
         """A third of the learning rate that was reached, and twice its warm-up if there is room for it."""
         schedule, reached = self.setup.schedule, self._reached
         if schedule is None or not reached:
-            return [f"a third of the learning rate (it has come to {reached:.2g}), and a longer warm-up of it"]
+            return [f"a third of the learning rate (it has reached {reached:.2g}), and a longer warm-up"]
         option = "--schedule.max_lr_at_chance" if self._held else self.setup.option("lr", "schedule.peak")
-        lower = f"a third of the learning rate: {option} {reached / 3:.2g} (it has come to {reached:.2g})"
+        lower = f"a third of the learning rate: {option} {reached / 3:.2g} (it has reached {reached:.2g})"
         steps = max(150, 2 * round(schedule.warmup_end()[0]))
         room = not self._held and (self.setup.planned is None or steps <= self.setup.planned)
         return [lower, f"a longer warm-up: --schedule.warmup {steps}"] if room else [lower]
@@ -340,8 +341,8 @@ class LearningNotices:
         self._state.validation = saved["validation"] if isinstance(saved.get("validation"), str) else ""
 
 
-_LABELS = ("transcripts that belong to their recordings: listen to some (manifests/train.csv), and see whether "
-           "`sbkit check` finds labels that are too long for them")
+_LABELS = ("transcripts that match their recordings: listen to some (manifests/train.csv); `sbkit check` finds labels "
+           "that are too long for their audio")
 
 
 def _sentence(words: str) -> str:

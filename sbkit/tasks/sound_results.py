@@ -49,7 +49,7 @@ class SoundResults(Results):
 
     def figures(self, name: str) -> Mapping[str, float]:
         found = super().figures(name)
-        return {f"in what the {self.maker} made": value for value in found.values()} if name == "WER" else found
+        return {f"of the {self.maker}'s output": value for value in found.values()} if name == "WER" else found
 
     def files(self, of: str = "") -> list[str]:
         return [*super().files(of), self._sounds(of)]
@@ -80,7 +80,7 @@ class SoundResults(Results):
     def recognised_rows(self) -> list[list[str]]:
         """Return lines of a table about the error rates, as far as they were measured."""
         return [[name, f"{rates.rate:.2f} %", "{}; 95 % interval {:.2f} to {:.2f}".format(what, *interval(rates))]
-                for name, what, rates in (("WER", f"of what the {self.maker} made", self.after),
+                for name, what, rates in (("WER", f"of the {self.maker}'s output", self.after),
                                           ("WER of the recordings", "by the same recogniser", self.before))
                 if rates is not None]
 

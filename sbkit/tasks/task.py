@@ -221,14 +221,14 @@ class Task(Brain):
                 logger.log(logging.WARNING if rate < schedule.peak / 2 else logging.INFO,
                            "The learning rate rises by at most %g a step (schedule.max_rise_per_step): to %.3g in %d "
                            "steps%s%s", schedule.max_rise_per_step, rate, warmup, "" if rate == schedule.peak else
-                           f", so it doesn't reach the {schedule.peak:g} of the recipe (--schedule.max_rise_per_step "
-                           "null lets it)",
+                           f", so it doesn't reach the {schedule.peak:g} of the recipe; --schedule.max_rise_per_step "
+                           "null removes the limit",
                            "" if schedule.limit_at(0) >= rate else
                            f"; while the loss is at chance, to {schedule.max_lr_at_chance:g} "
                            f"(schedule.max_lr_at_chance)")
             if schedule.max_lr_at_chance is not None and not self.tracks_learning and ranks.is_main():
-                logger.warning("schedule.max_lr_at_chance has no effect here: only a recogniser whose loss has a part "
-                               "per token (loss_of_tokens) knows chance; leave it out")
+                logger.warning("schedule.max_lr_at_chance has no effect here: it needs a recogniser whose loss has a "
+                               "part per token (loss_of_tokens); leave it out")
             if warmup > steps and ranks.is_main():
                 logger.warning(
                     "The warm-up takes %d steps and the run has %d, so the learning rate reaches only %.3g of %g: use "
@@ -347,7 +347,8 @@ class Task(Brain):
 
     def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
         """Use a recogniser in tests, which transcribes waveforms [S] at the recipe's sample rate."""
-        raise SbkitError(f"{type(self).__name__} makes no speech, so it can't use --recogniser", hint="leave it out")
+        raise SbkitError(f"{type(self).__name__} generates no speech, so it can't use --recogniser",
+                         hint="leave it out")
 
     def tune_search(self, manifest: Manifest, hear: Callable[[Manifest], object]) -> dict[str, Any]:
         """Tune the search's weights on a dev split; returns facts for result.json.
@@ -417,7 +418,7 @@ class Task(Brain):
         if self.metric.name not in stats:
             self.checkpointer.save_checkpoint(meta={"loss": stats["loss"], "epoch": epoch})
             ranks.raise_on_main(SbkitError(
-                f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, and its validation gives "
+                f"{type(self).__name__} chooses the best checkpoint by {self.metric.name!r}, but its validation gives "
                 f"{', '.join(stats)}", hint="return it from stats, or name one of these in metric; the epoch is saved"))
 
     def _log(self, kind: str, epoch: int | None, stats: dict[str, float]) -> None:

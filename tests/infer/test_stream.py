@@ -181,7 +181,7 @@ def test_a_reset_is_a_fresh_start_wherever_it_comes(model):
 
 
 def test_a_chunk_that_was_not_trained_is_refused(model):
-    with pytest.raises(SbkitError, match="wasn't trained for chunks of 200 ms; it was for 160, 320, 640"):
+    with pytest.raises(SbkitError, match="wasn't trained for chunks of 200 ms; it was trained for 160, 320, 640"):
         model.stream(chunk=200)
     assert model.stream().chunk_seconds == model.stream(chunk=320.0).chunk_seconds == pytest.approx(0.32)
     for chunk in ("640", 320.5, True, [640], float("nan"), float("inf")):

@@ -73,7 +73,7 @@ def same(expected, found):
 @pytest.fixture(scope="module")
 def trained(home):
     said = python("-m", "sbkit", *words("run", *DRAWING), cwd=home)
-    assert "tensors taken" in said.stderr and "test WER" in said.stdout
+    assert "tensors loaded" in said.stderr and "test WER" in said.stdout
     return home / "results" / "run"
 
 

@@ -136,7 +136,7 @@ def test_two_ranks_train_what_one_does(place, run, tmp_path):
 def test_a_run_is_not_resumed_with_another_codec(place, run, tmp_path):
     other = toy_codec.make(tmp_path / "codec", SIZES, books=list(SIZES), codec="b" * 64)
     said = place.train(run, "--codec", other, "--number_of_epochs", "4", code=2)
-    assert "checkpoints depend on it" in said.stderr + said.stdout
+    assert "on which the checkpoints depend" in said.stderr + said.stdout
 
 
 def test_it_is_scored_again_and_a_corpus_without_labels_has_no_loss(place, run):

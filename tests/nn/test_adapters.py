@@ -88,11 +88,11 @@ def test_both_go_together_and_dropout_is_of_the_added_part(model):
 def test_what_cannot_be_adapted_is_named_with_what_can(model):
     with pytest.raises(SbkitError, match="no layer of Model is called q_proj") as error:
         LoRA(model, "q_proj")
-    assert error.value.hint == "targets that there are: ['*.first', '*.second'] (docs/finetune.md#adapters says " \
+    assert error.value.hint == "possible targets: ['*.first', '*.second'] (docs/finetune.md#adapters says " \
         "which are of attention)"
     with pytest.raises(SbkitError, match=r"targets: no layer of Model is called q_proj, \*\.v_proj; layers\.0 is a Bl"):
         LoRA(model, ["q_proj", "*.first", "layers.?", "*.v_proj"])
-    with pytest.raises(SbkitError, match=r"targets that there are: \['\*', '\*\.layers', '\*\.layers\.\*', "):
+    with pytest.raises(SbkitError, match=r"possible targets: \['\*', '\*\.layers', '\*\.layers\.\*', "):
         Houlsby(torch.nn.Sequential(model), "*.block")
     with pytest.raises(SbkitError, match=r"layers\.0 is a Block, which can't be adapted"):
         LoRA(model, "layers.0")

@@ -47,10 +47,10 @@ def test_what_it_was_not_trained_for_is_refused_with_what_it_was():
     assert DRAWN.validation() == DRAWN.config(16) and Chunks(validate=None).validation() is None
     with pytest.raises(SbkitError, match="wasn't trained for chunks of 12 frames") as error:
         DRAWN.config(12)
-    assert error.value.hint == "it was for 4, 8, 16"
+    assert error.value.hint == "it was trained for 4, 8, 16"
     with pytest.raises(SbkitError, match="wasn't trained for a left context of 48 frames") as error:
         DRAWN.config(8, 48)
-    assert error.value.hint == "it was for 16, 32"
+    assert error.value.hint == "it was trained for 16, 32"
 
 
 @pytest.mark.parametrize("given, told", [

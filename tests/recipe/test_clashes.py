@@ -27,13 +27,13 @@ def test_two_encoders_are_refused_at_load_with_file_and_line(two, tmp_path):
     with pytest.raises(SbkitError) as error:
         load.open_recipe(hparams(two, tmp_path), two)
     assert str(error.value) == (
-        f"{two}:4: Transformer and encoder are both there, and a recogniser has one encoder; "
+        f"{two}:4: Transformer and encoder are both set, but a recogniser has one encoder; "
         "write Transformer: null, or leave encoder out")
 
 
 def test_and_where_a_script_makes_the_brain(two, tmp_path):
     made = hparams(two, tmp_path)
-    with pytest.raises(SbkitError, match="Transformer and encoder are both there"):
+    with pytest.raises(SbkitError, match="Transformer and encoder are both set"):
         made["brain"](made["modules"], hparams=made, run_opts={"device": "cpu"})
 
 
@@ -56,7 +56,7 @@ def test_a_search_of_transducers_is_none_of_ctc(tmp_path):
     with pytest.raises(SbkitError) as error:
         load.open_recipe(hparams(path, tmp_path), path)
     assert str(error.value) == (
-        f"{path}:4: it is a TransducerBeam, which searches a transducer's states, and this is CTC; "
+        f"{path}:4: it is a TransducerBeam, which searches a transducer's states, but this is CTC; "
         "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
 
 

@@ -144,7 +144,7 @@ def test_a_rate_that_the_pretrained_encoder_was_not_trained_at_is_refused(tmp_pa
 
 @pytest.mark.parametrize("given, told, mend", [
     ({"ctc_weight": 0.3}, "an attention decoder trains, but encoder has none", "write ctc_weight: 1.0"),
-    ({"intermediate_ctc": 0.3}, "Encoder has no list of layers to look between", "write intermediate_ctc: 0")], ids=str)
+    ({"intermediate_ctc": 0.3}, "Encoder has no list of layers", "write intermediate_ctc: 0")], ids=str)
 def test_a_loss_that_a_pretrained_encoder_has_no_part_for_is_refused(tmp_path, given, told, mend):
     (error,) = check(ROOT / "hparams" / "ssl.yaml", stand_ins("hparams/ssl.yaml", tmp_path) | given).errors
     assert (error.key, error.file) == (*given, "command line")

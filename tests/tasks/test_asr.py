@@ -105,7 +105,7 @@ def test_a_metric_that_validation_lacks_is_named_once_the_epoch_is_saved(tmp_pat
     brain.close_stage(Stage.TRAIN, 0.0, 1)
     brain.open_stage(Stage.VALID, 1)
     brain.evaluate_batch(batch("a"), Stage.VALID)
-    with pytest.raises(SbkitError, match="Mistaken chooses the best checkpoint by 'wer', and its validation gives "
+    with pytest.raises(SbkitError, match="Mistaken chooses the best checkpoint by 'wer', but its validation gives "
                                          "loss, WER, CER; return it from stats"):
         brain.close_stage(Stage.VALID, 0.0, 1)
     assert [ckpt.meta["epoch"] for ckpt in shelf.list_checkpoints()] == [1]

@@ -139,13 +139,13 @@ def test_a_loss_that_stands_at_chance_is_told_once_and_again_at_the_end():
     trial = Trial(700, healthy(leaves=9999), lambda step: 100.0, setup=Setup(masks=True))
     assert trial.short == [("chance", 424, "on"), ("chance", 700, "end")]
     first, text = trial.told[0], trial.told[0].text()
-    assert text.startswith("Step 424: the model has learnt nothing: its loss stands at chance. The ctc loss is 2.8")
-    assert "(2.83: guessing by how often each token comes)" in text
+    assert text.startswith("Step 424: the model has learnt nothing: its loss stays at chance. The ctc loss is 2.8")
+    assert "(2.83: guessing from token frequencies)" in text
     assert "In the last validation (step 400): 20 of 20 transcripts are empty, CER 100.0 %" in text
     assert "Runs of hparams/ctc.yaml that learn leave chance after 100 to 230 steps at a rate of 0.002" in text
-    assert "has done 424, which at its learning rates count for 400." in text
+    assert "has done 424, equivalent to 400 at its peak rate." in text
     assert [advice.split(":")[0] for advice in first.advice[:3]] == [
-        "a longer warm-up", "a third of the learning rate", "masks that wait until something is learnt"]
+        "a longer warm-up", "a third of the learning rate", "no masks until the model has learnt something"]
     assert "--lr 0.00067" in text and "--schedule.warmup 150" in text and "--spec_augment null" in text
     assert trial.told[1].text().startswith("At the end of training: the model has learnt nothing")
     assert "--spec_augment" not in Trial(700, healthy(leaves=9999)).told[0].text(), "where nothing is masked"
@@ -160,7 +160,7 @@ def test_a_run_that_was_too_short_is_told_first_of_all_to_take_more_steps():
 def test_a_rate_of_nearly_nothing_is_told_to_be_higher_as_soon_as_a_high_one_would_be():
     trial = Trial(1400, lambda step: 9.0, rate=1e-6)
     assert trial.short == [("chance", 424, "on"), ("chance", 1400, "end")]
-    assert "not even come down to chance" in trial.told[0].headline
+    assert "still above chance" in trial.told[0].headline
     assert trial.told[0].advice[0].startswith("a higher learning rate: --lr 0.002")
 
 
@@ -171,7 +171,7 @@ def test_the_rate_that_is_named_is_one_that_the_run_had():
             self.progress.score_at(step)
             self.told += self.notices.begin_step(step, self.progress, 0.0012)
 
-    assert "--lr 0.0004 (it has come to 0.0012)" in Extended(450, lambda step: CHANCE).told[-1].text()
+    assert "--lr 0.0004 (it has reached 0.0012)" in Extended(450, lambda step: CHANCE).told[-1].text()
 
 
 def test_a_low_rate_that_comes_down_to_chance_has_three_times_the_steps_to_hear_something():
@@ -181,19 +181,19 @@ def test_a_low_rate_that_comes_down_to_chance_has_three_times_the_steps_to_hear_
 
 def test_who_took_the_advice_is_not_given_it_again(tmp_path):
     first = Trial(1000, healthy(leaves=9999), cut=1000, folder=tmp_path, warmup=200)
-    assert "--lr 0.00067 (it has come to 0.002)" in first.told[-1].text()
+    assert "--lr 0.00067 (it has reached 0.002)" in first.told[-1].text()
     assert "--schedule.warmup 400" in first.told[-1].text()
     first.notices.setup = Setup(planned=3000, schedule=Schedule(0.00067, 400, "constant"))
     again, alarm = told_at_chance(range(1001, 1100), 0.00067, first.notices, first.progress)
     assert not again, "it was told already"
     (told,) = alarm.end()
-    assert "--lr 0.00022 (it has come to 0.00067)" in told.text() and "--schedule.warmup 800" in told.text()
+    assert "--lr 0.00022 (it has reached 0.00067)" in told.text() and "--schedule.warmup 800" in told.text()
 
 
 def test_without_a_schedule_no_key_of_one_is_advised():
     told, _ = told_at_chance(range(1, 500), 0.002)
     assert [each.step for each in told] == [400 - 1]
-    assert told[0].advice[0] == "a third of the learning rate (it has come to 0.002), and a longer warm-up of it"
+    assert told[0].advice[0] == "a third of the learning rate (it has reached 0.002), and a longer warm-up"
 
 
 def test_a_warm_up_of_some_steps_and_a_fraction_has_come_to_its_rate():
@@ -217,7 +217,7 @@ def test_what_was_seen_of_runs_from_nothing_is_not_said_of_one_from_trained_weig
     setup = Setup(trained=True)
     text = Trial(1400, healthy(leaves=9999), setup=setup, rate=3e-4).told[0].text()
     assert "100 to 230" not in text and "0.002" not in text
-    assert "hparams/ssl.yaml Whisper base leaves chance after 45 to 75 steps; docs/finetune.md has others" in text
+    assert "hparams/ssl.yaml Whisper base leaves chance after 45 to 75 steps; docs/finetune.md has settings" in text
 
 
 @pytest.mark.parametrize(("planned", "warned"), [(4000, 174), (600, 114), (150, 64)])
@@ -225,7 +225,7 @@ def test_trained_weights_at_chance_are_told_early_what_lets_the_head_learn_first
     """Above all in a short run: Whisper base spent two of four epochs there, and nothing was said before the end."""
     told = Trial(planned, healthy(leaves=9999), setup=Setup(trained=True), rate=3e-4).told
     assert [(each.step, each.at_end) for each in told] == [(warned, False), (planned, True)]
-    assert "its loss stands at chance" in told[0].headline
+    assert "its loss stays at chance" in told[0].headline
     assert told[0].advice[0].endswith("--learning_rates '{ctc_lin: 33}'")
 
 
@@ -237,7 +237,7 @@ def test_the_head_of_trained_weights_is_told_a_rate_unless_it_has_one():
     assert Trial(1000, healthy(leaves=9999), setup=head, rate=5e-5).told[0].advice[0].endswith("--head_lr 0.01")
 
 
-@pytest.mark.parametrize(("rate", "advised"), [(5e-5, None), (1e-6, "--lr 5e-05 (it has come to 1e-06)")])
+@pytest.mark.parametrize(("rate", "advised"), [(5e-5, None), (1e-6, "--lr 5e-05 (it has reached 1e-06)")])
 def test_a_low_rate_is_one_for_a_trained_encoder_unless_it_is_lower_than_any_that_others_had(rate, advised):
     told = Trial(1400, lambda step: 9.0, rate=rate, setup=Setup(trained=True)).told[0]
     assert told.advice[1].startswith(f"a higher learning rate: {advised}" if advised else "a longer warm-up")
@@ -283,7 +283,7 @@ def test_a_rate_that_waits_for_something_to_be_heard_is_what_is_told_and_to_be_l
     """Three times the recipe's rate: it never rose above what it may be before something is heard."""
     [told, _] = Trial(4000, lambda step: CHANCE, rate=0.009, warmup=0.2, rise=1.25e-5, unheard=0.0015).told
     assert told.step == 599, "a rise that is held is no warm-up that may still help"
-    assert told.advice[0] == ("a third of the learning rate: --schedule.max_lr_at_chance 0.0005 (it has come to "
+    assert told.advice[0] == ("a third of the learning rate: --schedule.max_lr_at_chance 0.0005 (it has reached "
                               "0.0015)")
     assert not any("--lr" in each or "warm-up" in each for each in told.advice)
 
@@ -292,13 +292,13 @@ def test_once_something_was_heard_the_rate_is_that_of_the_schedule():
     learnt = healthy(leaves=200, falls=200)
     trial = Trial(3000, lambda step: learnt(step) if step < 2000 else CHANCE, rate=0.003, warmup=300, unheard=0.0015)
     [told] = [each for each in trial.told if each.what == "divergence" and not each.at_end]
-    assert told.advice[0].startswith("a third of the learning rate: --lr 0.001 (it has come to 0.003)")
+    assert told.advice[0].startswith("a third of the learning rate: --lr 0.001 (it has reached 0.003)")
 
 
 def test_a_loss_that_grows_is_told_from_chance_and_where_chance_is_not_known():
     def explodes(step):
         return 2.9 if step < 200 else 30.0
-    for chance, began in ((CHANCE, "; chance is 2.83."), (math.nan, "; in the first steps it was 2.89.")):
+    for chance, began in ((CHANCE, "; chance is 2.83."), (math.nan, "; at the start it was 2.89.")):
         trial = Trial(400, explodes, chance=chance)
         assert [(what, how) for what, _, how in trial.short] == [("divergence", "on"), ("divergence", "end")]
         assert began in trial.told[0].detail

@@ -95,9 +95,9 @@ def _address(x: torch.Tensor, dtype: torch.dtype) -> int:
     if x.device.type != "cpu" or not x.is_contiguous() or x.dtype not in (dtype, torch.float32, torch.uint8):
         raise TypeError(f"no kernel takes a tensor on {x.device} in {x.dtype} with strides {x.stride()}")
     if isinstance(x, FakeTensor):  # its address would end the process
-        raise SbkitError("a step got a tensor without values: a stand-in, with which the run counted its work as it "
-                         "started", hint="code of yours keeps tensors from one forward to the next, in a list or an "
-                         "object; keep them in a registered buffer, or in an attribute of the Brain")
+        raise SbkitError("a step got a fake tensor, left over from when the run counted its work at the start",
+                         hint="your own code keeps tensors from one forward to the next, in a list or an object; keep "
+                         "them in a registered buffer, or in an attribute of the Brain")
     return x.data_ptr()
 
 

@@ -78,7 +78,7 @@ class Encoder(nn.Module):
         self.makes_loudness_equal = self.network.normalizes  # so that loudness has no effect
         self.adapter_language = adapter_language
         if adapter_language is not None and not self._adapters():
-            raise SbkitError(f"adapter_language is {adapter_language}, and {self.source} has no adapters for languages",
+            raise SbkitError(f"adapter_language is {adapter_language}, but {self.source} has no language adapters",
                              hint="it is for models of MMS, whose config.json says adapter_attn_dim; write null")
         self.reinitialised: frozenset[str] = frozenset()
         """The names of tensors that the source lacks, once it was looked at."""
@@ -136,9 +136,9 @@ class Encoder(nn.Module):
     def notes(self, trains: bool = True) -> list[str]:
         """What to log about the encoder that its source says otherwise, or that was chosen."""
         dropped, language = trains and self.settings.config.get("layerdrop"), self.adapter_language
-        lines = [f"layerdrop is 0, and not {dropped:g} as in its config: no layer is skipped"] if dropped else []
+        lines = [f"layerdrop is 0 instead of the config's {dropped:g}: no layer is skipped"] if dropped else []
         if self._adapters():
-            lines.append(f"adapters of {language}" if language else "adapters of the model's own file, of no language")
+            lines.append(f"adapters of {language}" if language else "the model's own adapters, of no language")
         return lines
 
     def _adapters(self) -> set[str]:
@@ -252,5 +252,5 @@ def _named(named: str | None, init_from: str | Path | None) -> str:
     if init_from is not None and names_model(str(init_from)):
         return str(init_from)
     lacking = "no pretrained encoder is named" if init_from is None else \
-        f"no pretrained encoder is named, and {init_from} is no run that has kept the config of one"
+        f"no pretrained encoder is named, and {init_from} is no run with a copy of an encoder's config"
     raise SbkitError(lacking, hint="give its folder, or its name on the Hugging Face Hub: --encoder_source owner/name")

@@ -388,7 +388,7 @@ def make_config(settings: Settings, options: EncoderOptions) -> Any:  # each fam
                          hint=f"sbkit knows {', '.join(known)}; XLS-R and MMS are wav2vec2")
     if settings.sample_rate != _RATE:
         raise SbkitError(f"the pretrained source {settings.source} takes {settings.sample_rate:,} samples a second, "
-                         f"and these families {_RATE:,}", hint="take a model that was trained at that rate")
+                         f"but these families take {_RATE:,}", hint="take a model that was trained at that rate")
     try:
         import transformers
     except ImportError as error:

@@ -170,7 +170,7 @@ def weights(source: str) -> list[Path]:
 def check_language(language: object) -> None:
     """Refuse what can't be MMS's code of a language; it becomes part of a file's name."""
     if not (isinstance(language, str) and _LANGUAGE.fullmatch(language)):
-        raise SbkitError(f"adapter_language is {language!r}, which is no code of a language",
+        raise SbkitError(f"adapter_language is {language!r}, which is no language code",
                          hint="MMS has codes such as fra or uig-script_arabic")
 
 
@@ -188,7 +188,7 @@ def adapter(source: str, language: str) -> Path:
         else:
             there = _languages(folder)
             hint = f"it has those of {', '.join(there)}" if there else f"copy {name} into it"
-        raise SbkitError(f"{source} has no adapter of the language {language} ({name})", hint=hint) from None
+        raise SbkitError(f"{source} has no adapter for the language {language} ({name})", hint=hint) from None
 
 
 def _languages(folder: Path) -> list[str]:

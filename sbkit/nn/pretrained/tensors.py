@@ -105,7 +105,7 @@ def check(model: nn.Module, files: TensorFiles, source: str) -> list[str]:
                          f"{name}: {list(files.shapes[name])}, not {list(own[name])}",
                          hint="are its config.json and its weights of the same model?")
     surplus = files.shapes.keys() - own.keys()
-    lines = [f"{len(own) - len(drawn)} tensors taken"]
+    lines = [f"{len(own) - len(drawn)} tensors loaded"]
     if surplus:
         lines.append(f"left out, since this encoder does not use them: {_groups(surplus)}")
     if drawn:

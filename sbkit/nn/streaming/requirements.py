@@ -38,14 +38,14 @@ def of_step(recognizer: Recognizer) -> Iterator[Lack]:
         yield Lack("encoder", f"its encoder is a {type(layers or recognizer.encoder).__name__}",
                    "SpeechBrain's Conformer", "encoder_module")
     elif not isinstance(layers.layers[0].mha_layer, RoPEMHA):
-        yield Lack("encoder", f"its attention is {layers.attention_type}, and a stream's is by rotary positions",
+        yield Lack("encoder", f"its attention is {layers.attention_type}, but a stream needs rotary positions",
                    "attention_type: RoPEMHA", "attention_type")
     elif _adapted(layers):
-        yield Lack("encoder", "adapters add to what its layers, or their attention or convolution, return, and a step "
-                   "runs the parts of these", "LoRA, or adapters of other parts, such as *.ffn_module1")
+        yield Lack("encoder", "it has adapters after whole layers, attention or convolution modules, whose forward a "
+                   "step doesn't call", "LoRA, or adapters of other parts, such as *.ffn_module1")
     if not hasattr(recognizer.frontend, "forward_step"):
         named = "it has no front end" if recognizer.frontend is None else \
-            f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances alone"
+            f"its front end, {type(recognizer.frontend).__name__}, takes whole utterances only"
         yield Lack("frontend", named, "sbkit.nn.causal.CausalFrontEnd")
 
 
@@ -61,7 +61,7 @@ def of_stream(recognizer: Recognizer) -> Iterator[Lack]:
     features = recognizer.compute_features
     if not isinstance(features, FilterBank):
         made = "it has no features" if features is None else f"its features come from {type(features).__name__}"
-        yield Lack("compute_features", f"{made}, and a stream's can only come from a FilterBank",
+        yield Lack("compute_features", f"{made}, but a stream needs a FilterBank",
                    "sbkit.nn.kaldi.FilterBank")
     elif features.size < features.hop:
         yield Lack("compute_features", "its features leave out samples: a frame is shorter than the step to the next",

@@ -153,7 +153,7 @@ class ExportedCodec(Exported):
         each = f"{count} codes of" if count > 1 else "a code of"
         parts = [f"""{readme.heading(name, config)}
 
-A codec of speech at {config.sample_rate} Hz, trained by sbkit: {rate:g} frames a second, in each of them {each} \
+A codec of speech at {config.sample_rate} Hz, trained by sbkit: {rate:g} frames a second, each with {each} \
 {" and ".join(f"{size:,}" for size in config.books)}.
 
 ```
@@ -168,7 +168,7 @@ codec = sbkit.infer.load("{name}")
 [samples] = codec.decode([codes])
 ```
 
-Codes are of this codec alone, which is `{config.codec}`.
+Only this codec, `{config.codec}`, can decode these codes.
 """]
         parts += [_USE[each].format(**values) for each in _USE if each in config.models]
         parts += ["""## Weights
@@ -232,7 +232,7 @@ signal, rate = soundfile.read("clip.wav", dtype="float32")  # mono, {rate} sampl
 codes, frames = encoder.run(None, {{"signals": signal[None], "lengths": np.array([len(signal)])}})
 
 sizes = np.array({books})
-assert ((codes >= 0) & (codes < sizes)).all()  # a graph does not look: other ids give noise, or worse
+assert ((codes >= 0) & (codes < sizes)).all()  # the graph doesn't check this: other ids give noise, or worse
 signals, lengths = decoder.run(None, {{"codes": codes, "frames": frames}})
 soundfile.write("again.wav", signals[0, :len(signal)], {rate})
 ```
@@ -242,8 +242,8 @@ soundfile.write("again.wav", signals[0, :len(signal)], {rate})
 | `signals` [B, S] float32, `lengths` [B] int64 | samples from -1 to 1, and how many of S are real |
 | `codes` [B, T, {count}] int64, `frames` [B] int64 | ids of each book, from 0, and how many of T are real |
 
-A frame is {stride} samples; the last one of a recording may reach beyond its end. What pads a batch has no effect, be
-it zeros or not; PyTorch needs S of {least} and T of {least_frames} at least.
+A frame is {stride} samples; the last one of a recording may reach beyond its end. The values of padding have no effect.
+PyTorch needs S of {least} and T of {least_frames} at least.
 """,
     layout.TORCH: """## PyTorch
 

@@ -119,7 +119,7 @@ class Resyntheses(SoundResults):
     def remark(self, row: CodecRow) -> str:
         """Say what was measured of a clip."""
         measured = [f"STOI {row.stoi:.3f}" if row.stoi is not None else "", f"mel distance {row.mel_distance:.1f} dB",
-                    f"heard: {row.heard_again}" if row.heard_again is not None else "", row.id]
+                    f"transcript: {row.heard_again}" if row.heard_again is not None else "", row.id]
         return " · ".join(each for each in measured if each)
 
     # ------------------------------------------------------------ tables
@@ -132,12 +132,11 @@ class Resyntheses(SoundResults):
             rows.append(["STOI", f"{stats['STOI']:.3f}", f"intelligibility, at most 1; worst clip {least:.3f}"])
         if "PESQ" in stats:
             rows.append(["PESQ", f"{stats['PESQ']:.2f}", "quality, 1 to 4.6"])
-        rows.append(["mel distance", f"{stats.get('mel_distance', math.nan):.2f} dB", "of spectra; 0 is the same"])
+        rows.append(["mel distance", f"{stats.get('mel_distance', math.nan):.2f} dB", "between spectra; 0: identical"])
         rows += [*self.recognised_rows(),
-                 ["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{self._entropy():.0f} if frequent codes were "
-                  "written shorter"],
+                 ["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{self._entropy():.0f} with entropy coding"],
                  ["real-time factor", f"{stats['coding_real_time_factor']:.4f}", "of coding and decoding together"]]
-        return Table("How it sounds", ["measure", "value", ""], rows)
+        return Table("How it sounds", ["measure", "value", "note"], rows)
 
     def _entropy(self) -> float:
         """The bit rate if each code took as many bits as its entropy says."""
@@ -155,9 +154,9 @@ class Resyntheses(SoundResults):
         """Lists the clips that lost most: by STOI, or by the mel distance where that was not measured."""
         rows = sorted(self.rows, key=lambda row: (1.0 if row.stoi is None else row.stoi, -row.mel_distance))[:WORST]
         heard = self.after is not None
+        transcripts = ["transcript of the recording", "of the codec's output"] if heard else []
         return Table(
-            "The clips that lost most", ["clip", "STOI", "mel distance", *(["heard in the recording", "in the codec's"]
-                                                                           if heard else [])],
+            "The worst clips", ["clip", "STOI", "mel distance", *transcripts],
             [[row.id, "" if row.stoi is None else f"{row.stoi:.3f}", f"{row.mel_distance:.2f}",
               *([row.heard, row.heard_again] if heard else [])] for row in rows])
 

@@ -56,7 +56,7 @@ class CodecKeys(TaskKeys):
         if self.adversarial_from and not there:
             yield Problem("adversarial_from", f"it is {self.adversarial_from}, but there are no discriminators",
                           "write `discriminators: !new:sbkit.nn.codec.Discriminators` with `adversarial_from: !ref "
-                          "<adversarial_from>` below it, and have it in the model, or adversarial_from: 0")
+                          "<adversarial_from>` below it, and add it to the model, or adversarial_from: 0")
         if there and not self.adversarial_from:
             yield Problem("adversarial_from", "it is 0, so nothing would train the discriminators",
                           "write `adversarial_from: !ref <adversarial_from>` under discriminators: then it has none")
@@ -111,7 +111,7 @@ class Codec(SpeechTask):
         """Say how many codes a second has, and how many bits."""
         rate, sizes = self.keys.compute_features.frame_rate, self.keys.quantiser.sizes
         books = " and ".join(f"one of {size:,} codes" for size in sizes)
-        return ([f"{rate:g} frames a second, in each of them {books}: {self.coder.bit_rate:.0f} bit/s"],
+        return ([f"{rate:g} frames a second, each with {books}: {self.coder.bit_rate:.0f} bit/s"],
                 {"frames_per_second": rate, "sizes": list(sizes), "bit_rate": self.coder.bit_rate})
 
     # ------------------------------------------------------------ training

@@ -99,7 +99,7 @@ class Recogniser(ExportedRecognizer):
 
         if model.chunks is None:
             if chunk is not None:
-                raise SbkitError("--chunk needs a model that was trained in chunks, and the recipe has no chunks",
+                raise SbkitError("--chunk needs a model that was trained in chunks, but the recipe has no chunks",
                                  hint="train one with hparams/streaming.yaml, or leave out --chunk")
             return [whole()]
         milliseconds = sherpa_stream.chosen(model.chunks, model.subsampling * model.hop_samples / rate, chunk)

@@ -42,9 +42,9 @@ class CTCKeys(EncoderKeys):
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()
         if isinstance(self.decoder, TransducerBeam):
-            yield Problem("decoder", "it is a TransducerBeam, which searches a transducer's states, and this is CTC",
+            yield Problem("decoder", "it is a TransducerBeam, which searches a transducer's states, but this is CTC",
                           "write !new:sbkit.decode.beam.BeamSearch, or decoder: null")
         if self.chunks is not None and self.ctc_weight < 1:
-            yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, so an attention decoder trains, which sees whole "
-                          "utterances, and chunks are for a model that runs live",
+            yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, so an attention decoder trains, which needs whole "
+                          "utterances, but chunks are for a model that runs live",
                           "write ctc_weight: 1.0, or leave chunks out")

@@ -23,7 +23,7 @@ def stack(encoder: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
         layers = getattr(part, "layers", None)
         if isinstance(part, nn.Module) and isinstance(layers, nn.ModuleList):
             return part, layers
-    raise SbkitError(f"{type(encoder).__name__} has no list of layers to look between",
+    raise SbkitError(f"{type(encoder).__name__} has no list of layers",
                      hint="intermediate_ctc needs encoder.layers or layers")
 
 
@@ -98,6 +98,6 @@ def has_layers_between(keys: CTCKeys, built: Built, findings: Findings) -> bool:
         told = f"and it is unknown which layers of {type(encoder).__name__} give what the head takes"
         hint = f"name them, such as intermediate_layers: [{max(1, count // 2)}], or write intermediate_ctc: 0"
     findings.error("forward", built.nodes["intermediate_ctc"].place, "intermediate_ctc",
-                   f"it is {keys.intermediate_ctc:g}, so layers within {keys.encoder_key} train with a loss of their "
-                   f"own, {told}", hint)
+                   f"it is {keys.intermediate_ctc:g}, so inner layers of {keys.encoder_key} train with their own loss, "
+                   f"{told}", hint)
     return False

@@ -16,7 +16,7 @@ symbols = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")] 
 
 def text(log_probs):  # [frames, {vocabulary}] of one recording
     best = log_probs.argmax(-1).tolist()
-    said = [symbols[now] for last, now in zip([{blank}, *best], best) if now != last and now not in {silent}]
+    pieces = [symbols[now] for last, now in zip([{blank}, *best], best) if now != last and now not in {silent}]
     return {joined}
 ```
 """
@@ -87,7 +87,7 @@ for piece in pieces:  # of a waveform: float32 in [-1, 1], {rate} samples a seco
         print(asr.get_result(stream))
         if asr.is_endpoint(stream):  # a pause of 0.7 s: the line is settled, and the next one begins
             asr.reset(stream)
-stream.accept_waveform({rate}, np.zeros({tail}, np.float32))  # a chunk of silence, or the last words don't come
+stream.accept_waveform({rate}, np.zeros({tail}, np.float32))  # a chunk of silence, or the last words are missing
 stream.input_finished()
 while asr.is_ready(stream):
     asr.decode_stream(stream)
@@ -95,7 +95,7 @@ print(asr.get_result(stream))
 ```
 
 `nemo_ctc` is its kind of model that takes features in chunks, here of {milliseconds} ms, and any state. Until 2.0.0,
-sherpa-onnx computed other features for it, with which this model hears badly: check `sherpa_onnx.__version__`.
+sherpa-onnx computed other features, with which this model makes many errors: check `sherpa_onnx.__version__`.
 """
 
 _STREAM_USE = {
@@ -104,13 +104,13 @@ import json, numpy as np, onnxruntime
 session = onnxruntime.InferenceSession("{file}")
 parts = json.load(open("config.json"))["streaming"]["state"]
 state = {{name: np.zeros([1, *part["shape"]], part["type"]) for name, part in parts.items()}}
-heard = []
+outputs = []
 for window, frames in windows(signal):
     given = {{"samples": window[None], "frames": np.array([frames]), **state}}
     log_probs, counts, *after = session.run(None, given)
     state = dict(zip(state, after))
-    heard.append(log_probs[0, :counts[0]])
-print(text(np.concatenate(heard)))
+    outputs.append(log_probs[0, :counts[0]])
+print(text(np.concatenate(outputs)))
 ```
 """,
     layout.TORCH: """```python
@@ -118,11 +118,11 @@ import json, torch
 model = torch.export.load("{file}").module()
 parts = json.load(open("config.json"))["streaming"]["state"]
 state = [torch.zeros([1, *part["shape"]], dtype=getattr(torch, part["type"])) for part in parts.values()]
-heard = []
+outputs = []
 for window, frames in windows(signal):
     log_probs, counts, *state = model(torch.from_numpy(window)[None], torch.tensor([frames]), *state)
-    heard.append(log_probs[0, :counts[0]])
-print(text(torch.cat(heard)))
+    outputs.append(log_probs[0, :counts[0]])
+print(text(torch.cat(outputs)))
 ```
 """,
 }
@@ -131,21 +131,20 @@ sbkit listen {name}
 ```
 
 ```python
-for heard in model.stream()(microphone):  # arrays of samples, of any size
-    print([word.text for word in heard.settled], [word.text for word in heard.partial])
+for result in model.stream()(microphone):  # arrays of samples, of any size
+    print([word.text for word in result.settled], [word.text for word in result.partial])
 ```
 """
-_STREAMS = """{files}: a chunk of a stream and a state in, its log-probabilities and the next state out. Chunks are of
-{chunks} output frames ({milliseconds} ms), and all chunks of a stream of the same size. Continue the stream by its
-mirror image, {before} samples before its beginning and {after} after its end. The window of a chunk of C frames has
-{frame} C + {overlap} samples (`samples` [batch, {frame} C + {overlap}] float32); the first begins where that
-continuation does, each further one {frame} {moves} samples later, the last is padded with zeros. `frames` [batch]
+_STREAMS = """{files}: a chunk of a stream and a state in, its log-probabilities and the next state out. A chunk has
+{chunks} output frames ({milliseconds} ms); all chunks of a stream have the same size. Mirror the stream at both ends,
+by {before} samples before its beginning and {after} after its end. The window of a chunk of C frames has
+{frame} C + {overlap} samples (`samples` [batch, {frame} C + {overlap}] float32). The first window begins with the
+mirrored samples, each further one {frame} {moves} samples later, and the last is padded with zeros. `frames` [batch]
 int64: how many of its {subsampling} C feature frames are real, {hop} samples from one to the next and {size} in each;
-fewer in a stream's last window, which no other follows; 0 for a stream of the batch that has nothing to be heard now,
-whose state then stays.
+fewer in a stream's last window; 0 for a stream without new audio, whose state stays the same.
 
-Outputs: `log_probs` [batch, C, {vocabulary}], `counts` [batch], how many of C are said{again}, and the state under
-`next_` and its name. Zeros begin a stream. The windows of a recording that is there as a whole, and how to hear them:
+Outputs: `log_probs` [batch, C, {vocabulary}], `counts` [batch], how many of C are final{again}, and the state under
+`next_` and its name. The state begins with zeros. The windows of a whole recording, and how to transcribe them:
 
 ```python
 import numpy as np
@@ -156,8 +155,8 @@ def windows(signal, chunk={chunk}):
     left = (len(mirrored) - {size}) // {hop} + 1
     while left > 0:
         frames = min(left, full)
-        heard = mirrored[:{hop} * (frames - 1) + {size}]
-        yield np.pad(heard, (0, samples - len(heard))), frames
+        window = mirrored[:{hop} * (frames - 1) + {size}]
+        yield np.pad(window, (0, samples - len(window))), frames
         left, mirrored = left - step if frames == full else 0, mirrored[{hop} * step:]
 ```
 """
@@ -192,7 +191,8 @@ def _streams(name: str, config: Config, streaming: Streaming) -> str:
         milliseconds=_listed([f"{1000 * size * config.frame_seconds:g}" for size in streaming.chunks]),
         before=streaming.before, after=streaming.after, frame=config.hop_samples * config.subsampling,
         overlap=streaming.overlap, moves=f"(C - {streaming.ahead})" if streaming.ahead else "C",
-        again=f" (not the last {streaming.ahead} of a full window, with which the next one begins, if only with these)"
+        again=f" (not the last {streaming.ahead} of a full window, the lookahead: the next window begins with them,"
+        " even if it has no others)"
         if streaming.ahead else "", subsampling=config.subsampling, hop=config.hop_samples,
         size=config.hop_samples + streaming.overlap, vocabulary=config.vocabulary,
         chunk=streaming.chunks[len(streaming.chunks) // 2],

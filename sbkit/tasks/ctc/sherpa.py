@@ -108,8 +108,8 @@ class SherpaWhole(Target):
         norm = graph.normalize
         alike = isinstance(norm, features.Normalization) and norm.sentence and norm.deviation
         if not alike and not getattr(graph.encoder, "makes_loudness_equal", False):
-            raise SbkitError("sherpa-onnx makes all recordings equally loud, and this model was not trained on "
-                             "recordings like that",
+            raise SbkitError("sherpa-onnx makes all recordings equally loud, but this model wasn't trained on such "
+                             "recordings",
                              hint="train with normalize: norm_type: sentence, or leave out --target sherpa")
         if sample_rate != 16_000:
             raise SbkitError(f"sherpa-onnx gives this kind of model 16000 samples a second, but it takes {sample_rate}",
@@ -145,8 +145,8 @@ class SherpaWhole(Target):
         comparison.companions[self.name] = {"as it changes recordings": heard}
         for clip, ours, theirs in zip(comparison.clips.alone, comparison.texts, heard.texts, strict=True):
             if ours.split() != theirs.split():
-                logger.warning("sherpa-onnx takes a recording's offset from zero away, so %s becomes %r, and was %r",
-                               clip.name, theirs, ours)
+                logger.warning("sherpa-onnx removes a recording's DC offset, so the transcript of %s is %r instead of "
+                               "%r", clip.name, theirs, ours)
 
     def readme(self) -> str:
         return readme.sherpa(self.sample_rate)
@@ -171,8 +171,8 @@ class CTCStream(SherpaStream):
     def __init__(self, recognizer: Recognizer, milliseconds: int, compared: Compare):
         super().__init__(recognizer, milliseconds, compared)
         if self.graph.step.subsampling % _FRAMES_COUNTED:
-            raise SbkitError("sherpa-onnx takes each frame of a streaming model to be 40 ms long, and this model's "
-                             f"frames are {10 * self.graph.step.subsampling} ms long",
+            raise SbkitError("sherpa-onnx assumes frames of 40 ms in a streaming model, but this model has frames of "
+                             f"{10 * self.graph.step.subsampling} ms",
                              hint="train with frames of 40 ms, or a multiple of that, or leave out --target sherpa")
 
     def written(self, config: Config) -> tuple[nn.Module, int]:

@@ -150,7 +150,7 @@ normalize: !new:speechbrain.nnet.normalization.BatchNorm1d
 """
 
 _GUARD = """
-# Silence behind each utterance while the convolutions look at it, as in training.
+# Silence after each utterance for the convolutions, as in training.
 guard: !new:torch.nn.ConstantPad2d
     padding: [0, 0, 0, {frames}]
     value: 0.0

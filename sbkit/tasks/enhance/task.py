@@ -101,8 +101,8 @@ class Enhanced(SoundResults):
                 lines.append([f"{low:g} to {high:g} dB".replace("-inf to", "below").replace("to inf dB", "dB and more"),
                               len(rows), *(f"{stats[name]:.3g}" if name in stats else "" for name in (
                                   "SI_SNR", "SI_SNRi", "STOI_of_noisy", "STOI"))])
-        return Table("By the SI-SNR of the noisy recording", ["noisy", "utterances", "SI-SNR, dB", "improved by, dB",
-                                                              "STOI, noisy", "STOI"], lines)
+        return Table("By the SI-SNR of the noisy recording", ["noisy SI-SNR", "utterances", "SI-SNR, dB",
+                                                              "improvement, dB", "noisy STOI", "STOI"], lines)
 
 
 @dataclass(kw_only=True)
@@ -132,7 +132,7 @@ class Enhancement(Task):
         """Say how long a stream waits for its samples."""
         enhancer, rate = self.keys.enhancer, self.keys.sample_rate
         seconds = (enhancer.delay + enhancer.hop) / rate
-        return [f"live, a sample comes {1000 * seconds:g} ms after it was heard"], {"latency": seconds}
+        return [f"latency on a stream: {1000 * seconds:g} ms"], {"latency": seconds}
 
     def compute_forward(self, batch: Batch, stage: Stage) -> Tensor:
         """Enhance waveforms [B, S]."""

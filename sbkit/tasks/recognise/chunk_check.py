@@ -41,8 +41,8 @@ def sees_no_further(keys: EncoderKeys, built: Built, findings: Findings) -> bool
     stepless = set(requirements.of_step(model)) if keys.chunks.ahead else set()
     for lack in requirements.of_stream(model):
         if lack in stepless and fits[lack.part]:
-            findings.error("chunks", *_named(built.nodes["chunks"], "ahead"), "frames ahead are heard step by step, as "
-                           f"a stream is, and that isn't possible here: {lack.reason}",
+            findings.error("chunks", *_named(built.nodes["chunks"], "ahead"), "lookahead frames need a model that runs "
+                           f"step by step on a stream: {lack.reason}",
                            f"use {lack.instead}, or write ahead: 0")
         elif fits[lack.part]:
             _warn(lack, keys, built, findings)
@@ -53,14 +53,14 @@ def _encoder(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     node, encoder = built.nodes[keys.encoder_key], getattr(keys, keys.encoder_key)
     layers = getattr(encoder, "encoder", None)
     if not isinstance(layers, ConformerEncoder):
-        _refuse(findings, node, "encoder_module", "chunks are for SpeechBrain's Conformer, and its layers are those of "
+        _refuse(findings, node, "encoder_module", "chunks need SpeechBrain's Conformer, but the encoder is a "
                 f"{type(layers or encoder).__name__}", "write encoder_module: conformer")
     elif encoder.causal:
-        _refuse(findings, node, "causal", "a causal encoder sees nothing that follows, not even in its chunk",
+        _refuse(findings, node, "causal", "a causal encoder sees no later frames, not even in its chunk",
                 "write causal: false")
     elif encoder.attention_type not in _POSITIONS:
         _refuse(findings, node, "attention_type", f"{encoder.attention_type} needs to know where an utterance begins "
-                "or ends, and a live stream has neither", "write attention_type: RoPEMHA")
+                "or ends, which is unknown on a stream", "write attention_type: RoPEMHA")
     else:
         return True
     return False
@@ -71,8 +71,8 @@ def _features(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     model.normalize = None
     if keys.compute_features is None or _same_before(lambda signals: _computed(model.features, signals), keys):
         return True
-    _refuse(findings, built.nodes["compute_features"], "", "the features of a moment depend on how loud an utterance "
-            "becomes later", "use sbkit.nn.kaldi.FilterBank")
+    _refuse(findings, built.nodes["compute_features"], "", "the features of a frame depend on how loud later audio is",
+            "use sbkit.nn.kaldi.FilterBank")
     return False
 
 
@@ -88,8 +88,8 @@ def _normalization(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
             return True
     except SbkitError:  # it waits for statistics of the corpus
         return True
-    _refuse(findings, built.nodes["normalize"], "norm_type", "it normalises by the whole utterance, of which a live "
-            "stream knows the beginning", "use sbkit.nn.global_norm.GlobalNorm")
+    _refuse(findings, built.nodes["normalize"], "norm_type", "it normalises over the whole utterance, which isn't "
+            "known on a stream", "use sbkit.nn.global_norm.GlobalNorm")
     return False
 
 
@@ -109,8 +109,8 @@ def check_front_end(keys: EncoderKeys, built: Built, findings: Findings) -> bool
     """Check that the front end's frames see no features of later ones."""
     if keys.CNN is None or not _sees_later_frames(keys.CNN, keys):
         return True
-    _refuse(findings, built.nodes["CNN"], "", "a frame of it sees features of the frames that follow, which may be in "
-            "the next chunk", "use sbkit.nn.causal.CausalFrontEnd")
+    _refuse(findings, built.nodes["CNN"], "", "its frames depend on features of later frames, which may be in the next "
+            "chunk", "use sbkit.nn.causal.CausalFrontEnd")
     return False
 
 
@@ -134,7 +134,7 @@ def _warn(lack: Lack, keys: EncoderKeys, built: Built, findings: Findings) -> No
     """Add a finding about a model that learns in chunks, and that can't be exported for streams all the same."""
     key = {"encoder": keys.encoder_key, "frontend": "CNN"}.get(lack.part, lack.part)
     node = built.nodes.get(key) or built.nodes["chunks"]
-    findings.warning("chunks", *_named(node, lack.argument), "the model learns in chunks but can't be exported for "
+    findings.warning("chunks", *_named(node, lack.argument), "the model trains in chunks but can't be exported for "
                      f"streams: {lack.reason}", f"use {lack.instead}")
 
 

@@ -56,7 +56,7 @@ class ExportedRecognizer(Exported):
         try:
             return (Streams(self.recognizer, next(iter(self.outputs)), self.compared),)
         except SbkitError as error:
-            logger.warning("The bundle is for whole recordings alone: %s", error)
+            logger.warning("The bundle is for whole recordings only: %s", error)
             return ()
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:

@@ -61,12 +61,12 @@ class EncoderKeys(RecogniserKeys):
         if first is None and second is None:
             yield Problem(ENCODERS[0], "the recipe has no encoder", f"write it under {' or '.join(ENCODERS)}")
         elif first is not None and second is not None and first is not second:
-            yield Problem(ENCODERS[1], f"{' and '.join(ENCODERS)} are both there, and a recogniser has one encoder",
+            yield Problem(ENCODERS[1], f"{' and '.join(ENCODERS)} are both set, but a recogniser has one encoder",
                           f"write {ENCODERS[0]}: null, or leave {ENCODERS[1]} out")
         for name in _ON_FEATURES if self.compute_features is None else ():
             if getattr(self, name) is not None:
-                yield Problem(name, f"the encoder takes waveforms (compute_features: null), and {name} takes features",
+                yield Problem(name, f"the encoder takes waveforms (compute_features: null), but {name} takes features",
                               f"write {name}: null")
         if self.chunks is not None and not hasattr(self.chunks, "at"):
-            yield Problem("chunks", f"chunks is {self.chunks!r}, which can't draw what a step sees",
+            yield Problem("chunks", f"chunks is {self.chunks!r}, not a sbkit.nn.chunks.Chunks",
                           "write chunks: !new:sbkit.nn.chunks.Chunks, with its sizes below it")

@@ -85,12 +85,12 @@ def check_labels(keys: EncoderKeys, model: Recognizer, manifests: Mapping[str, M
                  f"{split}: {len(found.short)} {of} have fewer encoder frames than CTC needs for their tokens "
                  f"and repeats: {_some(found.short)}",
                  f"{'nothing' if alone else 'by CTC nothing'} is learned from them: subsample less, take a larger "
-                 "vocabulary, or look at their texts")
+                 "vocabulary, or check their texts")
         if found.empty:
             findings.warning("no-labels", place, "corpus",
                              f"{split}: the tokenizer finds no token in {len(found.empty)} {of}: {_some(found.empty)}",
-                             "look at their texts and at the tokenizer's characters")
-    return Section("Labels", ["split", "utterances", "looked at", *(["too short for CTC"] if ctc else []),
+                             "check their texts and the tokenizer's characters")
+    return Section("Labels", ["split", "utterances", "checked", *(["too short for CTC"] if ctc else []),
                               "without a token"], rows)
 
 

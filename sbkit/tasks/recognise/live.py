@@ -83,7 +83,7 @@ class LiveTest:
     def __init__(self, task: HearingTask, chunk: Sequence[int | None]):
         keys = task.keys
         if keys.chunks is None:
-            raise SbkitError("--chunk needs a model that was trained in chunks, and the recipe has no chunks",
+            raise SbkitError("--chunk needs a model that was trained in chunks, but the recipe has no chunks",
                              hint="train one with hparams/streaming.yaml, or leave out --chunk")
         self.task, self.keys, self.chunk = task, keys, tuple(chunk)
         self.frame_seconds = frame_seconds(task.recognizer, keys)
@@ -94,7 +94,7 @@ class LiveTest:
     def _size(self, chunk: int | None, sizes: dict[int, int]) -> int | None:
         if chunk is not None and chunk not in sizes:
             raise SbkitError(f"--chunk {chunk}: the model wasn't trained for chunks of {chunk} ms",
-                             hint=f"it was for {', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
+                             hint=f"it was trained for {', '.join(map(str, sorted(sizes)))} and {chunk_size.WHOLE}")
         return None if chunk is None else sizes[chunk]
 
     def config(self, chunk: int | None) -> Seen | None:

@@ -67,9 +67,9 @@ def _features_fit(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
         return True
     frames, width = shape[1:]
     expected = _frames_said(features, samples, round(keys.sample_rate * keys.hop_length / 1000))
-    wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, with a hop_length of "
-              f"{keys.hop_length:g} ms there would be {expected}"),
-             ("n_mels", width, keys.n_mels, f"makes {width} features a frame, and n_mels is {keys.n_mels}")]
+    wrong = [("hop_length", frames, expected, f"makes {frames} frames of {SECONDS:g} s, but a hop_length of "
+              f"{keys.hop_length:g} ms gives {expected}"),
+             ("n_mels", width, keys.n_mels, f"makes {width} features a frame, but n_mels is {keys.n_mels}")]
     for key, found, said, message in wrong:
         if found != said:
             place, name = (built.nodes[key].place, key) if key in built.nodes else (node.place, node.key)
@@ -108,7 +108,7 @@ def _front_end_fits(keys: EncoderKeys, built: Built, findings: Findings) -> bool
     width = on_stand_ins(nn.Sequential(features, front_end), width_of_features)
     if isinstance(said, int) and said != width:
         findings.error("shape-mismatch", node.place_of("input_shape"), node.key_of("input_shape"),
-                       f"it expects {said} features, compute_features makes {width}",
+                       f"it expects {said} features, but compute_features makes {width}",
                        "write `input_shape: [8, 10, !ref <n_mels>]`")
         return False
     return True

@@ -228,7 +228,7 @@ def tune(brain: SearchingTask, manifest: Manifest, hear: Callable[[Manifest], ob
     brain.decoder = search
     if ranks.is_main():
         print(f"tuned on {len(manifest)} utterances of dev: --lm-weight {tuned.weights.lm:g} --word-score "
-              f"{tuned.weights.word:g} (WER {tuned.rate:.2f} %, greedily {tuned.greedy:.2f} %)")
+              f"{tuned.weights.word:g} (WER {tuned.rate:.2f} %, greedy {tuned.greedy:.2f} %)")
     return {"tuned_on": len(manifest), "dev_WER": tuned.rate, "dev_WER_greedy": tuned.greedy}
 
 

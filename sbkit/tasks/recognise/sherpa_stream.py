@@ -188,7 +188,7 @@ def chosen(chunks: Chunks, frame_seconds: float, milliseconds: int | None) -> in
         return min(sizes, key=lambda each: abs(each - _MILLISECONDS))
     if milliseconds not in sizes:
         raise SbkitError(f"--chunk {milliseconds}: the model wasn't trained for chunks of {milliseconds} ms",
-                         hint=f"it was for {', '.join(map(str, sizes))}")
+                         hint=f"it was trained for {', '.join(map(str, sizes))}")
     return milliseconds
 
 
@@ -199,7 +199,7 @@ def _check(graph: StreamingGraph) -> None:
     other = [name for name, value in _FEATURES.items() if settings[name] != value]
     if other:
         told = ", ".join(f"{name}: {settings[name]}" for name in other)
-        raise SbkitError(f"sherpa-onnx gives a streaming model other features than this one was trained on ({told})",
+        raise SbkitError(f"sherpa-onnx computes other features for streams than this model was trained on ({told})",
                          hint="train with the compute_features of hparams/streaming.yaml, or leave out --target sherpa")
 
 
@@ -209,8 +209,8 @@ def check_version() -> None:
 
     version = version_of("sherpa-onnx")
     if version is not None and Version(version) < Version(VERSION):
-        raise SbkitError(f"sherpa-onnx {version} gives a streaming model other features than this one was trained on: "
-                         f"it must be {VERSION} or later", hint=f"pip install 'sherpa-onnx>={VERSION}'")
+        raise SbkitError(f"sherpa-onnx {version} computes other features for streams than this model was trained on: "
+                         f"{VERSION} or later is needed", hint=f"pip install 'sherpa-onnx>={VERSION}'")
 
 
 def imported() -> ModuleType:
@@ -218,7 +218,7 @@ def imported() -> ModuleType:
     try:
         import sherpa_onnx
     except ImportError:
-        raise SbkitError("sherpa-onnx is not installed, and a model for it is tested with it before it is published",
+        raise SbkitError("sherpa-onnx is not installed, but is needed to test a model for it before it is published",
                          hint="pip install 'sbkit[sherpa]'") from None
     return sherpa_onnx
 

@@ -86,10 +86,9 @@ def check_steps(recognizer: Recognizer, signal: Tensor) -> None:
     stepped = in_turn(recognizer.encoder, recognizer.embed(feats, frames)[0], frames, recognizer.subsampling, seen)
     apart, other = (recognizer.scores(states[:, : int(counts)]) for states in (learnt, stepped))
     if not torch.allclose(apart, other, atol=1e-3, rtol=1e-3):
-        raise SbkitError("the encoder gives something else step by step, as a stream is heard, than in the chunks that "
-                         "it learnt in: outputs differ by up to "
-                         f"{float((apart - other).abs().max()):.2g}",
-                         hint="code of yours changes what its layers compute; without that it can run on a stream")
+        raise SbkitError("the encoder's outputs on a stream, step by step, differ from those in the chunks of its "
+                         f"training by up to {float((apart - other).abs().max()):.2g}",
+                         hint="your own code changes what its layers compute; without that it can run on a stream")
 
 
 def run(call: Call, config: Config, chunk: int, signals: Sequence[np.ndarray]) -> list[np.ndarray]:

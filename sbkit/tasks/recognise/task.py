@@ -120,13 +120,13 @@ class RecognitionTask(SearchingTask):
             f"{model.subsampling}: "
         lines = [f"{features}an encoder frame every {frame:g} ms, {1000 / frame:g} a second"]
         if model.frontend is not None:
-            lines.append(f"the front end gets {GUARD_FRAMES} feature frames of zeros more, and their output is cut off")
+            lines.append(f"the front end gets {GUARD_FRAMES} more feature frames of zeros, whose output is cut off")
         if model.chunks is not None:
             sizes, left = (", ".join(f"{frame * each:g}" for each in several)
                            for several in (model.chunks.sizes, model.chunks.left))
-            again = f"; its last {frame * model.chunks.ahead:g} ms are heard again with the next" \
+            again = f"; its last {frame * model.chunks.ahead:g} ms are lookahead, and computed again with the next" \
                 if model.chunks.ahead else ""
-            lines.append(f"trained to run live in chunks of {sizes} ms, each with {left} ms before it{again}")
+            lines.append(f"trained to run live in chunks of {sizes} ms, each with {left} ms of left context{again}")
         return lines, {"subsampling": model.subsampling, "frames_per_second": 1000 / frame}
 
     def token_tables(self) -> TokenTables | None:
@@ -154,7 +154,7 @@ class RecognitionTask(SearchingTask):
 
     def take_chunks(self, chunk: Sequence[int | None]) -> None:
         if self.decoder is not None and self.decoder.nbest > 1 and chunk[0] is not None:
-            raise SbkitError("--nbest lists the transcripts of the first size of --chunk, and a stream has just one",
+            raise SbkitError("--nbest lists the transcripts of the first size of --chunk, but a stream has only one",
                              hint="name whole first, as in --chunk whole,320, or leave out --nbest")
         self.live = LiveTest(self, chunk)
         self.tested_in = self.live.config(chunk[0])
@@ -165,6 +165,6 @@ class RecognitionTask(SearchingTask):
             return LiveTranscripts(**vars(found), chunk=self.live.chunk)
         if (chunks := self.keys.chunks) is not None and chunks.validate is not None:
             size = 1000 * frame_seconds(self.recognizer, self.keys) * chunks.validate
-            found.remark = (f"the test heard whole utterances, and validations heard chunks of {size:.0f} ms; "
+            found.remark = (f"the test used whole utterances, but validations chunks of {size:.0f} ms; "
                             f"sbkit evaluate {self.keys.folder} --chunk {size:.0f},whole compares both")
         return found

@@ -51,7 +51,7 @@ def check_sizes(traced: Trace, findings: Findings, heads: Iterable[str]) -> None
         if shape is not None and shape[-1] != size:
             where = built.nodes.get(key, node)
             findings.error("vocabulary", where.place, key,
-                           f"it gives {shape[-1]} scores a frame, output_neurons is {size}",
+                           f"it gives {shape[-1]} scores a frame, but output_neurons is {size}",
                            "write `n_neurons: !ref <output_neurons>`")
     _check_embedding(built, size, findings)
     _check_tokenizer(built, size, findings)
@@ -85,7 +85,7 @@ def _check_embedding(built: Built, size: int, findings: Findings) -> None:
             if isinstance(table, nn.Embedding) and table.num_embeddings != size:
                 node, tell = built.nodes[key], findings.error if table.num_embeddings < size else findings.warning
                 tell("vocabulary", node.place_of("tgt_vocab"), node.key_of("tgt_vocab"),
-                     f"the decoder knows {table.num_embeddings} tokens, output_neurons is {size}",
+                     f"the decoder knows {table.num_embeddings} tokens, but output_neurons is {size}",
                      "write `tgt_vocab: !ref <output_neurons>`")
 
 
@@ -98,7 +98,7 @@ def _check_tokenizer(built: Built, size: int, findings: Findings) -> None:
     declared = tokenizer.vocab_size
     if declared is not None and declared != size:
         findings.error("vocabulary", node.place_of("vocab_size"), node.key_of("vocab_size"),
-                       f"the tokenizer has {declared} entries, output_neurons is {size}",
+                       f"the tokenizer has {declared} entries, but output_neurons is {size}",
                        "write `vocab_size: !ref <output_neurons>`")
         return
     if tokenizer.path.exists():

@@ -31,16 +31,15 @@ def hears_all(keys: EncoderKeys, built: Built, findings: Findings) -> bool:
     place, key = (node.place_of("max_duration"), node.key_of("max_duration")) if there else (node.place, node.key)
     limit = f"write max_duration: {_limit(keys, most):g} under corpus"
     if corpus.max_duration is None:
-        findings.warning("duration", place, key, "utterances of any length are let in, and the encoder hears at most "
-                         f"{most:g} s: a longer one would be an error when the corpus is prepared", limit)
+        findings.warning("duration", place, key, "the corpus allows utterances of any length, but the encoder takes at "
+                         f"most {most:g} s: a longer one is an error when the corpus is prepared", limit)
         return True
     longest = float(planned_seconds(keys.augment, corpus.max_duration))
     if longest <= most:
         return True
-    slowed = f", {longest:.1f} s when they are slowed down" if longest > corpus.max_duration else ""
-    findings.error("duration", place, key,
-                   f"utterances of {corpus.max_duration:g} s are let in{slowed}, and the encoder "
-                   f"hears at most {most:g} s", limit)
+    slowed = f" ({longest:.1f} s when slowed down)" if longest > corpus.max_duration else ""
+    findings.error("duration", place, key, f"the corpus allows utterances of {corpus.max_duration:g} s{slowed}, but "
+                   f"the encoder takes at most {most:g} s", limit)
     return False
 
 
@@ -59,7 +58,7 @@ def _longer(keys: EncoderKeys, manifests: Mapping[str, Manifest], max_seconds: f
         if len(places):
             ids = listed([f"{manifest.ids[int(i)]} ({seconds[i]:.1f} s)" for i in places], limit=3)
             yield (f"{split}: {len(places)} of {len(manifest)} utterances are longer than the {max_seconds:g} s that "
-                   f"the encoder hears: {ids}")
+                   f"the encoder takes: {ids}")
 
 
 def _limit(keys: EncoderKeys, most: float) -> float:

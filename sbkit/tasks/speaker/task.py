@@ -103,7 +103,7 @@ class Verified(Results):
 
     def headline(self) -> str:
         same = self.scored.trials.same
-        return f"{super().headline()}, {len(same):,} trials, {int(same.sum()):,} of them of one speaker"
+        return f"{super().headline()}, {len(same):,} trials, {int(same.sum()):,} of them with the same speaker"
 
     def _said(self, name: str) -> str:
         return super()._said(name) + " %" * (name == "EER")
@@ -131,23 +131,24 @@ class Verified(Results):
         super().write(folder, manifest, of)
 
     def _kind(self, trial: int) -> str:
-        return "one speaker, refused" if self.scored.trials.same[trial] else "two speakers, accepted"
+        return "same speaker, rejected" if self.scored.trials.same[trial] else "different speakers, accepted"
 
     def _kinds(self) -> Table:
         """Counts the trials of each kind, with their scores."""
         rows, threshold = [], self.scored.rates.threshold
-        for name, chosen in (("one", self.scored.trials.same), ("two", ~self.scored.trials.same)):
+        for name, chosen in (("same", self.scored.trials.same), ("different", ~self.scored.trials.same)):
             found = self.scored.scores[chosen]
-            wrong = found < threshold if name == "one" else found >= threshold
+            wrong = found < threshold if name == "same" else found >= threshold
             rows.append([name, len(found), f"{found.mean():.3f}" if len(found) else "", f"{wrong.mean():.2%}"
                          if len(found) else ""])
         return Table("Trials", ["speakers", "trials", "mean score", "errors"], rows,
-                     f"one speaker from a score of {threshold:.3f} on, where both kinds of errors are equally frequent")
+                     f"from a score of {threshold:.3f} on, a trial counts as the same speaker; there, both kinds of "
+                     "errors are equally frequent")
 
     def _wrong(self) -> Table:
         """Lists the worst trials."""
         trials = self.scored.trials
-        return Table("The worst trials", ["what", "score", "first", "second"],
+        return Table("The worst trials", ["error", "score", "first", "second"],
                      [[self._kind(each), f"{self.scored.scores[each]:.3f}", self.rows[trials.first[each]].id,
                        self.rows[trials.second[each]].id] for each in self.scored.worst()])
 

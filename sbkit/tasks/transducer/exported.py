@@ -158,7 +158,7 @@ class ExportedTransducer(ExportedRecognizer):
         sherpa_stream.imported()
         model = self.recognizer
         if model.chunks is None:
-            raise SbkitError("sherpa-onnx hears a transducer in chunks, and the recipe has no chunks",
+            raise SbkitError("sherpa-onnx runs a transducer in chunks, but the recipe has no chunks",
                              hint="train one with hparams/transducer.yaml, or leave out --target")
         frame = model.subsampling * model.hop_samples / self.sample_rate
         made = SherpaTransducer(model, sherpa_stream.chosen(model.chunks, frame, chunk), self.compared,

@@ -29,11 +29,11 @@ class TransducerKeys(EncoderKeys):
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()
         if (self.ctc_weight > 0) != (self.ctc_lin is not None):
-            yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, and ctc_lin is "
-                          f"{'missing' if self.ctc_lin is None else 'there, which nothing would train'}",
+            yield Problem("ctc_weight", f"it is {self.ctc_weight:g}, but ctc_lin is "
+                          f"{'missing' if self.ctc_lin is None else 'set, which nothing would train'}",
                           "write ctc_weight: 0.3 and a ctc_lin, or ctc_weight: 0 and ctc_lin: null")
         if self.ctc_weight == 1:
-            yield Problem("ctc_weight", "it is 1, so nothing trains the transducer, which writes the transcripts",
+            yield Problem("ctc_weight", "it is 1, so nothing trains the transducer, which outputs the transcripts",
                           "write 0.3, or train hparams/streaming.yaml")
         if self.decoder is not None and not isinstance(self.decoder, TransducerBeam):
             yield Problem("decoder", f"it is a {type(self.decoder).__name__}, which searches no transducer's states",

@@ -18,16 +18,16 @@ decoder, joiner = map(onnxruntime.InferenceSession, ("{decoder}", "{joiner}"))
 symbols = [line.split(" ")[0] for line in open("tokens.txt", encoding="utf-8")]  # of each token: symbol, id
 
 def text(states):  # [frames, {size}] of one recording
-    said, last = [], [{blank}] * {context}
+    tokens, last = [], [{blank}] * {context}
     predicted = decoder.run(None, {{"tokens": np.array([last])}})[0]
     for state in states:
         for _ in range({most}):  # tokens in one frame
             best = int(joiner.run(None, {{"encoded": state[None], "predicted": predicted}})[0].argmax())
             if best == {blank}:
                 break
-            said, last = [*said, best], [*last[1:], best]
+            tokens, last = [*tokens, best], [*last[1:], best]
             predicted = decoder.run(None, {{"tokens": np.array([last])}})[0]
-    said = [symbols[each] for each in said if each not in {silent}]
+    pieces = [symbols[each] for each in tokens if each not in {silent}]
     return {joined}
 ```
 
@@ -76,7 +76,7 @@ SHERPA_STREAM = """### Streams in sherpa-onnx
 
 `{file}` with `decoder.sherpa.onnx`, `joiner.sherpa.onnx` and `tokens.sherpa.txt` is a transducer of NeMo's kind for
 sherpa-onnx {version} or later, in chunks of {milliseconds} ms. Samples of silence as long as a chunk must follow a
-stream, since only whole chunks are heard. In Python; other languages take the same four files:
+stream, since only whole chunks are processed. In Python; other languages take the same four files:
 
 ```python
 import numpy as np, sherpa_onnx, soundfile

@@ -182,7 +182,7 @@ class ExportedVoice(Exported):
                   "symbols": "".join(config.symbols[number] for number in written)}
         characters = config.characters or config.symbols[1:]
         spelled = "" if config.spelling is None else f""" Its symbols are phones: words are spelled in IPA, \
-each as if it were said alone, by espeak-ng's voice `{config.spelling}`, which `pip install 'sbkit[demo]'` installs."""
+each by itself, by espeak-ng's voice `{config.spelling}`, which `pip install 'sbkit[demo]'` installs."""
         speakers = ", ".join(config.speakers[:10]) + (", ..." if len(config.speakers) > 10 else "")
         parts = [f"""{readme.heading(name, config)}
 
@@ -200,7 +200,7 @@ speech = sbkit.infer.load("{name}").speak("{example}")
 speech.samples, speech.sample_rate, speech.words
 ```
 
-Whoever publishes what it says should say that it is synthetic.
+If you publish its speech, say that it is synthetic.
 """]
         parts += [_USE[each].format(**values) for each in _USE if each in config.models]
         parts.append(readme.compared(comparison))

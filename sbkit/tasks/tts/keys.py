@@ -62,7 +62,7 @@ class TTSKeys(TaskKeys):
         for name, folder, recipe in (("codec", self.codec, "codec"), ("recogniser", self.recogniser, "ctc")):
             hint = f"name a bundle, --{name} BUNDLE: sbkit export makes one of a run of hparams/{recipe}.yaml"
             if folder is None:
-                yield Problem(name, "it is null, and without one a voice has nothing to learn from", hint)
+                yield Problem(name, "it is null, but a voice can't be trained without it", hint)
             elif not Path(folder, layout.CONFIG).is_file():
                 yield Problem(name, f"there is no bundle in {folder}", hint)
 
@@ -77,7 +77,7 @@ class TTSKeys(TaskKeys):
                     yield Problem(name, f"the bundle {folder} has {found.what}, but {kind.what} is needed here",
                                   f"name another one: --{name} BUNDLE")
                 elif name == "codec" and found.sample_rate != self.sample_rate:
-                    yield Problem("sample_rate", f"it is {self.sample_rate}, and the codec's {found.sample_rate}",
+                    yield Problem("sample_rate", f"it is {self.sample_rate}, but the codec's is {found.sample_rate}",
                                   f"--sample_rate {found.sample_rate}")
 
     def of_another_codec(self) -> Iterator[Problem]:
@@ -110,13 +110,13 @@ class TTSKeys(TaskKeys):
                 yield Problem(name, f"it is not the codec's: {', '.join(numbers)}", as_there)
             elif own != there:
                 first = sorted(own.items() ^ there.items())[0][0]
-                yield Problem(name, f"it is not the codec's: {first} is in one of them alone, or has another shape",
+                yield Problem(name, f"it is not the codec's: {first} is in only one of them, or has another shape",
                               as_there)
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()
         if self.augment is not None:
-            yield Problem("augment", "a voice learns from labels of the recordings as they are, so nothing would be "
+            yield Problem("augment", "a voice is trained on labels of the original recordings, so nothing would be "
                           "augmented", "leave it out")
         if self.codec is not None and self.init_from != self.codec:
             yield Problem("init_from", f"it is {self.init_from!r}, but the codec's own decoder has to be taken from "

@@ -68,13 +68,13 @@ class VoiceLabels:
             codes, frames = Codes(folder / CODES, books), _frames(folder / DURATIONS)
             places = self._places[folder.name] = {}
             if len(frames) != len(codes):
-                raise SbkitError(f"{folder}: there are codes of {len(codes)} utterances, and durations of "
-                                 f"{len(frames)}", hint=_AGAIN)
+                raise SbkitError(f"{folder} has codes of {len(codes)} utterances, but durations of {len(frames)}",
+                                 hint=_AGAIN)
             symbols.look_up(utterance.text or "" for utterance in codes)
             for number, (utterance, row) in enumerate(zip(codes, frames, strict=True)):
                 text = utterance.text or ""
                 if len(row) != len(symbols.encode(text)) + 2 or row.min() < 0 or row.sum() != len(utterance.codes):
-                    raise SbkitError(f"{folder}: the durations of {utterance.id} are not those of its text and codes",
+                    raise SbkitError(f"{folder}: the durations of {utterance.id} don't match its text and codes",
                                      hint=_AGAIN)
                 places[utterance.id, text] = codes, number, row
 
@@ -153,10 +153,11 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
                  "manifests": {split: _digest(manifest, keys.symbols) for split, manifest in manifests.items()}}
         learnt = pinned_facts(keys) or label_facts(keys)
         if not initial.fresh(keys) and learnt is not None and not _same(learnt, facts):
-            raise SbkitError(f"{keys.labels} is of another codec, recogniser or corpus, and checkpoints depend on it",
+            raise SbkitError(f"the labels in {keys.labels}, on which the checkpoints depend, are of another codec, "
+                             "recogniser or corpus",
                              hint="start in a new output_folder, or set codec, recogniser and corpus back")
         if (before := label_facts(keys)) is not None and _same(before, facts):
-            logger.info("labels: made already, in %s", keys.labels)
+            logger.info("labels: those in %s are up to date", keys.labels)
         else:
             with disk.disk_errors_as_user_error(keys.labels):
                 Path(keys.labels, FACTS).unlink(missing_ok=True)
@@ -242,7 +243,7 @@ def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner
 
 def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, heard: Aligned, keys: TTSKeys) -> Label | str:
     if not (ends := keys.symbols.write(row.text).ends):
-        return "nothing in its text is a symbol of the voice"
+        return "its text has no symbol of the voice"
     frames = durations(row.text, heard, signal, keys.sample_rate, len(codes))
     return Label(codes, shared(frames, ends), row.speaker)
 

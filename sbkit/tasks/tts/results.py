@@ -75,7 +75,7 @@ class Spoken(SoundResults):
 
     def remark(self, row: SpokenRow) -> str:
         """Say what was heard in a clip."""
-        return " · ".join(each for each in (f"heard: {row.heard_again}" if row.heard_again is not None else "",
+        return " · ".join(each for each in (f"transcript: {row.heard_again}" if row.heard_again is not None else "",
                                             row.id) if each)
 
     # ------------------------------------------------------------ tables
@@ -84,16 +84,16 @@ class Spoken(SoundResults):
         """Lists all measures with what they mean."""
         stats, rows = self.stats, self.recognised_rows()
         if "right_choices" in stats:
-            rows += [["right choices", f"{stats['right_choices']:.1f} %", "of what the recordings' codes are made of, "
-                      "with the recordings' durations"],
-                     ["durations", f"{stats['duration_error_ms']:.0f} ms", "off, a mean over characters"]]
-        rows.append(["real-time factor", f"{stats['real_time_factor']:.4f}", "of speaking"])
-        return Table("How it speaks", ["measure", "value", ""], rows)
+            rows += [["right choices", f"{stats['right_choices']:.1f} %", "of the recordings' codes, given their "
+                      "durations"],
+                     ["durations", f"{stats['duration_error_ms']:.0f} ms", "mean error over characters"]]
+        rows.append(["real-time factor", f"{stats['real_time_factor']:.4f}", "of synthesis"])
+        return Table("How it speaks", ["measure", "value", "note"], rows)
 
     def _worst(self) -> Table:
         """Lists the texts in which most words were misheard."""
         scored = [row for row in self.rows if row.heard_again is not None and row.reference.split()]
         wrong = {row.id: rates.rate for row in scored if (rates := word_rates([row], "heard_again")) is not None}
         rows = sorted(scored, key=lambda row: -wrong[row.id])[:WORST]
-        return Table("The texts that were heard worst", ["text", "heard in the recording", "in the voice's", "WER %"],
+        return Table("The worst texts", ["text", "transcript of the recording", "of the voice's output", "WER %"],
                      [[row.reference, row.heard or "", row.heard_again, f"{wrong[row.id]:.0f}"] for row in rows])

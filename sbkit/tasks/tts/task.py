@@ -206,7 +206,7 @@ class TTS(SpeechTask):
         if nameless := [name for name, text, label in zip(batch.ids, batch.texts, found, strict=True)
                         if text and label is None]:
             self._told = True
-            logger.warning("%s has no labels, which say who speaks: it and others are spoken by %s, the first voice",
+            logger.warning("%s has no labels, so its speaker is unknown: it and others like it get the first voice, %s",
                            nameless[0], speakers.names[0])
 
     def _speaker(self, label: Label | None) -> int:

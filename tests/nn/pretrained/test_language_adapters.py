@@ -47,7 +47,7 @@ def test_with_a_languages_adapters_it_is_what_transformers_says(folder, language
     with torch.no_grad():
         expected = theirs.wav2vec2(given).last_hidden_state[0]
     torch.testing.assert_close(outputs(encoder), expected, rtol=1e-4, atol=1e-4)
-    told = f"adapters of {language}" if language else "adapters of the model's own file, of no language"
+    told = f"adapters of {language}" if language else "the model's own adapters, of no language"
     assert any(told in line and "left out, since this encoder does not use them: lm_head" in line
                for line in caplog.messages)
 
@@ -63,9 +63,9 @@ def test_a_run_that_kept_the_config_has_them_in_its_checkpoint(folder, tmp_path)
 
 
 @pytest.mark.parametrize("language, told", [
-    ("deu", r"has no adapter of the language deu \(adapter.deu.safetensors\); it has those of fra, uig-script_arabic"),
-    ("xho", r"has no adapter of the language xho .*; adapter.xho.bin is a pickle, and not read: fetch adapter.xho.saf"),
-    ("../fra", "adapter_language is '../fra', which is no code of a language")])
+    ("deu", r"has no adapter for the language deu \(adapter.deu.safetensors\); it has those of fra, uig-script_arabic"),
+    ("xho", r"has no adapter for the language xho .*; adapter.xho.bin is a pickle, and not read: fetch adapter.xho"),
+    ("../fra", "adapter_language is '../fra', which is no language code")])
 def test_a_language_that_is_not_there_is_told_when_the_recipe_is_built(folder, language, told):
     (folder / "adapter.xho.bin").write_bytes(b"\x80")
     with pytest.raises(SbkitError, match=told):
@@ -92,5 +92,5 @@ def test_a_file_that_lacks_some_or_is_of_another_model_is_refused(folder):
 
 
 def test_an_encoder_without_such_adapters_takes_no_language(tmp_path):
-    with pytest.raises(SbkitError, match="has no adapters for languages; it is for models of MMS"):
+    with pytest.raises(SbkitError, match="has no language adapters; it is for models of MMS"):
         Encoder(str(encoders.make(tmp_path, "wav2vec2-layer")), adapter_language="fra")

@@ -178,9 +178,9 @@ def test_the_state_never_grows():
 
 @pytest.mark.parametrize("given, told", [
     ({"chunks": None}, "it wasn't trained in chunks"),
-    ({"attention_type": "RelPosMHAXL"}, "its attention is RelPosMHAXL, and a stream's is by rotary positions"),
+    ({"attention_type": "RelPosMHAXL"}, "its attention is RelPosMHAXL, but a stream needs rotary positions"),
     ({"encoder_module": "transformer"}, "its encoder is a TransformerEncoder"),
-    ({"frontend": nn.Flatten(2)}, "its front end, Flatten, takes whole utterances alone"),
+    ({"frontend": nn.Flatten(2)}, "its front end, Flatten, takes whole utterances only"),
 ])
 def test_what_has_no_step_is_refused(given, told):
     with pytest.raises(SbkitError, match=told):
@@ -191,7 +191,7 @@ def test_what_has_no_step_is_refused(given, told):
 def test_adapters_that_a_step_would_pass_by_are_refused(target):
     model = recogniser()
     Houlsby(model.encoder, target, width=16)
-    with pytest.raises(SbkitError, match="adapters add to what its layers, or their attention or convolution, return"):
+    with pytest.raises(SbkitError, match="it has adapters after whole layers"):
         StreamingEncoder(model)
 
 

@@ -46,7 +46,7 @@ def test_rows_of_equal_tokens_are_taken_and_the_whole_encoder(english, tmp_path,
     encoder = brain.keys.encoder.network.encoder
     torch.testing.assert_close(encoder.layer_norm.weight, own.wav2vec2.encoder.layer_norm.weight, rtol=0, atol=0)
     assert any(f"for all {len(pieces)} tokens" in row for row in table)
-    assert "layerdrop is 0, and not 0.1 as in its config: no layer is skipped" in table
+    assert "layerdrop is 0 instead of the config's 0.1: no layer is skipped" in table
 
 
 def test_tokens_that_it_lacks_are_reinitialised(tmp_path, caplog):

@@ -173,7 +173,7 @@ def test_adapters_of_another_language_are_not_taken_in_its_place(english, tmp_pa
 
 @pytest.mark.parametrize("code", ["../../x", False, 12])
 def test_what_is_no_code_of_a_language_is_refused_without_a_source_too(home, tmp_path, code):
-    with pytest.raises(SbkitError, match="no code of a language"):
+    with pytest.raises(SbkitError, match="no language code"):
         Encoder(None, init_from=home / "run", adapter_language=code)
 
 

@@ -119,7 +119,7 @@ def test_a_bundles_readme_goes_on_with_it(run):
 def test_exporting_what_training_had_warned_of_says_so(run, caplog):
     model_card.of_bundle("# words\n", run, None)
     assert not caplog.messages
-    headline = "The model has learnt nothing: its loss stands at chance"
+    headline = "The model has learnt nothing: its loss stays at chance"
     with open(run / "metrics.jsonl", "a") as log:
         log.write(json.dumps({"kind": "warning", "what": "chance", "headline": headline, "detail": "", "holds": True}))
     model_card.of_bundle("# words\n", run, None)

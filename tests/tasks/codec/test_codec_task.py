@@ -166,7 +166,7 @@ def test_parts_that_contradict_each_other_are_errors_where_they_stand(tmp_path, 
 def test_the_check_says_how_many_bits_a_second_takes(tmp_path):
     report = check(RECIPE, {**SMALL, "output_folder": str(tmp_path)})
     assert not report.errors and report.sections["shapes"].values["head"]
-    assert "50 frames a second, in each of them one of 1,000 codes and one of 1,000 codes: 997 bit/s" in str(report)
+    assert "50 frames a second, each with one of 1,000 codes and one of 1,000 codes: 997 bit/s" in str(report)
 
 
 # ---------------------------------------------------------------- validation and test
@@ -194,14 +194,14 @@ def test_a_test_measures_lets_a_recogniser_hear_and_keeps_clips_to_listen_to(tmp
     # "one 16000" for "one two", and "one 11000" for "three": three errors in three words
     assert results.stats["WER"] == results.stats["WER_of_recordings"] == pytest.approx(100)
     assert results.stats["coding_real_time_factor"] > 0 and results.stats["bit_rate"] == pytest.approx(996.58, abs=0.01)
-    assert [table.title for table in results.tables] == ["How it sounds", "The codebooks", "The clips that lost most"]
-    assert list(results.figures("WER")) == ["in what the codec made"]
+    assert [table.title for table in results.tables] == ["How it sounds", "The codebooks", "The worst clips"]
+    assert list(results.figures("WER")) == ["of the codec's output"]
     wavs = [sound(tmp_path / f"{name}.wav") for name in "ab"]
     results.write(tmp_path, Manifest(ids=["a", "b"], durations=[1.0, 0.6875], wavs=wavs, texts=batch.texts), "test")
     players = json.loads((tmp_path / "test_results.json").read_text())["players"]
     assert [[each["label"] for each in player["sounds"]] for player in players] == [["recording", "codec"]] * 2
     assert all((tmp_path / player["sounds"][1]["wav"]).stat().st_size > 44 for player in players)
-    assert players[0]["title"] == "one two" and "heard: one 16000" in players[0]["remark"]
+    assert players[0]["title"] == "one two" and "transcript: one 16000" in players[0]["remark"]
 
 
 def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_path):
@@ -236,7 +236,7 @@ def test_without_a_recogniser_there_is_no_word_error_rate():
 def test_another_task_refuses_a_recogniser():
     from sbkit.tasks.task import Task
 
-    with pytest.raises(SbkitError, match="makes no speech"):
+    with pytest.raises(SbkitError, match="generates no speech"):
         Task.take_recogniser(object(), lambda signals: [])
 
 

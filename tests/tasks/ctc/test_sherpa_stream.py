@@ -158,14 +158,14 @@ def test_the_target_is_for_streams_where_whole_recordings_would_be_made_equally_
 def test_the_target_is_for_whole_recordings_too_where_it_can_be(installed, caplog, window, kinds):
     made = exported(recogniser(bank(window=window)), equal=True).target(layout.SHERPA)
     assert [type(each) for each in made] == kinds
-    assert ("sherpa-onnx gets no model for streams: sherpa-onnx gives a streaming" in caplog.text) == (len(kinds) == 1)
+    assert ("sherpa-onnx gets no model for streams: sherpa-onnx computes" in caplog.text) == (len(kinds) == 1)
 
 
 @pytest.mark.parametrize("version", ["1.12.0", "2.0.0", "2.0.1rc1"])
 def test_an_older_version_is_told_once_and_plainly(installed, version):
     installed(version)
-    with pytest.raises(SbkitError, match=rf"^sherpa-onnx {version} gives a streaming model other features than this "
-                                         r"one was trained on: it must be 2\.0\.1 or later; "
+    with pytest.raises(SbkitError, match=rf"^sherpa-onnx {version} computes other features for streams than this "
+                                         r"model was trained on: 2\.0\.1 or later is needed; "
                                          r"pip install 'sherpa-onnx>=2\.0\.1'$"):
         exported(recogniser(bank())).target(layout.SHERPA)
 
@@ -183,7 +183,7 @@ def test_a_missing_program_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("changes, told", [
-    ({"window": "povey"}, r"other features than this one was trained on \(window: povey\)"),
+    ({"window": "povey"}, r"other features for streams than this model was trained on \(window: povey\)"),
     ({"mel": "kaldi", "low": 20.0, "high": -400.0}, r"\(low: 20.0, high: -400.0, mel: kaldi\)"),
     ({"snip_edges": True}, r"\(snip_edges: True\)"),
 ])
@@ -195,13 +195,13 @@ def test_other_features_are_refused(installed, changes, told):
 def test_shorter_frames_are_refused(installed):
     made = recogniser(bank(), input_size=24)
     made.frontend = CausalFrontEnd(BANDS, [4])
-    with pytest.raises(SbkitError, match=r"this model's frames are 20 ms long.*leave out --target sherpa"):
+    with pytest.raises(SbkitError, match=r"this model has frames of 20 ms.*leave out --target sherpa"):
         exported(made).target(layout.SHERPA)
 
 
 def test_a_chunk_that_the_model_did_not_learn_is_refused(installed):
-    with pytest.raises(SbkitError, match=r"--chunk 100: the model wasn't trained for chunks of 100 ms; it was for "
-                                         r"80, 160, 320"):
+    with pytest.raises(SbkitError, match=r"--chunk 100: the model wasn't trained for chunks of 100 ms; it was "
+                                         r"trained for 80, 160, 320"):
         exported(recogniser(bank())).target(layout.SHERPA, 100)
     made = recogniser(bank())
     made.chunks = None

@@ -100,7 +100,7 @@ def test_the_check_tries_the_front_end_whatever_its_weights_are(data, tmp_path):
     assert chunk_check.check_front_end(made.keys, built, findings) and not findings
     made.keys.CNN = ConvolutionFrontEnd((8, 10, 80), 2, 1, [4, 4], [5, 5], [2, 2], [1, 1], [False, False])
     assert not chunk_check.check_front_end(made.keys, built, findings)
-    assert "sees features of the frames that follow" in findings[0].message
+    assert "depend on features of later frames" in findings[0].message
 
 
 @pytest.mark.slow

@@ -220,14 +220,14 @@ def test_all_ranks_see_the_same():
 
 def test_chunks_are_told_in_milliseconds():
     lines, _ = brain(CHUNKS).describe()
-    assert lines[1:] == ["trained to run live in chunks of 16, 32 ms, each with 32, 64 ms before it"]
+    assert lines[1:] == ["trained to run live in chunks of 16, 32 ms, each with 32, 64 ms of left context"]
     assert len(brain(None).describe()[0]) == 1
 
 
 @pytest.mark.parametrize("given, told", [
-    ({"encoder_module": "transformer", "causal": False}, "its layers are those of TransformerEncoder"),
+    ({"encoder_module": "transformer", "causal": False}, "but the encoder is a TransformerEncoder"),
     ({"attention_type": "regularMHA", "causal": False}, "regularMHA needs to know where an utterance begins or ends"),
-    ({"causal": True}, "a causal encoder sees nothing that follows"),
+    ({"causal": True}, "a causal encoder sees no later frames"),
 ])
 def test_the_check_refuses_encoders_that_have_no_chunks(given, told, tmp_path):
     path = tmp_path / "recipe.yaml"

@@ -36,7 +36,7 @@ def keys(max_duration, augment=None, most=30.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_duration, problem", [
-    (40.0, "utterances of 40 s are let in, and the encoder hears at most 30 s"), (30.0, None)])
+    (40.0, "allows utterances of 40 s, but the encoder takes at most 30 s"), (30.0, None)])
 def test_the_check_tells_of_a_limit_that_the_encoder_has_and_the_corpus_not(tmp_path, whisper, max_duration, problem):
     given = {"encoder_source": whisper, "output_folder": str(tmp_path), "corpus": {"max_duration": max_duration}}
     found = [(error.code, error.key, error.message) for error in check(RECIPE, given).errors]
@@ -47,8 +47,8 @@ SLOW = Augment([SpeedPerturb(speeds=[0.9])])
 
 
 @pytest.mark.parametrize("given, severity, told, mend", [
-    (keys(28.0, SLOW), "error", "28 s are let in, 31.1 s when they are slowed down", "max_duration: 27 under corpus"),
-    (keys(None), "warning", "of any length are let in, and the encoder hears at most 30 s", "max_duration: 30"),
+    (keys(28.0, SLOW), "error", "28 s (31.1 s when slowed down), but", "max_duration: 27 under corpus"),
+    (keys(None), "warning", "of any length, but the encoder takes at most 30 s", "max_duration: 30"),
     (keys(27.0, SLOW), None, "", ""), (keys(None, most=None), None, "", ""), (keys(99.0, most=None), None, "", "")],
     ids=["slowed down", "any length", "short", "any, no limit", "long, no limit"])
 def test_speech_that_is_slowed_down_counts_and_any_length_is_doubtful(given, severity, told, mend):
@@ -71,8 +71,8 @@ def test_longer_utterances_are_refused_in_one_message():
     with pytest.raises(SbkitError) as raised:
         window.refuse_longer(keys(None), there)
     assert raised.value.message == (
-        "train: 1 of 3 utterances are longer than the 30 s that the encoder hears: u2 (31.0 s); test: 2 of 2 "
-        "utterances are longer than the 30 s that the encoder hears: u0 (40.0 s), u1 (33.2 s)")
+        "train: 1 of 3 utterances are longer than the 30 s that the encoder takes: u2 (31.0 s); test: 2 of 2 "
+        "utterances are longer than the 30 s that the encoder takes: u0 (40.0 s), u1 (33.2 s)")
     assert "max_duration: 30 and limit_splits: [train, dev, test] under corpus" in raised.value.hint
     window.refuse_longer(keys(None, most=None), there)
     window.refuse_longer(keys(None), {"dev": manifest(30.0)})

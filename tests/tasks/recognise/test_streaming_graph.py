@@ -98,7 +98,7 @@ def test_the_recogniser_stays_as_it_was(model):
 
 
 @pytest.mark.parametrize("given, told", [
-    ({"features": nn.Identity()}, "its features come from Identity, .* from a FilterBank; train with sbkit"),
+    ({"features": nn.Identity()}, "its features come from Identity, .* needs a FilterBank; train with sbkit"),
     ({"features": FilterBank(n_mels=BANDS, frame_length=8.0)}, "its features leave out samples"),
     ({"attention_type": "RelPosMHAXL"}, "its attention is RelPosMHAXL"),
 ])

@@ -81,7 +81,7 @@ def test_layers_that_compute_something_else_by_steps_are_refused(shared):
     signal = 0.1 * torch.randn(60_000, generator=torch.Generator().manual_seed(1))
     streams.check_steps(recognizer, signal)
     recognizer.encoder.encoder.layers[0].register_forward_hook(lambda layer, given, out: (out[0].roll(1, -1), out[1]))
-    with pytest.raises(SbkitError, match="gives something else step by step, as a stream is heard"):
+    with pytest.raises(SbkitError, match="outputs on a stream, step by step, differ"):
         streams.check_steps(recognizer, signal)
 
 
@@ -124,12 +124,12 @@ def test_a_model_that_cannot_stream_is_exported_for_whole_recordings(
         shared, traced_before, tmp_path, monkeypatch, caplog):
     (tmp_path / "run").mkdir()
     run = trained(tmp_path / "run", shared.data, Transformer={"attention_type": "RelPosMHAXL"}, chunks={"ahead": 0})
-    told = "for whole recordings alone: this model can't run on a stream: its attention is RelPosMHAXL"
+    told = "for whole recordings only: this model can't run on a stream: its attention is RelPosMHAXL"
     assert source.open_run(run).exported.companions == () and told in caplog.text
     caplog.clear()
     # The shared run in its place, whose graph of whole recordings is there already.
     refused = mock.Mock(side_effect=SbkitError("this model can't run on a stream"))
     monkeypatch.setattr(StreamingGraph, "__init__", refused)
     assert export(ExportRequest(shared.run, tmp_path / "b", formats=["onnx"], clips=2)) == 0
-    assert "for whole recordings alone: this model can't run on a stream" in caplog.text
+    assert "for whole recordings only: this model can't run on a stream" in caplog.text
     assert Config.read(tmp_path / "b").streaming is None and not (tmp_path / "b" / "stream.onnx").exists()

@@ -142,7 +142,7 @@ def test_the_worst_trials_are_listed_and_to_be_heard(tmp_path):
     found = Verified.of(scored(given), given, {})
     found.write(tmp_path, Manifest.read(tmp_path / "test.csv"))
     assert found.players and all(len(each.sounds) == 2 for each in found.players)
-    refused = [each for each in found.tables[1].rows if each[0] == "one speaker, refused"]
+    refused = [each for each in found.tables[1].rows if each[0] == "same speaker, rejected"]
     worst = min(zip(found.scored.scores[found.scored.trials.same], strict=True))[0]
     assert refused[0][1] == f"{worst:.3f}"
     assert json.loads((tmp_path / "results.json").read_text())["players"]

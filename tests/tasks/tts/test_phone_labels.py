@@ -54,7 +54,7 @@ def test_a_run_that_began_does_not_go_on_where_a_word_is_pronounced_otherwise(tm
     monkeypatch.setattr(labels.initial, "fresh", lambda keys: False)
     sounds["two"] = "tˈuːn"
     pronunciation.cache_clear()
-    with pytest.raises(SbkitError, match="checkpoints depend on it"):
+    with pytest.raises(SbkitError, match="on which the checkpoints depend"):
         trained(tmp_path / "run", corpus, **PHONES)
 
 

@@ -32,7 +32,7 @@ def test_words_are_counted_in_what_was_said_and_in_the_recordings():
     assert low <= results.stats["WER"] <= high
     assert results.headline() == "WER 66.67 % (recordings 16.67 %), real-time factor 0.0500, 3 utterances"
     assert results.columns() == [("WER %", "66.67"), ("of recordings %", "16.67")]
-    assert list(results.figures("WER")) == ["in what the voice made"]
+    assert list(results.figures("WER")) == ["of the voice's output"]
     assert [row[0] for row in results.tables[0].rows] == ["WER", "WER of the recordings", "right choices", "durations",
                                                           "real-time factor"]
 
@@ -58,7 +58,7 @@ def test_clips_are_written_beside_the_recordings(tmp_path):
     manifest = Manifest(ids=["a", "b", "c"], durations=[0.8] * 3, wavs=wavs, texts=[row.reference for row in ROWS])
     results.write(tmp_path, manifest, "test")
     [player] = json.loads((tmp_path / "test_results.json").read_text())["players"]
-    assert player["title"] == "one two" and player["remark"] == "heard: one too · a"
+    assert player["title"] == "one two" and player["remark"] == "transcript: one too · a"
     assert [each["label"] for each in player["sounds"]] == ["recording", "voice"]
     samples, rate = soundfile.read(tmp_path / player["sounds"][1]["wav"], dtype="int16")
     assert rate == 16_000 and np.array_equal(samples, NOISE)

@@ -232,7 +232,7 @@ def checked(tmp_path, **given):
 def test_a_recipe_without_bundles_is_checked_as_a_whole_and_says_which_are_missing(tmp_path):
     found = checked(tmp_path)
     assert set(found) == {"codec", "recogniser"}
-    assert "it is null, and without one a voice has nothing to learn from" in found["codec"].message
+    assert "it is null, but a voice can't be trained without it" in found["codec"].message
     assert "--codec BUNDLE: sbkit export makes one of a run of hparams/codec.yaml" in found["codec"].suggestion
     assert "hparams/ctc.yaml" in found["recogniser"].suggestion
 

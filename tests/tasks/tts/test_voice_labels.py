@@ -113,7 +113,7 @@ def test_other_labels_are_made_only_while_no_checkpoint_depends_on_them(made, ch
     assert made.facts != before, "there is nothing yet that depends on the first"
     made.checkpoint()
     stamped = stamps(made.keys)
-    with pytest.raises(SbkitError, match="checkpoints depend on it") as error:
+    with pytest.raises(SbkitError, match="on which the checkpoints depend") as error:
         made.label()
     assert "new output_folder" in error.value.hint and stamps(made.keys) == stamped
     made.label(other, manifests)
@@ -174,7 +174,7 @@ def test_a_split_with_a_single_row_that_cannot_be_labelled_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["codec", "recogniser"])
 def test_without_one_of_the_bundles_nothing_is_opened(tmp_path, name):
     made = Made(tmp_path, **{name: None})
-    with pytest.raises(SbkitError, match=f"{name}: it is null, and without one a voice has nothing to learn") as error:
+    with pytest.raises(SbkitError, match=f"{name}: it is null, but a voice can't be trained without it") as error:
         made.label()
     assert f"--{name} BUNDLE" in error.value.hint and made.bundles.opened == []
 
@@ -228,7 +228,7 @@ def test_a_damaged_file_of_durations_is_refused(made, damage):
 def test_durations_of_other_codes_are_refused(made):
     folder = Path(made.label().keys.labels)
     (folder / "dev" / "durations.safetensors").write_bytes((folder / "test" / "durations.safetensors").read_bytes())
-    with pytest.raises(SbkitError, match=r"durations of d\d are not those of its text and codes"):
+    with pytest.raises(SbkitError, match=r"durations of d\d don't match its text and codes"):
         labels.read(made.keys)
 
 
@@ -258,7 +258,7 @@ def test_a_run_with_checkpoints_keeps_to_its_codec_though_its_labels_were_remove
     made.label()
     shutil.rmtree(made.keys.labels)
     monkeypatch.setattr(labels.initial, "fresh", lambda keys: False)
-    with pytest.raises(SbkitError, match="is of another codec, recogniser or corpus"):
+    with pytest.raises(SbkitError, match="are of another codec, recogniser or corpus"):
         made.label(toy_voice.Bundles(codec=toy_voice.Codec("b")))
     made.label()
     assert labels.pinned_facts(made.keys)["codec"] == made.facts["codec"]
