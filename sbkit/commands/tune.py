@@ -19,21 +19,21 @@ def run(words: list[str]) -> int:
     from sbkit.recipe.batch_size import store
     from sbkit.train import device as devices
     from sbkit.train.memory import batch_size_search as sizes
-    from sbkit.train.memory.trials import trial
+    from sbkit.train.memory.trials import open_trial
 
     given, words = arguments.own_options(words, "such as --memory 16", ("fresh",), memory=float)
     request = arguments.parse(words)
     device = devices.resolve(request.run_opts.device)
     gib = sizes.memory_budget(given.memory, device)
-    with trial(request, device) as made:
-        found = None if given.fresh else sizes.cached_result(made, gib)
+    with open_trial(request, device) as trial:
+        found = None if given.fresh else sizes.cached_result(trial, gib)
         if found is None:
-            found = sizes.find(made, words, gib)
+            found = sizes.find(trial, words, gib)
             try:
-                store(made.cache, found)
+                store(trial.cache, found)
             except SbkitError as error:  # the result still gets printed
                 print(f"warning: the result was not cached: {error}", file=sys.stderr)
         else:
-            print(f"from the cache, {made.cache} (--fresh tries again)", file=sys.stderr)
-    print(sizes.summary(made, found))
+            print(f"from the cache, {trial.cache} (--fresh tries again)", file=sys.stderr)
+    print(sizes.summary(trial, found))
     return 0

@@ -247,12 +247,12 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
 
     Results come in order. The processes are spawned, not forked, because the caller may have threads or use CUDA.
     """
-    with helper_process.away_from_here():
+    with helper_process.without_working_directory():
         pool = ProcessPoolExecutor(workers or usable_cores(), mp_context=multiprocessing.get_context("spawn"),
                                    initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
 
     def run(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        with helper_process.away_from_here():
+        with helper_process.without_working_directory():
             return pool.map(function, *zip(*jobs, strict=True), chunksize=8)
 
     try:

@@ -240,10 +240,10 @@ class TokenSearch(ABC):
         if self._pool is None:
             self.load()  # so that errors are raised once, and here
             # A fresh process: a fork of a process with threads and a device may hang.
-            with helper_process.away_from_here():
+            with helper_process.without_working_directory():
                 self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _begin, (self,))
         try:
-            with helper_process.away_from_here():
+            with helper_process.without_working_directory():
                 waiting = [self._pool.submit(_go_on, part, weights) for part in parts[1:]]
             return [self._search(parts[0], weights), *(future.result() for future in waiting)]
         except BrokenProcessPool as error:

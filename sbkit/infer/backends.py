@@ -18,7 +18,7 @@ from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
 from sbkit.infer.device import Device, DeviceChoice, Placement, Unmet, for_eight_bits, open_on
 from sbkit.infer.onnx_session import Interface, open_session
-from sbkit.system.cores import keep_to_usable_cores, threads_to_ask_for, usable_cores
+from sbkit.system.cores import limit_torch_threads, thread_limit, usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class Onnx:
 
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
                  spin: bool = True):
-        threads = threads or threads_to_ask_for()
+        threads = threads or thread_limit()
         where, eight_bits = for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
         proven, why = open_on(where, lambda device: open_session(path, device, threads, interface, spin))
         self._session, self._names = proven.session, list(interface.inputs)
@@ -94,7 +94,7 @@ class Torch:
         if threads:
             torch.set_num_threads(threads)
         else:
-            keep_to_usable_cores()
+            limit_torch_threads()
         self._torch = torch
         (module, self._device), why = open_on(wanted, lambda device: self._proven(path, device, interface))
         self._module: Program = compiled(module, compile_mode) if compile_mode else module

@@ -138,15 +138,15 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
 
 def measure(job: Mapping[str, Any], diary: Diary) -> int:
     """Take steps on stand-in batches: what they cost the host, what memory they need, and what fits."""
-    from sbkit.train.memory.trials import trial
+    from sbkit.train.memory.trials import open_trial
 
     diary.enter("count of FLOPs")
     request = arguments.parse(job["words"])
     device = torch.device("cuda:0")
-    with trial(request, device) as made:
-        diary.brain = brain = made.brain
-        seconds = made.edges[-1]
-        count = max(1, int(made.batching.max_batch_seconds / seconds))
+    with open_trial(request, device) as trial:
+        diary.brain = brain = trial.brain
+        seconds = trial.edges[-1]
+        count = max(1, int(trial.batching.max_batch_seconds / seconds))
         operations = None
         try:
             operations = flops.run(brain, count, seconds, flops.Arithmetic).operations
@@ -155,7 +155,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
                 raise
             diary.write("skip", f"an operation doesn't support stand-ins: {first_line(error)}")
         diary.enter("a step of the planned batch")
-        batch = made.batch(count, seconds)
+        batch = trial.batch(count, seconds)
         for _ in range(2):  # the first makes the optimizer's states
             if not brain.try_batch(batch):
                 raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the GPU",

@@ -32,7 +32,7 @@ from sbkit.train.batches import MicroBatch
 from sbkit.train.brain import Brain
 from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
-from sbkit.train.monitor.waits import compiles
+from sbkit.train.monitor.waits import is_compiling
 
 #: Stages by the names that the report has.
 NAMES = {Stage.TRAIN: "steps", Stage.VALID: "validation", Stage.TEST: "test"}
@@ -168,7 +168,7 @@ class Watch:
         if "called a synchronizing" not in str(message):
             self._shown(message, *args, **kwargs)
             return
-        if compiles():
+        if is_compiling():
             return
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
         place = own_place(stack)

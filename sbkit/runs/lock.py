@@ -159,8 +159,8 @@ class RunLock:
         while not self._over.wait(BEAT):
             with contextlib.suppress(OSError):  # the disk may be unreachable for a moment
                 if self._followed():
-                    ending.leave(f"{self.folder} was taken over by another run, because this one gave no sign of "
-                                   "life for too long; this run ends here")
+                    ending.exit_with_error(f"{self.folder} was taken over by another run, because this one gave no "
+                                           "sign of life for too long; this run ends here")
                 os.utime(self._held.descriptor)
 
     def _followed(self) -> bool:

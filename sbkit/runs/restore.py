@@ -20,7 +20,7 @@ from sbkit.runs import pretrained
 from sbkit.runs.begun import steps_begun
 from sbkit.score.metric import Metric, Order
 from sbkit.score.run_files import EVALUATIONS, RECIPE, TESTED
-from sbkit.train.averaging import EMA, load_mean, weights_among
+from sbkit.train.averaging import EMA, load_mean, weight_recoverables
 from sbkit.train.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def take_weights(brain: Brain, checkpoint: str = BEST, mean_of: int = 1) -> list
     if mean_of != 1:
         if checkpoint not in (BEST, LAST):
             raise SbkitError(f"only the best or the last checkpoints can be averaged, not {checkpoint}")
-        if len(weights_among(checkpointer)) < len(checkpointer.recoverables):  # the rest is the best checkpoint's
+        if len(weight_recoverables(checkpointer)) < len(checkpointer.recoverables):  # the rest is the best checkpoint's
             checkpointer.recover_if_possible(**order)
         return load_mean(checkpointer, mean_of, **order)
     if checkpoint in (BEST, LAST):

@@ -47,7 +47,7 @@ def cached_library(parts: Iterable[str], build: Callable[[Path], Path]) -> Path:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # processes that start together compile once
         for path in folder.glob(f"{key}-*.so"):
-            if _is_sound(path):
+            if _is_intact(path):
                 return path
         with tempfile.TemporaryDirectory() as aside:
             content = build(Path(aside)).read_bytes()
@@ -73,7 +73,7 @@ def _folder() -> Path:
     return folder
 
 
-def _is_sound(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     """Whether a cached library is intact and belongs to this user."""
     return _is_ours(path) and path.is_file() and _digest(path.read_bytes()) == path.stem.split("-")[1]
 

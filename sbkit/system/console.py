@@ -201,7 +201,7 @@ class TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # has n
             _logging.here = False
 
 
-class ForPeople(logging.Filter):
+class TerminalFilter(logging.Filter):
     """Filter for the terminal: all warnings, but only sbkit's own info; libraries' info goes to log.txt."""
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -20,13 +20,13 @@ def usable_cores() -> int:
     return max(1, int(min([seen, *quotas()])))
 
 
-def threads_to_ask_for() -> int | None:
+def thread_limit() -> int | None:
     """The number of threads to request from a library that counts all cores of the machine; None if it counts right."""
     cores = usable_cores()
     return cores if cores < (os.cpu_count() or 1) else None
 
 
-def keep_to_usable_cores() -> None:
+def limit_torch_threads() -> None:
     """Limit torch's threads to the usable cores, unless ``OMP_NUM_THREADS`` sets them."""
     import torch
 
@@ -36,8 +36,8 @@ def keep_to_usable_cores() -> None:
 
 def quotas() -> Iterator[float]:
     """Yield the quotas in cores of this process's control group and all its parents."""
-    for folder, second in control_groups("cpu"):
-        quota = (_read(folder / "cpu.max") if second else
+    for folder, is_v2 in control_groups("cpu"):
+        quota = (_read(folder / "cpu.max") if is_v2 else
                  _read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us")).split()
         if len(quota) == 2 and all(map(str.isdecimal, quota)) and int(quota[1]):  # not "max", not -1
             yield int(quota[0]) / int(quota[1])
@@ -46,14 +46,14 @@ def quotas() -> Iterator[float]:
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Yield the folder of this process's control group for ``cpu`` or ``memory``, and those of all its parents, each
     with whether it is of version 2."""
-    second = MOUNT / "unified" if (MOUNT / "unified").is_dir() else MOUNT  # next to version 1, or alone
+    v2_mount = MOUNT / "unified" if (MOUNT / "unified").is_dir() else MOUNT  # beside version 1, or alone
     for line in _read(GROUP).split("\n"):
         if line.count(":") < 2:
             continue
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        mount = MOUNT / controller if controllers else second
+        mount = MOUNT / controller if controllers else v2_mount
         folder = mount / path.strip("/")
         if ".." in folder.parts or not folder.is_dir():  # a container's root has the host's name for it
             folder = mount

@@ -102,23 +102,23 @@ def inventory() -> str:
 
 def command() -> str:
     """The command that started this process, to repeat it in the same folder; torchrun's part is reconstructed."""
-    words = [word for word in sys.orig_argv[1:] if word != "-u"]
-    if words and os.path.basename(words[0]) == "sbkit":
-        words[0] = "sbkit"
-    launcher = [] if words[:1] == ["sbkit"] else ["python"]
+    args = [word for word in sys.orig_argv[1:] if word != "-u"]
+    if args and os.path.basename(args[0]) == "sbkit":
+        args[0] = "sbkit"
+    launcher = [] if args[:1] == ["sbkit"] else ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
         launcher = ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []),
                     "--nproc_per_node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
-        if words[:1] == ["sbkit"]:
+        if args[:1] == ["sbkit"]:
             launcher += ["-m"]
-    return shlex.join([*launcher, *words])
+    return shlex.join([*launcher, *args])
 
 
-def training_command(words: Sequence[str], processes: int = 1) -> list[str]:
-    """The command that runs ``sbkit train`` on these words, in so many processes of this machine."""
+def training_command(args: Sequence[str], processes: int = 1) -> list[str]:
+    """Return the command that runs ``sbkit train`` with these arguments in ``processes`` processes of this machine."""
     launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
-    return [sys.executable, *launcher, "-m", "sbkit", "train", *words]
+    return [sys.executable, *launcher, "-m", "sbkit", "train", *args]
 
 
 def _cpu_name() -> str:

@@ -40,7 +40,7 @@ def environment(names: Iterable[str] | None = None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def away_from_here() -> Iterator[None]:
+def without_working_directory() -> Iterator[None]:
     """Context in which processes that multiprocessing starts (``spawn``, ``forkserver`` and their helpers) import
     nothing from the working directory before they get this process's ``sys.path``.
 

@@ -37,19 +37,19 @@ def argument(owner: str, **values: Any) -> Any:  # of the argument's type
     (former, given), (present, value) = values.items()
     if given is FORMER:
         return value
-    say(f"{owner}: {former} is now called {present}")
+    warn_once(f"{owner}: {former} is now called {present}")
     return given
 
 
-def hooks(owner: type, **names: str) -> None:
+def rename_methods(owner: type, **names: str) -> None:
     """Give methods that a class defines by their former names the present ones."""
     for former, present in names.items():
         if former in vars(owner):
-            say(f"{owner.__name__}: the method {former} is now called {present}")
+            warn_once(f"{owner.__name__}: the method {former} is now called {present}")
             setattr(owner, present, vars(owner)[former])
 
 
 @functools.cache
-def say(line: str) -> None:
+def warn_once(line: str) -> None:
     """Log a line, once in the life of the process."""
     logger.warning("%s", line)

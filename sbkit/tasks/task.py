@@ -78,7 +78,7 @@ class Task(Brain):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        renamed.hooks(cls, look_at="check_manifest")
+        renamed.rename_methods(cls, look_at="check_manifest")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

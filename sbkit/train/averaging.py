@@ -82,7 +82,7 @@ def load_mean(
 
     Everything else, such as a normaliser's statistics, stays as it is. See ``average``.
     """
-    weights = weights_among(checkpointer)
+    weights = weight_recoverables(checkpointer)
     if not weights:
         raise SbkitError("the checkpointer has no module among its recoverables, so there are no weights to average",
                          hint="add the model to recoverables")
@@ -93,7 +93,7 @@ def load_mean(
     return used
 
 
-def weights_among(checkpointer: stock.Checkpointer) -> dict[str, torch.nn.Module | EMA]:
+def weight_recoverables(checkpointer: stock.Checkpointer) -> dict[str, torch.nn.Module | EMA]:
     """The recoverables whose state is weights and nothing else: modules with a plain state dict, and averages."""
     return {name: obj for name, obj in checkpointer.recoverables.items()
             if isinstance(obj, EMA) or (isinstance(obj, torch.nn.Module) and _is_plain(checkpointer, name))}
@@ -156,9 +156,9 @@ class EMA:
         if skipped is None:
             torch._foreach_lerp_(averages, targets, weight)
         else:  # lerp takes no list with a weight on a device
-            ways = torch._foreach_sub(targets, averages)
-            torch._foreach_mul_(ways, weight * (1.0 - skipped))
-            torch._foreach_add_(averages, ways)
+            deltas = torch._foreach_sub(targets, averages)
+            torch._foreach_mul_(deltas, weight * (1.0 - skipped))
+            torch._foreach_add_(averages, deltas)
         self.updates += 1
 
     def track_trainable(self) -> None:

@@ -26,7 +26,7 @@ from sbkit.recipe.parts import ParameterGroups, what_learns
 from sbkit.recipe.speed import Utilisation
 from sbkit.recipe.values import unwrapped
 from sbkit.system.console import outlast_terminal
-from sbkit.system.cores import keep_to_usable_cores
+from sbkit.system.cores import limit_torch_threads
 from sbkit.train import compiling, loaders, options, precision, rates, rng
 from sbkit.train.batches import DataSource, MicroBatch
 from sbkit.train.checkpoint import Checkpointer
@@ -87,7 +87,7 @@ class Brain(sb.core.Brain):
         run_opts, hparams = options.clean(run_opts, hparams)
         device = torch.device(options.pick(run_opts, hparams, "device"))
         ranks.init(device, options.pick(run_opts, hparams, "distributed_backend"))
-        keep_to_usable_cores()
+        limit_torch_threads()
         super().__init__(
             modules=options.check_modules(modules), opt_class=opt_class, hparams=hparams,
             run_opts=precision.hide_fp16(run_opts, hparams, device.type),

@@ -48,7 +48,7 @@ class EvaluationLoop:
         display = StageDisplay(name, loaders.length(loader), show=show, colour=colour)
         averaged = contextlib.nullcontext() if trainer.ema is None else trainer.ema.swapped()
         with self._eval_mode(), trainer.wrap.gathered(), averaged, display:
-            for batch in loaders.begun(loaders.on_device(loader, loader, brain.device) if share else loader):
+            for batch in loaders.iterator_of(loaders.on_device(loader, loader, brain.device) if share else loader):
                 if trainer.asked_to_stop:
                     break
                 state.step += 1
@@ -103,7 +103,7 @@ class EvaluationLoop:
             ranks.barrier("validated")
             if ranks.any_of(trainer.flags())["stop"]:
                 trainer.state.back_to_training()
-                trainer.leave()
+                trainer.save_and_stop()
         finally:
             if brain.checkpointer is not None:
                 brain.checkpointer.drop()

@@ -44,7 +44,7 @@ class ForwardState:
 
     def __init__(self, modules: nn.Module):
         self._attributes = [*_buffers(modules), *_attributes(modules)]
-        self._tables: dict[int, tuple[int, int]] = {}  # marks of large tensors that never changed
+        self._constants: dict[int, tuple[int, int]] = {}  # marks of large tensors that never changed
         self._before: dict[int, Any] = {}
         self._marks: dict[int, tuple[int, int]] = {}
         self._groups: list[_Group] = []
@@ -56,10 +56,10 @@ class ForwardState:
     @torch.no_grad()
     def save(self) -> None:
         """Copy the present values."""
-        for i, mark in list(self._tables.items()):
+        for i, mark in list(self._constants.items()):
             if mark != _mark(self._attributes[i].get()):
-                del self._tables[i]
-        self._before = {i: place.get() for i, place in enumerate(self._attributes) if i not in self._tables}
+                del self._constants[i]
+        self._before = {i: attribute.get() for i, attribute in enumerate(self._attributes) if i not in self._constants}
         tensors = {i: value for i, value in self._before.items() if isinstance(value, torch.Tensor)}
         kinds = {i: _kind(value) for i, value in tensors.items()}
         if kinds != {i: kind for group in self._groups for i, kind in group.kinds.items()}:
@@ -74,15 +74,15 @@ class ForwardState:
         if not self._before:  # no save since the last call
             return
         now: dict[int, Any] = {i: self._attributes[i].get() for i in self._before}
-        odd = {i for i, before in self._before.items() if _differ(before, now[i])}
-        if odd and (where is None or bool(where > 0)):
+        unrestorable = {i for i, before in self._before.items() if _differ(before, now[i])}
+        if unrestorable and (where is None or bool(where > 0)):
             kept = {i: view for group in self._groups for i, view in group.before.items()}
-            for i in odd:
+            for i in unrestorable:
                 setattr(*self._attributes[i], kept[i].clone() if i in kept else self._before[i])
-        tables = self._find_written(now) if where is not None else []
+        constants = self._find_written(now) if where is not None else []
         for group in self._groups:
-            group.restore({i: now[i] for i in group.kinds if i not in odd}, where)
-        self._tables |= {i: _mark(now[i]) for i in tables}
+            group.restore({i: now[i] for i in group.kinds if i not in unrestorable}, where)
+        self._constants |= {i: _mark(now[i]) for i in constants}
         self._before = {}
 
     def _find_written(self, now: dict[int, Any]) -> list[int]:

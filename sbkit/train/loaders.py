@@ -107,15 +107,15 @@ def first_batch(loader: object, step: int) -> int:
     SpeechBrain's loaders resume if they are among the checkpointer's recoverables, as those made by a Brain are.
     """
     if isinstance(loader, LoopedLoader):
-        begins = loader.step
+        first = loader.step
     else:
-        begins = getattr(loader, "_speechbrain_recovery_skip_to", None) or 0
-    if step and not begins and ranks.is_main():
+        first = getattr(loader, "_speechbrain_recovery_skip_to", None) or 0
+    if step and not first and ranks.is_main():
         logger.warning("This data loader can't resume in the middle of an epoch, so it starts with its first batch. "
                        "Give fit the dataset, or a SaveableDataLoader that is among the checkpointer's recoverables")
     elif step and ranks.is_main():
         logger.info("Continuing after the first %d batches of the epoch", step)
-    return begins
+    return first
 
 
 def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[Any]:
@@ -134,7 +134,7 @@ def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: d
         return dataset
     if not (isinstance(dataset, (DataLoader, LoopedLoader)) or is_share(dataset)):
         if stage is not Stage.TRAIN and brain.shares_validation:
-            kwargs = shared(dataset, kwargs)
+            kwargs = share_kwargs(dataset, kwargs)
         dataset = brain.make_dataloader(dataset, stage=stage, **kwargs)
     ordinary = _with_workers(dataset)
     if ordinary is not None and getattr(ordinary.worker_init_fn, "func", None) is not _start_worker:
@@ -157,7 +157,7 @@ def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
         given(worker)
 
 
-def begun(loader: Iterable[Any]) -> Iterator[Any]:
+def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
     """Return the iterator of a loader, whose workers no signal ends while they start."""
     ordinary = _with_workers(loader)
     if ordinary is None:
@@ -165,18 +165,18 @@ def begun(loader: Iterable[Any]) -> Iterator[Any]:
     with starting_workers():
         iterator = iter(loader)
     with contextlib.suppress(TypeError):  # a recipe's own iterator may be of a kind that can't be kept
-        _begun[iterator] = ordinary
+        _iterators[iterator] = ordinary
     return iterator
 
 
-_begun: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()  # by torch's own iterators
-os.register_at_fork(after_in_child=_begun.clear)  # their workers are the parent's
+_iterators: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()  # by torch's own iterators
+os.register_at_fork(after_in_child=_iterators.clear)  # their workers are the parent's
 
 
 @atexit.register
 def _end_workers() -> None:
     """End the workers of ordinary loaders, which outlast SIGTERM, before multiprocessing would wait for them."""
-    for iterator, loader in list(_begun.items()):
+    for iterator, loader in list(_iterators.items()):
         for each in (getattr(iterator, "iterator", iterator), loader._iterator):
             if each is not None and hasattr(each, "_shutdown_workers"):
                 each._shutdown_workers()
@@ -221,7 +221,7 @@ class ShareSampler(Sampler[Any]):
         return len(range(self.rank, len(self.whole), self.world))
 
 
-def shared(dataset: DataSource, kwargs: dict[str, Any]) -> dict[str, Any]:
+def share_kwargs(dataset: DataSource, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return loader arguments that read this rank's share of a dataset."""
     if ranks.world_size() == 1:
         return kwargs

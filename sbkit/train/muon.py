@@ -25,7 +25,7 @@ _MULTIPLIES = (nn.Linear, nn.Conv1d, nn.Conv2d)
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 #: What has no larger element fades to 0.
-_NOTHING = 1e-30
+_TINY = 1e-30
 
 
 class Muon(Optimizer):
@@ -89,12 +89,12 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             matrices = [parameter for parameter in group["params"] if id(parameter) in self.matrices]
-            self._orthogonally({place: each for place, each in enumerate(matrices) if each.grad is not None}, group)
-            self._by_element([each for each in group["params"]
+            self._update_matrices({place: each for place, each in enumerate(matrices) if each.grad is not None}, group)
+            self._update_others([each for each in group["params"]
                               if id(each) not in self.matrices and each.grad is not None], group)
         return loss
 
-    def _orthogonally(self, placed: Mapping[int, torch.Tensor], group: Mapping[str, Any]) -> None:
+    def _update_matrices(self, placed: Mapping[int, torch.Tensor], group: Mapping[str, Any]) -> None:
         if not placed:
             return
         weights = list(placed.values())
@@ -114,10 +114,10 @@ class Muon(Optimizer):
             grads = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         keep = torch.ones((), device=weights[0].device) if found is None else 1 - found
-        grads, now, turned = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
+        grads, now, due_directions = ([each for each, is_due in zip(tensors, due, strict=True) if is_due]
                               for tensors in (grads, momenta, directions))
-        if turned:
-            orthogonalise(torch._foreach_lerp(grads, now, group["momentum"]), turned, keep)
+        if due_directions:
+            orthogonalise(torch._foreach_lerp(grads, now, group["momentum"]), due_directions, keep)
         torch._foreach_mul_(weights, 1 - keep * (group["lr"] * group["weight_decay"]))
         step = keep * (-group["lr"] * group["strength"])
         if step.device.type == "cpu":  # rounds once
@@ -125,7 +125,7 @@ class Muon(Optimizer):
         else:  # a list of factors would launch a kernel for each weight
             torch._foreach_add_(weights, torch._foreach_mul(directions, step))
 
-    def _by_element(self, parameters: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+    def _update_others(self, parameters: list[torch.Tensor], group: Mapping[str, Any]) -> None:
         if not parameters:
             return
         states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
@@ -157,18 +157,18 @@ def _matrices(modules: Sequence[nn.Module]) -> set[int]:
     if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
         raise SbkitError(f"modules is {modules!r}, which is not a list of modules",
                          hint="write modules: [!ref <Transformer>]")
-    found, looked_up = set(), set()
+    found, embeddings = set(), set()
     for part in (part for module in modules for part in module.modules()):
         whole = isinstance(part, _MULTIPLIES) and getattr(part, "groups", 1) == 1
         for name, parameter in part.named_parameters(recurse=False):
             if name == "in_proj_weight" or (name == "weight" and whole):
                 found.add(id(parameter))
             elif isinstance(part, nn.Embedding):
-                looked_up.add(id(parameter))
+                embeddings.add(id(parameter))
     if not found:
         raise SbkitError("modules holds no weight matrix, so Muon would be the same as AdamW",
                          hint="write modules: [!ref <Transformer>], or opt_class: !name:torch.optim.AdamW")
-    return found - looked_up
+    return found - embeddings
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -217,7 +217,7 @@ def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
     Computed in bfloat16 if the device is fast at that: the iteration corrects its own errors.
     """
     a, b, c = _COEFFICIENTS
-    found = matrices / matrices.abs().amax((-2, -1), keepdim=True).clamp_min(_NOTHING)  # so that no square underflows
+    found = matrices / matrices.abs().amax((-2, -1), keepdim=True).clamp_min(_TINY)  # so that no square underflows
     found = found / torch.linalg.matrix_norm(found, keepdim=True).clamp_min(1)
     if native_precision(matrices.device) == "bf16":
         found = found.to(torch.bfloat16)

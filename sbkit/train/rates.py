@@ -53,7 +53,7 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * group["lr_scale"]
         ours = [{key: group[key] for key in ("lr_scale", "name")} for group in optimizer.param_groups]
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: _as_recipe_says(state, ours))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: _with_recipe_factors(state, ours))
         return optimizer
 
     return build
@@ -68,7 +68,7 @@ def _split(group: Mapping[str, Any], by_id: Mapping[int, float]) -> Iterable[dic
             for factor in sorted(inside, key=lambda factor: (factor != 1, -factor)))
 
 
-def _as_recipe_says(state: dict[str, Any], ours: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _with_recipe_factors(state: dict[str, Any], ours: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Replace the factors and names in a saved state by those of the recipe, which may have changed."""
     groups = [{**group, **own} for group, own in zip(state["param_groups"], ours, strict=True)]
     return {**state, "param_groups": groups}
@@ -92,7 +92,7 @@ def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
         raise SbkitError(f"layer_decay needs the order of the layers, and {type(brain).__name__} has no stand-in batch "
                          "that shows it", hint="derive it from sbkit.tasks.task.Task, or use learning_rates")
     order, stacked = _order(brain), brain.stacked_layers()
-    layers = _largest(brain.modules, order) if stacked is None else _reached(stacked, order)
+    layers = _largest(brain.modules, order) if stacked is None else _used(stacked, order)
     if len(layers) < 2:
         raise SbkitError("layer_decay: no layers repeat in this model", hint="use learning_rates")
     layers.sort(key=lambda layer: min(order[id(p)] for p in layer.parameters() if id(p) in order))
@@ -102,7 +102,7 @@ def depths(brain: sb.Brain, parts: ParameterGroups) -> dict[str, int]:
     return {path: len(layers) if id(p) in below else above.get(id(p), 0) for path, p in parts.parameters.items()}
 
 
-def _reached(layers: Iterable[nn.Module], order: Mapping[int, int]) -> list[nn.Module]:
+def _used(layers: Iterable[nn.Module], order: Mapping[int, int]) -> list[nn.Module]:
     return [layer for layer in layers if any(id(p) in order for p in layer.parameters())]
 
 
@@ -111,14 +111,14 @@ def _largest(modules: nn.Module, order: Mapping[int, int]) -> list[nn.Module]:
     best: tuple[int, list[nn.Module]] = 0, []
     for module in modules.modules():
         layers = list(module) if isinstance(module, nn.ModuleList) else []
-        reached = _reached(layers, order)
-        size = sum(p.numel() for layer in reached for p in layer.parameters())
-        if len(reached) > 1 and len({type(layer) for layer in layers}) == 1 and size > best[0]:
-            best = size, reached
+        used = _used(layers, order)
+        size = sum(p.numel() for layer in used for p in layer.parameters())
+        if len(used) > 1 and len({type(layer) for layer in layers}) == 1 and size > best[0]:
+            best = size, used
     return best[1]
 
 
-class _Uses(TorchDispatchMode):
+class _UseOrder(TorchDispatchMode):
     """Records the order in which parameters are used."""
 
     def __init__(self, modules: nn.Module):
@@ -136,7 +136,7 @@ class _Uses(TorchDispatchMode):
 
 def _order(brain: sb.Brain) -> dict[int, int]:
     def order(_: object) -> dict[int, int]:
-        with torch.no_grad(), _Uses(brain.modules) as uses:
+        with torch.no_grad(), _UseOrder(brain.modules) as uses:
             brain.loss_of(brain.stand_in(1, _SECONDS).to(brain.device))
         return uses.order
 

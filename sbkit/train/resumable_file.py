@@ -39,7 +39,7 @@ class ResumableFile:
         self._resume_at: int | None = None
         self._trained = False
         self._clean = False
-        self._told = False
+        self._warned = False
         self.waiting: deque[str] = deque(maxlen=_MAX_WAITING)
 
     def append(self, line: str) -> None:
@@ -52,11 +52,11 @@ class ResumableFile:
             while self.waiting:
                 self._write(self.waiting[0])
                 self.waiting.popleft()
-            self._told = False
+            self._warned = False
         except OSError as error:
-            if not self._told:
+            if not self._warned:
                 logger.warning("%s. Its lines are kept in memory until there is room", disk.explain(error, self.path))
-            self._told = True
+            self._warned = True
 
     def _write(self, line: str) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

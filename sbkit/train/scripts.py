@@ -21,15 +21,15 @@ _PATIENCE = 5.0  # seconds: a process that was just told to stop still saves
 
 
 @contextlib.contextmanager
-def held(keys: TrainKeys, checkpointer: Checkpointer | None) -> Iterator[None]:
+def lock_checkpoints(keys: TrainKeys, checkpointer: Checkpointer | None) -> Iterator[None]:
     """Hold the folder of a script's checkpoints while it trains."""
     with contextlib.ExitStack() as stack:
         if checkpointer is not None and isinstance(keys, ScriptKeys) and ranks.is_main():
-            _take(stack, Path(checkpointer.checkpoints_dir))
+            _acquire(stack, Path(checkpointer.checkpoints_dir))
         yield
 
 
-def _take(stack: contextlib.ExitStack, folder: Path) -> None:
+def _acquire(stack: contextlib.ExitStack, folder: Path) -> None:
     lock, until = stack.enter_context(Lock(folder)), time.monotonic() + _PATIENCE
     while lock.acquire() is False:
         if time.monotonic() > until:
@@ -38,7 +38,7 @@ def _take(stack: contextlib.ExitStack, folder: Path) -> None:
         time.sleep(0.1)
 
 
-def say(keys: TrainKeys, stopped: Exception) -> None:
+def log_stop(keys: TrainKeys, stopped: Exception) -> None:
     """Say what ended a script, which Python ends without a word."""
     if isinstance(keys, ScriptKeys) and ranks.is_main():
         logger.warning("%s", stopped)

@@ -165,7 +165,7 @@ class StopSignals(_SignalHandler):
         echo = LAUNCHER_ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else ECHO_SECONDS
         if self._first is None:
             self._first = now
-            ending.stopping()
+            ending.allow_time_to_save()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 sooner = " (press Ctrl-C again to stop at once)" if signum == signal.SIGINT else ""
                 write_now(f"\n{signal.Signals(signum).name}: saving a checkpoint after this step, then "

@@ -121,7 +121,7 @@ class Trainer:
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
         """Catch signals inside this context; an error discards the held state, as this process may start again."""
-        with scripts.held(self.brain.keys, self.brain.checkpointer), StopSignals() as self.signals:
+        with scripts.lock_checkpoints(self.brain.keys, self.brain.checkpointer), StopSignals() as self.signals:
             try:
                 yield
             except BaseException:
@@ -236,7 +236,7 @@ class Trainer:
 
     def _read(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches up to the limit of steps, and count the time spent waiting for them as "data"."""
-        iterator = loaders.begun(batches)
+        iterator = loaders.iterator_of(batches)
         self._generators.restore()  # after that: starting workers draws random numbers
         while True:
             if self.state.reached(self.brain.optimizer_step_limit):
@@ -338,7 +338,7 @@ class Trainer:
                                             exchanging=last and self.steps.announced)
             # Outside of the handler, so that the error and its frames no longer hold the step's tensors.
             self.memory.split_from_now_on(batch, count, self.state.optimizer_step + 1)
-            self._start_step_again(generators)
+            self._restart_step(generators)
         if untried:
             self.exchange()
         self.memory.computed(planned if untried else None, in_parts=count > 1)
@@ -409,7 +409,7 @@ class Trainer:
         self.steps.announce(self.flags())
         self.wrap.finish()
 
-    def _start_step_again(self, generators: dict[str, torch.Tensor]) -> None:
+    def _restart_step(self, generators: dict[str, torch.Tensor]) -> None:
         """Discard the failed attempt, and compute the step's earlier micro-batches again."""
         place = 0
         while True:
@@ -497,7 +497,7 @@ class Trainer:
         if asked["graph"] and not self.wrap.searches:  # on a GPU, the previous step asks for it again
             self._search_unused()
         if asked["stop"]:
-            self.leave()
+            self.save_and_stop()
         due = 0 < self.brain.ckpt_interval_steps <= self._batches_since
         if self.brain.checkpointer is not None:
             self.brain.checkpointer.raise_pending_error()  # raises now if a save has failed, not an epoch later
@@ -585,7 +585,7 @@ class Trainer:
         if checkpointer is not None and not any(map(is_sharded, checkpointer.recoverables.values())):
             checkpointer.hold({INTRA_EPOCH_CKPT_FLAG: True})
 
-    def leave(self) -> None:
+    def save_and_stop(self) -> None:
         """Save a checkpoint and end the run, after a signal to any rank."""
         own = None if self.signals is None else self.signals.signum
         signum = next(each for each in ranks.gather_objects(own) if each is not None)
@@ -599,5 +599,5 @@ class Trainer:
                 self._save()
                 saved = checkpointer.wait()
         stopped = Stopped.by(signum, self.state.optimizer_step, saved and saved.path)
-        scripts.say(self.brain.keys, stopped)
+        scripts.log_stop(self.brain.keys, stopped)
         ranks.raise_on_main(stopped)

@@ -12,7 +12,7 @@ from sbkit.recipe import batch_size
 from sbkit.recipe.cost import GIB
 from sbkit.train import device as devices
 from sbkit.train.memory import batch_size_search, host, trials
-from sbkit.train.memory.trials import BESIDE, READER
+from sbkit.train.memory.trials import BASE_BYTES, WORKER_BYTES
 
 SMALL = Path(__file__).parents[1] / "recipe" / "small.yaml"
 on_linux = pytest.mark.skipif(not host.can_bound(), reason="only Linux keeps a process to a bound of memory")
@@ -36,7 +36,7 @@ class _Fake:
 def test_a_command_tunes_once_for_each_amount_of_memory(tmp_path, monkeypatch, capsys):
     shares = []
     monkeypatch.setattr(devices, "resolve", lambda name: _Fake.device)
-    monkeypatch.setattr(trials, "trial", lambda request, device: contextlib.nullcontext(_Fake(tmp_path / "tune.json")))
+    monkeypatch.setattr(trials, "open_trial", lambda *given: contextlib.nullcontext(_Fake(tmp_path / "tune.json")))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
     assert cli.main(["tune", str(SMALL)]) == 0
@@ -73,7 +73,7 @@ def test_what_a_cpu_has_room_for_is_found_by_running_out_of_it(tmp_path, monkeyp
     monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
     monkeypatch.setattr(batch_size_search, "PRECISION", 0.5)  # each attempt too many costs a process
     monkeypatch.setattr(batch_size_search, "REHEARSED", 1)
-    gib = round((BESIDE + 2 * READER) / GIB + 1.1, 1)  # what a process holds before its first batch, and a little
+    gib = round((BASE_BYTES + 2 * WORKER_BYTES) / GIB + 1.1, 1)  # what a process holds before a batch, and more
     words = [str(SMALL), "--device", "cpu", "--batching.step_seconds", "4000"]
     assert cli.main(["tune", *words, "--memory", str(gib)]) == 0
     (found,) = [one for path in (tmp_path / "tune").iterdir() for one in batch_size.cached(path)]

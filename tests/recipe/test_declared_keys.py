@@ -8,7 +8,7 @@ from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.arguments import parse_overrides
 from sbkit.recipe.check import check
-from sbkit.train.memory.trials import trial
+from sbkit.train.memory.trials import open_trial
 
 MINE = """
 import dataclasses
@@ -58,8 +58,8 @@ def test_it_is_read_and_written_down_for_all_that_comes_after(alone, tmp_path):
 
 
 def test_a_whole_object_may_be_given_too(tmp_path):
-    made = keys(SMALL, tmp_path, "--schedule", "!new:sbkit.train.schedule.Schedule {peak: 0.5, warmup: 3}")
-    assert made.schedule.peak == 0.5
+    own = keys(SMALL, tmp_path, "--schedule", "!new:sbkit.train.schedule.Schedule {peak: 0.5, warmup: 3}")
+    assert own.schedule.peak == 0.5
 
 
 @pytest.mark.slow
@@ -135,8 +135,8 @@ def test_tune_tries_with_it(tmp_path, monkeypatch):
 
     monkeypatch.setenv("SBKIT_CACHE", str(tmp_path))
     request = parse([str(SMALL), "--device", "cpu", "--consistency", "0.2"])
-    with trial(request, torch.device("cpu")) as made:
-        assert made.brain.keys.consistency == 0.2 and made.brain.views == 2
+    with open_trial(request, torch.device("cpu")) as trial:
+        assert trial.brain.keys.consistency == 0.2 and trial.brain.views == 2
 
 
 @pytest.mark.parametrize("words, told", [

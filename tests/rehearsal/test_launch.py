@@ -198,7 +198,7 @@ def test_the_count_of_flops_is_left_out_only_where_stand_ins_lack_an_operation(s
     def count(*given):
         raise NotImplementedError(said)
 
-    monkeypatch.setattr(trials, "trial", lambda *given: contextlib.nullcontext(Trial()))
+    monkeypatch.setattr(trials, "open_trial", lambda *given: contextlib.nullcontext(Trial()))
     monkeypatch.setattr(flops, "run", count)
     diary = watch.Diary(tmp_path, "measure", 0)
     with pytest.raises(Measured if left_out else NotImplementedError):

@@ -223,7 +223,7 @@ def test_a_holder_sees_another_one_though_its_own_file_is_stale(tmp_path, monkey
 
     folder, told = tmp_path / "run", threading.Event()
     monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock.ending, "leave", lambda reason: told.set())
+    monkeypatch.setattr(lock.ending, "exit_with_error", lambda reason: told.set())
     with RunLock(folder):
         monkeypatch.setattr(lock.os, "utime", stale)
         assert not told.wait(0.3)
@@ -237,7 +237,7 @@ def test_a_holder_sees_another_one_though_its_own_file_is_stale(tmp_path, monkey
 def test_a_holder_whose_folder_was_removed_goes_on(tmp_path, monkeypatch):
     told = threading.Event()
     monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(lock.ending, "leave", lambda reason: told.set())
+    monkeypatch.setattr(lock.ending, "exit_with_error", lambda reason: told.set())
     with RunLock(tmp_path / "run"):
         shutil.rmtree(tmp_path / "run")
         assert not told.wait(0.3)

@@ -80,12 +80,12 @@ def test_version_2_beside_version_1(machine):
 
 def test_a_library_is_asked_for_fewer_threads_than_the_machine_has_cores(machine, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    assert cores.threads_to_ask_for() is None
+    assert cores.thread_limit() is None
     machine("0::/\n", cpu_dot_max="200000 100000")
-    assert cores.threads_to_ask_for() == 2
+    assert cores.thread_limit() == 2
     machine("0::/\n", cpu_dot_max="max 100000")
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 4, 5})
-    assert cores.threads_to_ask_for() == 3
+    assert cores.thread_limit() == 3
 
 
 @pytest.mark.parametrize("quota, expected", [("-1", 16), ("300000", 3)])
@@ -110,11 +110,11 @@ def test_torch_starts_no_more_threads_than_the_quota_pays_for(machine, monkeypat
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        cores.keep_to_usable_cores()
+        cores.limit_torch_threads()
         assert torch.get_num_threads() == 1
         torch.set_num_threads(2)
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        cores.keep_to_usable_cores()
+        cores.limit_torch_threads()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -63,7 +63,7 @@ def test_spawned_processes_import_nothing_from_the_working_directory(tmp_path, m
     ran = leave_traps(tmp_path, "pickle", "socket", "signal")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    with helper_process.away_from_here():
+    with helper_process.without_working_directory():
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
         asked = pool.submit(os.getpid)
     with pool:
@@ -93,7 +93,7 @@ def test_processes_start_wherever_temporary_files_lie(tmp_path):
     program = ("import multiprocessing; from sbkit.system import helper_process\n"
                "if __name__ == '__main__':\n"
                "    started = multiprocessing.get_context('forkserver').Process(target=print, args=('started',))\n"
-               "    with helper_process.away_from_here():\n"
+               "    with helper_process.without_working_directory():\n"
                "        started.start()\n"
                "    started.join()\n")
     (tmp_path / "program.py").write_text(program)

@@ -12,7 +12,7 @@ from sbkit.train.schedule import Schedule
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    renamed.say.cache_clear()
+    renamed.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("module, former, present", [
@@ -41,7 +41,7 @@ def test_an_argument_by_its_former_name_counts_and_the_new_name_is_said_once(cap
 def test_a_hook_by_its_former_name_is_called(caplog):
     class Base:
         def __init_subclass__(cls):
-            renamed.hooks(cls, look_at="check_manifest")
+            renamed.rename_methods(cls, look_at="check_manifest")
 
         def check_manifest(self):
             return "nothing"

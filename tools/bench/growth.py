@@ -85,7 +85,7 @@ def point(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
 
     keys = [word for key, value in what["keys"].items() for word in (f"--{key}", str(value))]
     request = arguments.parse([str(RECIPE), "--device", device, *keys, *rest])
-    with trials.trial(request, torch.device(device)) as trial:
+    with trials.open_trial(request, torch.device(device)) as trial:
         batch = trial.batch(what["utterances"], what["seconds"])
         before = peak_mib()
         measured = trials.time_steps(trial.brain.try_batch, batch, torch.device(device))

@@ -306,7 +306,7 @@ def _speed(bench: Bench, rounding: float) -> float:
 
     lengths = np.random.default_rng(1).uniform(1.0, bench.size(12.0, 2.0), bench.size(48, 3))
     held = bench.size(60.0, 4.0)
-    with trials.trial(arguments.parse(bench.words("flagship")), torch.device(bench.device)) as trial:
+    with trials.open_trial(arguments.parse(bench.words("flagship")), torch.device(bench.device)) as trial:
         def step(seconds: float) -> float:
             rounded = -(-seconds // rounding) * rounding if rounding else seconds
             utterances = max(1, int(held / rounded))

@@ -29,7 +29,7 @@ from sbkit.train.distributed import ranks
 
 #: Key in the state of the hash of the base.
 BASE = "base"
-_AGAIN = "copy it again from the run's save folder"
+_COPY_HINT = "copy it again from the run's save folder"
 
 
 class Adapted(nn.Module):
@@ -73,12 +73,12 @@ class Adapted(nn.Module):
                 out.write(save({name: p.detach().cpu().contiguous() for name, p in self._base.items()}))
 
     @torch.no_grad()
-    def _take_base(self, named: str) -> None:
-        path = base_file(self.folder, named)
+    def _load_base(self, expected_hash: str) -> None:
+        path = base_file(self.folder, expected_hash)
         if not path.is_file():
             raise SbkitError(f"the checkpoint was trained on another base model, and {path} doesn't exist",
                              hint="copy it from the run's save folder, or start from the same encoder as the run")
-        found = read_base(path, named)
+        found = read_base(path, expected_hash)
         unlike = differences(self._base, found)
         if unlike:
             raise SbkitError(f"{path} is the base of another model: {unlike}", hint="did the recipe change?")
@@ -104,26 +104,27 @@ class Adapted(nn.Module):
         if unlike:
             raise RuntimeError(unlike)
         if state_dict[BASE] != self.base_hash():
-            self._take_base(state_dict[BASE])
+            self._load_base(state_dict[BASE])
         own = {name: value for name, value in state_dict.items() if name != BASE}
         return super().load_state_dict(own, strict=False)
 
 
-def base_file(folder: Path, named: str) -> Path:
+def base_file(folder: Path, expected_hash: str) -> Path:
     """Return the file of the base with this hash in a folder of checkpoints; the hash may come from elsewhere."""
-    if not re.fullmatch("[0-9a-f]{64}", named):
-        raise SbkitError(f"a checkpoint in {folder} names its base by {named[:80]!r}, which is no hash", hint=_AGAIN)
-    return folder / f"base-{named[:16]}.safetensors"
+    if not re.fullmatch("[0-9a-f]{64}", expected_hash):
+        raise SbkitError(f"a checkpoint in {folder} names its base by {expected_hash[:80]!r}, which is not a hash",
+                         hint=_COPY_HINT)
+    return folder / f"base-{expected_hash[:16]}.safetensors"
 
 
-def read_base(path: Path, named: str) -> dict[str, Tensor]:
+def read_base(path: Path, expected_hash: str) -> dict[str, Tensor]:
     """Read the parameters of a base from its file, and check them against their hash."""
     try:
         found = load_file(path)
     except Exception as error:  # safetensors has its own error for each kind of damage
-        raise SbkitError(f"{path} is damaged: {error}", hint=_AGAIN) from error
-    if hash_of(found) != named:
-        raise SbkitError(f"{path} is damaged: its values don't match the hash in its name", hint=_AGAIN)
+        raise SbkitError(f"{path} is damaged: {error}", hint=_COPY_HINT) from error
+    if hash_of(found) != expected_hash:
+        raise SbkitError(f"{path} is damaged: its values don't match the hash in its name", hint=_COPY_HINT)
     return found
 
 

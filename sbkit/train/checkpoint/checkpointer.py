@@ -19,7 +19,7 @@ from sbkit.system import disk
 from sbkit.train.checkpoint import files
 from sbkit.train.checkpoint.files import CheckpointError
 from sbkit.train.checkpoint.pending import BackgroundWriter, PendingCheckpoint, plain
-from sbkit.train.checkpoint.state import TENSORS, Hook, NotLoaded, hook_for, load_recoverable, outside
+from sbkit.train.checkpoint.state import TENSORS, Hook, NotLoaded, hook_for, load_recoverable, unsaved_state
 from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Checkpointer(stock.Checkpointer):
         importance_keys = [*importance_keys, *([ckpt_recency] if keep_recent else [])]
 
         def tidy() -> None:
-            self._delete(num_to_keep, min_keys, max_keys, importance_keys, ckpt_predicate, verbosity, spare=KEEP)
+            self._delete(num_to_keep, min_keys, max_keys, importance_keys, ckpt_predicate, verbosity, keep_key=KEEP)
 
         self._save(meta, end_of_epoch, name, verbosity, tidy, keys=(*min_keys, *max_keys))
 
@@ -151,42 +151,42 @@ class Checkpointer(stock.Checkpointer):
         def begin() -> tuple[Path | None, CheckpointError | None]:
             nonlocal pending
             self._writer.wait()
-            for message in outside(self.recoverables):
+            for message in unsaved_state(self.recoverables):
                 self._warn_once(message)
-            complaint = self._unknown_key(keys, [meta, *(ckpt.meta for ckpt in self._readable())])
-            pending = PendingCheckpoint(self._path(name), {**self._times(end_of_epoch), **plain(meta)}, end_of_epoch,
-                                        verbosity)
+            key_error = self._unknown_key(keys, [meta, *(ckpt.meta for ckpt in self._readable())])
+            meta_to_save = {**self._standard_meta(end_of_epoch), **plain(meta)}
+            pending = PendingCheckpoint(self._path(name), meta_to_save, end_of_epoch, verbosity)
             try:
                 pending.begin()
             except OSError as error:
                 refuse(error)
                 pending = None
-            return pending.folder if pending is not None else None, complaint
+            return pending.folder if pending is not None else None, key_error
 
         def refuse(error: OSError) -> None:
             assert pending is not None, "this rank writes"
-            self._failed(pending, error)
+            self._handle_failure(pending, error)
 
         def finish() -> bool:
             assert pending is not None, "this rank writes"
-            return self._finish(pending, None if complaint else tidy)
+            return self._finish(pending, None if key_error else tidy)
 
         with ranks.failing_together():
-            folder, complaint = ranks.run_on_main(begin)
+            folder, key_error = ranks.run_on_main(begin)
             if folder is None:
                 return None
-            refusal = self._collect(folder, pending, "all" if self.asynchronous else None)
-            if refusal is not None:
-                ranks.run_on_main(refuse, refusal)
+            disk_error = self._collect(folder, pending, "all" if self.asynchronous else None)
+            if disk_error is not None:
+                ranks.run_on_main(refuse, disk_error)
                 return None
             saved = True
             if not self.asynchronous:
                 saved = ranks.run_on_main(finish)
             elif pending is not None:
                 self._writer.start(finish)
-            if complaint is not None:  # the epoch is saved, and nothing was deleted by a wrong key
+            if key_error is not None:  # the epoch is saved, and nothing was deleted by a wrong key
                 ranks.run_on_main(self._writer.wait)
-                ranks.raise_on_main(complaint)
+                ranks.raise_on_main(key_error)
         return pending.result if pending is not None and saved else None
 
     def hold(self, meta: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ class Checkpointer(stock.Checkpointer):
             if pending is None:
                 return None
             pending.final = self._path(None)
-            pending.meta = {**self._times(end_of_epoch=False), **pending.meta}
+            pending.meta = {**self._standard_meta(end_of_epoch=False), **pending.meta}
             return pending.result if self._finish(pending, None) else None
 
         return ranks.run_on_main(write)
@@ -252,7 +252,7 @@ class Checkpointer(stock.Checkpointer):
     def _path(self, name: str | None) -> Path:
         return self._new_checkpoint_dirpath() if name is None else self._custom_checkpoint_dirpath(name)
 
-    def _times(self, end_of_epoch: bool) -> dict[str, Any]:
+    def _standard_meta(self, end_of_epoch: bool) -> dict[str, Any]:
         """Return the meta data of every checkpoint, with a time later than all others, even if the clock went back."""
         latest = max((ckpt.meta["unixtime"] for ckpt in self._readable()), default=0.0)
         return {"unixtime": max(time.time(), latest + 0.001), "end-of-epoch": end_of_epoch}
@@ -264,7 +264,7 @@ class Checkpointer(stock.Checkpointer):
 
         After such an error the other hooks still run, because other ranks may wait for this one inside them.
         """
-        refusal = None
+        disk_error = None
         for name, obj in self.recoverables.items():
             path = folder / f"{name}{PARAMFILE_EXT}"
             hook: Any = hook_for(  # SpeechBrain's, called with what it saves
@@ -286,14 +286,14 @@ class Checkpointer(stock.Checkpointer):
                     if pending is not None:
                         pending.discard()
                     raise
-                refusal = refusal or OSError(found.errno, found.strerror)
-        return next(filter(None, ranks.gather_objects(refusal)), None)
+                disk_error = disk_error or OSError(found.errno, found.strerror)
+        return next(filter(None, ranks.gather_objects(disk_error)), None)
 
     def _finish(self, pending: PendingCheckpoint, tidy: Callable[[], None] | None) -> bool:
         try:
             pending.write()
         except Exception as error:
-            self._failed(pending, error)
+            self._handle_failure(pending, error)
             return False
         self._failures, self._saved = 0, pending.result
         kind = "end-of-epoch" if pending.end_of_epoch else "intra-epoch"
@@ -305,7 +305,7 @@ class Checkpointer(stock.Checkpointer):
                 logger.warning("Could not delete an old checkpoint: %s", error)
         return True
 
-    def _failed(self, pending: PendingCheckpoint, error: Exception) -> None:
+    def _handle_failure(self, pending: PendingCheckpoint, error: Exception) -> None:
         """Handle a failed save: warn, or raise if the checkpoint was important or too many failed."""
         self._saved = None
         needed = pending.size()
@@ -346,9 +346,9 @@ class Checkpointer(stock.Checkpointer):
     def _delete(
         self, num_to_keep: int, min_keys: Iterable[str], max_keys: Iterable[str],
         importance_keys: Iterable[Importance], ckpt_predicate: Predicate | None, verbosity: int,
-        spare: str | None = None,
+        keep_key: str | None = None,
     ) -> None:
-        """Delete checkpoints; ``spare``: the meta key of those that stay whatever their rank."""
+        """Delete checkpoints; ``keep_key``: the meta key of those that stay whatever their rank."""
         if num_to_keep < 0:
             raise ValueError("Number of checkpoints to keep must be positive.")
         ranked = [
@@ -359,14 +359,14 @@ class Checkpointer(stock.Checkpointer):
         kept = {ckpt.path for ckpts in ranked for ckpt in ckpts[:num_to_keep]}
         obsolete = {ckpt.path: ckpt for ckpts in ranked for ckpt in ckpts if ckpt.path not in kept}
         for ckpt in obsolete.values():
-            if spare is None or not ckpt.meta.get(spare):
+            if keep_key is None or not ckpt.meta.get(keep_key):
                 self._delete_checkpoint(ckpt, verbosity)
 
     @staticmethod
     def _delete_checkpoint(checkpoint: Checkpoint, verbosity: int = logging.INFO) -> None:
         if not Checkpointer._is_checkpoint_dir(checkpoint.path):
             raise RuntimeError("Checkpoint does not appear valid for deletion.")
-        files.retire(Path(checkpoint.path))
+        files.delete(Path(checkpoint.path))
         logger.log(verbosity, "Deleted checkpoint in %s", checkpoint.path)
 
     # ------------------------------------------------------------ finding
@@ -387,9 +387,9 @@ class Checkpointer(stock.Checkpointer):
         self._writer.wait()
         found = self._rank(importance_key, max_key, min_key, ckpt_predicate)
         metas = [ckpt.meta for ckpt in filter(ckpt_predicate, self._readable())]
-        complaint = self._unknown_key([key for key in (max_key, min_key) if key and metas], metas)
-        if complaint is not None:
-            raise complaint
+        key_error = self._unknown_key([key for key in (max_key, min_key) if key and metas], metas)
+        if key_error is not None:
+            raise key_error
         return found[:max_num_checkpoints]
 
     def _rank(
@@ -485,12 +485,12 @@ class Checkpointer(stock.Checkpointer):
     def _problem(self, ckpt: Checkpoint) -> str | None:
         reason = files.damage(ckpt.path)
         if reason is None and not files.has_sums(ckpt.path):  # SpeechBrain may have been killed while writing it
-            needed = filter(self._needed, self.recoverables)
+            needed = filter(self._is_required, self.recoverables)
             missing = [name for name in needed if name not in ckpt.paramfiles]
             reason = f"it holds no {', '.join(missing)}" if missing else None
         return reason
 
-    def _needed(self, name: str) -> bool:
+    def _is_required(self, name: str) -> bool:
         return not (self.allow_partial_load or self.optional_recoverables.get(name) or "dataloader" in name)
 
     def _call_load_hooks(self, checkpoint: Checkpoint) -> None:
@@ -502,7 +502,7 @@ class Checkpointer(stock.Checkpointer):
             if file is not None:
                 hook = hook_for(obj, self.custom_load_hooks.get(name), stock.DEFAULT_LOAD_HOOKS, "load")
                 load_recoverable(obj, name, file, hook, checkpoint.meta.get("end-of-epoch", True))
-            elif self._needed(name):
+            elif self._is_required(name):
                 raise CheckpointError(
                     f"the checkpoint {path} holds nothing for {name!r}, only for "
                     f"{', '.join(sorted(checkpoint.paramfiles)) or 'nothing'}",

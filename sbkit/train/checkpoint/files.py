@@ -39,7 +39,7 @@ class CheckpointError(SbkitError, RuntimeError):
 # ---------------------------------------------------------------- writing
 
 
-def begin(folder: Path, name: str) -> tuple[Path, Lock]:
+def create_hidden(folder: Path, name: str) -> tuple[Path, Lock]:
     """Create the hidden folder for writing checkpoint ``name``; return it and its lock.
 
     The lock distinguishes a folder of a killed run from one that another process is writing, which is an error: two
@@ -103,7 +103,7 @@ def publish(written: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def retire(path: Path) -> None:
+def delete(path: Path) -> None:
     """Delete a checkpoint, by renaming it first, so that it disappears at once."""
     hidden = path.with_name(f"{DELETED}{path.name}")
     if hidden.exists():
@@ -115,7 +115,7 @@ def retire(path: Path) -> None:
 
 def sweep(folder: Path) -> list[str]:
     """Remove what a killed run was writing or deleting; return the names of removed folders."""
-    gone = []
+    removed = []
     for path in sorted(folder.glob(".*")):
         name = path.name
         if not name.startswith((WRITING + CKPT_PREFIX, REPLACED + CKPT_PREFIX, DELETED + CKPT_PREFIX)):
@@ -129,10 +129,10 @@ def sweep(folder: Path) -> list[str]:
                     os.rename(path, final)
                     continue
             if remove_unheld(path, unless_older=DAY if path == writing else 0.0):
-                gone.append(name)
+                removed.append(name)
         except OSError as error:  # a read-only folder, or another process was faster
             logger.debug("could not remove %s: %s", path, error)
-    return gone
+    return removed
 
 
 def _in_use(path: Path) -> bool:
@@ -199,7 +199,7 @@ def damage(path: Path) -> str | None:
     try:
         sums_file = path / SUMS_NAME
         if not sums_file.exists():
-            return next(filter(None, map(_torn, sorted(path.glob(f"*{PARAMFILE_EXT}")))), None)
+            return next(filter(None, map(_archive_damage, sorted(path.glob(f"*{PARAMFILE_EXT}")))), None)
         for name, expected in json.loads(sums_file.read_text(encoding="utf-8"))["files"].items():
             file = path / name
             if not file.exists():
@@ -229,7 +229,7 @@ def has_sums(path: Path) -> bool:
     return (path / SUMS_NAME).exists()
 
 
-def _torn(file: Path) -> str | None:
+def _archive_damage(file: Path) -> str | None:
     if not file.is_file():
         return None
     with open(file, "rb") as handle:

@@ -41,7 +41,7 @@ class PendingCheckpoint:
 
     def begin(self) -> None:
         """Create the hidden folder."""
-        self.folder, self._lock = files.begin(self.final.parent, self.final.name)
+        self.folder, self._lock = files.create_hidden(self.final.parent, self.final.name)
 
     def add(self, name: str, state: object, copy: str | None) -> None:
         """Add the state dict of a recoverable.

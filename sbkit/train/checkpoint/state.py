@@ -33,8 +33,8 @@ T = TypeVar("T")
 Hook = Callable[..., Any]  # saves an object to a path, or loads it
 Recoverable = Any  # a module, an optimizer, or another object with a state dict or a hook of its own
 TENSORS = (torch_save, torch_save_once_per_node)  # hooks that only save a state dict
-_OF_THE_RUN = ("params", "lr", "initial_lr")  # what of an optimizer's group is no option of the recipe
-NAMED = 5  # how many keys of each kind an error lists
+_NOT_OPTIONS = ("params", "lr", "initial_lr")  # what of an optimizer's group is no option of the recipe
+MAX_NAMED = 5  # how many keys of each kind an error lists
 
 
 # ---------------------------------------------------------------- hooks
@@ -49,7 +49,7 @@ def hook_for(obj: object, custom: Hook | None, defaults: Mapping[type, Hook], ve
     return hook
 
 
-def outside(recoverables: Mapping[str, Any]) -> list[str]:
+def unsaved_state(recoverables: Mapping[str, Any]) -> list[str]:
     """Return warnings about modules in recoverables that have state outside of the state dict."""
     known = set(map(id, recoverables.values()))
     found = []
@@ -200,18 +200,18 @@ def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Load an optimizer's state dict; its options stay what they are, but for the rates that training came to."""
-    groups = [{**saved, **{name: value for name, value in own.items() if name in saved and name not in _OF_THE_RUN}}
+    groups = [{**saved, **{name: value for name, value in own.items() if name in saved and name not in _NOT_OPTIONS}}
               for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
     needed = optimizer.defaults.keys() & optimizer.param_groups[0].keys()  # torch adds a default while it loads
     try:
         optimizer.load_state_dict({**state, "param_groups": groups})
-        lacking = sorted(name for group in optimizer.param_groups for name in needed - group.keys())
+        missing = sorted(name for group in optimizer.param_groups for name in needed - group.keys())
     except KeyError as error:
-        lacking = [str(error.args[0])]
-    if lacking:
+        missing = [str(error.args[0])]
+    if missing:
         raise CheckpointError(
             f"{Path(path).parent} was saved with another optimizer than {type(optimizer).__name__}, which needs "
-            f"{lacking[0]!r}",
+            f"{missing[0]!r}",
             hint="use the opt_class that this run started with, or start a new run from it with --init_from")
 
 
@@ -249,7 +249,7 @@ def differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     ]
     kinds = {"missing in the checkpoint": missing, "only in the checkpoint": extra,
              "of another shape": shapes}
-    return "; ".join(f"{len(keys)} {what} ({listed(keys, NAMED)})" for what, keys in kinds.items() if keys)
+    return "; ".join(f"{len(keys)} {what} ({listed(keys, MAX_NAMED)})" for what, keys in kinds.items() if keys)
 
 
 def _group_differences(optimizer: torch.optim.Optimizer, state: object) -> str:
@@ -267,7 +267,7 @@ def _group_differences(optimizer: torch.optim.Optimizer, state: object) -> str:
             if _is_like_param(key, value) and value.shape != param.shape:
                 shapes.append(f"{key} of tensor {index}: {_shape(value)} saved, {_shape(param)} here")
                 break
-    return f"{len(shapes)} of another shape ({listed(shapes, NAMED)})" if shapes else ""
+    return f"{len(shapes)} of another shape ({listed(shapes, MAX_NAMED)})" if shapes else ""
 
 
 def _is_like_param(key: object, value: object) -> bool:

@@ -120,30 +120,30 @@ def _save(
 
     modules : save their weights, too, if no culprit of the run has any yet
     """
-    final, aside = culprits / f"step-{context['step']}-rank-{context['rank']}", None
+    final, temporary = culprits / f"step-{context['step']}-rank-{context['rank']}", None
     try:
         culprits.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".writing-", dir=culprits))
+        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=culprits))
         write_state([{"micro": account["micro"], **batches[account["micro"]]._asdict()} for account in accounts],
-                    aside / _BATCHES)
+                    temporary / _BATCHES)
         if modules is not None and not any(culprits.glob("*/model.safetensors")):
             named = [*modules.named_parameters(), *modules.named_buffers()]
             if sum(tensor.numel() * tensor.element_size() for _, tensor in named) <= _MAX_WEIGHTS:
                 save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in named},
-                          aside / "model.safetensors")
-        with open(aside / "culprit.json", "w", encoding="utf-8") as out:
+                          temporary / "model.safetensors")
+        with open(temporary / "culprit.json", "w", encoding="utf-8") as out:
             json.dump({**context, "accounts": accounts}, out, indent=1)
-        aside.chmod(0o755)
+        temporary.chmod(0o755)
         shutil.rmtree(final, ignore_errors=True)  # from an earlier attempt at the same step
-        aside.rename(final)
+        temporary.rename(final)
     except Exception as error:
         refused = error if isinstance(error, OSError) else disk.refusal(error)  # torch and safetensors have their own
         if refused is None and not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
             raise  # those are of a batch with something in it that can't be saved
         logger.warning("The culprit of step %s is not saved: %s", context["step"],
                        first_line(error) if refused is None else disk.explain(refused, final))
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 # ------------------------------------------------------------ replay
@@ -182,7 +182,7 @@ def replay(brain: sb.Brain, folder: str | os.PathLike[str]) -> str:
     folder = find_culprit(folder)
     saved = read_culprit(folder)
     step = saved["step"]
-    exact = _take_weights(brain.modules, folder.parent, step)
+    exact = _load_weights(brain.modules, folder.parent, step)
     brain.trainer.freezing.update(step - 1)
     brain.trainer.freezing.train()
     weights = f"those {weights_of({'late': 0, **saved})}" if exact else "the checkpoint's, not those of that step"
@@ -214,7 +214,7 @@ def layer_table(layers: list[Layer]) -> str:
     return table(["", "layer", "kind", "type", "shape", "min", "max", "nan", "inf"], rows)
 
 
-def _take_weights(modules: torch.nn.Module, culprits: Path, step: int) -> bool:
+def _load_weights(modules: torch.nn.Module, culprits: Path, step: int) -> bool:
     """Load the step's weights from its culprits, of any rank; return whether there were any."""
     kept: list[Path] = []
     while not kept and any(culprits.glob(f"step-{step}-rank-*/culprit.json")):

@@ -41,8 +41,8 @@ class Heartbeats:
         self._interval = SILENT_SECONDS / 12
         self._due = 0.0
         self._seen: dict[int, tuple[int, float]] = {}
-        self._who: dict[int, str] = {}
-        self._named: set[int] = set()
+        self._processes: dict[int, str] = {}
+        self._reported: set[int] = set()
         if self.watched:
             threading.Thread(target=self._compare, name="heartbeats", daemon=True).start()
 
@@ -58,8 +58,8 @@ class Heartbeats:
             if store.check([f"{self._KEY}/{other}/end"]):
                 self._seen.pop(other, None)
             elif count and count != self._seen.get(other, (0, 0.0))[0]:
-                if other not in self._who and store.check([key := f"{self._KEY}/{other}/who"]):
-                    self._who[other] = store.get(key).decode()
+                if other not in self._processes and store.check([key := f"{self._KEY}/{other}/who"]):
+                    self._processes[other] = store.get(key).decode()
                 self._seen[other] = count, time.monotonic()
 
     @classmethod
@@ -76,15 +76,16 @@ class Heartbeats:
             before = now
             for other, (_, when) in list(self._seen.items()):
                 if now - when <= SILENT_SECONDS:
-                    if other in self._named:
-                        self._named.remove(other)
+                    if other in self._reported:
+                        self._reported.remove(other)
                         logger.warning("Rank %d responds again.", other)
-                elif other not in self._named:
-                    self._named.add(other)
+                elif other not in self._reported:
+                    self._reported.add(other)
                     logger.warning(
                         "Rank %d (%s) has not responded for %.0f s, and all others wait for it (rank %d in %s). Is "
                         "that process stopped, or its machine down or short of memory?",
-                        other, self._who.get(other, "unknown process"), now - when, self.rank, _main_thread_is_in())
+                        other, self._processes.get(other, "unknown process"), now - when, self.rank,
+                        _main_thread_is_in())
 
 
 def _main_thread_is_in() -> str:
@@ -104,7 +105,7 @@ logger = logging.getLogger(__name__)
 _WRITING_SECONDS = 120.0
 
 _writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_due: tuple[int, int] | None = None  # the process and its exit code
+_scheduled: tuple[int, int] | None = None  # the process and its exit code
 
 
 def let_finish(thread: threading.Thread) -> None:
@@ -112,14 +113,14 @@ def let_finish(thread: threading.Thread) -> None:
     _writing.add(thread)
 
 
-def due(code: int) -> None:
-    """End this process by ``now``, with this exit code, after its messages and exit functions."""
-    global _due
-    if _due is None:
-        _due = os.getpid(), code
+def schedule_exit(code: int) -> None:
+    """End this process by ``exit_now``, with this exit code, after its messages and exit functions."""
+    global _scheduled
+    if _scheduled is None:
+        _scheduled = os.getpid(), code
 
 
-def code_of(error: BaseException) -> int:
+def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a process that this error ends."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
@@ -127,9 +128,9 @@ def code_of(error: BaseException) -> int:
     return code if isinstance(code, int) else 1
 
 
-def is_due() -> bool:
-    """Return whether ``due`` was called in this process."""
-    return _due is not None and _due[0] == os.getpid()
+def exit_is_scheduled() -> bool:
+    """Return whether ``schedule_exit`` was called in this process."""
+    return _scheduled is not None and _scheduled[0] == os.getpid()
 
 
 def finish_writing(patience: float = _WRITING_SECONDS) -> None:
@@ -139,7 +140,7 @@ def finish_writing(patience: float = _WRITING_SECONDS) -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def now(code: int, patience: float = _WRITING_SECONDS) -> None:
+def exit_now(code: int, patience: float = _WRITING_SECONDS) -> None:
     """End this process and its workers at once."""
     finish_writing(patience)
     for child in multiprocessing.active_children():
@@ -152,8 +153,8 @@ def now(code: int, patience: float = _WRITING_SECONDS) -> None:
 
 
 def _at_exit() -> None:
-    if _due is not None and is_due():
-        now(_due[1])
+    if _scheduled is not None and exit_is_scheduled():
+        exit_now(_scheduled[1])
 
 
 # Registered at import, it runs after all functions that scripts and loggers register later.
@@ -186,19 +187,19 @@ def watch_launcher() -> None:
         threading.Thread(target=_watch, name="launcher", daemon=True).start()
 
 
-def stopping() -> None:
+def allow_time_to_save() -> None:
     """Allow this process time to save after a stop signal, which may have ended torchrun, too."""
     _stopping.set()
 
 
-def leave_if_orphaned() -> None:
+def exit_if_orphaned() -> None:
     """End this process if torchrun is gone; any other error is then a consequence."""
     if _watching and os.getppid() != _parent:
-        leave(f"torchrun (process {_parent}), which started this process, is gone, so this process ends; run the same "
-              "command to resume from the last checkpoint")
+        exit_with_error(f"torchrun (process {_parent}), which started this process, is gone, so this process ends; run "
+                        "the same command to resume from the last checkpoint")
 
 
-def leave(reason: str) -> None:
+def exit_with_error(reason: str) -> None:
     """Log the reason and end this process within seconds, leaving time for a checkpoint that is being written."""
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()  # until the thread that came first ends the process
@@ -206,7 +207,7 @@ def leave(reason: str) -> None:
     late.daemon = True
     late.start()
     logger.error(reason)
-    now(1, _LEAVING_SECONDS)
+    exit_now(1, _LEAVING_SECONDS)
 
 
 def _watch() -> None:
@@ -214,7 +215,7 @@ def _watch() -> None:
         time.sleep(POLL_SECONDS)
     if _stopping.is_set():
         time.sleep(_STOPPING_SECONDS)
-    leave_if_orphaned()
+    exit_if_orphaned()
 
 
 def _start_afresh() -> None:

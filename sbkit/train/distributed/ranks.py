@@ -44,18 +44,18 @@ _FIRST_PAUSE_SECONDS = 0.002
 # Time for a failed rank to print its message, before the launcher sees another rank exit and ends it.
 _GRACE_SECONDS = 3.0
 # Without torchrun's agent the store lives in rank 0, which waits this long for the others to read why it ends.
-_FAREWELL_SECONDS = 2.0
+_ACK_SECONDS = 2.0
 # How often a rank looks for failures of others, and the time limit for one that is stuck in a collective.
 WATCH_SECONDS, PATIENCE_SECONDS = 0.5, 4.0
 # Time for threads of the process group to finish.
-_LAST_BREATH_SECONDS = 0.05
-_FAILED_KEY, _HEARD_KEY = "sbkit/failed", "sbkit/heard"
+_THREAD_END_SECONDS = 0.05
+_FAILED_KEY, _ACK_KEY = "sbkit/failed", "sbkit/ack"
 
 _calls: dict[str, int] = {}
 _cpu_group: dist.ProcessGroup | None = None
 _started_here = False
 _failed_here = False
-_heard: int | None = None  # the exit code of the rank that failed first
+_peer_exit_code: int | None = None  # the exit code of the rank that failed first
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _watched: threading.Event | None = None
 
@@ -120,13 +120,13 @@ def init(device: torch.device, backend: str | None = None) -> None:
         backend = "cpu:gloo,cuda:nccl"
     store, place, world = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _unused(store, place, world)
+        store = _fresh_store(store, place, world)
     dist.init_process_group(backend=backend, store=store, rank=place, world_size=world, timeout=COLLECTIVE_TIMEOUT)
     _started_here = True
     _watch()
 
 
-def _unused(store: Store, place: int, world: int) -> Store:
+def _fresh_store(store: Store, place: int, world: int) -> Store:
     """Return a part of torchrun's store that no earlier start of these ranks has written to.
 
     The store outlives a restart, with the addresses of ranks that are gone. Counts of restarts differ between machines,
@@ -177,7 +177,7 @@ def close_before_shutdown(holder: Any) -> None:  # anything that can be closed
 def shutdown() -> None:
     """Leave the process group that ``init`` joined; if a rank has failed, only at the end of the process."""
     global _started_here, _failed_here
-    if ending.is_due():
+    if ending.exit_is_scheduled():
         return
     if _started_here:
         _leave_group()
@@ -205,7 +205,7 @@ def _leave_group() -> None:
     gc.collect()
     if connected():
         dist.destroy_process_group()
-    time.sleep(_LAST_BREATH_SECONDS)  # for threads of a group that something still refers to
+    time.sleep(_THREAD_END_SECONDS)  # for threads of a group that something still refers to
 
 
 def _at_exit(process: int, joined: bool = False) -> None:
@@ -213,7 +213,7 @@ def _at_exit(process: int, joined: bool = False) -> None:
 
     joined : whether ``init`` was called; the group of a script that only imports sbkit is left if gloo could abort it
     """
-    if os.getpid() != process or not (connected() or _holders) or ending.is_due():
+    if os.getpid() != process or not (connected() or _holders) or ending.exit_is_scheduled():
         return
     error = getattr(sys, "last_value", None)
     if error is not None and joined:
@@ -310,10 +310,10 @@ def failing_together() -> Iterator[None]:
     except PeerFailed:
         raise
     except BaseException as error:
-        ending.leave_if_orphaned()
+        ending.exit_if_orphaned()
         if (code := _caused_by_peer(error)) is not None:
             logger.debug("error after the failure of another rank", exc_info=error)
-            _leave(code, grace=0.0)
+            _exit_silently(code, grace=0.0)
         if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
             lost = SbkitError(f"lost the connection to another rank ({first_line(error)})", exit_code=1,
                               hint="if no other message explains it, its process was killed or its machine is down; "
@@ -332,13 +332,13 @@ def _caused_by_peer(error: BaseException) -> int | None:
     return None
 
 
-def _failed(error: BaseException) -> int:
+def _record_failure(error: BaseException) -> int:
     """Record that an error ends this rank, and return its exit code."""
     global _failed_here
     _failed_here = True
-    code = ending.code_of(error)
+    code = ending.exit_code_of(error)
     if world_size() > 1:
-        ending.due(code)
+        ending.schedule_exit(code)
     return code
 
 
@@ -346,15 +346,15 @@ def announce_failure(error: BaseException) -> None:
     """Tell the other ranks that this one ends."""
     if not connected() or _failed_here:
         return
-    farewell = pickle.dumps((rank(), _failed(error)))
+    failure = pickle.dumps((rank(), _record_failure(error)))
     try:
         _store().set(f"{_FAILED_KEY}/{rank()}", b"1")
-        _store().set(_FAILED_KEY, farewell)
-        until = time.monotonic() + _FAREWELL_SECONDS
+        _store().set(_FAILED_KEY, failure)
+        until = time.monotonic() + _ACK_SECONDS
         if not is_main():
             _print_unless_main_does(error, until)
         while is_main() and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and time.monotonic() < until \
-                and _store().add(_HEARD_KEY, 0) < world_size() - 1:
+                and _store().add(_ACK_KEY, 0) < world_size() - 1:
             time.sleep(_POLL_SECONDS)
     except (RuntimeError, OSError) as problem:  # the store is gone: the launcher ends the others
         logger.debug("could not notify the other ranks: %s", problem)
@@ -374,9 +374,9 @@ def _print_unless_main_does(error: BaseException, until: float) -> None:
 def raise_on_main(error: SbkitError) -> None:
     """Raise an error that every rank has found on rank 0 only; the others end without a message."""
     if not connected() or is_main():
-        _failed(error)  # without announcing it: every rank has it
+        _record_failure(error)  # without announcing it: every rank has it
         raise error
-    _leave(error.exit_code)
+    _exit_silently(error.exit_code)
 
 
 def end_together() -> NoReturn:
@@ -390,9 +390,9 @@ def end_together() -> NoReturn:
         key = _key("ends")
         if is_main():
             _wait_for(key)
-        elif _store().add(f"{key}/heard", 1) == world_size() - 1:
+        elif _store().add(f"{key}/ack", 1) == world_size() - 1:
             _store().set(key, b"1")
-        _failed(done)  # without announcing it: every rank ends
+        _record_failure(done)  # without announcing it: every rank ends
     raise done
 
 
@@ -401,10 +401,10 @@ def is_alone() -> bool:
     return ddp_prevent_block() or world_size() == 1
 
 
-def _leave(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
+def _exit_silently(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
     """End this rank without a message."""
     error = PeerFailed(code or 1)
-    _failed(error)
+    _record_failure(error)
     time.sleep(grace)
     raise error from None
 
@@ -412,30 +412,30 @@ def _leave(code: int, grace: float = _GRACE_SECONDS) -> NoReturn:
 def _wait_for(key: str) -> bytes:
     store, pause = _store(), _FIRST_PAUSE_SECONDS
     try:
-        while _heard is not None or not store.check([key]):
+        while _peer_exit_code is not None or not store.check([key]):
             if (code := _peer_failed()) is not None:
-                _leave(code)
+                _exit_silently(code)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.5)
         return store.get(key)
     except dist.DistError:
-        if _heard is not None:
-            _leave(_heard)
+        if _peer_exit_code is not None:
+            _exit_silently(_peer_exit_code)
         logger.error("Rank %d ends: rank 0, which it was waiting for, is gone.", rank())
-        _leave(1, grace=0.0)
+        _exit_silently(1, grace=0.0)
 
 
 def _peer_failed(store: Store | None = None) -> int | None:
     """Return the exit code of another rank that has failed, if any, and confirm that this rank knows."""
-    global _heard
+    global _peer_exit_code
     store = store or _store()
-    if _heard is None and store.check([_FAILED_KEY]):
+    if _peer_exit_code is None and store.check([_FAILED_KEY]):
         failed, code = pickle.loads(store.get(_FAILED_KEY))
         if failed != rank():
-            _heard = code or 1
-            store.add(_HEARD_KEY, 1)
+            _peer_exit_code = code or 1
+            store.add(_ACK_KEY, 1)
             logger.info("Rank %d ends because rank %d failed.", rank(), failed)
-    return _heard
+    return _peer_exit_code
 
 
 def _watch() -> None:
@@ -458,7 +458,7 @@ def _watch_peers(over: threading.Event) -> None:
             return
         if code is not None:
             if not over.wait(PATIENCE_SECONDS) and not _failed_here:
-                ending.now(code)
+                ending.exit_now(code)
             return
 
 

@@ -22,21 +22,21 @@ from sbkit.train.memory.trials import BoundedTrial, Trial
 #: Relative precision of the number of utterances.
 PRECISION = 0.04
 #: Number of batches in a rehearsal, and the factor of their size after one that did not fit.
-REHEARSED, LESS = 12, 0.9
+REHEARSED, SHRINK = 12, 0.9
 #: Factor of the memory that a rehearsal on a CPU may reserve: fragmented memory is reserved but not in use.
 SLACK = 2.0
 #: Share of a CPU's free memory to use; the rest is for data workers and other processes.
 FREE_SHARE = 0.8
 
 
-def find(trial: Trial, words: list[str], gib: float) -> BatchSize:
+def find(trial: Trial, args: list[str], gib: float) -> BatchSize:
     """Find the batch sizes that fit into ``gib`` GiB, and rehearse them with batches of many lengths in a row.
 
-    words : the command line of the recipe
+    args : the command line of the recipe
     """
-    with _fits(trial, words, gib) as fits:
+    with _fits(trial, args, gib) as fits:
         counts = search(trial.edges, fits, trial.most_seconds / MARGIN)
-    with _fits(trial, words, gib, SLACK) as fits:
+    with _fits(trial, args, gib, SLACK) as fits:
         return rehearse(BatchSize(gib, trial.edges, counts, trial.most_seconds), fits)
 
 
@@ -62,10 +62,10 @@ def memory_budget(requested: float | None, device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def _fits(trial: Trial, words: list[str], gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
+def _fits(trial: Trial, args: list[str], gib: float, slack: float = 1.0) -> Iterator[Callable[[int, float], bool]]:
     """Yield a function that returns whether a number of utterances of a given length fits."""
     if trial.device.type == "cpu":
-        with BoundedTrial(words, int(gib * GIB), slack) as bounded:
+        with BoundedTrial(args, int(gib * GIB), slack) as bounded:
             yield bounded.fits
         return
     total = torch.cuda.get_device_properties(trial.device).total_memory / GIB
@@ -125,7 +125,7 @@ def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
     longest = found.edges[-1]
     lengths = np.random.default_rng(0).uniform(min(found.edges[0], longest / 4), longest, REHEARSED).tolist()
     while found.seconds and not all(fits(max(1, int(found.seconds / length)), length) for length in lengths):
-        found = dataclasses.replace(found, share=LESS * found.seconds / found.at_once)
+        found = dataclasses.replace(found, share=SHRINK * found.seconds / found.at_once)
     return found
 
 

@@ -17,7 +17,7 @@ except ImportError:  # Windows
 # Parameters of glibc's mallopt (malloc.h).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -2, -3, -4, -8
 _KEEP = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 << 20, _ARENA_MAX: 1}
-_GIVE_BACK = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20, _TOP_PAD: 0, _ARENA_MAX: 1}
+_RELEASE = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20, _TOP_PAD: 0, _ARENA_MAX: 1}
 #: Number of shapes of products and convolutions that oneDNN caches, at 0.4 to 0.8 MiB each. With its default of 1,024
 #: a run in bf16 grew by 0.4 GiB in an epoch. In a process with a memory limit, the cache is enough for a few steps.
 _SHAPES, _SHAPES_IF_BOUNDED = "384", "128"
@@ -61,7 +61,7 @@ def release_memory() -> None:
     A heap that is never trimmed is fragmented. If it has grown to the limit, batches of another shape may not fit, and
     nothing is left for memory outside of the heap, such as threads' stacks and the code that oneDNN compiles.
     """
-    if _set(_GIVE_BACK):
+    if _set(_RELEASE):
         trim()
 
 
@@ -127,12 +127,12 @@ def _machine(name: str) -> int:
 def _containers() -> list[tuple[int, int]]:
     """Return (limit, used) of each control group of this process that has a limit; cached files don't count."""
     found = []
-    for folder, second in control_groups("memory"):
-        limit, used, cache = _OF_VERSION_2 if second else _OF_VERSION_1
+    for folder, is_v2 in control_groups("memory"):
+        limit, used, cache = _OF_VERSION_2 if is_v2 else _OF_VERSION_1
         try:
-            most = int((folder / limit).read_text())
+            limit_bytes = int((folder / limit).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            found.append((most, int((folder / used).read_text()) - int(stat.get(cache, 0))))
+            found.append((limit_bytes, int((folder / used).read_text()) - int(stat.get(cache, 0))))
         except (OSError, ValueError):  # no such file here, or the limit is "max"
             continue
     return found

@@ -31,7 +31,7 @@ T = TypeVar("T")
 #: oneDNN's message when there was no memory for compiled code (or another failure).
 NO_PRIMITIVE = "could not create a primitive"
 #: Errors that usually mean this only if memory is bounded: Python and Arrow have no room for a thread's stack.
-_WORDS_BOUNDED = (NO_PRIMITIVE, "can't start new thread", "Failed to launch worker thread")
+_BOUNDED_MESSAGES = (NO_PRIMITIVE, "can't start new thread", "Failed to launch worker thread")
 HINT = "lower max_batch_seconds (sbkit tune finds the largest that fits), or try activation_checkpointing"
 
 
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device, or the CPU, had no memory left."""
     bounded = host.bounded() and isinstance(error, (RuntimeError, OSError))
     return isinstance(error, torch.OutOfMemoryError) or errors.is_out_of_memory(error) or (
-        bounded and any(part in str(error) for part in _WORDS_BOUNDED))
+        bounded and any(part in str(error) for part in _BOUNDED_MESSAGES))
 
 
 @contextlib.contextmanager

@@ -39,11 +39,11 @@ from sbkit.train.monitor.waits import Contention
 #: Maximum number of buckets to try.
 MAX_BUCKETS = 6
 #: Steps that ``sbkit check --measure`` times, after one for warm-up, and its time limit in seconds.
-STEPS, PATIENCE = 4, 60.0
+STEPS, MAX_SECONDS = 4, 60.0
 #: As many steps as an optimizer needs for all that it does only sometimes, and how often they are timed for the price.
 CYCLE, CYCLES = 4, 3
 #: Memory of a run on a CPU besides its steps: for tables of the corpus and transcripts, and for each data worker.
-BESIDE, READER = 192 << 20, 128 << 20
+BASE_BYTES, WORKER_BYTES = 192 << 20, 128 << 20
 
 
 class Trial:
@@ -74,7 +74,7 @@ class Trial:
 
 
 @contextlib.contextmanager
-def trial(request: arguments.CommandLine, device: torch.device) -> Iterator[Trial]:
+def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator[Trial]:
     """Build the recipe's Brain in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
         recipe = load.open_recipe(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
@@ -132,13 +132,13 @@ class BoundedTrial:
     A process that ran out of memory is replaced: its heap is fragmented, and some libraries never recover. It does not
     matter whether it reports the lack of memory or dies.
 
-    words : the command line of the recipe
+    args : the command line of the recipe
     size : bytes for a whole run; a trial gets what is left for steps
     slack : the factor of the kernel's limit, which counts reserved memory; the memory in use decides
     """
 
-    def __init__(self, words: list[str], size: int, slack: float = 1.0):
-        self.words, self.size, self.slack = words, size, slack
+    def __init__(self, args: list[str], size: int, slack: float = 1.0):
+        self.args, self.size, self.slack = args, size, slack
         self._context = multiprocessing.get_context("forkserver")
         if sys.version_info >= (3, 11):  # before, the preload might import from the working directory
             self._context.set_forkserver_preload([__name__])  # each process starts with everything imported
@@ -157,21 +157,21 @@ class BoundedTrial:
             if self._process is None:
                 self._start()
             self._pipe.send((utterances, seconds))
-            fits, mistake = self._pipe.recv()
+            fits, failure = self._pipe.recv()
         except (EOFError, ConnectionError):
-            fits, mistake = False, ""
-        if mistake:
-            raise SbkitError(f"a step on {utterances} utterances of {seconds:g} s fails: {mistake}", exit_code=1)
+            fits, failure = False, ""
+        if failure:
+            raise SbkitError(f"a step on {utterances} utterances of {seconds:g} s fails: {failure}", exit_code=1)
         if not fits:
             self._end()
         return fits
 
     def _start(self) -> None:
-        self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_answer, args=(theirs, self.words, self.size, self.slack))
-        with helper_process.away_from_here():
+        self._pipe, child_pipe = self._context.Pipe()
+        self._process = self._context.Process(target=_serve_trials, args=(child_pipe, self.args, self.size, self.slack))
+        with helper_process.without_working_directory():
             self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     def _end(self) -> None:
         if self._process is not None:
@@ -181,14 +181,14 @@ class BoundedTrial:
             self._process = None
 
 
-def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None:
+def _serve_trials(pipe: Connection, args: list[str], size: int, slack: float) -> None:
     """Answer, in the separate process, whether batches fit."""
-    request = arguments.parse(words)
+    request = arguments.parse(args)
     host.keep_freed_memory()  # as a run does
-    with trial(request, torch.device("cpu")) as made:
+    with open_trial(request, torch.device("cpu")) as trial:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # hide libraries' last messages
-        workers, rate = made.brain.keys.num_workers, made.brain.keys.sample_rate
-        size -= BESIDE + workers * READER
+        workers, rate = trial.brain.keys.num_workers, trial.brain.keys.sample_rate
+        size -= BASE_BYTES + workers * WORKER_BYTES
         host.bound(int(slack * size))
         while True:
             try:
@@ -198,10 +198,10 @@ def _answer(pipe: Connection, words: list[str], size: int, slack: float) -> None
             try:
                 ahead = _read_ahead(utterances, seconds, workers, rate)
                 with mmap.mmap(-1, max(ahead, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS):
-                    fits, mistake = made.fits(utterances, seconds) and host.peak() + ahead <= size, ""
+                    fits, failure = trial.fits(utterances, seconds) and host.peak() + ahead <= size, ""
             except Exception as error:
-                fits, mistake = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
-            pipe.send((fits, mistake))
+                fits, failure = False, "" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            pipe.send((fits, failure))
 
 
 def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int) -> int:
@@ -219,33 +219,33 @@ def measurement(request: arguments.CommandLine, planned: bool = False) -> Callab
     """
     def measure() -> Measured:
         device = devices.resolve(request.run_opts.device)
-        with trial(request, device) as made:
-            seconds = made.edges[-1]
-            batch = made.batch(max(1, int(made.batching.max_batch_seconds / seconds)), seconds)
-            measured = time_steps(made.brain.try_batch, batch, device)
-            each, audio = _time_planned(made) if planned else (None, None)
+        with open_trial(request, device) as trial:
+            seconds = trial.edges[-1]
+            batch = trial.batch(max(1, int(trial.batching.max_batch_seconds / seconds)), seconds)
+            measured = time_steps(trial.brain.try_batch, batch, device)
+            each, audio = _time_planned(trial) if planned else (None, None)
             return replace(measured, planned=each, planned_seconds=audio)
     return measure
 
 
-def _time_planned(made: Trial) -> tuple[float, float]:
+def _time_planned(trial: Trial) -> tuple[float, float]:
     """Return the seconds for a second of audio in steps of one micro-batch of the run, without waiting for a core, and
     the audio of these steps.
 
     The fastest cycle counts.
     """
-    batching = made.batching
+    batching = trial.batching
     audio = min(batching.update_seconds, batching.max_batch_seconds)
-    utterances = max(batching.min_batch_utterances, round(audio / made.typical))
-    batch = made.batch(utterances, audio / utterances)
-    wait: Callable[[], None] = torch.cuda.synchronize if made.device.type == "cuda" else (lambda: None)
-    times, contention = [], Contention(made.device)
+    utterances = max(batching.min_batch_utterances, round(audio / trial.typical))
+    batch = trial.batch(utterances, audio / utterances)
+    wait: Callable[[], None] = torch.cuda.synchronize if trial.device.type == "cuda" else (lambda: None)
+    times, contention = [], Contention(trial.device)
     for _ in range(CYCLES + 1):  # the first warms up
         wait()
         contention.reset()
         started = time.perf_counter()
         for _ in range(CYCLE):
-            made.brain.try_batch(batch)
+            trial.brain.try_batch(batch)
         wait()
         times.append((time.perf_counter() - started) * (1 - (contention.share() or 0.0)))
     return min(times[1:]) / CYCLE / batch.padded_seconds, batch.padded_seconds
@@ -265,7 +265,7 @@ def time_steps(step: Callable[[Batch], bool], batch: Batch, device: torch.device
         wait()
         if i or device.type == "cpu":  # the first step of a GPU loads kernels
             times.append(time.perf_counter() - started)
-        if sum(times) > PATIENCE:
+        if sum(times) > MAX_SECONDS:
             break
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Measured(str(device), batch.padded_seconds, float(np.median(times)), peak)

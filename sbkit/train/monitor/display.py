@@ -80,7 +80,7 @@ class Progress:
         metrics.write(
             "step", epoch=self.epoch, step=result.number, loss=self._loss.known(),
             **{name: mean.value() for name, mean in self._extras.items()}, lr=lr, grad_norm=self._norm or None,
-            audio_s_per_s=speed or None, **self._used(speed), data_wait_share=self.budget.share("data"),
+            audio_s_per_s=speed or None, **self._flops(speed), data_wait_share=self.budget.share("data"),
             padding_share=1 - self._seconds / self._padded if self._padded else None,
             skipped_steps=self.skipped, **({"loss_scale": result.scale} if result.scale != 1 else {}),
         )
@@ -95,30 +95,30 @@ class Progress:
         total = sections.pop("total") or 1.0
         speed = self._whole * ranks.world_size() / took
         graphs = {} if self._graphs is None else {"graphs_compiled": compiling.graphs() - self._graphs}
-        waits, waiting = self.budget.waits.a_step(), self.budget.waits.words()
-        held = self.budget.contention.close()
+        waits, waiting = self.budget.waits.per_step(), self.budget.waits.describe()
+        core_wait = self.budget.contention.close()
         padding = 1 - self._whole / self._whole_padded if self._whole_padded else None
         if ranks.is_main() and self._steps:
             more = [f"graphs compiled {count}" for count in graphs.values()] + ([waiting] if waiting else [])
-            logger.info("epoch %s: %s%s%s", self.epoch, self.budget.line(), self._words(speed, padding),
+            logger.info("epoch %s: %s%s%s", self.epoch, self.budget.line(), self._speed_text(speed, padding),
                         "".join(f", {each}" for each in more))
         if self.metrics is not None:
             self.metrics.write(
                 "epoch", epoch=self.epoch, step=step, train_loss=loss, train_seconds=round(now - began, 3),
-                audio_s_per_s=speed or None, **self._used(speed), **graphs, skipped_steps=self.skipped,
+                audio_s_per_s=speed or None, **self._flops(speed), **graphs, skipped_steps=self.skipped,
                 padding_share=padding, **({} if waits is None else {"host_waits_per_step": round(waits, 3)}),
-                **({} if held is None else {"core_wait_share": round(held, 4)}),
+                **({} if core_wait is None else {"core_wait_share": round(core_wait, 4)}),
                 time_shares={name: round(value / total, 4) for name, value in sections.items()},
             )
 
-    def _used(self, speed: float) -> dict[str, float | None]:
+    def _flops(self, speed: float) -> dict[str, float | None]:
         """Return FLOP/s and MFU at a speed in seconds of audio a second on all devices together."""
         if self.utilisation is None or not speed:
             return {}
         return {"flops_per_s": self.utilisation.rate(speed),
                 "mfu": self.utilisation.share(speed / ranks.world_size())}
 
-    def _words(self, speed: float, padding: float | None) -> str:
+    def _speed_text(self, speed: float, padding: float | None) -> str:
         if not speed or padding is None:
             return ""
         used = f", {self.utilisation.words(speed / ranks.world_size())}" if self.utilisation is not None else ""

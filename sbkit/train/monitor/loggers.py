@@ -105,7 +105,7 @@ class TensorBoard(Logger):
 
     module = "torch.utils.tensorboard"
     lets_wait = True
-    _told = False
+    _warned = False
 
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
         if self._open is None:  # purge_step hides points that a resumed run writes again
@@ -114,9 +114,9 @@ class TensorBoard(Logger):
             self._open.add_scalar(name, value, step, walltime=seconds)
 
     def _drop(self, why: str) -> None:
-        if not self._told:
+        if not self._warned:
             logger.warning("%s. Some points are missing in TensorBoard", why)
-        self._told, self._open = True, None
+        self._warned, self._open = True, None
 
     def _close(self) -> None:
         self._open.close()

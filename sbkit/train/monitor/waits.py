@@ -20,7 +20,7 @@ from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
-FIRST, LOOKED_AT = 5, 100  # steps of an epoch to skip, and steps to count in then
+SKIPPED, COUNTED = 5, 100  # steps of an epoch to skip, and steps to count in then
 
 _WAIT = r"called a synchronizing \w+ operation"
 _NOTICE = "Synchronization debug mode is a prototype feature"  # by torch, when the mode is first set
@@ -30,7 +30,7 @@ _WARN = 1  # the value of ``torch.cuda.get_sync_debug_mode()``
 
 THREADS = Path("/proc/self/task")
 _MEASURE_AFTER = 20.0  # seconds of an epoch
-_LEAST = 2.0  # seconds, at the end of a shorter epoch
+_MIN_SECONDS = 2.0  # seconds, at the end of a shorter epoch
 _WORTH_REPORTING = 0.15
 
 
@@ -45,7 +45,7 @@ class HostWaits:
     def __init__(self, device: torch.device):
         self._counts = device.type == "cuda"
         self._thread = threading.get_ident()
-        self._within = self._looking = self._paused = False
+        self._entered = self._counting = self._paused = False
         self.reset()
 
     def reset(self) -> None:
@@ -55,21 +55,21 @@ class HostWaits:
 
     def step(self) -> None:
         """Record the end of a step."""
-        if not self._counts or not self._within:
+        if not self._counts or not self._entered:
             return
         self._steps += 1
-        self._counted += self._looking
-        if self._steps == FIRST and torch.cuda.get_sync_debug_mode() == 0:
+        self._counted += self._counting
+        if self._steps == SKIPPED and torch.cuda.get_sync_debug_mode() == 0:
             self._start()
-        elif self._counted == LOOKED_AT:
+        elif self._counted == COUNTED:
             self._stop()
 
     def __enter__(self) -> HostWaits:
-        self._within = True
+        self._entered = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._within = False
+        self._entered = False
         self._stop()
 
     @contextlib.contextmanager
@@ -81,13 +81,13 @@ class HostWaits:
         finally:
             self._paused = before
 
-    def a_step(self) -> float | None:
+    def per_step(self) -> float | None:
         """Return the mean number of host syncs a step; None if no step was counted."""
         return self._places.total() / self._counted if self._counted else None
 
-    def words(self) -> str | None:
+    def describe(self) -> str | None:
         """Describe the host syncs and where most of them are; None if no step was counted."""
-        waits = self.a_step()
+        waits = self.per_step()
         if not waits:
             return None if waits is None else "host waits 0 a step"
         (file, line), _ = self._places.most_common(1)[0]
@@ -100,12 +100,12 @@ class HostWaits:
                 warnings.filterwarnings(*wanted)
         self._shown, warnings.showwarning = warnings.showwarning, self._show
         torch.cuda.set_sync_debug_mode(_WARN)
-        self._looking = True
+        self._counting = True
 
     def _stop(self) -> None:
-        if not self._looking:
+        if not self._counting:
             return
-        self._looking = False
+        self._counting = False
         if torch.cuda.get_sync_debug_mode() == _WARN:
             torch.cuda.set_sync_debug_mode(0)
         if warnings.showwarning == self._show:
@@ -115,11 +115,11 @@ class HostWaits:
               file: TextIO | None = None, line: str | None = None) -> None:
         if not re.match(_WAIT, str(message)):
             self._shown(message, category, filename, lineno, file, line)
-        elif not self._paused and not compiles() and (threading.get_ident() == self._thread or _in_backward()):
+        elif not self._paused and not is_compiling() and (threading.get_ident() == self._thread or _in_backward()):
             self._places[filename, lineno] += 1
 
 
-def compiles() -> bool:
+def is_compiling() -> bool:
     """Return whether torch.compile is at work in this thread, which reads values for itself, once a graph."""
     return torch._guards.CompileContext.current_compile_id() is not None
 
@@ -137,12 +137,12 @@ class Contention:
 
     def __init__(self, device: torch.device):
         self._counts = device.type == "cpu" and bool(_waited())
-        self._told = False
+        self._warned = False
         self.reset()
 
     def reset(self) -> None:
         """Start measuring, at the start of an epoch."""
-        self._done = self._told
+        self._checked = self._warned
         self._began = time.monotonic()
         self._before = _waited() if self._counts else {}
 
@@ -160,16 +160,16 @@ class Contention:
 
     def close(self) -> float | None:
         """Warn, at the end of an epoch, if there was no warning yet, and return its share."""
-        self._measure(_LEAST)
+        self._measure(_MIN_SECONDS)
         return self.share()
 
     def _measure(self, after: float) -> None:
         """Warn once in a run, and check at most once in an epoch."""
-        if self._done or not self._counts or time.monotonic() - self._began < after:
+        if self._checked or not self._counts or time.monotonic() - self._began < after:
             return
-        self._done, share = True, self.share()
+        self._checked, share = True, self.share()
         if share is not None and share > _WORTH_REPORTING:
-            self._told = True
+            self._warned = True
             threads = torch.get_num_threads()
             all_wait, advice = "", ""
             if threads > 1:

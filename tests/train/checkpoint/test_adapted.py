@@ -99,5 +99,5 @@ def test_what_holds_no_frozen_base_is_refused(tmp_path):
 
 @pytest.mark.parametrize("named", ["x/../../../y", "", "0" * 63, "G" * 64])
 def test_a_base_is_named_by_a_hash_alone(tmp_path, named):
-    with pytest.raises(SbkitError, match="which is no hash"):
+    with pytest.raises(SbkitError, match="which is not a hash"):
         base_file(tmp_path, named)

@@ -17,7 +17,7 @@ NAME = "CKPT+2025-01-01+00-00-00+00"
 
 
 def written(folder, text="weights", name=NAME):
-    path, lock = files.begin(folder, name)
+    path, lock = files.create_hidden(folder, name)
     (path / "model.ckpt").write_bytes(text if isinstance(text, bytes) else text.encode())
     files.seal(path, {"unixtime": 1.0})
     lock.close()
@@ -38,7 +38,7 @@ def test_meta_is_the_last_file_written(tmp_path, monkeypatch):
 
 
 def test_files_in_folders_are_summed_too(tmp_path):
-    path, lock = files.begin(tmp_path, NAME)
+    path, lock = files.create_hidden(tmp_path, NAME)
     (path / "lm.ckpt").mkdir()
     (path / "lm.ckpt" / "weights").write_bytes(b"x" * 10)
     files.seal(path, {"unixtime": 1.0})
@@ -74,7 +74,7 @@ def test_sweep_removes_what_a_dead_process_was_writing(tmp_path):
 
 def writes(pipe, folder):
     """Write a checkpoint, and stay between the two renames of its publication."""
-    path, lock = files.begin(folder, NAME)
+    path, lock = files.create_hidden(folder, NAME)
     (path / "model.ckpt").write_text("of the first run")
     os.rename(folder / NAME, folder / (files.REPLACED + NAME))
     pipe.send("writes")
@@ -87,11 +87,11 @@ def test_a_folder_that_a_living_process_writes_is_refused_to_a_second_one(tmp_pa
     with Beside(writes, tmp_path) as other:
         assert other.pipe.recv() == "writes"
         with pytest.raises(files.CheckpointError, match="is being written by another process; give each"):
-            files.begin(tmp_path, NAME)
+            files.create_hidden(tmp_path, NAME)
         path = tmp_path / (files.WRITING + NAME)
         assert (path / "model.ckpt").read_text() == "of the first run"
         other.kill()
-        files.begin(tmp_path, NAME)[1].close()
+        files.create_hidden(tmp_path, NAME)[1].close()
         assert list(path.iterdir()) == []
 
 
@@ -116,7 +116,7 @@ def test_many_that_begin_the_same_checkpoint_never_share_its_folder(tmp_path, mo
         def begin(folder=tmp_path / str(attempt), together=together, began=began):
             together.wait()
             with contextlib.suppress(files.CheckpointError):
-                began.append(files.begin(folder, NAME))
+                began.append(files.create_hidden(folder, NAME))
 
         threads = [threading.Thread(target=begin) for _ in range(4)]
         for thread in threads:
@@ -175,7 +175,7 @@ def test_a_deleted_checkpoint_leaves_its_name_before_its_files_go(tmp_path, monk
     path = published(tmp_path)
     monkeypatch.setattr(files.shutil, "rmtree", lambda path: refuse())
     with pytest.raises(OSError):
-        files.retire(path)
+        files.delete(path)
     assert not path.exists() and json.loads((tmp_path / (files.DELETED + NAME) / files.SUMS_NAME).read_text())
 
 

@@ -207,7 +207,7 @@ def shown(folder):
 
 
 @both_ways
-@pytest.mark.parametrize("moment", ["begin", "write_state", "seal", "publish"])
+@pytest.mark.parametrize("moment", ["create_hidden", "write_state", "seal", "publish"])
 def test_at_the_end_of_an_epoch_it_ends_the_run_and_the_last_good_one_stays(
         tmp_path, model, monkeypatch, moment, asynchronous):
     ckpt = checkpointer(tmp_path, model, asynchronous)
@@ -343,7 +343,7 @@ def test_deleting_may_fail_without_ending_training(tmp_path, model, monkeypatch,
     def refuse(path):
         raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(files, "retire", refuse)
+    monkeypatch.setattr(files, "delete", refuse)
     with caplog.at_level(logging.WARNING):
         ckpt.save_and_keep_only()
         assert ckpt.wait() is not None

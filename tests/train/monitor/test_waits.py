@@ -75,21 +75,21 @@ def test_the_waits_of_the_steps_after_the_first_few_are_counted_and_not_shown(ca
         warnings.warn("something else", stacklevel=1)
 
     with counter:
-        steps(counter, waits.FIRST - 1, step)
-        assert card.mode == 0 and counter.a_step() is None and counter.words() is None
-        steps(counter, waits.LOOKED_AT, step)
+        steps(counter, waits.SKIPPED - 1, step)
+        assert card.mode == 0 and counter.per_step() is None and counter.describe() is None
+        steps(counter, waits.COUNTED, step)
         assert card.mode == 1
         steps(counter, 20, step)
         assert card.mode == 0 and warnings.showwarning is before
-    assert counter.a_step() == 2
-    assert counter.words().startswith("host waits 2 a step, most of them at monitor/test_waits.py:")
+    assert counter.per_step() == 2
+    assert counter.describe().startswith("host waits 2 a step, most of them at monitor/test_waits.py:")
     assert {str(each.message) for each in shown} == {"something else"}
-    assert len(shown) == waits.FIRST - 1 + waits.LOOKED_AT + 20
+    assert len(shown) == waits.SKIPPED - 1 + waits.COUNTED + 20
 
     counter.reset()
     with counter:
-        steps(counter, waits.FIRST + 10)
-    assert (counter.a_step(), counter.words(), card.mode) == (0, "host waits 0 a step", 0)
+        steps(counter, waits.SKIPPED + 10)
+    assert (counter.per_step(), counter.describe(), card.mode) == (0, "host waits 0 a step", 0)
 
 
 def test_what_was_warned_of_once_is_not_told_again_in_later_epochs(card):
@@ -99,15 +99,15 @@ def test_what_was_warned_of_once_is_not_told_again_in_later_epochs(card):
         for told in (2, 0, 0):  # the second time as the filters change
             seen.clear()
             with counter:
-                steps(counter, waits.FIRST + 4, lambda: (card.wait(), warnings.warn("something else", stacklevel=1)))
-            assert [str(each.message) for each in seen] == ["something else"] * told and counter.a_step() == 1
+                steps(counter, waits.SKIPPED + 4, lambda: (card.wait(), warnings.warn("something else", stacklevel=1)))
+            assert [str(each.message) for each in seen] == ["something else"] * told and counter.per_step() == 1
             counter.reset()
 
 
 def test_only_what_belongs_to_the_steps_counts(card, shown):
     counter = HostWaits(CUDA)
     with counter:
-        steps(counter, waits.FIRST)
+        steps(counter, waits.SKIPPED)
         with counter.pause():  # a checkpoint
             card.wait()
             with counter.pause():
@@ -118,7 +118,7 @@ def test_only_what_belongs_to_the_steps_counts(card, shown):
         writer.join()
         card.wait()
         steps(counter, 4)
-    assert counter.a_step() == 0.25 and not shown
+    assert counter.per_step() == 0.25 and not shown
 
 
 def test_what_the_compiler_reads_for_itself_is_no_wait_of_a_step(card, shown):
@@ -129,24 +129,24 @@ def test_what_the_compiler_reads_for_itself_is_no_wait_of_a_step(card, shown):
         return graph.forward
 
     with counter:
-        steps(counter, waits.FIRST)
+        steps(counter, waits.SKIPPED)
         for length in (3, 4):
             torch.compile(lambda x: x + 1, backend=compiler, dynamic=False)(torch.ones(length))
         steps(counter, 4)
     torch.compiler.reset()
-    assert counter.a_step() == 0 and not shown
+    assert counter.per_step() == 0 and not shown
 
 
 def test_who_looks_for_waits_is_left_alone(card, shown):
     counter = HostWaits(CUDA)
     card.mode = 2
     with counter:
-        steps(counter, waits.FIRST + 3)
-    assert card.mode == 2 and counter.a_step() is None
+        steps(counter, waits.SKIPPED + 3)
+    assert card.mode == 2 and counter.per_step() is None
     card.mode = 0
     counter.reset()
     with counter:
-        steps(counter, waits.FIRST)
+        steps(counter, waits.SKIPPED)
         card.mode = 2
     assert card.mode == 2
 
@@ -162,7 +162,7 @@ class Waiting(ToyBrain):
     card: Card
 
     def compute_objectives(self, predictions, batch, stage):
-        if self.optimizer_step == waits.FIRST + 3:
+        if self.optimizer_step == waits.SKIPPED + 3:
             self.card.wait()
         if self.optimizer_step == getattr(self, "breaks_at", None):
             raise RuntimeError("broken")
@@ -173,24 +173,24 @@ def test_an_epoch_says_how_often_a_step_waited(card, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     toy = brain(Waiting, hparams={"output_folder": str(tmp_path)})
     toy.card, toy.trainer.budget.waits = card, HostWaits(CUDA)
-    toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
+    toy.fit([1], ToyTrainLoader(waits.SKIPPED + 4))
     assert epoch_line(toy, tmp_path)["host_waits_per_step"] == 0.25
     assert any("host waits 0.25 a step, most of them at monitor/test_waits.py" in line for line in caplog.messages)
 
 
 def test_a_run_that_breaks_leaves_no_mode_behind(card):
     toy = brain(Waiting)
-    toy.card, toy.trainer.budget.waits, toy.breaks_at = card, HostWaits(CUDA), waits.FIRST + 2
+    toy.card, toy.trainer.budget.waits, toy.breaks_at = card, HostWaits(CUDA), waits.SKIPPED + 2
     before = warnings.showwarning
     with pytest.raises(RuntimeError, match="broken"):
-        toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
-    assert card.mode == 0 and warnings.showwarning is before and toy.trainer.budget.waits.a_step() == 0
+        toy.fit([1], ToyTrainLoader(waits.SKIPPED + 4))
+    assert card.mode == 0 and warnings.showwarning is before and toy.trainer.budget.waits.per_step() == 0
 
 
 def test_nothing_is_said_where_there_is_nothing_to_wait_for(card, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     toy = brain(hparams={"output_folder": str(tmp_path)})
-    toy.fit([1], ToyTrainLoader(waits.FIRST + 4))
+    toy.fit([1], ToyTrainLoader(waits.SKIPPED + 4))
     assert not card.noticed and "host_waits_per_step" not in epoch_line(toy, tmp_path)
     assert any("step " in line for line in caplog.messages) and "host waits" not in caplog.text
 
@@ -216,8 +216,8 @@ def test_waits_in_a_backward_that_another_thread_runs_are_counted(card, shown):
 
     counter = HostWaits(CUDA)
     with counter:
-        steps(counter, waits.FIRST + 3, step)
-    assert counter.a_step() == 1
+        steps(counter, waits.SKIPPED + 3, step)
+    assert counter.per_step() == 1
 
 
 class Reading(torch.autograd.Function):
@@ -236,12 +236,12 @@ def test_a_gpus_waits_in_forward_and_backward_are_counted(shown):
     budget = StepBudget("cuda")
     x = torch.ones(4, device="cuda", requires_grad=True)
     with budget.active():
-        for _ in range(waits.FIRST + 6):
+        for _ in range(waits.SKIPPED + 6):
             loss = Reading.apply(x).sum()
             loss.item()
             loss.backward()
             budget.step()
-    assert budget.waits.a_step() == 2 and torch.cuda.get_sync_debug_mode() == 0
+    assert budget.waits.per_step() == 2 and torch.cuda.get_sync_debug_mode() == 0
     assert not [each for each in shown if "ynchroni" in str(each.message)]
 
 
