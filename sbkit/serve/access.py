@@ -162,7 +162,7 @@ class AccessControl:
         if origin is None or self._allowed(origin):
             return
         if origin.lower() not in [f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")]:
-            raise ApiError(403, f"pages from {origin[:80]} may not use this server; start it with --allow-origin",
+            raise ApiError(403, f"web pages from {origin[:80]} may not use this server; start it with --allow-origin",
                            code="origin_not_allowed")
 
     def _allowed(self, origin: str) -> bool:

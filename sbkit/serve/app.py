@@ -46,7 +46,7 @@ from sbkit.serve.work import ClientDisconnected, RequestContext, RequestSlots
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499  # never sent, only counted
 _DECODED = object()
-_MOST_NUMBERS = 1_000_000  # of an answer as JSON
+_MAX_NUMBERS = 1_000_000  # in a JSON response
 
 
 @dataclass
@@ -125,7 +125,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
         return JSONResponse({"object": "list", "data": [each.listed for each in state.loaded()]})
 
     async def model(request: Request) -> Response:
-        any_kind = state.loaded().find(request.path_params["name"], Served)  # type: ignore[type-abstract]  # looked up, not made
+        any_kind = state.loaded().find(request.path_params["name"], Served)  # type: ignore[type-abstract]  # never made
         return JSONResponse(any_kind.listed)
 
     async def voices(_: Request) -> Response:
@@ -170,7 +170,7 @@ def make(state: State, keys: ApiKeys | None = None, origins: tuple[str, ...] = (
             await floor.session(websocket, registry)
 
     async def nowhere(websocket: WebSocket) -> None:
-        error = invalid(f"{websocket.url.path[:80]}: there is no WebSocket; live speech is at /v1/audio/live",
+        error = invalid(f"there is no WebSocket at {websocket.url.path[:80]}; live transcription is at /v1/audio/live",
                         code="unknown_url")
         error.status = 404
         state.metrics.refused.labels(error.code or "").inc()
@@ -210,8 +210,7 @@ def _outputs(state: State, ask: OutputsForm, held: DiskReservation, visit: Reque
     with contextlib.closing(visit.work(served.batcher.backlog)) as audio:
         with contextlib.closing(_decoded(state, ask, held, visit, audio)) as wave:
             if wave.samples > MAX_SECONDS * rate:
-                raise invalid(f"this model takes a recording as a whole, up to {MAX_SECONDS:g} s", "file",
-                              "invalid_audio")
+                raise invalid(f"this model takes recordings up to {MAX_SECONDS:g} s", "file", "invalid_audio")
             signal = np.concatenate(list(wave.blocks()))
         try:
             found = visit.job.result(visit.job.watch(served.batcher.submit(signal, visit.job.client)))
@@ -223,8 +222,8 @@ def _outputs(state: State, ask: OutputsForm, held: DiskReservation, visit: Reque
     if ask.sound:
         with refused_for("response_format", "unsupported_value"):
             return Response(made.wav(rate, len(signal)), media_type="audio/wav")
-    if made.size > _MOST_NUMBERS:
-        raise invalid(f"the answer would have {made.size:,} numbers, more than {_MOST_NUMBERS:,}", "file",
+    if made.size > _MAX_NUMBERS:
+        raise invalid(f"the response would have {made.size:,} numbers, the limit is {_MAX_NUMBERS:,}", "file",
                       "invalid_audio")
     return JSONResponse({"model": served.name, **made.facts()})
 

@@ -60,12 +60,12 @@ class Work:
                 self._in_time(speed, units - self._done)
                 most = self._share * speed * self._limit
                 if self._client is not None and others > 0 and mine > most:
-                    raise busy(f"your address has {others:.0f} {backlog.unit} in work, and may have {most:.0f}",
-                               others / speed)
+                    raise busy(f"your address has {others:.0f} {backlog.unit} in progress; with this request, the "
+                               f"limit is {most:.0f}", others / speed)
                 ahead = sum(min(left, mine) for client, left in backlog._left.items() if client != self._client)
                 if (mine + ahead) / speed > self._until - time.monotonic():
-                    raise busy(f"with {others + ahead:.0f} {backlog.unit} before it, yours can't be done within the "
-                               "limit", (others + ahead) / speed)
+                    raise busy(f"{others + ahead:.0f} {backlog.unit} are ahead of this request, which can't finish "
+                               "within the time limit", (others + ahead) / speed)
             backlog._left[self._client] = mine
             self._whole = units
 

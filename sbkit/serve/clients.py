@@ -52,9 +52,9 @@ class Shares:
         what, seconds : what has places, and when to try again if there are none
         """
         if self.inside >= self._places:
-            raise busy(f"{self.inside} {what} already", seconds)
+            raise busy(f"this server already has {self.inside} {what}", seconds)
         if client is not None and self.taken[client] >= self._most:
-            raise busy(f"your address has {self.taken[client]} {what}, which is the limit per address", 5)
+            raise busy(f"your address already has {self.taken[client]} {what}, the limit per address", 5)
         self.taken[client] += 1
         try:
             yield

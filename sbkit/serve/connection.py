@@ -80,13 +80,13 @@ class ConnectionLimit:
         mine = 0 if new.address is None else sum(
             each.address == new.address for each in connections if each not in self._leaving)
         if mine > self._share:
-            self._log_once("%s has %d connections open, the limit of one address (--client-share)", new.address, mine)
+            self._log_once("%s has %d connections open, the limit per address (--client-share)", new.address, mine)
             if not self._close_idle([each for each in connections if each.address == new.address], new):
                 self._refuse(new)
                 return False
         if len(connections) - len(self._leaving) <= self._most:
             return True
-        self._log_once("%d connections are open, which is this server's limit (--max-connections, ulimit -n)",
+        self._log_once("%d connections are open, the limit of this server (--max-connections, ulimit -n)",
                        self._most)
         if self._close_idle(connections, new):
             return True
@@ -139,7 +139,7 @@ class ConnectionLimit:
 
 
 def _full() -> JSONResponse:
-    error = no_room("this server has reached its limit of connections, or your address its share of them")
+    error = no_room("too many connections are open, in all or from your address")
     error.code = "too_many_connections"
     error.headers["connection"] = "close"
     return error.answer
@@ -154,7 +154,7 @@ _READ_BYTES = 1 << 12  # of a WebSocket at once: at most some 700 of the smalles
 _READ_HTTP_BYTES = 1 << 12  # of HTTP at once: at most some 700 of the smallest chunks
 _HEADERS_BYTES = 1 << 14  # of a request, with its path
 _LIVE_FRAME_BYTES = 8 << 20
-_NO_HANDSHAKE = b"this is no request for a WebSocket: a header is invalid, or too long, or there are too many"
+_NO_HANDSHAKE = b"this is not a valid WebSocket request: a header is invalid or too long, or there are too many headers"
 
 
 def protocol_options(doors: ConnectionLimit) -> dict[str, Any]:

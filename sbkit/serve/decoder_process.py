@@ -42,9 +42,9 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         data = file.read()
         seconds, own, channels = audio.audio_info(data)
         if channels > MAX_CHANNELS:
-            return {"refused": f"its header claims {channels} channels; more than {MAX_CHANNELS} are refused"}
+            return {"refused": f"its header claims {channels} channels; the limit is {MAX_CHANNELS}"}
         if own > MAX_RATE:
-            return {"refused": f"its header claims {own} samples per second; more than {MAX_RATE} are refused"}
+            return {"refused": f"its header claims {own} samples per second; the limit is {MAX_RATE}"}
         if seconds > max_seconds:
             return {"too_long": f"{seconds:.1f} s long"}
         samples, granted = 0, 0
@@ -52,7 +52,7 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
         for block in recording.blocks(rate):
             loudest = float(np.abs(block).max())
             if loudest > LOUDEST:
-                return {"refused": f"holds samples as large as {loudest:g}; full scale is 1"}
+                return {"refused": f"has samples as large as {loudest:g}; full scale is 1"}
             samples += len(block)
             if samples > max_seconds * rate:
                 return {"too_long": f"longer than {max_seconds:g} s"}
@@ -63,15 +63,15 @@ def decode(file: BinaryIO, out: BinaryIO, rate: int, max_seconds: float,
             _write(out, memoryview(block.data).cast("B"))
         out.flush()
         if not samples:
-            return {"refused": "holds no audio"}
+            return {"refused": "has no samples"}
         return {"samples": samples, "warning": recording.warning}
     except AudioError as error:
         return {"refused": error.cause}
     except MemoryError:
-        return {"refused": "takes more memory to decode than a recording should"}
+        return {"refused": "needs too much memory to decode"}
     except OSError as error:
         if error.errno == errno.EFBIG:
-            return {"too_long": "longer than that"}
+            return {"too_long": "too long"}
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return {"full": error.errno}
         return {"failed": str(error)}

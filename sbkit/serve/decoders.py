@@ -274,7 +274,7 @@ class Decoders:
 def _blamed(error: Died) -> ApiError:
     if isinstance(error, NotStarted):
         return not_ready(f"a process that decodes audio {error}")
-    return invalid(f"the audio can't be decoded: its decoder {error}; is the file damaged?", "file", "invalid_audio")
+    return invalid(f"the audio can't be decoded: the decoder {error}; is the file damaged?", "file", "invalid_audio")
 
 
 def _as_clause(cause: str) -> str:

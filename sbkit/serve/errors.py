@@ -78,7 +78,7 @@ def unknown_model(name: str, known: list[str]) -> ApiError:
 
 
 def missing_model(known: Sequence[str]) -> ApiError:
-    return invalid(f"the field model is missing; the models here are {', '.join(known) or 'none'}", "model")
+    return invalid(f"the field model is missing; this server has {', '.join(known) or 'none'}", "model")
 
 
 def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
@@ -93,7 +93,7 @@ def unsupported(names: Sequence[str], known: Iterable[str]) -> ApiError:
 
 
 def wrong_model(name: str, why: str, endpoints: Sequence[str]) -> ApiError:
-    return invalid(f"the model {name} {why}: ask it at {' or '.join(endpoints)}", "model", "model_not_supported")
+    return invalid(f"the model {name} {why}: use it at {' or '.join(endpoints)}", "model", "model_not_supported")
 
 
 def not_ready(why: str = "the models are still being loaded") -> ApiError:
@@ -131,7 +131,7 @@ def broken(fault: str) -> ApiError:
 
 def too_late(seconds: float) -> ApiError:
     """Error 504: the deadline passed; the same request would take as long again."""
-    return ApiError(504, f"not done within {seconds:g} s, the limit of this server; ask for less at once",
+    return ApiError(504, f"not finished within {seconds:g} s, the limit of this server; send less at once",
                     type=SERVER, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 

@@ -61,7 +61,7 @@ async def read(request: Request, kind: Callable[[FormData, Registry], F], regist
     """Read a form, and check it as one of a kind: :func:`transcription` or :func:`outputs`."""
     headers = _headers(request.headers.get("content-type", ""))
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise invalid("compressed bodies are not supported; send it uncompressed")
+        raise invalid("compressed bodies are not supported; send the body uncompressed")
     try:
         with with_room():
             form = await _FormParser(headers, _pieces(request), max_files=1, max_fields=_FIELDS,
@@ -94,7 +94,7 @@ def _headers(content_type: str) -> Headers:
 
 
 def _utf8(text: str) -> str:
-    return decoded(text.encode("latin-1"), "a text of the form")
+    return decoded(text.encode("latin-1"), "each field of the form")
 
 
 async def _pieces(request: Request) -> AsyncGenerator[bytes, None]:

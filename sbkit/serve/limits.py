@@ -23,14 +23,14 @@ class Limits:
 
     max_upload_mb: float = limit(25.0, "megabytes per request")
     max_audio_seconds: float = limit(7200.0, "length of one decoded recording")
-    max_requests: int = limit(64, "requests accepted at once; the next one gets a 429")
-    max_active: int = limit(16, "of those, processed at once")
+    max_requests: int = limit(64, "requests accepted at once; more get a 429")
+    max_active: int = limit(16, "requests processed at once")
     max_live: int = limit(16, "live sessions at once")
     client_share: float = limit(
-        0.5, "share of connections, requests, live sessions, threads, disk and audio in work that one address may "
-        "hold; 127.0.0.1 and ::1 are not limited, nor are clients of a proxy that connects from there")
+        0.5, "share of connections, requests, live sessions, threads, disk and queued audio for one address; no limit "
+        "for 127.0.0.1 and ::1, or for clients of a proxy there")
     max_connections: int = limit(
-        1024, "connections open at once, if ulimit -n allows it; an idle one is closed for a new one")
+        1024, "connections open at once, if ulimit -n allows it; beyond that the longest idle one is closed")
     max_disk_mb: float = limit(
         8192.0, "megabytes of the temporary folder for uploads and decoded audio, at most half of the free space; "
         "beyond that a request gets a 503")
@@ -39,7 +39,7 @@ class Limits:
     request_seconds: float = limit(300.0, "time limit for one request, including the upload")
     decoders: int = limit(2, "processes that decode audio")
     decode_seconds: float = limit(120.0, "processor time limit to decode one recording")
-    idle_seconds: float = limit(60.0, "time that a live session may send nothing")
+    idle_seconds: float = limit(60.0, "time without a message until a live session is closed")
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -112,8 +112,8 @@ class LiveSession:
             elif message.get("type") == "stop":
                 return
             elif message.get("type") == "start":
-                raise invalid("a session has one model, sample rate and chunk, those that it began with: after "
-                              '"start", send binary frames and {"type": "stop"}', "type")
+                raise invalid('a session keeps the model, sample rate and chunk of its first "start": after that, send '
+                              'binary frames and {"type": "stop"}', "type")
             else:
                 raise invalid('after "start", send binary frames of audio and {"type": "stop"}')
 
@@ -172,7 +172,7 @@ class SendQueue:
         if self._waiting and self._waiting[-1]["type"] == "partial":
             self._waiting.pop()  # what follows says more
         if len(self._waiting) >= MAX_MESSAGES:
-            raise ApiError(408, f"the client doesn't read: {MAX_MESSAGES} messages wait for it", code="slow_client")
+            raise ApiError(408, f"the client doesn't read its messages: {MAX_MESSAGES} are waiting", code="slow_client")
         self._waiting.append(message)
         self._changed.set()
 
@@ -260,7 +260,7 @@ async def _start(wire: Wire, registry: Registry) -> tuple[ServedModel, int, int 
     served.check()
     chunk = first.get("chunk_ms")
     if chunk is not None and served.streams is None:
-        raise invalid(f"the model {served.name} has no graph for streams, so no chunks to choose from: leave out "
+        raise invalid(f"the model {served.name} has no streaming graph, so no chunks to choose from: leave out "
                       "chunk_ms", "chunk_ms")
     if served.streams is not None:
         with refused_for("chunk_ms"):

@@ -24,15 +24,15 @@ class Metrics:
         self.seconds = self._histogram("request_seconds", "From a request's first byte to its answer's last.", SECONDS,
                                        "path")
         self.audio = self._counter("audio_seconds_total", "Audio transcribed, in seconds.", "model")
-        self.spoken = self._counter("spoken_seconds_total", "Audio spoken, in seconds.", "model")
+        self.spoken = self._counter("spoken_seconds_total", "Audio synthesised, in seconds.", "model")
         self.first_audio = self._histogram("first_audio_seconds", "From a valid text to its first audio.", SECONDS,
                                            "model")
         self.batches = self._histogram("batch_rows", "Signals, or a voice's sentences, in a batch.", ROWS, "model")
-        self.steps = self._histogram("step_rows", "Live sessions in a step of the graph for streams.", ROWS, "model")
+        self.steps = self._histogram("step_rows", "Live sessions in a step of the streaming graph.", ROWS, "model")
         self.refused = self._counter("refused_total", "Requests refused, by reason.", "reason")
         self.cancelled = self._counter("cancelled_total", "Requests whose client left or whose deadline passed.",
                                        "reason")
-        self.cut = self._counter("cut_total", "Speech that broke off after its first byte, by reason.", "reason")
+        self.cut = self._counter("cut_total", "Speech responses cut off after their first byte, by reason.", "reason")
         self.decoders = self._counter("decoder_restarts_total", "Decoding processes that were replaced.")
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:

@@ -54,7 +54,7 @@ def named(given: Sequence[str]) -> dict[str, Path]:
 class ServedModel(Served):
     """A recogniser, loaded and warm."""
 
-    endpoints, does = ("/v1/audio/transcriptions", "/v1/audio/live"), "hears and can't speak"
+    endpoints, does = ("/v1/audio/transcriptions", "/v1/audio/live"), "recognises speech"
     streams: StreamEngine | None = None
     """Hears live sessions; None if the bundle has no graph for streams in the format in use."""
 
@@ -101,7 +101,7 @@ class ServedModel(Served):
 class ServedGraph(Served):
     """A model that gives tensors, loaded and warm."""
 
-    endpoints, does = ("/v1/audio/outputs",), "gives tensors, and no words or speech"
+    endpoints, does = ("/v1/audio/outputs",), "outputs tensors"
     engine: GraphEngine
 
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
@@ -120,7 +120,7 @@ _SENTENCE = 60  # symbols of the one that speed is measured with
 class ServedVoice(Served):
     """A voice, loaded and warm."""
 
-    endpoints, does = ("/v1/audio/speech",), "speaks and hears nothing"
+    endpoints, does = ("/v1/audio/speech",), "synthesises speech"
 
     def _load(self, folder: Path, options: BundleOptions, metrics: Metrics) -> None:
         self.engine = VoiceEngine(folder, options.model, options.device, options.threads)
@@ -181,8 +181,8 @@ def load(bundles: Mapping[str, Path], options: BundleOptions, metrics: Metrics |
     kinds = {name: SERVED.of(layout.read(folder)) for name, folder in bundles.items()}
     hears = any(issubclass(kind, ServedModel) for kind in kinds.values())
     if not hears and (options.search or options.chunk_seconds or options.batch_seconds):
-        raise SbkitError("language models, hot words, --chunk-seconds and --batch-seconds are for models that hear, "
-                         "and these only speak", hint="leave them out, or serve a recogniser too")
+        raise SbkitError("language models, hot words, --chunk-seconds and --batch-seconds are for speech recognisers, "
+                         "and none is served", hint="leave them out, or serve a recogniser too")
     loaded: dict[str, Served] = {}
     try:
         for name, folder in bundles.items():

@@ -66,7 +66,7 @@ def serve(request: ServeRequest) -> int:
     keys = read_keys(request.api_key_file)
     with bound(request.host, request.port) as listening:
         if not keys and not loopback(listening.getsockname()[0]):
-            print(f"anybody who reaches {request.host} can use it; {KEY_VARIABLE} or --api-key-file protect it",
+            print(f"anybody who reaches {request.host} can use this server; set {KEY_VARIABLE} or --api-key-file",
                   file=sys.stderr)
         return _Server(request, bundles, keys, listening).run()
 
@@ -123,7 +123,7 @@ class _Server:
         self.state = State(request.limits)
         most, backlog = connection.connection_budget(request.limits)
         if most < request.limits.max_connections:
-            print(f"{most} connections may be open at once, limited by this process's open files (ulimit -n)",
+            print(f"at most {most} connections can be open, because of the limit of open files (ulimit -n)",
                   file=sys.stderr)
         self.state.connection_limit = connection.ConnectionLimit(
             most, request.limits.client_share, self.state.metrics)

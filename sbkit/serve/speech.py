@@ -67,7 +67,7 @@ async def read_request(request: Request, registry: Callable[[], Registry],
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise invalid("the body must be application/json with the fields model, input and voice")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise invalid("compressed bodies are not supported; send it uncompressed")
+        raise invalid("compressed bodies are not supported; send the body uncompressed")
     fields = json_object(decoded(await request.body(), "the body"), "the body")
     found: SpeechForm = await step(_read, fields, registry())
     return found
@@ -80,7 +80,7 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
     served.check()
     text = _text(fields, "input", needed=True)
     if len(text) > MAX_CHARACTERS:
-        raise invalid(f"input has {len(text)} characters; a request may have {MAX_CHARACTERS}: send the text in parts",
+        raise invalid(f"input has {len(text)} characters, the limit is {MAX_CHARACTERS}: send the text in parts",
                       "input", "string_above_max_length")
     speaker, kind = _speaker(fields.get("voice"), served), _kind(fields)
     with refused_for("speed"):
@@ -90,7 +90,7 @@ def _read(fields: dict[str, Any], registry: Registry) -> SpeechForm:
         raise invalid(f"stream_format {shown(streamed)} must be {_AUDIO} or {_SSE}", "stream_format",
                       "unsupported_value")
     if _text(fields, "instructions"):
-        raise invalid(f"the model {served.name} speaks in one way only and can't follow instructions; leave them out",
+        raise invalid(f"the model {served.name} can't follow instructions; leave them out",
                       "instructions", "unsupported_parameter")
     return SpeechForm(served, _pieces(text, fields, served), speaker, kind, speed, streamed == _SSE)
 
@@ -118,7 +118,7 @@ def _speaker(value: object, served: ServedVoice) -> int:
 def _kind(fields: dict[str, Any]) -> str:
     kind = _text(fields, "response_format") or _DEFAULT
     if kind not in kinds():
-        raise invalid(f"response_format {shown(kind)} can't be written here; use one of {', '.join(kinds())}",
+        raise invalid(f"response_format {shown(kind)} is not available here; use one of {', '.join(kinds())}",
                       "response_format", "unsupported_value")
     return kind
 

@@ -25,7 +25,7 @@ def json_object(text: str, what: str) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_number)
         json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise invalid(f"{what} has half of a surrogate pair in a text, which is no character") from None
+        raise invalid(f"{what} has an unpaired surrogate, which is not a character") from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"{what} is not JSON: {str(error)[:200]}") from None
     if not isinstance(found, dict):
@@ -42,4 +42,4 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> float:
-    raise invalid(f"{name} is not a number of JSON")
+    raise invalid(f"{name} is not a valid JSON number")

@@ -90,7 +90,7 @@ class Intake:
     def add(self, frame: bytes) -> None:
         """Add a frame of the client; raises ``ApiError`` for one that can't be audio."""
         if not frame:
-            raise invalid("a frame of audio is empty: send none while there is nothing to hear", code="empty_frame")
+            raise invalid("a frame of audio is empty: send none while there is no audio", code="empty_frame")
         if (kind := self._beginning.file(frame)) is not None:
             raise invalid(f"the audio is a file ({kind}), but must be raw 16-bit samples: send a file to "
                           "/v1/audio/transcriptions", code="invalid_audio")

@@ -136,7 +136,7 @@ class RequestContext:
             while not turn.done():  # what those before it take may be known only once they have begun
                 wait = max(self._rooms.mean_work * self._rooms.turns.ahead(client, turn), backlog.seconds(client))
                 if wait + time.monotonic() > self.until:
-                    raise busy("as many requests of your address wait as can begin within the time limit", wait)
+                    raise busy("your address has as many waiting requests as can start within the time limit", wait)
                 await self.met(asyncio.wait({given}, timeout=_POLL_SECONDS))
             await self.met(given)
             return self._rooms.start(call, client)

@@ -82,7 +82,7 @@ def test_a_file_that_is_dropped_becomes_words(browser, server):
     drop(browser, encoded(serving.wav(" ".join(SAID))), "talk.wav")
     assert browser.run(WAIT % "document.getElementById('state').innerText.startsWith('talk.wav: ')")
     assert browser.run("document.getElementById('words').innerText") == " ".join(SAID)
-    assert browser.run("[...document.querySelectorAll('#take button')].map((each) => each.hidden)") == [False] * 4
+    assert browser.run("[...document.querySelectorAll('#save button')].map((each) => each.hidden)") == [False] * 4
     quiet(browser, server.url, "blob:")
 
 
@@ -149,7 +149,7 @@ def test_a_server_with_a_key_asks_for_it(browser, tmp_path):
     with serving.serving(bundles.make(tmp_path / "level"), keys=["sesame"]) as server:
         browser.open(f"{server.url}/")
         assert browser.run(WAIT % "!document.getElementById('locked').hidden")
-        for key, state in (("wrong", "This key does not open the server."), ("sesame", "Ready.")):
+        for key, state in (("wrong", "The server does not accept this key."), ("sesame", "Ready.")):
             browser.run(f"""(() => {{ document.getElementById("key").value = "{key}";
                 document.getElementById("locked").requestSubmit(); }})()""")
             assert browser.run(WAIT % f"document.getElementById('state').innerText === '{state}'")

@@ -16,7 +16,7 @@ import serving
 pytestmark = [pytest.mark.slow,
               pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")]
 
-TOLD = "document.getElementById('told').innerText"
+STATE = "document.getElementById('speech-state').innerText"
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def read(browser, text, voice=None, speed="1"):
       document.getElementById("speed").dispatchEvent(new Event("input"));
       if ({"true" if voice else "false"}) document.getElementById("voice").selectedIndex =
         [...document.getElementById("voice").options].findIndex((each) => each.text === {voice!r});
-      document.getElementById("told").textContent = ""; document.getElementById("read").click(); }})()""")
+      document.getElementById("speech-state").textContent = ""; document.getElementById("read").click(); }})()""")
     assert browser.run(WAIT % "!document.getElementById('read').disabled")
-    return browser.run(TOLD)
+    return browser.run(STATE)
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_it_fits_the_screen_and_asks_nobody_else(browser, both, screen):
     read(browser, "Good bye. Hello.")
     wide = SCREENS[screen].get("width", 1280)
     assert browser.run("[document.documentElement.scrollWidth, innerWidth]") == [wide, wide]
-    assert browser.run("[...document.querySelectorAll('#say *')].every((each) => "
+    assert browser.run("[...document.querySelectorAll('#speech *')].every((each) => "
                        f"each.getBoundingClientRect().right <= {wide})")
     quiet(browser, both.url, "blob:")
 
@@ -83,15 +83,15 @@ def test_what_can_t_be_spoken_is_told_in_words(browser, both):
     opened(browser, both)
     assert "never learnt '7' (character 3)" in read(browser, "a 7")
     assert "the text is empty" in read(browser, "")
-    assert browser.run("document.getElementById('told').className") == "bad"
+    assert browser.run("document.getElementById('speech-state').className") == "bad"
     assert read(browser, "fine").endswith("s. Save")
-    assert browser.run("document.getElementById('told').className") == ""
+    assert browser.run("document.getElementById('speech-state').className") == ""
 
 
 def test_a_server_that_only_speaks_shows_nothing_to_speak_into(browser, alone):
     opened(browser, alone)
     assert browser.run("document.querySelector('h1').innerText") == "Text to speech"
-    hidden = browser.run("['models', 'drop', 'words', 'take'].map((id) => document.getElementById(id).hidden)")
+    hidden = browser.run("['models', 'drop', 'words', 'save'].map((id) => document.getElementById(id).hidden)")
     assert hidden == [True] * 4
     assert browser.run("[...document.getElementById('voice').options].map((each) => each.text)") == [
         "tts: anna", "tts: ben", "other: anna", "other: ben"]
@@ -101,4 +101,4 @@ def test_a_server_that_only_speaks_shows_nothing_to_speak_into(browser, alone):
 def test_a_server_that_only_hears_shows_nothing_to_write_into(browser, tmp_path):
     with serving.serving(bundles.make(tmp_path / "level")) as server:
         opened(browser, server)
-        assert browser.run("document.getElementById('say').hidden")
+        assert browser.run("document.getElementById('speech').hidden")

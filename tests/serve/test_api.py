@@ -169,7 +169,7 @@ def field(name, value):
 @pytest.mark.parametrize("body, words", [
     ({"data": {"model": "level"}, "files": {"other": ("a", b"1")}}, "does not support other"),
     ({"data": {"model": "level"}, "files": {"model": ("a", b"1")}}, "model is given twice"),
-    ({"files": {"file": ("a.wav", b"1")}}, "field model is missing; the models here are level"),
+    ({"files": {"file": ("a.wav", b"1")}}, "field model is missing; this server has level"),
     ({"data": {"modle": "level"}, "files": {"file": ("a", b"1")}}, r"does not support modle; did you mean model\?"),
     ({"json": {"model": "level"}}, "multipart/form-data"),
     ({"data": {"model": "level"}, "files": [("file", ("a", b"1")), ("file", ("b", b"1"))]}, "form can't be read"),
@@ -178,7 +178,7 @@ def field(name, value):
     ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=x; charset=utf-7"}}, "must be UTF-8"),
     ({"content": b"", "headers": {"content-type": "multipart/form-data; boundary=" + "x" * 300}}, "longer than 256"),
     ({"content": field(b"model", b"\xff"), "headers": {"content-type": "multipart/form-data; boundary=x"}},
-     "a text of the form must be UTF-8: invalid start byte at byte 0"),
+     "each field of the form must be UTF-8: invalid start byte at byte 0"),
     ({"content": field(b"\xff", b"x"), "headers": {"content-type": "multipart/form-data; boundary=x"}}, "be UTF-8"),
     ({"content": field(b"x" * 4096, b"x"), "headers": {"content-type": "multipart/form-data; boundary=x"}},
      "headers of the parts|Maximum header size|Invalid multipart"),

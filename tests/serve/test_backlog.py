@@ -97,5 +97,5 @@ def test_one_that_came_before_the_speed_was_known_and_is_too_long_is_ended():
     audio.grow(1500)
     audio.done(20)
     backlog.ran(20.0, 2.0)
-    with pytest.raises(ApiError, match="not done within 100 s"):
+    with pytest.raises(ApiError, match="not finished within 100 s"):
         audio.done(40)

@@ -82,10 +82,10 @@ def test_samples_are_those_that_transcribe_hears(decoders, rate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code, words", [
-    ("os._exit(1)", "its decoder ended"), ("os.kill(os.getpid(), 11)", "its decoder ended"),
-    ("time.sleep(60)", "took too long"), ("while True: pass", "its decoder ended|took too long"),
-    ("return {'refused': str(len(bytearray(1 << 34)))}", "its decoder ended"),
-    ("open('/proc/self/fd/%d' % args[1].fileno(), 'wb').write(bytes(1 << 28))", "its decoder ended"),
+    ("os._exit(1)", "the decoder ended"), ("os.kill(os.getpid(), 11)", "the decoder ended"),
+    ("time.sleep(60)", "took too long"), ("while True: pass", "the decoder ended|took too long"),
+    ("return {'refused': str(len(bytearray(1 << 34)))}", "the decoder ended"),
+    ("open('/proc/self/fd/%d' % args[1].fileno(), 'wb').write(bytes(1 << 28))", "the decoder ended"),
 ])
 def test_a_decoder_that_goes_wrong_is_replaced(started, tmp_path, code, words):
     restarts = []
@@ -127,7 +127,7 @@ def test_a_file_is_blamed_once_a_fresh_decoder_died_of_it_too(started, tmp_path)
     restarts = []
     decoders = started(lambda: restarts.append(1), [sys.executable, str(script)])
     decode(decoders, serving.wav("a"))
-    with pytest.raises(ApiError, match="its decoder ended; is the file damaged") as error:
+    with pytest.raises(ApiError, match="the decoder ended; is the file damaged") as error:
         decode(decoders, b"deadly")
     assert error.value.code == "invalid_audio" and restarts == [1, 1]
     with pytest.raises(ApiError):

@@ -182,7 +182,7 @@ def test_hours_of_speech_are_held_in_seconds_of_memory():
     ('{"type": "start", "model": "nobody", "sample_rate": 16000}', "model", "does not exist"),
     ('{"type": "start", "model": ["level"], "sample_rate": 16000}', "model", "a name, not ['level']"),
     ('{"type": "start", "sample_rate": 16000}', "model",
-     "the field model is missing; the models here are level, whisper-1"),
+     "the field model is missing; this server has level, whisper-1"),
     ('{"type": "start", "model": null, "sample_rate": 16000}', "model", "the field model is missing"),
     ('{"type": "start", "model": "level", "sample_rate": 16000, "chunk": 320}', "chunk",
      "does not support chunk; did you mean chunk_ms?"),
@@ -207,7 +207,7 @@ def test_a_wrong_start_is_told_and_ends_it(server, first, param, words):
 
 
 @pytest.mark.parametrize("then, words", [
-    (b"\0", "even number of bytes"), ('{"type": "start"}', "one model, sample rate and chunk"), ("{}", "binary frames"),
+    (b"\0", "even number of bytes"), ('{"type": "start"}', "keeps the model, sample rate"), ("{}", "binary frames"),
     (serving.wav("abc"), "is a file (WAV), but must be raw 16-bit samples: send a file to /v1/audio/trans"),
     (b"OggS\0", "is a file (Ogg"), (bytes(400_000), "shorter than 10 s"), ("{", "JSON"),
     (b"", "frame of audio is empty"),
@@ -228,7 +228,7 @@ def test_there_is_no_socket_elsewhere(server):
             connect(server.url.replace("http", "ws") + path)
         answer = refused.value.response
         assert answer.status_code == 404 and json.loads(answer.body)["error"]["code"] == "unknown_url"
-        assert "live speech is at /v1/audio/live" in json.loads(answer.body)["error"]["message"]
+        assert "live transcription is at /v1/audio/live" in json.loads(answer.body)["error"]["message"]
 
 
 def test_a_server_that_stops_says_what_it_heard_so_far(folder):

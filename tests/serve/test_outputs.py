@@ -53,8 +53,8 @@ def test_it_is_listed_with_its_endpoint(served):
 
 
 @pytest.mark.parametrize("path, fields, told", [
-    ("outputs", {"model": "level"}, "hears and can't speak: ask it at /v1/audio/transcriptions"),
-    ("transcriptions", {"model": "loudness"}, "gives tensors, and no words or speech: ask it at /v1/audio/outputs"),
+    ("outputs", {"model": "level"}, "recognises speech: use it at /v1/audio/transcriptions"),
+    ("transcriptions", {"model": "loudness"}, "outputs tensors: use it at /v1/audio/outputs"),
     ("outputs", {"model": "gone"}, "gone"), ("outputs", {}, "loudness"),
     ("outputs", {"model": "loudness", "language": "en"}, "language"),
     ("outputs", {"model": "loudness", "response_format": "mp3"}, "must be json or wav"),

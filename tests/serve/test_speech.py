@@ -114,9 +114,9 @@ def test_voices_and_models_are_listed_with_what_they_do(server, client):
 
 
 def test_a_model_is_asked_only_for_what_it_does(server, client):
-    with pytest.raises(openai.BadRequestError, match=r"level hears and can't speak: ask it at /v1/audio/transcr"):
+    with pytest.raises(openai.BadRequestError, match=r"level recognises speech: use it at /v1/audio/transcr"):
         speak(client, model="level")
-    with pytest.raises(openai.BadRequestError, match=r"tts speaks and hears nothing: ask it at /v1/audio/speech"):
+    with pytest.raises(openai.BadRequestError, match=r"tts synthesises speech: use it at /v1/audio/speech"):
         client.audio.transcriptions.create(model="tts", file=("a.wav", serving.wav("hello")))
     with pytest.raises(openai.NotFoundError, match="this server has tts, level"):
         speak(client, model="gpt-4o-mini-tts")
@@ -195,7 +195,7 @@ def refused(client, expected, text=TEXT, **options):
     ({"speed": 0.1}, "speed", None, "speed is 0.1, but"), ({"speed": "1"}, "speed", None, "speed is '1', but"),
     ({"speed": True}, "speed", None, "speed is True, but"),
     ({"response_format": "aac"}, "response_format", "unsupported_value",
-     "'aac' can't be written here; use one of mp3, opus, flac, wav, pcm"),
+     "'aac' is not available here; use one of mp3, opus, flac, wav, pcm"),
     ({"stream_format": "ws"}, "stream_format", "unsupported_value", "must be audio or sse"),
     ({"instructions": "Whisper."}, "instructions", "unsupported_parameter", "can't follow instructions"),
     ({"extra_body": {"temperature": 1}}, "temperature", "unsupported_parameter", "does not support temperature"),
@@ -323,7 +323,7 @@ def test_a_full_queue_is_a_429_and_a_deadline_a_504_before_anything_is_sent(voic
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(speak, client)
                 serving.until(lambda: server.counted("sbkit_requests_inside") == 1)
-                with pytest.raises(openai.RateLimitError, match="requests running or waiting already"):
+                with pytest.raises(openai.RateLimitError, match="already has 1 requests running or waiting"):
                     speak(client)
             error = waiting.exception()
         assert error.status_code == 504 and error.code == "deadline_exceeded"
@@ -376,7 +376,7 @@ def test_what_fails_in_the_middle_is_cut_off_or_an_event_and_never_ends_well(voi
 
 
 def test_options_that_no_voice_has_are_refused_where_nothing_hears(voice):
-    with pytest.raises(SbkitError, match="these only speak"):
+    with pytest.raises(SbkitError, match="for speech recognisers, and none is served"):
         registry.load({"tts": voice}, BundleOptions(device="cpu", chunk_seconds=3.0))
 
 
