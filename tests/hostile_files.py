@@ -34,7 +34,7 @@ from sbkit.codes import Books, Codes, writing
 from sbkit.data.manifest import Manifest
 from sbkit.data.sources import open_source
 from sbkit.decode import arpa, kenlm_binary, kneser_ney, lm
-from sbkit.decode.hotwords import boosted
+from sbkit.decode.hotwords import phrase_boosts
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
@@ -192,7 +192,7 @@ def language_model(folder: Path, name: str) -> Callable[[], None]:
     def use() -> None:
         found = lm.load(path)
         found.quality(TEXTS[:6])
-        search = decoder(vocabulary, {"lm": str(path), "beam": 4, "hot_words": boosted(["ab"])})
+        search = decoder(vocabulary, {"lm": str(path), "beam": 4, "hot_words": phrase_boosts(["ab"])})
         search.tokens([[search.keep(scores)]])
 
     return use

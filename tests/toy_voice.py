@@ -12,7 +12,7 @@ from speechbrain.core import Stage
 
 from sbkit.codes import Books, InvalidCode
 from sbkit.data.manifest import Manifest
-from sbkit.decode.durations import Aligned
+from sbkit.decode.durations import Alignment
 from sbkit.recipe import load
 from sbkit.tasks.tts import TTS
 
@@ -64,7 +64,7 @@ class Aligner:
         if UNHEARD in text:
             return "nobody said that"
         edges = np.linspace(0, seconds, len(text) + 1)
-        return Aligned(list(text), edges[:-1], edges[1:], None)
+        return Alignment(list(text), edges[:-1], edges[1:], None)
 
     def close(self):
         self.closed += 1

@@ -12,7 +12,7 @@ from speechbrain.core import Stage
 from sbkit.codes import Books
 from sbkit.data.batch import Batch
 from sbkit.data.manifest import Manifest
-from sbkit.decode.durations import Aligned
+from sbkit.decode.durations import Alignment
 from sbkit.recipe import load
 from sbkit.tasks.tts import TTS, labels
 
@@ -44,7 +44,7 @@ class Aligning(Coding):
     def align(self, signals, sample_rate, texts):
         edges = [np.linspace(0, len(signal) / sample_rate, len(text) + 2) for signal, text in zip(signals, texts,
                                                                                                    strict=True)]
-        return [Aligned(list("▁" + text.replace(" ", "▁")), each[:-1], each[1:])
+        return [Alignment(list("▁" + text.replace(" ", "▁")), each[:-1], each[1:])
                 for each, text in zip(edges, texts, strict=True)]
 
 

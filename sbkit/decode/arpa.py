@@ -20,8 +20,8 @@ from sbkit.errors import SbkitError, shown
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
 
-_AT_ONCE = 1 << 22  # bytes
-#: Of the text: a model of more is for KenLM's binary, which needs no reading.
+_BLOCK_BYTES = 1 << 22
+#: Maximum size of the text; larger models should be KenLM binaries, which are memory-mapped.
 _MAX_BYTES = 1 << 33
 _COUNT = re.compile(rb"ngram[ \t]+(\d{1,18})[ \t]*=[ \t]*(\d{1,18})(?!\d)")
 
@@ -58,7 +58,7 @@ def _lines(model: NGram) -> Iterator[str]:
 
 
 def read(path: str | Path) -> NGram:
-    """Read a model, ``.gz`` or plain; an error says what is wrong with a damaged file."""
+    """Read a model, ``.gz`` or plain; raises ``SbkitError`` for a damaged file."""
     path = Path(path)
     data = _bytes(path)
     begin = data.find(b"\\data\\")
@@ -81,7 +81,7 @@ def read(path: str | Path) -> NGram:
                              f"there are {count} {order}-grams", hint="download it again or write it again")
         at = data.index(b":", start) + 1
         end = data.find(b"\n\\", at)
-        section = partial(_some_lines, data, at, end if end >= 0 else len(data))
+        section = partial(_line_blocks, data, at, end if end >= 0 else len(data))
         found = sum(map(len, section()))
         if found != count:
             what = "is truncated" if found < count else "is inconsistent"
@@ -90,10 +90,10 @@ def read(path: str | Path) -> NGram:
         levels.append(_level(path, order, section, words, levels))
     if end < 0 or not data.startswith(b"\n\\end\\", end):
         raise SbkitError(f"{path} is truncated: it has no \\end\\", hint="download it again or write it again")
-    return NGram([word_of(path, word) for word in words], levels)
+    return NGram([decode_word(path, word) for word in words], levels)
 
 
-def word_of(path: Path, word: bytes) -> str:
+def decode_word(path: Path, word: bytes) -> str:
     """Decode a word of a model; raises if it is not UTF-8, because it could never match a transcript."""
     try:
         return word.decode("utf-8")
@@ -116,15 +116,15 @@ def _bytes(path: Path) -> bytes:
 
 
 def _section(data: bytes, order: int, start: int) -> int:
-    """The position of an order's section, -1 if there is none."""
+    """Find the position of an order's section, -1 if it is missing."""
     at = data.find(b"\n\\%d-grams:" % order, start)
     return at if at < 0 else at + 1
 
 
-def _some_lines(data: bytes, at: int, end: int) -> Iterator[list[bytes]]:
-    """The lines between two places, some at once: as objects they are several times as large as the text."""
+def _line_blocks(data: bytes, at: int, end: int) -> Iterator[list[bytes]]:
+    """Yield the lines between two positions in blocks: as objects, lines take several times the memory of the text."""
     while True:
-        stop = data.find(b"\n", min(at + _AT_ONCE, end), end) + 1 or end
+        stop = data.find(b"\n", min(at + _BLOCK_BYTES, end), end) + 1 or end
         yield list(filter(bytes.strip, data[at:stop].splitlines()))
         if (at := stop) == end:
             return
@@ -151,15 +151,15 @@ def _level(path: Path, order: int, section: Callable[[], Iterator[list[bytes]]],
     keys = row * size + ids[:, -1]
     order_of = np.argsort(keys, kind="stable")
     keys = keys[order_of]
-    twice = np.flatnonzero(keys[1:] == keys[:-1])
-    if len(twice):
-        raise SbkitError(f"{path}: the {order}-gram {shown_line(int(order_of[twice[0] + 1]))} occurs twice")
+    repeated = np.flatnonzero(keys[1:] == keys[:-1])
+    if len(repeated):
+        raise SbkitError(f"{path}: the {order}-gram {shown_line(int(order_of[repeated[0] + 1]))} occurs twice")
     return Level(row[order_of].astype(np.int32), ids[order_of, -1].astype(np.int32), log10[order_of],
                  backoff[order_of])
 
 
 def _rows(level: Level, context: np.ndarray, word: np.ndarray, size: np.int64) -> np.ndarray:
-    """The rows of n-grams in their level, -1 if missing."""
+    """Find the rows of n-grams in their level, -1 if missing."""
     if not len(level.word):
         return np.full(len(word), -1, dtype=np.int64)
     keys, wanted = level.context * size + level.word, context * size + word
@@ -167,13 +167,13 @@ def _rows(level: Level, context: np.ndarray, word: np.ndarray, size: np.int64) -
     return np.where(keys[at] == wanted, at, -1)
 
 
-def _probable(log10: float | np.ndarray) -> Any:  # a bool, or an array of them
+def _is_log10(log10: float | np.ndarray) -> Any:  # a bool, or an array of them
     return log10 < 1e-4  # some tools round to slightly above 0
 
 
-def _makes_sense(fields: list[bytes], order: int) -> bool:
+def _is_ngram(fields: list[bytes], order: int) -> bool:
     try:
-        return _probable(float(fields[0])) and (len(fields) == order + 1 or float(fields[-1]) < math.inf)
+        return _is_log10(float(fields[0])) and (len(fields) == order + 1 or float(fields[-1]) < math.inf)
     except ValueError:
         return False
 
@@ -183,7 +183,7 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
     fields = b" ".join(lines).split()
     width, odd = divmod(len(fields), len(lines)) if lines else (order + 1, 0)
     if odd or width not in (order + 1, order + 2):
-        # Some tools leave a backoff of zero out.
+        # Some tools omit a backoff of zero.
         rows = [line.split() for line in lines]
         for row in rows:
             if len(row) == order + 1:
@@ -198,8 +198,8 @@ def _columns(path: Path, order: int, lines: list[bytes], words: dict[bytes, int]
             else np.zeros(len(lines), np.float32)
     except ValueError:
         log10 = backoff = np.full(len(lines), np.nan)
-    if not (_probable(log10).all() and (backoff < np.inf).all()):  # nor is NaN
-        line = next((line for line in lines if not _makes_sense(line.split(), order)), lines[0])
+    if not (_is_log10(log10).all() and (backoff < np.inf).all()):  # False for NaN
+        line = next((line for line in lines if not _is_ngram(line.split(), order)), lines[0])
         raise SbkitError(f"{path}: the line {shown(line.decode('utf-8', 'replace'))} is not a {order}-gram with its "
                          "log10 probability (at most 0) and back-off", hint="download it again or write it again")
     if order == 1:

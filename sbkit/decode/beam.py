@@ -37,12 +37,12 @@ class BeamSearch(TokenSearch):
                              f"{len(self.pieces)} tokens", hint="is it the tokenizer that the model was trained with?")
         return super().search(batch, weights)
 
-    def _found(self, batch: Events, weights: FusionWeights, nbest: int
+    def _search_spans(self, batch: Events, weights: FusionWeights, nbest: int
                ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
         found = CTCSearch(self.fusion, weights, max(self.beam, self.nbest), self.width).run(batch, nbest)
-        flat = [one for several in found for one in several]
-        spans = iter(spans_of(batch, [one.tokens for one in flat], [one.events for one in flat]))
-        return [[(one, next(spans)) for one in several] for several in found]
+        flat = [each for hypotheses in found for each in hypotheses]
+        spans = iter(spans_of(batch, [each.tokens for each in flat], [each.events for each in flat]))
+        return [[(each, next(spans)) for each in hypotheses] for hypotheses in found]
 
     def stream(self, spelling: Spelling) -> BeamStream[EventStream]:
         if len(self.pieces) != len(spelling.symbols):
@@ -53,21 +53,21 @@ class BeamSearch(TokenSearch):
 
 
 class EventStream:
-    """Finds the same events in a stream, cut into any pieces, as ``posteriors.events`` does in the whole.
+    """Finds the events of a stream, the same as ``posteriors.events`` finds in all its frames at once.
 
-    spelling : how its tokens are written, of which there are as many as labels
-    blank_id, threshold, most : as for ``posteriors.events``
+    spelling : how its tokens are written, one for each label
+    blank_id, threshold, max_tokens : as for ``posteriors.events``
     """
 
     def __init__(self, spelling: Spelling, blank_id: int, threshold: float, max_tokens: int):
         self._spelling, labels = spelling, len(spelling.symbols)
-        self._how = (blank_id, threshold, max_tokens)
-        self._before = np.zeros((0, labels), np.float32)  # the last frame, which the next may continue
+        self._options = (blank_id, threshold, max_tokens)
+        self._before = np.zeros((0, labels), np.float32)  # the last frame, whose token the next may continue
         none = np.zeros(0, np.int64)
         self.kept = Events(first=np.zeros(2, np.int64), offset=np.zeros(1), frame=none, run=none,
                            pause=np.zeros(0, bool), blank=np.zeros(0), begin=np.zeros(1, np.int64), token=none,
                            prob=np.zeros(0), labels=labels)
-        """All events that were not dropped, as one utterance; frames count from the first of the stream."""
+        """All events that were not dropped, as one utterance; frames count from the stream's first."""
         self.frames = 0
 
     @property
@@ -81,9 +81,9 @@ class EventStream:
             return
         known = len(self._before)
         several = np.concatenate([self._before, log_probs])
-        more = events(several[None], np.array([len(several)]), *self._how)
+        more = events(several[None], np.array([len(several)]), *self._options)
         run = self.kept.run.copy()
-        if known and len(more.frame) and not more.frame[0]:  # the frame before has tokens: it is in an event already
+        if known and len(more.frame) and not more.frame[0]:  # the last frame has tokens, so it has an event already
             if len(run):
                 run[-1] += more.run[0] - 1
             more = more.between(1, len(more.frame))
@@ -103,9 +103,9 @@ class EventStream:
 class CTCLine(LineSearch[EventStream], CTCSearch):
     """Searches a line of a stream in CTC's events."""
 
-    def _hear(self) -> None:
+    def _load_events(self) -> None:
         self.events = self.stream.kept
         self.token = self.events.token.astype(np.int64, copy=False)
 
-    def _spans(self, tokens: np.ndarray, events: np.ndarray, likely: np.ndarray) -> TokenSpans:
-        return spans_of(self.stream.kept.between(0, self.taken), [tokens], [events])[0]
+    def _spans(self, tokens: np.ndarray, events: np.ndarray, probs: np.ndarray) -> TokenSpans:
+        return spans_of(self.stream.kept.between(0, self.searched), [tokens], [events])[0]

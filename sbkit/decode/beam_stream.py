@@ -1,4 +1,4 @@
-"""Beam search of a stream, with language model, lexicon and hot words, as the frames come; needs only numpy."""
+"""Beam search of a stream with a language model, a lexicon and hot words; needs only numpy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from sbkit.decode.prefix_search import NOTHING, Beams, Search
+from sbkit.decode.prefix_search import EMPTY_HISTORY, Beams, Search
 from sbkit.decode.spans import TokenSpans, Word
-from sbkit.decode.streaming import Spelling, StreamResult, StreamSearch, settled
+from sbkit.decode.streaming import Spelling, StreamResult, StreamSearch, count_settled
 
 
-class Heard(Protocol):
-    """What there is to search of a stream: events that were not dropped."""
+class StreamEvents(Protocol):
+    """The events of a stream that were not dropped."""
 
     frames: int
     """Frames of the stream so far."""
@@ -24,51 +24,51 @@ class Heard(Protocol):
         """The frame of each event, counted from the first of the stream."""
 
     def feed(self, scores: np.ndarray, /) -> None:
-        """Add the events of what a model gave for frames [T, ...]. Refused ones leave the stream unchanged."""
+        """Add the events of a model's output for frames [T, ...]. Invalid output leaves the stream unchanged."""
 
     def drop(self, count: int, /) -> None:
         """Drop the first events."""
 
 
-H = TypeVar("H", bound=Heard)
+S = TypeVar("S", bound=StreamEvents)
 
 
-class LineSearch(Search, Generic[H]):
-    """Searches the events of one stream step by step; each step is one of the whole search.
+class LineSearch(Search, Generic[S]):
+    """Searches the events of one stream step by step, with the same steps as a search of a whole recording.
 
-    :meth:`begin` comes first. The history has the paths that lead to live hypotheses, back to the last cut.
+    Call :meth:`begin` first. The history has the paths to live hypotheses from the last cut on.
     """
 
     rank: np.ndarray
     history: list[tuple[np.ndarray, ...]]
     beams: Beams
     start: int  # frame at which the line began
-    taken: int  # events of the line that were searched, of those that weren't dropped
+    searched: int  # events of the line that were searched and not dropped
 
-    def begin(self, stream: H, frame: int) -> None:
+    def begin(self, stream: S, frame: int) -> None:
         """Begin a line at a frame, with the events from there on."""
-        self.stream, self.start, self.taken = stream, frame, 0
+        self.stream, self.start, self.searched = stream, frame, 0
         self.rank, self.scale = np.zeros(1, np.int64), np.zeros(1)
-        self.history, self.nodes = [NOTHING], 1
+        self.history, self.nodes = [EMPTY_HISTORY], 1
         self.beams = self._start(1)
 
     def step(self) -> None:
-        self._hear()
-        self.beams = self._step(self.beams, np.array([self.taken]))
-        self.taken += 1
+        self._load_events()
+        self.beams = self._step(self.beams, np.array([self.searched]))
+        self.searched += 1
 
     @abstractmethod
-    def _hear(self) -> None:
-        """Take what the stream's next event is searched in."""
+    def _load_events(self) -> None:
+        """Give the search the stream's events, or states, that were not dropped."""
 
     @abstractmethod
-    def _spans(self, tokens: np.ndarray, events: np.ndarray, likely: np.ndarray) -> TokenSpans:
+    def _spans(self, tokens: np.ndarray, events: np.ndarray, probs: np.ndarray) -> TokenSpans:
         """Locate the tokens of a path."""
 
     # ------------------------------------------------------------ hypotheses
 
     def scores(self) -> np.ndarray:
-        """The scores [M] of the hypotheses if the line goes on."""
+        """The scores [M] of the hypotheses if the line continues."""
         beams = self.beams
         with np.errstate(divide="ignore"):
             return np.log(beams.blank + beams.other) + beams.text + beams.soft
@@ -78,25 +78,24 @@ class LineSearch(Search, Generic[H]):
         return self._spans(*(column[0] for column in self._trace(np.array([node]))))
 
     def best(self) -> int:
-        """The row in the history of the best hypothesis if the line goes on."""
+        """The row in the history of the best hypothesis if the line continues."""
         return int(self.beams.node[self.scores().argmax()])
 
-    def over(self) -> TokenSpans:
-        """The tokens of the best transcript if the line ends here, as the whole search finds it."""
+    def final_spans(self) -> TokenSpans:
+        """The tokens of the best transcript if the line ends here."""
         found = self._finish([self.beams], 1)[0]
-        return self._spans(found[0].tokens, found[0].events, found[0].likely) if found else self.spans_to(0)
+        return self._spans(found[0].tokens, found[0].events, found[0].probs) if found else self.spans_to(0)
 
-    def quiet_since(self, doubt: float) -> int:
-        """The last frame at which a hypothesis began a token, of those that are less than ``doubt`` worse than the
-        best."""
+    def last_token_frame(self, margin: float) -> int:
+        """The last frame at which the best hypothesis, or one that scores less than ``margin`` below, began a token."""
         scores = self.scores()
-        event = int(self.beams.event[scores >= scores.max() - doubt].max())
+        event = int(self.beams.event[scores >= scores.max() - margin].max())
         return self.start if event < 0 else int(self.stream.frame[event])
 
-    # ----------------------------------------------------------- forgetting
+    # ------------------------------------------------------------- dropping
 
-    def agreed(self) -> np.ndarray:
-        """The rows of the history, which is compacted, that all hypotheses share."""
+    def shared_path(self) -> np.ndarray:
+        """Compact the history, and return its rows that all hypotheses share."""
         self._compact()
         parent, live = self.history[0][0], np.zeros(self.nodes, bool)
         live[self.beams.node] = True
@@ -108,25 +107,25 @@ class LineSearch(Search, Generic[H]):
             path.append(node)
         return np.array(path, np.int64)
 
-    def keep_like_best(self, count: int) -> None:
-        """Keep only hypotheses whose first tokens are those of the best."""
-        shared = self._rows_to(self.best())[count - 1]
-        like = [shared in self._rows_to(node) for node in self.beams.node.tolist()]
-        self.beams = self.beams.take(np.flatnonzero(like))
+    def keep_prefix_of_best(self, count: int) -> None:
+        """Keep only hypotheses whose first ``count`` tokens are those of the best."""
+        last = self._rows_to(self.best())[count - 1]
+        same = [last in self._rows_to(node) for node in self.beams.node.tolist()]
+        self.beams = self.beams.take(np.flatnonzero(same))
 
     def cut(self, path: np.ndarray) -> None:
-        """Forget the rows ``path`` that all hypotheses share, but the last, whose token is the first that is left."""
-        parent, token, event, likely = self.history[0]
+        """Drop the shared rows ``path`` except the last, whose token is the first that stays."""
+        parent, token, event, probs = self.history[0]
         gone = np.zeros(self.nodes, bool)
         gone[path[:-1]] = True
         place = np.cumsum(~gone) - 1
         place[gone] = 0
         rows, dropped = np.flatnonzero(~gone[1:]), int(event[path[-1] - 1])
-        self.history = [(place[parent[rows]], token[rows], event[rows] - dropped, likely[rows])]
+        self.history = [(place[parent[rows]], token[rows], event[rows] - dropped, probs[rows])]
         self.nodes = len(rows) + 1
         self.beams.node, self.beams.event = place[self.beams.node], self.beams.event - dropped
         self.stream.drop(dropped)
-        self.taken -= dropped
+        self.searched -= dropped
 
     def _compact(self) -> None:
         parent, *columns = (np.concatenate(column) for column in zip(*self.history, strict=True))
@@ -149,43 +148,43 @@ class LineSearch(Search, Generic[H]):
         return rows[::-1]
 
 
-#: No line ends while a hypothesis that goes on is more than a hundredth as likely as one that is silent.
-_DOUBT = math.log(100)
+#: A line ends only if every hypothesis with recent tokens is at least this much worse than the best silent one.
+_END_MARGIN = math.log(100)
 
 
-class BeamStream(StreamSearch, Generic[H]):
-    """Searches a stream line by line: a line's words are those that the whole search finds in it.
+class BeamStream(StreamSearch, Generic[S]):
+    """Searches a stream line by line: a line's words are the same as if it were searched as a whole.
 
-    A word is settled once all hypotheses share it and the beginning of the next; what they share is cut off. A line
-    ends where the best hypothesis, and all that are nearly as likely, have been silent for ``PAUSE_SECONDS``; the next
-    begins like a sentence. Where hypotheses disagree about a word for ``LONGEST_SECONDS``, the best is right.
+    A word is settled once all hypotheses share it and the first token of the next; then the search drops it. A line
+    ends where the best hypothesis, and all that are nearly as likely, have had no token for ``PAUSE_SECONDS``; the next
+    starts like a sentence. If hypotheses disagree about a word for ``LONGEST_SECONDS``, the best one is taken.
 
-    line : searches it; what it has loaded may be shared by all streams, which threads may feed at the same time
-    events : what there is to search of the stream
+    line : its search; streams may share its language model, and may be fed by different threads at the same time
+    events : the stream's events
     spelling : how its tokens are written
     """
 
     quick = False
 
-    def __init__(self, line: LineSearch[H], events: H, spelling: Spelling):
+    def __init__(self, line: LineSearch[S], events: S, spelling: Spelling):
         self._line, self._events, self.spelling = line, events, spelling
         line.begin(events, 0)
-        self._settled: list[Word] = []  # of this line, and not told yet
+        self._settled: list[Word] = []  # of this line, and not returned yet
         self._in_line = False  # whether a word of this line was settled
 
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
-        """Hear what a model gave for frames [T, ...]; see ``sbkit.decode.streaming.StreamSearch``."""
+        """Search a model's output for frames [T, ...]; see ``sbkit.decode.streaming.StreamSearch``."""
         self._events.feed(scores)
-        line, heard = self._line, []
-        for frame in self._events.frame[line.taken:].tolist():
-            heard += self._close_before(frame)
-            self._shorten(frame)
+        line, results = self._line, []
+        for frame in self._events.frame[line.searched:].tolist():
+            results += self._close_before(frame)
+            self._settle_if_too_long(frame)
             line.step()
-        heard += self._close_before(self._events.frames)
-        self._finalise()
+        results += self._close_before(self._events.frames)
+        self._settle_shared()
         partial = self._write(line.spans_to(line.best()))
         now = self._result(partial, False, self._events.frames)
-        return [*heard, now] if now.settled or partial or not heard else heard
+        return [*results, now] if now.settled or partial or not results else results
 
     def finish(self) -> StreamResult:
         self._end(self._events.frames)
@@ -201,9 +200,9 @@ class BeamStream(StreamSearch, Generic[H]):
     # ----------------------------------------------------------------- lines
 
     def _close_before(self, frame: int) -> list[StreamResult]:
-        """End the line if a pause has come by a frame, before which all events were searched."""
+        """End the line if a pause ended by this frame; all events before it were searched."""
         line, pause = self._line, self.spelling.pause
-        if not (line.taken or self._in_line) or frame - line.quiet_since(_DOUBT) < pause:
+        if not (line.searched or self._in_line) or frame - line.last_token_frame(_END_MARGIN) < pause:
             return []
         ends = line.spans_to(line.best()).ends
         end = int(ends[-1]) if len(ends) else line.start
@@ -212,13 +211,13 @@ class BeamStream(StreamSearch, Generic[H]):
         self._end(self.spelling.after_pause(end))
         if not self._in_line:
             return []
-        heard, self._in_line = self._result([], True, line.start), False
-        return [heard]
+        result, self._in_line = self._result([], True, line.start), False
+        return [result]
 
     def _end(self, frame: int) -> None:
-        """Settle all words of the line, and search afresh from ``frame`` on."""
-        self._add(self._write(self._line.over()))
-        self._events.drop(self._line.taken)
+        """Settle all words of the line, and start a new search at ``frame``."""
+        self._add(self._write(self._line.final_spans()))
+        self._events.drop(self._line.searched)
         self._line.begin(self._events, frame)
 
     def _add(self, words: list[Word]) -> None:
@@ -227,29 +226,29 @@ class BeamStream(StreamSearch, Generic[H]):
 
     # -------------------------------------------------------------- settling
 
-    def _finalise(self) -> None:
+    def _settle_shared(self) -> None:
         """Settle the words that all hypotheses share."""
         line = self._line
-        path = line.agreed()
+        path = line.shared_path()
         if not len(path):
             return
         spans = line.spans_to(int(path[-1]))
         groups = self.spelling.groups(spans)
-        count, first = settled(groups)
+        count, first = count_settled(groups)
         if count:
             self._add(self.spelling.write(groups[:count], spans))
             line.cut(path[:first + 1])
 
-    def _shorten(self, frame: int) -> None:
-        """Settle words if none has been for long, first by the best hypothesis, then by ending the search."""
+    def _settle_if_too_long(self, frame: int) -> None:
+        """Settle words if none was for too long: first those of the best hypothesis, then by ending the line."""
         line, longest = self._line, self.spelling.longest
-        for narrow in (self._finalise, self._trust_best, self._finalise, lambda: self._end(frame)):
-            if not line.taken or frame - self._events.frame[0] < longest:
+        for settle in (self._settle_shared, self._trust_best, self._settle_shared, lambda: self._end(frame)):
+            if not line.searched or frame - self._events.frame[0] < longest:
                 return
-            narrow()
+            settle()
 
     def _trust_best(self) -> None:
         """Drop the hypotheses that disagree with the best about the words before its last."""
-        count, first = settled(self.spelling.groups(self._line.spans_to(self._line.best())))
+        count, first = count_settled(self.spelling.groups(self._line.spans_to(self._line.best())))
         if count:
-            self._line.keep_like_best(first + 1)
+            self._line.keep_prefix_of_best(first + 1)

@@ -1,4 +1,4 @@
-"""How long each character of a text lasts in a recording, from when a recogniser heard its pieces."""
+"""Durations of a text's characters in a recording, from a recogniser's alignment of its pieces."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import numpy as np
 from sbkit.decode.spans import WORD_START
 from sbkit.errors import SbkitError
 
-#: Decibels below the loudest stretch of a recording, under which it has not begun, or is over.
+#: Decibels below a recording's loudest window under which it is silent before and after the speech.
 SILENT = -35.0
-_STRETCH = 0.02  # seconds
+_WINDOW = 0.02  # seconds
 
 
-class Aligned(NamedTuple):
-    """The pieces of a known text, and when a recogniser heard each of them, in seconds."""
+class Alignment(NamedTuple):
+    """The pieces of a known text, and their starts and ends in seconds by a recogniser."""
 
     pieces: list[str]
     starts: np.ndarray
     ends: np.ndarray
     separator: str | None = WORD_START
-    """How pieces write the space before a word; None: there is none."""
+    """How pieces write the space before a word; None: not at all."""
 
 
 def spell(text: str, pieces: Sequence[str], separator: str | None = WORD_START) -> list[int]:
     """Spell a text with as few pieces as possible; returns their ids.
 
-    pieces : by id; ``separator`` is how they write the space before a word, None: there is none
+    pieces : by id
+    separator : how they write the space before a word; None: not at all
     """
     written = text if separator is None else separator + text.replace(" ", separator)
     ids = {piece: number for number, piece in reversed(list(enumerate(pieces)))}
@@ -49,23 +50,23 @@ def spell(text: str, pieces: Sequence[str], separator: str | None = WORD_START) 
     return found[::-1]
 
 
-def durations(text: str, heard: Aligned, signal: np.ndarray, sample_rate: int, frames: int) -> np.ndarray:
+def durations(text: str, alignment: Alignment, signal: np.ndarray, sample_rate: int, frames: int) -> np.ndarray:
     """Return the frames of the silence before, of each character, and of the silence after: [U + 2], ``frames`` in all.
 
-    A character ends in the middle between where it and the next were heard; the first begins and the last ends where
-    the recording's speech does.
+    A character ends in the middle between its end and the next one's start in the alignment; the first begins and the
+    last ends with the recording's speech.
 
     text : U characters
-    heard : its pieces
+    alignment : of its pieces
     signal : the recording [S]
     """
-    rate = frames * sample_rate / len(signal)  # frames a second, the last of which need not be full
+    rate = frames * sample_rate / len(signal)  # frames per second; the last frame may be partial
     begins, ends = [], []
-    for piece, start, end in zip(heard.pieces, heard.starts * rate, heard.ends * rate, strict=True):
+    for piece, start, end in zip(alignment.pieces, alignment.starts * rate, alignment.ends * rate, strict=True):
         edges = np.linspace(start, end, len(piece) + 1)
         begins += list(edges[:-1])
         ends += list(edges[1:])
-    if heard.separator is not None:  # the one before the first word is no character of the text
+    if alignment.separator is not None:  # the first separator is not in the text
         begins, ends = begins[1:], ends[1:]
     if len(begins) != len(text) or not text:
         raise ValueError(f"{len(text)} characters are spelled with {len(begins)}")
@@ -75,8 +76,8 @@ def durations(text: str, heard: Aligned, signal: np.ndarray, sample_rate: int, f
     return np.diff(np.maximum.accumulate(found.round().clip(0, frames)).astype(np.int64))
 
 
-def shared(frames: np.ndarray, ends: Sequence[float]) -> np.ndarray:
-    """Return the frames of symbols [U + 2] from those of characters [C + 2], with the silence before and after.
+def symbol_durations(frames: np.ndarray, ends: Sequence[float]) -> np.ndarray:
+    """Return the frames of symbols [U + 2] from those of characters [C + 2], both with the silence before and after.
 
     ends : where each symbol ends in the text, in characters [U]
     """
@@ -86,10 +87,10 @@ def shared(frames: np.ndarray, ends: Sequence[float]) -> np.ndarray:
 
 
 def speech(signal: np.ndarray, sample_rate: int) -> tuple[float, float]:
-    """Return when speech begins and ends in a recording [S], in seconds: all of it if nothing stands out."""
-    size = round(_STRETCH * sample_rate)
-    stretches = signal[: len(signal) // size * size].reshape(-1, size)
-    power = np.square(stretches, dtype=np.float64).mean(axis=1)
+    """Return the start and end of speech in a recording [S] in seconds; all of it if it is silent."""
+    size = round(_WINDOW * sample_rate)
+    windows = signal[: len(signal) // size * size].reshape(-1, size)
+    power = np.square(windows, dtype=np.float64).mean(axis=1)
     if not len(power) or not power.max() > 0:
         return 0.0, len(signal) / sample_rate
     loud = np.flatnonzero(power > power.max() * 10 ** (SILENT / 10))

@@ -1,4 +1,4 @@
-"""Scores beside the acoustic ones: a language model over words or pieces, a lexicon, hot words."""
+"""Scores added to the acoustic score: a language model over words or pieces, a lexicon, hot words."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from sbkit.decode.hotwords import HotWords
 from sbkit.decode.language_model import SPECIAL, LanguageModel
 from sbkit.decode.pieces import Pieces
 
-# The cost of a word outside the lexicon: more than any path can make up for. If there is no other path, the search
-# still has an answer.
+# The score of a word outside the lexicon: lower than any other path's, but without another the search still has a
+# result.
 FORBIDDEN = -1e4
 
 
 @dataclass(frozen=True)
 class FusionWeights:
-    """Weights of the scores beside the acoustic one; natural logarithms."""
+    """Weights of the scores added to the acoustic score; natural logarithms."""
 
     lm: float = 0.5
     word: float = 1.5  # for every word
-    unknown: float = -14.0  # for a word that neither the language model nor the hot words know
+    unknown: float = -14.0  # for a word outside the language model and hot words
 
 
 class Fusion:
-    """Scores complete words, unfinished words by the best that they can become, and pieces.
+    """Scores complete words, unfinished words by the best completion, and pieces.
 
     model : over words or over pieces, or None
     lexicon : the only words allowed, or None for any
@@ -39,7 +39,7 @@ class Fusion:
         self.pieces, self.model, self.hot, self.per_piece = pieces, model, hot, per_piece
         self.closed = lexicon is not None
         self.start = np.zeros((), np.int64) if model is None else model.start
-        """The state of the language model in which an utterance begins."""
+        """The state of the language model at an utterance's start."""
         self._word_model = None if per_piece else model
         if per_piece and model is not None:
             self.piece_ids = np.array([model.ids.get(text, model.unknown) for text in pieces.texts], np.int64)
@@ -50,14 +50,14 @@ class Fusion:
         known = set(words)
         words += [word for word in hot.words if word not in known]
         raw = [word.encode("utf-8", "surrogatepass") for word in words]
-        ids, alone, self._unknown_alone = np.zeros(len(words), np.int64), np.zeros(len(words), np.float32), 0.0
+        ids, unigram, self._unknown_unigram = np.zeros(len(words), np.int64), np.zeros(len(words), np.float32), 0.0
         if model is not None and not per_piece:
             ids = np.array([model.ids.get(word, model.unknown) for word in words], np.int64)
-            alone = model.score(np.repeat(model.empty[None], len(ids), axis=0), ids)[0]
-            self._unknown_alone = float(model.score(model.empty[None], np.array([model.unknown]))[0][0])
+            unigram = model.score(np.repeat(model.empty[None], len(ids), axis=0), ids)[0]
+            self._unknown_unigram = float(model.score(model.empty[None], np.array([model.unknown]))[0][0])
         self._vocabulary = hashing.HashTable(hashing.hash_all(raw), ids)
-        self._begun = _beginnings(raw, alone)
-        self.strict = self.closed or self._word_model is not None  # whether some words are unknown
+        self._prefixes = _best_by_prefix(raw, unigram)
+        self.strict = self.closed or self._word_model is not None  # whether words can be unknown
 
     def complete(self, states: np.ndarray, words: np.ndarray, weights: FusionWeights) -> tuple[np.ndarray, np.ndarray]:
         """The scores of complete words [N], given by hash, after states [N], and the states after them."""
@@ -65,27 +65,27 @@ class Fusion:
         if not self.strict:
             return gain, states
         ids = self._vocabulary.get(words, -1)
-        strange = ids < 0
-        gain[strange] += FORBIDDEN if self.closed else weights.unknown
+        unknown = ids < 0
+        gain[unknown] += FORBIDDEN if self.closed else weights.unknown
         if self._word_model is None:
             return gain, states
-        ids[strange] = self._word_model.unknown
+        ids[unknown] = self._word_model.unknown
         scores, after = self._word_model.score(states, ids)
         return gain + weights.lm * scores, after
 
     def expect(self, words: np.ndarray, weights: FusionWeights) -> np.ndarray:
-        """The best score that unfinished words [N] can get; 0 if there is none."""
+        """The best score that unfinished words [N] can get; 0 without an unfinished word."""
         if not self.strict:
             return np.zeros(len(words))
-        best = self._begun.get(words, -np.inf)
-        strange = np.isneginf(best)
-        best = weights.lm * np.where(strange, self._unknown_alone, best) + weights.word
-        best[strange] += FORBIDDEN if self.closed else weights.unknown
+        best = self._prefixes.get(words, -np.inf)
+        unknown = np.isneginf(best)
+        best = weights.lm * np.where(unknown, self._unknown_unigram, best) + weights.word
+        best[unknown] += FORBIDDEN if self.closed else weights.unknown
         best[words == 0] = 0.0
         return best
 
     def extend(self, states: np.ndarray, tokens: np.ndarray, weights: FusionWeights) -> tuple[np.ndarray, np.ndarray]:
-        """The scores of tokens [N] after states [N] by a model over pieces, and the states after them."""
+        """The scores of tokens [N] after states [N] with a model over pieces, and the states after them."""
         assert self.model is not None, "only a model over pieces extends"
         scores, after = self.model.score(states, self.piece_ids[tokens])
         return weights.lm * scores.astype(np.float64), after
@@ -96,8 +96,8 @@ class Fusion:
         return weights.lm * self.model.score(states, np.full(len(states), self.model.end))[0].astype(np.float64)
 
 
-def _beginnings(words: list[bytes], scores: np.ndarray) -> hashing.HashTable:
-    """Index all prefixes of all words, each with the best score of the words that begin with it."""
+def _best_by_prefix(words: list[bytes], scores: np.ndarray) -> hashing.HashTable:
+    """Index all prefixes of all words, each with the best score of its words."""
     hashes, begins = hashing.prefixes(words)
     best = np.repeat(scores, np.diff(begins))
     if not len(hashes):

@@ -1,4 +1,4 @@
-"""Greedy CTC: the best label of every frame, for a whole batch on the device; and forced alignment."""
+"""Greedy CTC decoding of a whole batch on the device, and forced alignment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0) -> list[TokenS
     best, labels = log_probs.max(dim=-1)
     inside = torch.arange(log_probs.shape[1], device=log_probs.device) < lengths.to(log_probs.device)[:, None]
     frames = [labels.masked_fill(~inside, blank_id).float(), best.float().exp().where(inside, 1.0)]
-    # Labels are exact in float32 up to 16 million, so everything fits in one tensor and one copy.
+    # Labels are exact in float32 up to 16 million, so one tensor and one copy are enough.
     path, confidence = torch.stack(frames).cpu().numpy()
     refuse_nan(confidence)
     return collapse(path.astype(np.int64), confidence, blank_id=blank_id)
@@ -35,12 +35,12 @@ def greedy(log_probs: Tensor, lengths: Tensor, blank_id: int = 0) -> list[TokenS
 @torch.no_grad()
 def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor, blank_id: int = 0,
           ids: Sequence[str] | None = None) -> list[TokenSpans]:
-    """Align a known transcript with the frames; confidence is the probability given to each token.
+    """Align a known transcript with the frames; confidence is each token's probability.
 
     log_probs, lengths : as for ``greedy``
     targets : [B, U] token ids, without blanks
     target_lengths : [B] tokens of each utterance, integers
-    ids : names of the utterances for messages
+    ids : the utterances' names in messages
     """
     from torchaudio.functional import forced_align
 
@@ -48,7 +48,7 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
     frames, tokens = lengths.tolist(), target_lengths.tolist()
     targets = targets.cpu()
     names = ids or [f"number {i} of the batch" for i in range(len(frames))]
-    _refuse_unfit(frames, [row[:size].tolist() for row, size in zip(targets, tokens, strict=True)], blank_id,
+    _check_fit(frames, [row[:size].tolist() for row, size in zip(targets, tokens, strict=True)], blank_id,
                   log_probs.shape[2], names)
     labels = torch.full(log_probs.shape[:2], blank_id, dtype=torch.int64)
     confidence = torch.ones(log_probs.shape[:2])
@@ -61,7 +61,7 @@ def align(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: T
     return collapse(labels.numpy(), confidence.numpy(), blank_id=blank_id)
 
 
-def _refuse_unfit(frames: list[int], targets: list[list[int]], blank_id: int, labels: int,
+def _check_fit(frames: list[int], targets: list[list[int]], blank_id: int, labels: int,
                   names: Sequence[str]) -> None:
     wrong = []
     for name, size, target in zip(names, frames, targets, strict=True):

@@ -7,17 +7,17 @@ from itertools import pairwise
 import numpy as np
 
 from sbkit.decode.spans import TokenSpans, best_path, sums
-from sbkit.decode.streaming import Spelling, StreamResult, StreamSearch, settled
+from sbkit.decode.streaming import Spelling, StreamResult, StreamSearch, count_settled
 
 _NOTHING = TokenSpans(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 class SettlingStream(StreamSearch):
-    """Writes the tokens of a stream as words, as they come: their words, times and confidences are those of writing all
-    of them at once, with pauses that end words (``sbkit.decode.spans.words``). Only a word longer than
-    ``LONGEST_SECONDS`` is ended earlier.
+    """Turns the tokens of a stream into words as they come. Words, times and confidences are the same as for all tokens
+    at once, with pauses that end words (``sbkit.decode.spans.words``), except that a word ends after
+    ``LONGEST_SECONDS``.
 
-    A word is settled as soon as the next has begun or a pause followed, so that only one word is kept.
+    A word is settled once the next has begun or a pause has followed, so that only one word is kept.
     """
 
     def __init__(self, spelling: Spelling):
@@ -26,19 +26,19 @@ class SettlingStream(StreamSearch):
         self._open = _NOTHING  # complete tokens of words that aren't settled
         self._in_line = False  # whether a word of this line was settled
 
-    def hear(self, tokens: TokenSpans, going_on: bool = False) -> list[StreamResult]:
-        """Hear the tokens of words that aren't settled; the last of them may be ``going_on``."""
+    def update(self, tokens: TokenSpans, unfinished: bool = False) -> list[StreamResult]:
+        """Take all tokens of words that aren't settled, the last of which may be ``unfinished``."""
         lines = self._lines(tokens)
-        heard = [line for line in map(self._close, lines[:-1]) if line is not None]
+        results = [line for line in map(self._close, lines[:-1]) if line is not None]
         rest = lines[-1]
         groups = self.spelling.groups(rest, self.spelling.longest)
-        count, first = settled(groups)
+        count, first = count_settled(groups)
         words = self.spelling.write(groups[:count], rest)
         self._in_line |= bool(words)
-        self._open = rest.take(slice(first, len(rest) - going_on))
+        self._open = rest.take(slice(first, len(rest) - unfinished))
         now = StreamResult(words, self.spelling.write(groups[count:], rest), False,
                            self._frames * self.spelling.frame_seconds)
-        return [*heard, now] if words or now.partial or not heard else heard
+        return [*results, now] if words or now.partial or not results else results
 
     def end(self, tokens: TokenSpans) -> StreamResult:
         words = self.spelling.write(self.spelling.groups(tokens, self.spelling.longest), tokens)
@@ -51,10 +51,10 @@ class SettlingStream(StreamSearch):
         return [tokens.take(slice(start, stop)) for start, stop in pairwise(cuts)]
 
     def _close(self, line: TokenSpans) -> StreamResult | None:
-        """Settle the rest of a line that a pause ends; None if nothing was said in it."""
+        """Settle the rest of a line that a pause ends; None if it has no words."""
         words = self.spelling.write(self.spelling.groups(line, self.spelling.longest), line)
-        over, self._in_line = self._in_line or bool(words), False
-        if not over:
+        spoken, self._in_line = self._in_line or bool(words), False
+        if not spoken:
             return None
         return StreamResult(words, [], True,
                             self.spelling.after_pause(int(line.ends[-1])) * self.spelling.frame_seconds)
@@ -68,9 +68,9 @@ class GreedyStream(SettlingStream):
     def __init__(self, spelling: Spelling, blank_id: int = 0):
         super().__init__(spelling)
         self.blank_id = blank_id
-        self._said = np.ones(len(spelling.symbols), bool)
-        self._said[[blank_id, *spelling.silent]] = False
-        self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may go on
+        self._has_text = np.ones(len(spelling.symbols), bool)
+        self._has_text[[blank_id, *spelling.silent]] = False
+        self._label, self._began, self._sum = self.blank_id, 0, 0.0  # the run of frames that may continue
 
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
         self.spelling.check(scores)
@@ -78,16 +78,15 @@ class GreedyStream(SettlingStream):
         return self.decode(labels[0], confidence[0])
 
     def decode(self, labels: np.ndarray, confidence: np.ndarray) -> list[StreamResult]:
-        """Hear the best labels [T] of frames and their probabilities [T], which ``best_path`` finds for many streams
-        at once."""
-        return self.hear(*self._tokens(labels, confidence))
+        """Decode the best labels [T] of frames and their probabilities [T], as found by ``best_path``."""
+        return self.update(*self._tokens(labels, confidence))
 
     def finish(self) -> StreamResult:
         tokens, _ = self._tokens(np.zeros(0, np.int64), np.zeros(0, np.float32))
         return self.end(tokens)
 
     def _tokens(self, labels: np.ndarray, confidence: np.ndarray) -> tuple[TokenSpans, bool]:
-        """The tokens that aren't settled, and whether the last of them may go on; the frames are counted in."""
+        """The tokens that aren't settled, and whether the last of them may continue; counts the frames."""
         labels = np.concatenate([[self._label], labels])
         weights = np.concatenate([[self._sum], confidence])
         begins = np.ones(len(labels), bool)
@@ -99,12 +98,12 @@ class GreedyStream(SettlingStream):
         self._frames += len(labels) - 1
         ends = np.append(starts[1:], self._frames)
         self._label, self._began, self._sum = int(ids[-1]), int(starts[-1]), float(total[-1])
-        said = self._said[ids]
-        mean = (total[said] / (ends - starts)[said]).astype(np.float32)
-        columns = (ids[said], starts[said], ends[said], mean)
-        return joined(self._open, TokenSpans(*columns)), bool(said[-1])
+        text = self._has_text[ids]
+        mean = (total[text] / (ends - starts)[text]).astype(np.float32)
+        columns = (ids[text], starts[text], ends[text], mean)
+        return concatenate(self._open, TokenSpans(*columns)), bool(text[-1])
 
 
-def joined(*several: TokenSpans) -> TokenSpans:
+def concatenate(*several: TokenSpans) -> TokenSpans:
     columns = zip(*((each.ids, each.starts, each.ends, each.confidence) for each in several), strict=True)
     return TokenSpans(*map(np.concatenate, columns))

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 Step = Callable[[Tensor, Tensor], Tensor]
 End = tuple[float, float, tuple[int, ...]]  # score, CTC's log-probability, tokens
-_NEVER = -1e30  # the logarithm of an impossible event; finite, so that the difference of two is not NaN
-_ALIVE = -1e20
+_IMPOSSIBLE = -1e30  # a log-probability; finite, so that the difference of two is not NaN
+_POSSIBLE = -1e20  # scores above this are of real hypotheses
 
 
 @dataclass
 class _Beams:
-    """K hypotheses for each of B unfinished utterances. Frame 0 of T + 1 is before the first."""
+    """K hypotheses for each of B unfinished utterances. Of T + 1 frames, frame 0 is before the first."""
 
     ctc: Tensor  # [B, T, V] log-probabilities
-    likely: Tensor  # [B, T, V] the same as probabilities
+    probs: Tensor  # [B, T, V] the same as probabilities
     lengths: Tensor  # [B]
     tokens: Tensor  # [B, K, 1 + U], the start token first
     blank: Tensor  # [B, K, T + 1] log-probability of the paths up to a frame that end in a blank
@@ -58,7 +58,7 @@ class JointSearch:
 
     tokenizer : the model's tokenizer; can be set later
     beam : hypotheses kept per utterance
-    ctc_weight : above 0 and up to 1; CTC keeps the decoder from stopping early and from repeating itself
+    ctc_weight : above 0, up to 1; CTC keeps the decoder from stopping early and from repeating itself
     nbest : transcripts per utterance
     """
 
@@ -70,7 +70,7 @@ class JointSearch:
         if not 0 < ctc_weight <= 1:
             raise SbkitError(f"joint search: ctc_weight is {ctc_weight}",
                              hint="use a value above 0 and up to 1, such as 0.4")
-        self.tokenizer: Any = tokenizer  # a Tokenizer by the time of a search
+        self.tokenizer: Any = tokenizer  # a Tokenizer when a search begins
         self.beam, self.nbest = max(beam, nbest), nbest
         self.ctc_weight, self.token_score = float(ctc_weight), float(token_score)
         self.blank_id, self.bos_id, self.eos_id = blank_id, bos_id, eos_id
@@ -81,8 +81,8 @@ class JointSearch:
 
         log_probs : [B, T, V] CTC's log-probabilities
         lengths : [B] frames of each utterance, integers
-        step : the decoder: maps tokens [N, U] that begin with bos, and the rows [N] of the batch that they belong to,
-            to log-probabilities [N, V] of the next token
+        step : the decoder: maps tokens [N, U] that begin with bos, and their rows [N] in the batch, to
+            log-probabilities [N, V] of the next token
         """
         check_shapes(log_probs, lengths)
         outside = torch.arange(log_probs.shape[1], device=lengths.device) >= lengths[:, None]
@@ -96,72 +96,72 @@ class JointSearch:
             ends = [found[row] for row in rows.tolist()]
             self._finish(beams, following[..., self.eos_id], ends)
             beams = self._extend(beams, following)
-            going = self._going_on(beams, ends)
-            if not going.all():
-                rows, beams = rows[going], beams.take(going)
+            active = self._unfinished(beams, ends)
+            if not active.all():
+                rows, beams = rows[active], beams.take(active)
         return self._hypotheses(found, log_probs, lengths)
 
     def _begin(self, log_probs: Tensor, lengths: Tensor) -> _Beams:
         ctc = log_probs.double().clamp_min(-1e4)
-        silence = torch.nn.functional.pad(ctc[..., self.blank_id].cumsum(1), (1, 0))
-        blank = silence[:, None].repeat(1, self.beam, 1)
-        score = ctc.new_full((len(ctc), self.beam), _NEVER)
-        score[:, 0] = 0.0  # there is only one start
+        blanks = torch.nn.functional.pad(ctc[..., self.blank_id].cumsum(1), (1, 0))
+        blank = blanks[:, None].repeat(1, self.beam, 1)
+        score = ctc.new_full((len(ctc), self.beam), _IMPOSSIBLE)
+        score[:, 0] = 0.0  # there is only one first hypothesis
         tokens = torch.full((len(ctc), self.beam, 1), self.bos_id, device=ctc.device)
-        return _Beams(ctc, ctc.exp(), lengths, tokens, blank, torch.full_like(blank, _NEVER),
+        return _Beams(ctc, ctc.exp(), lengths, tokens, blank, torch.full_like(blank, _IMPOSSIBLE),
                       torch.zeros_like(score), score)
 
     def _finish(self, beams: _Beams, end: Tensor, found: list[list[End]]) -> None:
-        """End every hypothesis here with the decoder's ``end`` [B, K]; the best go to ``found``."""
+        """End every hypothesis with the decoder's log-probability ``end`` [B, K], and add the best to ``found``."""
         last = beams.lengths[:, None, None].expand(-1, self.beam, 1)
         ctc = torch.logaddexp(beams.blank.gather(2, last), beams.other.gather(2, last))[..., 0]
-        score = self._joined(ctc, beams.attention + end, beams.size).where(beams.score > _ALIVE, _NEVER)
+        score = self._combine(ctc, beams.attention + end, beams.size).where(beams.score > _POSSIBLE, _IMPOSSIBLE)
         columns = zip(found, score.tolist(), ctc.tolist(), beams.tokens[..., 1:].tolist(), strict=True)
-        for ends, *several in columns:
-            ends += [(score, ctc, tuple(tokens)) for score, ctc, tokens in zip(*several, strict=True)
-                     if score > _ALIVE]
+        for ends, *hypotheses in columns:
+            ends += [(score, ctc, tuple(tokens)) for score, ctc, tokens in zip(*hypotheses, strict=True)
+                     if score > _POSSIBLE]
             ends.sort(key=lambda each: -each[0])
             del ends[self.nbest:]
 
-    def _joined(self, ctc: Tensor, attention: Tensor, tokens: int) -> Tensor:
+    def _combine(self, ctc: Tensor, attention: Tensor, tokens: int) -> Tensor:
         return self.ctc_weight * ctc + (1 - self.ctc_weight) * attention + self.token_score * tokens
 
     def _extend(self, beams: _Beams, following: Tensor) -> _Beams:
-        """Extend to the best hypotheses with one more token, given the decoder's log-probabilities [B, K, V]."""
+        """Keep the best hypotheses with one more token, given the decoder's log-probabilities [B, K, V]."""
         batch, frames, labels = beams.ctc.shape
         outside = (torch.arange(frames, device=beams.ctc.device) >= beams.lengths[:, None])[:, None]
         total = torch.logaddexp(beams.blank, beams.other)
         last = beams.tokens[..., -1]
         # The probability that a continuation begins in any frame, after all tokens before it.
-        before = total[..., :-1].masked_fill(outside, _NEVER)
+        before = total[..., :-1].masked_fill(outside, _IMPOSSIBLE)
         peak = before.amax(-1, keepdim=True)
-        prefix = torch.matmul((before - peak).exp(), beams.likely).log() + peak
-        again = beams.blank[..., :-1].masked_fill(outside, _NEVER) + _said(beams.ctc, last)
-        prefix.scatter_(2, last[..., None], again.logsumexp(-1, keepdim=True))
+        prefix = torch.matmul((before - peak).exp(), beams.probs).log() + peak
+        repeat = beams.blank[..., :-1].masked_fill(outside, _IMPOSSIBLE) + _log_probs_of(beams.ctc, last)
+        prefix.scatter_(2, last[..., None], repeat.logsumexp(-1, keepdim=True))
         attention = beams.attention[..., None] + following
-        score = self._joined(prefix.clamp_min(_NEVER), attention, beams.size + 1)
-        score[..., [self.blank_id, self.bos_id, self.eos_id]] = _NEVER
-        score = score.masked_fill((beams.score <= _ALIVE)[..., None], _NEVER)
+        score = self._combine(prefix.clamp_min(_IMPOSSIBLE), attention, beams.size + 1)
+        score[..., [self.blank_id, self.bos_id, self.eos_id]] = _IMPOSSIBLE
+        score = score.masked_fill((beams.score <= _POSSIBLE)[..., None], _IMPOSSIBLE)
         score, place = score.flatten(1).topk(self.beam, dim=1)
         parent, token = place // labels, place % labels
 
         here = torch.arange(batch, device=place.device)[:, None]
         blank, repeats = beams.blank[here, parent], token == last[here, parent]
         # The new token may begin after any path of the prefix, but a repeated token only after a blank.
-        other = _recur(_said(beams.ctc, token), blank.where(repeats[..., None], total[here, parent]))
+        other = _recur(_log_probs_of(beams.ctc, token), blank.where(repeats[..., None], total[here, parent]))
         return replace(
             beams, tokens=torch.cat([beams.tokens[here, parent], token[..., None]], 2), other=other,
             blank=_recur(beams.ctc[:, None, :, self.blank_id].expand(-1, self.beam, -1), other),
             attention=attention.flatten(1).gather(1, place), score=score)
 
-    def _going_on(self, beams: _Beams, found: list[list[End]]) -> Tensor:
+    def _unfinished(self, beams: _Beams, found: list[list[End]]) -> Tensor:
         """Which utterances [B] have a hypothesis that may still beat the finished ones."""
-        hope = beams.score.amax(1) + max(0.0, self.token_score) * (beams.lengths - beams.size)
-        enough = [ends[-1][0] if len(ends) == self.nbest else _ALIVE for ends in found]
-        return (hope > torch.tensor(enough, dtype=hope.dtype, device=hope.device)) & (beams.size <= beams.lengths)
+        bound = beams.score.amax(1) + max(0.0, self.token_score) * (beams.lengths - beams.size)
+        to_beat = [ends[-1][0] if len(ends) == self.nbest else _POSSIBLE for ends in found]
+        return (bound > torch.tensor(to_beat, dtype=bound.dtype, device=bound.device)) & (beams.size <= beams.lengths)
 
     def _hypotheses(self, found: list[list[End]], log_probs: Tensor, lengths: Tensor) -> list[list[Hypothesis]]:
-        """Make hypotheses with the times at which CTC places their tokens."""
+        """Return hypotheses with spans of their tokens by CTC's alignment."""
         owner = [row for row, ends in enumerate(found) for _ in ends]
         tokens = [torch.tensor(tokens, dtype=torch.int64) for ends in found for _, _, tokens in ends]
         if not tokens:
@@ -172,16 +172,16 @@ class JointSearch:
                 for ends in found]
 
 
-def _said(ctc: Tensor, tokens: Tensor) -> Tensor:
-    """Gather CTC's log-probabilities [B, K, T] of tokens [B, K] in all frames of [B, T, V]."""
+def _log_probs_of(ctc: Tensor, tokens: Tensor) -> Tensor:
+    """Gather log-probabilities [B, K, T] of tokens [B, K] from [B, T, V]."""
     return ctc.gather(2, tokens[:, None].expand(-1, ctc.shape[1], -1)).transpose(1, 2)
 
 
-def _recur(said: Tensor, before: Tensor) -> Tensor:
-    """Logarithms of p[t] = said[t] (p[t - 1] + before[t - 1]) and p[0] = 0: [..., T], [..., T + 1] -> [..., T + 1].
+def _recur(token: Tensor, before: Tensor) -> Tensor:
+    """Logarithms of p[t] = token[t] (p[t - 1] + before[t - 1]) and p[0] = 0: [..., T], [..., T + 1] -> [..., T + 1].
 
-    Divided by the product of ``said`` up to t, the recurrence is a plain sum.
+    Divided by the product of ``token`` up to t, the recurrence is a plain sum.
     """
-    product = torch.nn.functional.pad(said.cumsum(-1), (1, 0))
+    product = torch.nn.functional.pad(token.cumsum(-1), (1, 0))
     summed = torch.logcumsumexp(before[..., :-1] - product[..., :-1], -1) + product[..., 1:]
-    return torch.nn.functional.pad(summed, (1, 0), value=_NEVER)
+    return torch.nn.functional.pad(summed, (1, 0), value=_IMPOSSIBLE)

@@ -1,8 +1,7 @@
 """KenLM's binary language models, memory-mapped from disk and written without KenLM.
 
-Only the layout that ``build_binary`` makes by default ("probing") is supported: hash tables that are searched in
-place, mapped into memory, so that a model of gigabytes opens instantly and is shared by all processes of a
-machine.
+Only the default layout of ``build_binary`` ("probing") is supported: hash tables that are searched in memory-mapped
+files, so that a model of gigabytes opens instantly and is shared by all processes of a machine.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sbkit.decode.arpa import word_of
+from sbkit.decode.arpa import decode_word
 from sbkit.decode.language_model import BEGIN, END, LN10, MAX_ORDER, UNKNOWN, LanguageModel
 from sbkit.decode.ngram import NGram
 from sbkit.errors import SbkitError
@@ -26,26 +25,26 @@ _WORD = np.dtype([("key", "<u8"), ("id", "<u4")])
 _UNIGRAM = np.dtype([("log10", "<f4"), ("backoff", "<f4")])
 _MIDDLE = np.dtype([("key", "<u8"), ("log10", "<f4"), ("backoff", "<f4")])
 _LONGEST = np.dtype([("key", "<u8"), ("log10", "<f4")])
-_MULTIPLIER = 1.5  # how much larger than what it holds a table is that is written here
-#: How much larger than what it holds a table may be, and the longest row of slots that are taken: with KenLM's factor
-#: of 1.5, a table of a billion n-grams has about 300.
+_MULTIPLIER = 1.5  # slots per entry in tables that are written here
+#: Maximum slots per entry, and maximum consecutive occupied slots: with KenLM's multiplier of 1.5, a table of a billion
+#: n-grams has about 300.
 _MAX_MULTIPLIER, _MAX_STEPS = 100, 10_000
 _BLOCK = 1 << 20
 _KINDS = ("probing", "rest probing", "trie", "quantized trie", "array trie", "quantized array trie")
 
 
-def recognise(path: str | Path) -> bool:
+def is_kenlm_binary(path: str | Path) -> bool:
     """Whether a file is in KenLM's binary format."""
     with untrusted.open_regular(path) as file:
         return file.read(8) == _MAGIC[:8]
 
 
-def _buckets(entries: int, multiplier: float) -> int:
+def _slots(entries: int, multiplier: float) -> int:
     return max(entries + 1, int(np.float32(multiplier) * np.float32(entries)))
 
 
 def combine(key: np.ndarray, word: np.ndarray) -> np.ndarray:
-    """The key of an n-gram extended by a word in front; the key of a single word is its number."""
+    """The key of an n-gram with one more word in front; a single word's key is its number."""
     one_more = (word.astype(np.uint64) + np.uint64(1)) * np.uint64(17894857484156487943)
     return key * np.uint64(8978948897894561157) ^ one_more
 
@@ -53,8 +52,8 @@ def combine(key: np.ndarray, word: np.ndarray) -> np.ndarray:
 class KenLM(LanguageModel):
     """A model in KenLM's format.
 
-    A state is a row [2 order - 1] of int32: how many words of the history count, these words, latest first, and the
-    bits of their back-offs. So nothing is kept of what was searched.
+    A state is a row [2 order - 1] of int32: the number of words in the history, these words, latest first, and the bits
+    of their back-offs. So the model itself keeps no state.
     """
 
     def __init__(self, path: str | Path):
@@ -84,9 +83,9 @@ class KenLM(LanguageModel):
         self.counts = data[at:at + 8 * order].view("<u8").tolist()
         if not 0 < self.counts[0] <= max(self.counts) <= len(data):
             raise self._truncated()
-        at = -(-(at + 8 * order) // 8) * 8 + 8 + _buckets(self.counts[0], multiplier) * _WORD.itemsize
+        at = -(-(at + 8 * order) // 8) * 8 + 8 + _slots(self.counts[0], multiplier) * _WORD.itemsize
         tables = []
-        sizes = [self.counts[0] + 1, *(_buckets(count, multiplier) for count in self.counts[1:])]
+        sizes = [self.counts[0] + 1, *(_slots(count, multiplier) for count in self.counts[1:])]
         kinds = [_UNIGRAM, *[_MIDDLE] * (order - 2), _LONGEST]
         for size, cell in zip(sizes, kinds, strict=True):
             end = at + size * cell.itemsize
@@ -97,8 +96,8 @@ class KenLM(LanguageModel):
         self._unigrams, self._tables = tables[0], tables[1:]
         for table in self._tables:
             self._probe(table["key"], np.zeros(1, np.uint64))  # finds a free slot
-        words = self._spelled(data[at:])
-        self.words = [word_of(self.path, word) for word in words]
+        words = self._read_words(data[at:])
+        self.words = [decode_word(self.path, word) for word in words]
         self.ids = {word: i for i, word in enumerate(self.words)}
         self.unknown, self.end = 0, self.ids.get(END, 0)
         self.empty = np.zeros(2 * order - 1, np.int32)
@@ -107,8 +106,8 @@ class KenLM(LanguageModel):
             self.start[:2] = 1, begin
             self.start[order:].view(np.float32)[0] = self._unigrams["backoff"][begin]
 
-    def _spelled(self, data: np.ndarray) -> list[bytes]:
-        """Split what follows the tables into words, without a copy of what can't be any."""
+    def _read_words(self, data: np.ndarray) -> list[bytes]:
+        """Split the bytes after the tables into words; checks them for runs of zeros before they are copied."""
         hint = "download it again or build it again"
         for at in range(0, len(data), _BLOCK):
             block = data[at:at + _BLOCK + 1]
@@ -130,11 +129,11 @@ class KenLM(LanguageModel):
         lengths, contexts = states[:, 0], states[:, 1:self.order]
         before = np.ascontiguousarray(states[:, self.order:]).view(np.float32)
         unigram = self._unigrams[words]
-        log10 = -np.abs(unigram["log10"])  # the sign has another meaning in this format
+        log10 = -np.abs(unigram["log10"])  # the sign is a flag in this format
         backoffs = np.zeros((len(words), self.order - 1), np.float32)
         backoffs[:, 0] = unigram["backoff"]
         matched = np.ones(len(words), np.int64)
-        usable = _goes_on(unigram["backoff"]).astype(np.int64)  # words that lengthen the next history
+        usable = _has_longer(unigram["backoff"]).astype(np.int64)  # length of the next history
         key, alive = words.astype(np.uint64), np.arange(len(words))
         for k in range(self.order - 1):
             alive = alive[lengths[alive] > k]
@@ -151,7 +150,7 @@ class KenLM(LanguageModel):
             if k + 2 < self.order:
                 backoff = table["backoff"][found]
                 backoffs[alive, k + 1] = backoff
-                usable[alive[_goes_on(backoff)]] = k + 2
+                usable[alive[_has_longer(backoff)]] = k + 2
         for k in range(self.order - 1):
             charged = (k >= matched - 1) & (k < lengths)
             log10 = log10 + np.where(charged, before[:, k], np.float32(0))
@@ -159,8 +158,8 @@ class KenLM(LanguageModel):
         after[:, 0], after[:, 1], after[:, 2:self.order] = usable, words, contexts[:, :-1]
         after[:, self.order:] = backoffs.view(np.int32)
         beyond = np.arange(self.order - 1) >= usable[:, None]
-        after[:, 1:][np.concatenate([beyond, beyond], axis=1)] = 0  # histories that say the same are the same
-        if not (log10 < np.inf).all():  # nor is NaN
+        after[:, 1:][np.concatenate([beyond, beyond], axis=1)] = 0  # so that equal histories have equal states
+        if not (log10 < np.inf).all():  # False for NaN
             raise SbkitError(f"{self.path} is damaged: it has probabilities that are not numbers",
                              hint="download it again or build it again")
         return log10 * np.float32(LN10), after
@@ -183,8 +182,8 @@ class KenLM(LanguageModel):
                          hint="download it again or build it again")
 
 
-def _goes_on(backoff: np.ndarray) -> np.ndarray:
-    """Whether longer n-grams begin with this one; a backoff of minus zero says no."""
+def _has_longer(backoff: np.ndarray) -> np.ndarray:
+    """Whether longer n-grams begin with this one: then its backoff isn't minus zero."""
     return ~((backoff == 0) & np.signbit(backoff))
 
 
@@ -197,26 +196,26 @@ def write(model: NGram, path: str | Path) -> None:
     number = np.empty(len(order), np.uint64)
     number[order] = np.arange(len(order), dtype=np.uint64)
     words = [model.words[i].encode() for i in order]
-    tables, spelled = [], number[:, None]  # the words of each n-gram of a level
+    tables, ngrams = [], number[:, None]  # the words of each n-gram of a level
     for k, level in enumerate(model.levels):
         longer = model.levels[k + 1] if k + 1 < model.order else None
         values = np.zeros(len(level.word), _MIDDLE if longer is not None else _LONGEST)
         values["log10"] = -np.abs(level.log10)
         if longer is not None:
             # The signs of zeros and of probabilities encode whether longer n-grams begin or end with this one.
-            opens = np.zeros(len(level.word), bool)
-            opens[longer.context] = True
-            values["backoff"] = np.where(level.backoff != 0, level.backoff, np.where(opens, 0.0, -0.0))
+            is_context = np.zeros(len(level.word), bool)
+            is_context[longer.context] = True
+            values["backoff"] = np.where(level.backoff != 0, level.backoff, np.where(is_context, 0.0, -0.0))
             ended = model.suffixes(k + 1)
             if (ended < 0).any():
                 raise SbkitError("the model has n-grams without the shorter ones they end with, as some tools prune "
                                  "them", hint="KenLM's own build_binary can write it")
             values["log10"][ended] = np.abs(values["log10"][ended])
         if k:
-            spelled = np.concatenate([spelled[level.context], number[level.word][:, None]], axis=1)
-            key = spelled[:, -1]
+            ngrams = np.concatenate([ngrams[level.context], number[level.word][:, None]], axis=1)
+            key = ngrams[:, -1]
             for before in range(k - 1, -1, -1):
-                key = combine(key, spelled[:, before])
+                key = combine(key, ngrams[:, before])
             values["key"] = key
             tables.append(_table(values, len(values)))
         else:
@@ -241,9 +240,9 @@ def write(model: NGram, path: str | Path) -> None:
         file.write(b"".join(word + b"\0" for word in words))
 
 
-def _table(entries: np.ndarray, promised: int) -> np.ndarray:
+def _table(entries: np.ndarray, count: int) -> np.ndarray:
     """Build a hash table with linear probing: an entry is in the first free slot from key modulo size on."""
-    size = _buckets(promised, _MULTIPLIER)
+    size = _slots(count, _MULTIPLIER)
     table = np.zeros(size, entries.dtype)
     ideal = (entries["key"] % np.uint64(size)).astype(np.int64)
     order = np.argsort(ideal, kind="stable")

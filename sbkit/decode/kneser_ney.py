@@ -1,8 +1,7 @@
 """Estimates an n-gram model from text: interpolated Kneser-Ney smoothing with three discounts per order.
 
-Counting sorts integers instead of filling dictionaries: an n-gram is the pair of the row of its first
-words and its last word, one 64-bit number, and ``np.unique`` over all positions of the text gives rows,
-counts and suffixes at once.
+N-grams are counted by sorting integers instead of filling dictionaries: an n-gram is one 64-bit number, made of the
+row of its first words and its last word, and ``np.unique`` over the text returns rows, counts and suffixes.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from sbkit.decode.language_model import BEGIN, END, SPECIAL
 from sbkit.decode.ngram import NEVER, Level, NGram
 from sbkit.errors import SbkitError
 
-# Discounts for texts that are too small to estimate them.
+# Discounts for texts too small to estimate them from.
 FALLBACK = (0.5, 1.0, 1.5)
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Text as integers: each sentence is its start symbol, its words and its end symbol."""
+    """Text as integers: each sentence is a start symbol, its words and an end symbol."""
 
     words: list[str]
     ids: np.ndarray  # [P] int32
@@ -92,7 +91,7 @@ def read(texts: Iterable[str], min_count: int = 1) -> EncodedText:
 
 
 def count(corpus: EncodedText, order: int) -> list[NgramCounts]:
-    """Count all n-grams up to ``order``, with a row for every word of the vocabulary, seen or not."""
+    """Count all n-grams up to ``order``, with a row for every word of the vocabulary, even if its count is 0."""
     ids, size = corpus.ids, len(corpus.words)
     begin = corpus.words.index(BEGIN)
     starts = np.flatnonzero(ids == begin)
@@ -120,8 +119,8 @@ def count(corpus: EncodedText, order: int) -> list[NgramCounts]:
 def discounts(adjusted: np.ndarray) -> Discounts:
     """Estimate discounts from the numbers of n-grams counted once, twice, three and four times (Chen and Goodman 1998).
 
-    Falls back to ``FALLBACK`` if one of these is missing or a discount comes out invalid, as in texts of a few
-    sentences and for the single characters of any text.
+    Returns ``FALLBACK`` if one of these numbers is zero or a discount is invalid, as for texts of a few sentences
+    and for the single characters of any text.
     """
     once, twice, thrice, four = (int((adjusted == times).sum()) for times in (1, 2, 3, 4))
     if not (once and twice and thrice):
@@ -136,8 +135,8 @@ def discounts(adjusted: np.ndarray) -> Discounts:
 def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Estimate:
     """Estimate a model up to an order.
 
-    cutoffs : n-grams that occur this often or less are left out, one number per order; the last also holds for
-        higher orders, and words are never left out. Their probability goes to shorter n-grams.
+    cutoffs : n-grams with this count or less are dropped, one number per order; the last also holds for higher orders,
+        and words are never dropped. Their probability goes to shorter n-grams.
     """
     levels = count(corpus, order)
     begin = corpus.words.index(BEGIN)  # sentence starts are not predicted, so not counted for discounts
@@ -156,10 +155,10 @@ def estimate(corpus: EncodedText, order: int, cutoffs: Sequence[int] = ()) -> Es
         keep = rows[level.context] >= 0
         if cutoffs[number]:
             keep &= level.raw > cutoffs[number]
-        given = np.where(keep, off, adjusted)  # mass for shorter n-grams: the discount, or everything
-        # A context without any n-gram leaves all its mass to the shorter ones.
+        lower = np.where(keep, off, adjusted)  # mass for shorter n-grams: the discount, or everything
+        # A context without n-grams leaves all its mass to the shorter ones.
         share = np.ones(contexts)
-        np.divide(np.bincount(level.context, weights=given, minlength=contexts), total, out=share, where=total > 0)
+        np.divide(np.bincount(level.context, weights=lower, minlength=contexts), total, out=share, where=total > 0)
         with np.errstate(invalid="ignore"):
             own = np.where(keep, adjusted - off, 0) / total[level.context]
         probability = own + share[level.context] * probability[level.suffix]

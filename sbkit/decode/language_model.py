@@ -1,4 +1,4 @@
-"""Interface of n-gram language models, however they are stored."""
+"""Interface of n-gram language models, independent of how they are stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 UNKNOWN, BEGIN, END = SPECIAL = ("<unk>", "<s>", "</s>")
-MAX_ORDER = 32  # the longest n-grams that are read; models of characters have 20
+MAX_ORDER = 32  # of models that are read; character models have up to 20
 LN10 = math.log(10)
 
 
@@ -29,10 +29,10 @@ class Quality(NamedTuple):
 
 
 class LanguageModel(ABC):
-    """A back-off model. A state is what it has to know of a history: a number, or a few of them, as [N, ...].
+    """A back-off model. A state represents a history as one or several numbers [N, ...].
 
-    ``words`` is the vocabulary and ``ids`` the index of each word, ``unknown`` the id of the unknown word, ``end``
-    that of the sentence end, ``empty`` the state of no history and ``start`` that at a sentence start, ``counts`` the
+    ``words`` is the vocabulary, ``ids`` the index of each word, ``unknown`` and ``end`` the ids of the unknown word and
+    the sentence end, ``empty`` the state without a history, ``start`` the state at a sentence start, ``counts`` the
     number of n-grams of each order.
     """
 

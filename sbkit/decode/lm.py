@@ -1,4 +1,4 @@
-"""Language models for the search: estimated, loaded from ARPA or KenLM's binary, and checked against the tokens."""
+"""Language models for a beam search: estimated, loaded from ARPA or KenLM's binary, checked against the tokens."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The share of a language model's words that may be impossible to spell before a warning or an error.
-_STRANGE_SHARE = 0.05
+#: The share of a language model's words that the tokens may be unable to spell without a warning.
+_UNSPELLABLE_SHARE = 0.05
 
 UNITS = ("word", "piece")
-_LOOK = 10_000  # words that are checked against the tokens
+_CHECKED_WORDS = 10_000  # words that are checked against the tokens
 
 
 @dataclass(frozen=True)
 class LMReport:
-    """What was estimated, and how well it predicts a text."""
+    """An estimated language model, and how well it predicts a text."""
 
     files: list[Path]
     unit: str
@@ -48,7 +48,7 @@ class LMReport:
     tokens: int
     vocabulary: int
     quality: Quality
-    held_out: str  # what the quality was measured on, if the model wasn't estimated from it
+    held_out: str  # name of the text that the quality was measured on; empty: the training text
     seconds: float
 
     def __str__(self) -> str:
@@ -57,12 +57,12 @@ class LMReport:
 
         rows = [[order, count, full, shown(self.discounts[order - 1])] for order, (count, full) in
                 enumerate(zip_longest(self.counts, self.counted, fillvalue=0), start=1)]
-        of = self.held_out or "the text it was estimated from"
+        text = self.held_out or "the text it was estimated from"
         quality = self.quality
         return "\n".join([
             f"{self.tokens} {self.unit}s in {self.sentences} sentences, {self.vocabulary} different",
             table(["order", "n-grams", "before pruning", "discounts"], rows),
-            f"perplexity {quality.perplexity:.2f} on {of} ({quality.perplexity_with_unknown:.2f} with unknown "
+            f"perplexity {quality.perplexity:.2f} on {text} ({quality.perplexity_with_unknown:.2f} with unknown "
             f"{self.unit}s), {quality.unknown} of {quality.words} {self.unit}s unknown ({quality.unknown_share:.2f} %)",
             f"written in {time_span(self.seconds)}: {', '.join(map(str, self.files))}",
         ])
@@ -79,13 +79,13 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     order : words in the longest n-gram
     prune : counts leave out n-grams that occur this often or less, one per order, such as [0, 0, 1] (the last
         holds for all higher orders, and a single number for all but words); a threshold such as 1e-7 leaves out n-grams
-        that raise the perplexity by less
+        without which the perplexity rises by less
     unit : ``word``, or ``piece`` for a model over the tokenizer's pieces
     tokenizer : a ``sbkit.data.tokens.Tokenizer``, for pieces
     min_count : words that occur less often become the unknown word
     evaluate : text to report perplexity and unknown words on; by default ``texts``
     binary : write KenLM's binary next to the ARPA file
-    held_out : what the report calls the text to evaluate on
+    held_out : the name of that text in the report
     """
     began = time.perf_counter()
     out = Path(out)
@@ -99,15 +99,14 @@ def build(texts: Iterable[str], out: str | Path, order: int = 3, prune: Sequence
     corpus = kneser_ney.read(map(spell, texts), min_count)
     model, discounts, counted = kneser_ney.estimate(corpus, order, cutoffs)
     if isinstance(prune, float):
-        model = without_predictable(model, prune)
+        model = prune_by_entropy(model, prune)
     if not model.counts[-1]:  # sentences too short, or an order fully pruned: other tools reject empty orders
         model = NGram(model.words, [level for level in model.levels if len(level.word)])
-    set_by_hand = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
-    if set_by_hand:
-        logger.info("The text is too small to estimate the discounts of order %s; using %s.", ", ".join(set_by_hand),
+    fallback = [str(order) for order, each in enumerate(discounts, start=1) if each.fallback]
+    if fallback:
+        logger.info("The text is too small to estimate the discounts of order %s; using %s.", ", ".join(fallback),
                     kneser_ney.FALLBACK)
-    texts_of = corpus.texts() if evaluate is None else map(spell, evaluate)
-    quality = model.quality(texts_of)
+    quality = model.quality(corpus.texts() if evaluate is None else map(spell, evaluate))
     files = [out]
     if out.suffix == ".bin":
         kenlm_binary.write(model, out)
@@ -171,7 +170,7 @@ def load(path: str | Path) -> LanguageModel:
     """Load a model from an ARPA file, or from KenLM's binary, which is memory-mapped."""
     path = Path(path)
     try:
-        binary = kenlm_binary.recognise(path)
+        binary = kenlm_binary.is_kenlm_binary(path)
     except FileNotFoundError:
         raise SbkitError(f"{path}: there is no such language model", hint="sbkit lm estimates one from text") from None
     except OSError as error:
@@ -180,27 +179,27 @@ def load(path: str | Path) -> LanguageModel:
 
 
 def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name: str = "the language model") -> str:
-    """Tell whether a model is over words or over these pieces; raises if it fits neither.
+    """Return whether a model is over words or over these pieces; raises if neither.
 
-    ``unit`` is what it has to be; None detects it.
+    unit : the required unit; None detects it
     """
     if unit not in (None, *UNITS):
         raise SbkitError(f"a language model can't be over {unit!r}", hint="use word or piece")
     words = [word for word in model.words if word not in SPECIAL]
     if not words:
         raise SbkitError(f"{name} has no words")
-    words = words[:: -(-len(words) // _LOOK)]
-    alien = [word for word in words if word not in pieces.said]
-    marked = any(WORD_START in word for word in words)
+    words = words[:: -(-len(words) // _CHECKED_WORDS)]
+    not_pieces = [word for word in words if word not in pieces.spoken]
+    has_marks = any(WORD_START in word for word in words)
     if unit is None:
-        per_piece = marked or pieces.separator is None
-        unit = "piece" if per_piece and len(alien) < len(words) / 2 else "word"
+        per_piece = has_marks or pieces.separator is None
+        unit = "piece" if per_piece and len(not_pieces) < len(words) / 2 else "word"
     if unit == "piece":
-        if len(alien) > len(words) / 2:
-            raise SbkitError(f"{name} is not over this model's {len(pieces)} pieces: it has {alien[0]!r}, which isn't "
-                             "one of them", hint="estimate it with this tokenizer: sbkit lm --unit piece")
+        if len(not_pieces) > len(words) / 2:
+            raise SbkitError(f"{name} is not over this model's {len(pieces)} pieces: it has {not_pieces[0]!r}, which "
+                             "isn't one of them", hint="estimate it with this tokenizer: sbkit lm --unit piece")
         return unit
-    if marked:
+    if has_marks:
         raise SbkitError(f"{name} is over pieces of another tokenizer, not over words: it has "
                          f"{next(word for word in words if WORD_START in word)!r}",
                          hint="estimate it over words, or over the pieces of this model's tokenizer")
@@ -215,37 +214,38 @@ def unit_of(model: LanguageModel, pieces: Pieces, unit: str | None = None, name:
 
 
 def _check_spelling(words: list[str], pieces: Pieces, name: str) -> None:
-    strange = [word for word in words if not pieces.spells(word)]
-    if len(strange) <= _STRANGE_SHARE * len(words):
+    unspellable = [word for word in words if not pieces.spells(word)]
+    if len(unspellable) <= _UNSPELLABLE_SHARE * len(words):
         return
     hint = "estimate it from text written like the transcripts, or from the transcripts: sbkit lm"
     for change, case in ((str.lower, "lower"), (str.upper, "upper")):
         if sum(pieces.spells(change(word)) for word in words) * 2 > len(words):
             hint = f"the tokens are in {case} case and the language model isn't: " + hint
             break
-    share = f"{100 * len(strange) / len(words):.0f} % of its words can't be spelled with them, such as {strange[0]!r}"
-    if len(strange) * 2 <= len(words):
+    share = (f"{100 * len(unspellable) / len(words):.0f} % of its words can't be spelled with them, such as "
+             f"{unspellable[0]!r}")
+    if len(unspellable) * 2 <= len(words):
         logger.warning("%s fits only some of this model's tokens: %s; %s", name, share, hint)
         return
     raise SbkitError(f"{name} doesn't fit this model's tokens: {share}", hint=hint)
 
 
-def without_predictable(model: NGram, threshold: float) -> NGram:
-    """Drop n-grams that each raise the perplexity by less than this share, such as 1e-7 (Stolcke 1998).
+def prune_by_entropy(model: NGram, threshold: float) -> NGram:
+    """Drop n-grams without which the perplexity rises by less than this share, such as 1e-7 (Stolcke 1998).
 
     Words stay, and so do n-grams that a remaining longer one begins or ends with.
     """
     kept = [np.ones(len(level.word), bool) for level in model.levels]
     backoffs = [level.backoff for level in model.levels]
-    needed = np.zeros(0, bool)  # which n-grams of this level longer ones need
+    needed = np.zeros(0, bool)  # n-grams of this level that longer ones need
     history = _histories(model)
     for number in range(model.order - 1, 0, -1):
         level = model.levels[number]
         contexts = len(model.levels[number - 1].word)
         own = np.exp(level.log10.astype(np.float64) * LN10)
         shorter = np.exp(model.after_shorter(number).astype(np.float64))
-        left = _left(level.context, own, contexts)
-        left_shorter = _left(level.context, shorter, contexts)
+        left = _backoff_mass(level.context, own, contexts)
+        left_shorter = _backoff_mass(level.context, shorter, contexts)
         at = level.context
         backoff = np.log(left[at] / left_shorter[at])
         without = np.log((left[at] + own) / (left_shorter[at] + shorter))
@@ -258,7 +258,7 @@ def without_predictable(model: NGram, threshold: float) -> NGram:
         needed[at[keep]] = True
         suffix = model.suffixes(number)[keep]
         needed[suffix[suffix >= 0]] = True
-        ratio = _left(at[keep], own[keep], contexts) / _left(at[keep], shorter[keep], contexts)
+        ratio = _backoff_mass(at[keep], own[keep], contexts) / _backoff_mass(at[keep], shorter[keep], contexts)
         has = np.bincount(at, minlength=contexts) > 0
         backoffs[number - 1] = np.where(has, np.log10(ratio), model.levels[number - 1].backoff).astype(np.float32)
     levels, rows = [], np.zeros(1, np.int32)
@@ -268,13 +268,13 @@ def without_predictable(model: NGram, threshold: float) -> NGram:
     return NGram(model.words, levels)
 
 
-def _left(contexts: np.ndarray, probabilities: np.ndarray, size: int) -> np.ndarray:
-    """The probability mass that each context leaves to words it has no n-gram for; never quite zero."""
+def _backoff_mass(contexts: np.ndarray, probabilities: np.ndarray, size: int) -> np.ndarray:
+    """The probability mass that each context leaves for words without an n-gram; never exactly zero."""
     return np.maximum(1 - np.bincount(contexts, weights=probabilities, minlength=size), 1e-9)
 
 
 def _histories(model: NGram) -> list[np.ndarray]:
-    """The probability of each n-gram to occur; sentences start as often as they end."""
+    """The probability that each n-gram occurs; sentences start as often as they end."""
     first = np.exp(model.levels[0].log10.astype(np.float64) * LN10)
     if BEGIN in model.ids and END in model.ids:
         first[model.ids[BEGIN]] = first[model.ids[END]]

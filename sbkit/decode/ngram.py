@@ -9,7 +9,7 @@ import numpy as np
 
 from sbkit.decode.language_model import BEGIN, END, LN10, UNKNOWN, LanguageModel
 
-NEVER = -99.0  # how ARPA writes the log10 of a probability that is zero
+NEVER = -99.0  # ARPA's log10 of the probability zero
 
 
 class Level(NamedTuple):
@@ -35,16 +35,16 @@ class NGram(LanguageModel):
     def __init__(self, words: Sequence[str], levels: Sequence[Level]):
         self.words, self.levels = list(words), list(levels)
         self.ids = {word: i for i, word in enumerate(self.words)}
-        if UNKNOWN not in self.ids:  # a model of a closed vocabulary
+        if UNKNOWN not in self.ids:  # a closed vocabulary
             self._add_unknown()
         self.unknown = self.ids[UNKNOWN]
         self.end = self.ids.get(END, self.unknown)
-        self.empty = np.zeros((), np.int64)  # a state is the number of an n-gram, as :meth:`_build` has it
+        self.empty = np.zeros((), np.int64)  # a state is the number of an n-gram, see :meth:`_build`
         self.start = np.array(self.ids[BEGIN] + 1 if BEGIN in self.ids else 0)
         self._build()
 
     @property
-    def counts(self) -> list[int]:  # type: ignore[override]  # a model's counts are never set from outside
+    def counts(self) -> list[int]:  # type: ignore[override]  # never set from outside
         return [len(level.word) for level in self.levels]
 
     def _add_unknown(self) -> None:
@@ -58,7 +58,7 @@ class NGram(LanguageModel):
     # ------------------------------------------------------------- scoring
 
     def _build(self) -> None:
-        """Build one table of arcs: n-gram i leads from the state of its context to state ``_next[i]``.
+        """Build the table of arcs: n-gram i leads from the state of its context to state ``_next[i]``.
 
         The state of n-gram i is i + 1, numbered across all orders.
         """
@@ -76,14 +76,14 @@ class NGram(LanguageModel):
         states = len(self._keys) + 1
         self._parent = np.zeros(states, dtype=np.int32)
         self._next = np.zeros(states - 1, dtype=np.int32)
-        tells = self._backoff != 0  # a history without a backoff weight is no state
-        tells[self._keys // size] = True
+        is_state = self._backoff != 0  # a history without longer n-grams or a backoff weight is no state
+        is_state[self._keys // size] = True
         for number, level in enumerate(self.levels):
             rows = np.arange(offsets[number], offsets[number + 1])
             if number:
                 histories = self._parent[self._keys[rows] // size]
                 self._parent[rows + 1] = self._suffix(histories, level.word)
-            own = tells[rows + 1] if number + 1 < self.order else np.zeros(len(rows), dtype=bool)
+            own = is_state[rows + 1] if number + 1 < self.order else np.zeros(len(rows), dtype=bool)
             parent = self._parent[rows + 1]
             shorter = np.where(parent > 0, self._next[parent - 1], 0)
             self._next[rows] = np.where(own, rows + 1, shorter)
@@ -103,7 +103,7 @@ class NGram(LanguageModel):
         return self.score(self._parent[histories], words)[0]
 
     def _suffix(self, histories: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """The state of the longest known n-gram that ends a history and a word."""
+        """The state of the longest known n-gram at the end of a history and a word."""
         found = np.zeros(len(words), dtype=np.int32)
         todo, states = np.arange(len(words)), histories.copy()
         while todo.size:

@@ -1,4 +1,4 @@
-"""The tokens of a model for a search: which begin a word, and the hashes of their letters."""
+"""A model's tokens as a search needs them: which begin a word, and the hashes of their letters."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from sbkit.decode import hashing
 from sbkit.decode.spans import WORD_START
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_SILENT = ("<unk>", "<s>", "</s>", "<pad>", "<blank>", "<blk>")
+_SPECIAL = ("<unk>", "<s>", "</s>", "<pad>", "<blank>", "<blk>")
 
 
 class Pieces:
     """The tokens of a vocabulary, as columns [V].
 
-    ``opens``: the token ends the word before it. ``hash`` and ``power``: those of the letters it adds, so that
+    ``opens``: the token begins a word. ``hash`` and ``power`` are those of its letters, so that
     hash(word + letters) = hash(word) * power + hash.
 
     texts : the pieces in order of their ids, as SentencePiece writes them (a space as ``▁``)
-    separator : marks a word's start within a piece; None makes every piece a word
+    separator : marks a word's start in a piece; None makes every piece a word
     """
 
     def __init__(self, texts: Sequence[str], separator: str | None = WORD_START):
         self.texts = list(texts)
         self.separator = separator
-        silent = [text in _SILENT for text in self.texts]
+        special = [text in _SPECIAL for text in self.texts]
         if separator is None:
             opens = [True] * len(self.texts)
             letters = [text.replace(WORD_START, "") for text in self.texts]
@@ -35,11 +35,11 @@ class Pieces:
             opens = [text.startswith(separator) for text in self.texts]
             letters = [text[len(separator):] if begins else text
                        for text, begins in zip(self.texts, opens, strict=True)]
-        self.opens = np.array(opens, dtype=bool) & ~np.array(silent, dtype=bool)
+        self.opens = np.array(opens, dtype=bool) & ~np.array(special, dtype=bool)
         self.across = [text for text in letters if separator is not None and separator in text]
-        raw = [b"" if quiet else _bytes(text) for text, quiet in zip(letters, silent, strict=True)]
-        self.said = frozenset(text for text, quiet in zip(self.texts, silent, strict=True) if not quiet)
-        self.letters = frozenset("".join(letter for letter, quiet in zip(letters, silent, strict=True) if not quiet))
+        raw = [b"" if skip else _bytes(text) for text, skip in zip(letters, special, strict=True)]
+        self.spoken = frozenset(text for text, skip in zip(self.texts, special, strict=True) if not skip)
+        self.letters = frozenset("".join(letter for letter, skip in zip(letters, special, strict=True) if not skip))
         self.any_letter = any(map(_BYTE.fullmatch, self.texts))
         self.hash = hashing.hash_all(raw)
         self.power = hashing.powers(np.array([len(text) for text in raw], dtype=np.int64))
@@ -53,6 +53,6 @@ class Pieces:
 
 
 def _bytes(text: str) -> bytes:
-    """Encode a piece in UTF-8; a piece such as <0xE4> is that byte."""
+    """Encode a piece as UTF-8; a piece such as <0xE4> is that byte."""
     byte = _BYTE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.encode("utf-8", "surrogatepass")

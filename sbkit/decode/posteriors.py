@@ -21,9 +21,9 @@ _NO_BLANK = -15.0  # log-probability of a blank that is too unlikely to split a 
 class Events:
     """Frames of a batch that can change a transcript, one utterance after another.
 
-    Runs of frames where only the blank is likely mean no more than "the token before has ended", and runs where
-    only one token is likely mean the same as their first frame; both are folded, which does not change the result
-    of a search. The score that they add to every hypothesis is in ``offset``.
+    Runs of frames where only the blank is likely just end the token before, and runs where only one token is likely
+    are equivalent to their first frame; both are folded, which does not change the result of a search. ``offset`` is
+    the score that they add to every hypothesis.
 
     Arrays: [B] utterances, [E] events, [N] likely tokens of all events.
     """
@@ -37,7 +37,7 @@ class Events:
     begin: np.ndarray  # [E + 1] where each event's tokens begin
     token: np.ndarray  # [N] int32
     prob: np.ndarray  # [N] probability
-    labels: int = 0  # V, to detect pieces of another model
+    labels: int = 0  # V, to detect a tokenizer of another model
 
     def __len__(self) -> int:
         return len(self.offset)
@@ -48,7 +48,7 @@ class Events:
         return replace(events, first=first - first[0], offset=self.offset[start:stop])
 
     def between(self, start: int, stop: int) -> Events:
-        """Select a range of events, as if they were all of one utterance."""
+        """Select a range of events as one utterance."""
         events, tokens = slice(start, stop), slice(*self.begin[[start, stop]].tolist())
         return Events(
             first=np.array([0, stop - start]), offset=np.zeros(1),
@@ -79,11 +79,10 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
            max_tokens: int = 20) -> Events:
     """Keep the likely tokens of each frame.
 
-    log_probs : [B, T, V] log-probabilities, a tensor on any device (it stays there, only likely tokens are
-        copied) or an array
+    log_probs : [B, T, V] log-probabilities: an array, or a tensor on any device, of which only likely tokens are copied
     lengths : [B] frames of each utterance, integers
     threshold : log-probability below which a token is dropped; the best token of a frame is always kept
-    most : tokens kept per frame
+    max_tokens : tokens kept per frame
     """
     check_shapes(log_probs, lengths)
     sizes = np.asarray(lengths.tolist())
@@ -96,49 +95,47 @@ def events(log_probs: np.ndarray | Tensor, lengths: np.ndarray | Tensor, blank_i
     refuse_nan(best)
     refuse_scores(top)
     row, token, value = strongest(row, token, value, max_tokens)
-    said = np.bincount(row, minlength=len(top))  # likely tokens per frame
-    begin = np.concatenate([[0], np.cumsum(said)])
+    counts = np.bincount(row, minlength=len(top))  # likely tokens per frame
+    begin = np.concatenate([[0], np.cumsum(counts)])
     blank = blank.astype(np.float64)
 
     same = np.zeros(len(top), dtype=bool)  # same as the frame before, in the same utterance
     same[1:] = utterance[1:] == utterance[:-1]
-    single = (said == 1) & (blank < _NO_BLANK)
+    single = (counts == 1) & (blank < _NO_BLANK)
     only = np.full(len(top), -1)
     only[single] = token[begin[:-1][single]]
     repeats = np.zeros(len(top), dtype=bool)
     repeats[1:] = same[1:] & single[1:] & (only[1:] == only[:-1])
-    event = (said > 0) & ~repeats
+    event = (counts > 0) & ~repeats
     pause = np.zeros(len(top), dtype=bool)
-    pause[1:] = same[1:] & (said[:-1] == 0)
+    pause[1:] = same[1:] & (counts[:-1] == 0)
 
-    folded = np.where(said == 0, blank, 0.0)
+    folded = np.where(counts == 0, blank, 0.0)
     folded[repeats] = value[begin[:-1][repeats]]
     numbers = np.cumsum(event) - 1
-    kept = np.repeat(event, said)
+    kept = np.repeat(event, counts)
     return Events(
         first=np.concatenate([[0], np.cumsum(np.bincount(utterance[event], minlength=batch))]),
         offset=np.bincount(utterance, weights=folded, minlength=batch),
         frame=time[event].astype(np.int32),
         run=np.bincount(numbers[event | repeats], minlength=int(event.sum())).astype(np.int32),
         pause=pause[event], blank=np.exp(blank[event]),
-        begin=np.concatenate([[0], np.cumsum(said[event])]), token=token[kept], prob=np.exp(value[kept]),
+        begin=np.concatenate([[0], np.cumsum(counts[event])]), token=token[kept], prob=np.exp(value[kept]),
         labels=labels,
     )
 
 
 def _likely(log_probs: np.ndarray | Tensor, inside: np.ndarray, blank_id: int, threshold: float
             ) -> tuple[np.ndarray, ...]:
-    """Find the likely tokens except the blank as (frame, token, log-probability), counting only frames inside.
+    """Find the likely tokens of the frames inside, except the blank. A frame without any keeps its best.
 
-    Returned before them, for each frame inside [F]: the highest log-probability and the blank's. A frame whose
-    tokens all lie under the threshold keeps its best.
-
-    Where the blank is sure, no other token can reach the threshold, so that most frames cost a look at one number
-    instead of V.
+    Returns the highest log-probability and the blank's of each frame [F], and frame, token and log-probability of each
+    likely token [N]. If the blank is almost certain, no other token can reach the threshold, so most frames need only
+    one value to be read instead of V.
     """
-    chance = math.exp(threshold)
-    # A blank of float32 is 1 while the others together have less than its precision: that says nothing of them.
-    sure = math.log1p(-chance) if np.finfo(np.float32).eps < chance < 1 else math.inf
+    least = math.exp(threshold)
+    # Below float32's precision, a blank of 1 says nothing about the other tokens.
+    certain = math.log1p(-least) if np.finfo(np.float32).eps < least < 1 else math.inf
     flat = log_probs.reshape(-1, log_probs.shape[-1])
     numpy: Callable[[Any], np.ndarray]
     indices: Callable[[np.ndarray], Any]  # on the device of ``log_probs``, like the result
@@ -154,29 +151,29 @@ def _likely(log_probs: np.ndarray | Tensor, inside: np.ndarray, blank_id: int, t
         numpy = lambda column: column.float().cpu().numpy()  # noqa: E731
         indices = lambda rows: torch.from_numpy(rows).to(flat.device)  # noqa: E731
         nonzero, highest = lambda mask: mask.reshape(-1).nonzero()[:, 0].cpu().numpy(), lambda rows: rows.amax(-1)
-    there = np.flatnonzero(inside)
-    blank = numpy(flat[:, blank_id][indices(there)])
-    unsure = np.flatnonzero(~(blank >= sure))  # NaN counts as unsure
+    frames = np.flatnonzero(inside)
+    blank = numpy(flat[:, blank_id][indices(frames)])
+    uncertain = np.flatnonzero(~(blank >= certain))  # also NaN
     top = blank.copy()
-    if not len(unsure):
+    if not len(uncertain):
         none = np.zeros(0, np.int64)
         return top, blank, none, none, np.zeros(0, np.float32)
-    some = flat[indices(there[unsure])]
+    some = flat[indices(frames[uncertain])]
     above = highest(some)
-    top[unsure] = numpy(above)
+    top[uncertain] = numpy(above)
     places = nonzero(some > threshold)
-    flat_rows = np.flatnonzero(top[unsure] <= threshold)
+    flat_rows = np.flatnonzero(top[uncertain] <= threshold)
     if len(flat_rows):
         best = some[indices(flat_rows)].argmax(-1)
         places = np.concatenate([places, flat_rows * some.shape[1] + np.asarray(best.tolist())])
     row, token = np.divmod(places, some.shape[1])
     value = numpy(some.reshape(-1)[indices(places)])
     other = token != blank_id
-    return top, blank, unsure[row[other]], token[other], value[other]
+    return top, blank, uncertain[row[other]], token[other], value[other]
 
 
 def strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, max_tokens: int) -> tuple[np.ndarray, ...]:
-    """Keep at most this many tokens per frame, in the order of frames, the likeliest first."""
+    """Keep at most ``max_tokens`` per frame, in the order of frames, the most likely first."""
     order = np.lexsort((-value, row))
     counts = np.bincount(row)
     rank = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -185,16 +182,16 @@ def strongest(row: np.ndarray, token: np.ndarray, value: np.ndarray, max_tokens:
 
 
 def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.ndarray]) -> list[TokenSpans]:
-    """Locate the tokens of each transcript [U] that begin at events [U], and how likely they are there.
+    """Return the spans and confidences of each transcript's tokens [U], which begin at events [U].
 
-    A token begins at the event where the best path first takes it, and continues while it is at least as likely as
-    the blank in the following frames.
+    A token begins at the event where the best path first takes it, and continues while it is at least as likely as the
+    blank.
     """
     if not len(tokens):
         return []
     sizes = np.array([len(each) for each in tokens])
     token, event = np.concatenate(tokens).astype(np.int64), np.concatenate(events).astype(np.int64)
-    # The limit of a token: the next token, or the end of the utterance.
+    # A token ends at the latest with the next token, or the utterance.
     limit = np.append(event[1:], 0)
     last = np.cumsum(sizes)[sizes > 0] - 1
     limit[last] = batch.first[np.searchsorted(batch.first, event[last], side="right")]
@@ -207,19 +204,20 @@ def spans_of(batch: Events, tokens: Sequence[np.ndarray], events: Sequence[np.nd
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
         return np.where(keys[at] == wanted, probs[at], 0.0)
 
-    # Each event up to the limits, and which token it may continue: all at once, since a token may last for long.
+    # All events up to the limits, and the token that each may continue.
     longest = np.maximum(limit - event, 1)
     owner = np.repeat(np.arange(len(token)), longest)
     begin = np.cumsum(longest) - longest
     each = np.arange(len(owner)) + (event - begin)[owner]
-    held, lasts = prob(each, token[owner]), batch.run[each]
-    close = batch.frame[each] == batch.frame[each - 1] + batch.run[each - 1]
-    stops = ~(close & (held > 0) & (held >= batch.blank[each]))
+    probability, frames = prob(each, token[owner]), batch.run[each]
+    adjacent = batch.frame[each] == batch.frame[each - 1] + batch.run[each - 1]
+    stops = ~(adjacent & (probability > 0) & (probability >= batch.blank[each]))
     stops[begin] = False
     stopped = np.cumsum(stops)
     alive = stopped == stopped[begin][owner]
-    # These sums add one after another, as a stream and a recording must to the last bit.
-    mass, run = (np.bincount(owner[alive], column[alive], minlength=len(token)) for column in (held * lasts, lasts))
+    # bincount adds in order, so that a stream and a recording give the same to the last bit.
+    mass, run = (np.bincount(owner[alive], column[alive], minlength=len(token))
+                 for column in (probability * frames, frames))
     run = run.astype(np.int64)
     starts = batch.frame[event].astype(np.int64)
     columns = (token, starts, starts + run, (mass / run).astype(np.float32))

@@ -1,15 +1,15 @@
-"""Prefix beam search over a whole batch at once: every step is a handful of array operations.
+"""Prefix beam search over a whole batch at once: every step is a few array operations.
 
 All hypotheses of all utterances are in flat arrays [M], sorted by utterance. One step extends each by the likely
 tokens of its utterance's next event, merges those with the same spelling, scores words that became complete, and
-keeps the best of each utterance. Probabilities are plain numbers, rescaled to the best of their utterance after each
-step, which avoids logarithms of sums. ``Search`` has what CTC and a transducer share; ``CTCSearch`` is CTC's.
+keeps the best of each utterance. Probabilities are not logarithms: they are rescaled to the best of their utterance
+after each step, which avoids logarithms of sums. ``Search`` has what CTC and a transducer share.
 
-CTC's, measured by tools/bench/decode.py on two cores with a beam of 100, a 3-gram model and 64 utterances, in
+CTC's speed, measured by tools/bench/decode.py on two cores with a beam of 100, a 3-gram model and 64 utterances, in
 seconds of audio per second, one process: 2500 for 25 characters, 970 for 1000 pieces and 640 for 5000. SpeechBrain's
 CTCBeamSearcher makes 460, 130 and 60 at a higher error rate; flashlight, with 20 tokens followed per frame, 460, 130
 and 110, at a lower error rate for characters (as here with token_threshold -12) and a higher one for pieces. So it
-isn't used. A step costs much the same for few utterances as for many: search many at once.
+isn't used. A step takes about as long for a few utterances as for many: search many at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sbkit.decode.fusion import Fusion, FusionWeights
 from sbkit.decode.hashing import mix
 from sbkit.decode.posteriors import Events
 
-AT_ONCE = 256  # utterances searched together; more would not fit in the cache, and a key has room for 4096
-CROWD = 2  # hypotheses scored for each that may be kept
+MAX_BATCH = 256  # utterances searched together; more would not fit in the cache, and a key has room for 4096
+SCORED_PER_KEPT = 2  # hypotheses scored for each that may be kept
 BINS = 64
-_HASH_BITS = np.uint64(52)  # of a key; its utterance's number lies above
+_HASH_BITS = np.uint64(52)  # of a key; the bits above are its utterance's number
 _SHIFT = np.uint64(12)
-NOTHING = (*(np.zeros(0, np.int64),) * 3, np.zeros(0))  # of a history
+EMPTY_HISTORY = (*(np.zeros(0, np.int64),) * 3, np.zeros(0))
 _DONE, _WORD, _LAST = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9), np.uint64(0x27D4EB2F165667C5)
 
 
@@ -39,7 +39,7 @@ class TokenHypothesis:
 
     tokens: np.ndarray  # [U]
     events: np.ndarray  # [U] where each token begins, counted across the batch
-    likely: np.ndarray  # [U] the probability of each there
+    probs: np.ndarray  # [U] the probability of each token there
     score: float  # total: acoustic, language model, words and hot words
     acoustic: float
 
@@ -49,11 +49,11 @@ class Beams:
     """Hypotheses as arrays [M], sorted by key and so by utterance."""
 
     utterance: np.ndarray
-    key: np.ndarray  # utterance, words, begun word and last tokens in one number
+    key: np.ndarray  # hash of utterance, words, unfinished word and last tokens
     done: np.ndarray  # hash of the complete words, or of the tokens if the language model is over pieces
     word: np.ndarray  # hash of the unfinished word, 0 for none
-    last: np.ndarray  # token that it ends with, or as many as decide what comes next [M, N]
-    predicted: np.ndarray  # [M, J] what was predicted from them; [M, 0] if nothing is
+    last: np.ndarray  # the last token, or as many as a transducer's prediction depends on [M, N]
+    predicted: np.ndarray  # [M, J] a transducer's prediction from them; [M, 0] without one
     blank: np.ndarray  # probability of all paths that end in a blank
     other: np.ndarray  # the same for paths that end in the last token
     text: np.ndarray  # score of the complete words
@@ -62,10 +62,10 @@ class Beams:
     hot: np.ndarray  # of the hot words
     node: np.ndarray  # row in the history
     event: np.ndarray  # at which its last token began, -1 for none
-    known: np.ndarray  # bool: whether the score of the begun word, if it ends here, is in these:
-    gain: np.ndarray
-    after: np.ndarray
-    hot_after: np.ndarray
+    known: np.ndarray  # bool: whether the three below are computed
+    gain: np.ndarray  # score of the unfinished word if it ends here
+    after: np.ndarray  # the language model's state then
+    hot_after: np.ndarray  # the hot words' state then
 
     def __len__(self) -> int:
         return len(self.key)
@@ -75,40 +75,40 @@ class Beams:
 
 
 class Extensions(NamedTuple):
-    """What hypotheses [M] become."""
+    """The hypotheses [M] without a new token, and N with one."""
 
-    stay_blank: np.ndarray  # [M] probabilities of those that stay as they are: of paths that end in a blank
-    stay_other: np.ndarray  # [M] and of those that end in the token
+    stay_blank: np.ndarray  # [M] without a new token: probability of all paths that end in a blank
+    stay_other: np.ndarray  # [M] the same for paths that end in the last token
     parent: np.ndarray  # [N] the hypothesis that is extended
     token: np.ndarray  # [N]
-    likely: np.ndarray  # [N] how likely the token is there
-    extended: np.ndarray  # [N] probability
+    probs: np.ndarray  # [N] the token's probability
+    extended: np.ndarray  # [N] the extended hypothesis's
 
 
 class Search(ABC):
-    """One search over a batch. A derived class says by what, and how likely, a hypothesis goes on.
+    """One search over a batch. Subclasses compute how hypotheses are extended.
 
-    beam : hypotheses kept of each utterance
-    width : how much worse than the best a hypothesis may be, a natural logarithm
+    beam : hypotheses kept per utterance
+    width : how much worse than the best a hypothesis may be (natural logarithm)
     """
 
     def __init__(self, fusion: Fusion, weights: FusionWeights, beam: int, width: float):
         self.fusion, self.pieces, self.weights = fusion, fusion.pieces, weights
         self.beam, self.width = beam, width
-        self.most_gained = max(0.0, weights.word) + fusion.hot.most  # by one token, without the language model
-        self.opening = fusion.expect(self.pieces.hash, weights)  # [V] best score of a word that begins with it
+        self.max_gain = max(0.0, weights.word) + fusion.hot.max_boost  # of one token, without the language model
+        self.opening = fusion.expect(self.pieces.hash, weights)  # [V] best score of a word that begins with the token
 
     def _search(self, counts: np.ndarray, offset: np.ndarray, nbest: int) -> list[list[TokenHypothesis]]:
         """Find the best transcripts of each utterance, best first.
 
         counts : [B] events of each utterance, which follow one another
-        offset : [B] what every hypothesis of an utterance scores besides
+        offset : [B] added to the score of every hypothesis of an utterance
         """
-        self.rank = np.argsort(-counts, kind="stable")  # those with most events first, so that the others end
+        self.rank = np.argsort(-counts, kind="stable")  # most events first, so that finished utterances are last
         self.first = (np.cumsum(counts) - counts)[self.rank]
         counts = counts[self.rank]
         self.scale = offset[self.rank].astype(np.float64)
-        self.history: list[tuple[np.ndarray, ...]] = [NOTHING]  # columns: parent, token, event, probability
+        self.history: list[tuple[np.ndarray, ...]] = [EMPTY_HISTORY]  # columns: parent, token, event, probability
         self.nodes = len(counts)  # the first rows of the history are the starts
         beams, ended = self._start(len(counts)), []
         for step in range(int(counts.max(initial=0))):
@@ -120,7 +120,7 @@ class Search(ABC):
             beams = self._step(beams, self.first[:active] + step)
         return self._finish([*ended, beams], nbest)
 
-    # ------------------------------------------------------------ of a derived class
+    # ------------------------------------------------------------ for subclasses
 
     @abstractmethod
     def _begin(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,17 +128,17 @@ class Search(ABC):
 
     @abstractmethod
     def _extend(self, beams: Beams, event: np.ndarray) -> Extensions:
-        """Compute how hypotheses [M] go on at their utterances' events [B]."""
+        """Extend hypotheses [M] at their utterances' events [B]."""
 
     @abstractmethod
-    def _follow(self, last: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the last tokens [N, ...] after one more [N], and a hash of them [N]."""
+    def _append(self, last: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Append a token [N] to the last tokens [N, ...]; returns them and their hashes [N]."""
 
     def _predict(self, last: np.ndarray) -> np.ndarray:
-        """Return what is predicted from last tokens [N, ...]."""
+        """Compute a transducer's prediction from the last tokens [N, ...]."""
         return np.zeros((len(last), 0))
 
-    # ------------------------------------------------------------ of all
+    # ------------------------------------------------------------ shared
 
     def _start(self, batch: int) -> Beams:
         utterance = np.arange(batch)
@@ -151,27 +151,27 @@ class Search(ABC):
             node=utterance, event=none - 1, known=none.astype(bool), gain=zero, after=state, hot_after=none)
 
     def _step(self, beams: Beams, event: np.ndarray) -> Beams:
-        """Search the events [B] of all utterances that have one."""
-        return self._grow(beams, event, self._extend(beams, event))
+        """Process the next event [B] of each active utterance."""
+        return self._advance(beams, event, self._extend(beams, event))
 
-    def _grow(self, beams: Beams, event: np.ndarray, found: Extensions) -> Beams:
-        """Merge and score what hypotheses become at events [B], and keep the best."""
+    def _advance(self, beams: Beams, event: np.ndarray, found: Extensions) -> Beams:
+        """Merge and score extended hypotheses at events [B], and keep the best."""
         active = len(event)
-        stay_blank, stay_other, parent, token, likely, extended = found
+        stay_blank, stay_other, parent, token, probs, extended = found
         # The effect of each token on its hypothesis's last word.
-        opens, begun = self.pieces.opens[token], beams.word[parent]
-        closes = opens & (begun != 0)
-        word = np.where(opens, np.uint64(0), begun) * self.pieces.power[token] + self.pieces.hash[token]
+        opens, unfinished = self.pieces.opens[token], beams.word[parent]
+        closes = opens & (unfinished != 0)
+        word = np.where(opens, np.uint64(0), unfinished) * self.pieces.power[token] + self.pieces.hash[token]
         done = beams.done[parent]
         if self.fusion.per_piece:
             done = (done + token.astype(np.uint64) + np.uint64(1)) * _DONE
         else:
-            done = np.where(closes, (done + begun) * _DONE, done)
-        last, ending = self._follow(beams.last[parent], token)
+            done = np.where(closes, (done + unfinished) * _DONE, done)
+        last, ending = self._append(beams.last[parent], token)
         key = mix(done + word * _WORD + ending) >> _SHIFT
         key |= beams.utterance[parent].astype(np.uint64) << _HASH_BITS
 
-        # A hypothesis that stayed and those extended to it are merged: the likeliest represents all.
+        # Equal hypotheses are merged: the most likely one represents all.
         keys = np.concatenate([beams.key, key])
         chosen, blank, other = _merge(keys, np.concatenate([stay_blank, np.zeros(len(key))]),
                                       np.concatenate([stay_other, extended]))
@@ -209,7 +209,7 @@ class Search(ABC):
         pick = pick[place]
         new.done[rows], new.word[rows], new.last[rows] = done[pick], word[pick], last[pick]
         new.predicted[rows], new.event[rows] = self._predict(last[pick]), event[new.utterance[rows]]
-        self.history.append((new.node[rows], token[pick], new.event[rows], likely[pick]))
+        self.history.append((new.node[rows], token[pick], new.event[rows], probs[pick]))
         new.node[rows] = self.nodes + np.arange(len(rows))
         self.nodes += len(rows)
         return self._rescaled(new, active)
@@ -217,38 +217,38 @@ class Search(ABC):
     def _rescaled(self, beams: Beams, active: int) -> Beams:
         """Divide probabilities by the highest of each utterance."""
         sizes = np.bincount(beams.utterance, minlength=active)
-        most = np.maximum.reduceat(beams.blank + beams.other, np.cumsum(sizes) - sizes)
-        self.scale[:active] += np.log(most)
-        most = np.repeat(most, sizes)
-        beams.blank, beams.other = beams.blank / most, beams.other / most
+        highest = np.maximum.reduceat(beams.blank + beams.other, np.cumsum(sizes) - sizes)
+        self.scale[:active] += np.log(highest)
+        highest = np.repeat(highest, sizes)
+        beams.blank, beams.other = beams.blank / highest, beams.other / highest
         return beams
 
-    def _hopeful(self, beams: Beams, active: int, stay: np.ndarray, parent: np.ndarray, token: np.ndarray,
-                 extended: np.ndarray) -> np.ndarray:
-        """Rows of the extensions [N] that have a chance, given the probabilities [M] of hypotheses that stay."""
+    def _preselect(self, beams: Beams, active: int, stay: np.ndarray, parent: np.ndarray, token: np.ndarray,
+                   extended: np.ndarray) -> np.ndarray:
+        """Select extensions [N] whose upper bound is within the beam's width of the best without a new token [M]."""
         sizes = np.bincount(beams.utterance, minlength=active)
         with np.errstate(divide="ignore"):
-            best, hope = np.log(stay) + beams.text + beams.soft, np.log(extended)
+            best, bound = np.log(stay) + beams.text + beams.soft, np.log(extended)
         best = np.maximum(np.maximum.reduceat(best, np.cumsum(sizes) - sizes), -1e300)
-        hope += (beams.text + self.most_gained)[parent]
-        goes_on = (beams.word != 0)[parent] & ~self.pieces.opens[token]
-        hope += np.where(goes_on, beams.soft[parent], self.opening[token])
-        kept = np.flatnonzero(hope > np.repeat(best - self.width, sizes)[parent])
-        if len(kept) > CROWD * self.beam:
-            kept = kept[self._promising(beams.utterance[parent[kept]], hope[kept], active)]
+        bound += (beams.text + self.max_gain)[parent]
+        same_word = (beams.word != 0)[parent] & ~self.pieces.opens[token]
+        bound += np.where(same_word, beams.soft[parent], self.opening[token])
+        kept = np.flatnonzero(bound > np.repeat(best - self.width, sizes)[parent])
+        if len(kept) > SCORED_PER_KEPT * self.beam:
+            kept = kept[self._top(beams.utterance[parent[kept]], bound[kept], active)]
         return kept
 
-    def _promising(self, utterance: np.ndarray, hope: np.ndarray, active: int) -> np.ndarray | slice:
-        """Select rows [N], sorted by utterance, that may be among the best: not many more than the beam."""
-        sizes, enough = np.bincount(utterance, minlength=active), CROWD * self.beam
+    def _top(self, utterance: np.ndarray, bound: np.ndarray, active: int) -> np.ndarray | slice:
+        """Select about ``SCORED_PER_KEPT * beam`` rows [N] per utterance with the highest bounds, by a histogram."""
+        sizes, enough = np.bincount(utterance, minlength=active), SCORED_PER_KEPT * self.beam
         if sizes.max() <= enough:
             return slice(None)
         some = np.flatnonzero(sizes)
         best = np.full(active, -np.inf)
-        best[some] = np.maximum.reduceat(hope, (np.cumsum(sizes) - sizes)[some])
-        place = np.minimum((best[utterance] - hope) * (BINS / self.width), BINS - 1).astype(np.int64)
+        best[some] = np.maximum.reduceat(bound, (np.cumsum(sizes) - sizes)[some])
+        place = np.minimum((best[utterance] - bound) * (BINS / self.width), BINS - 1).astype(np.int64)
         counts = np.bincount(utterance * BINS + place, minlength=active * BINS).reshape(active, BINS)
-        last = (np.cumsum(counts, axis=1) < enough).sum(1)  # the bin that makes them enough
+        last = (np.cumsum(counts, axis=1) < enough).sum(1)  # the bin that has the last of them
         return place <= last[utterance]
 
     def _complete(self, beams: Beams, rows: np.ndarray) -> None:
@@ -285,14 +285,14 @@ class Search(ABC):
 
     def _finish(self, parts: list[Beams], nbest: int) -> list[list[TokenHypothesis]]:
         beams = Beams(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Beams)))
-        begun = np.flatnonzero(beams.word != 0)
-        self._complete(beams, begun)
-        beams.text[begun] += beams.gain[begun]
-        beams.done[begun] = (beams.done[begun] + beams.word[begun]) * _DONE
+        rows = np.flatnonzero(beams.word != 0)
+        self._complete(beams, rows)
+        beams.text[rows] += beams.gain[rows]
+        beams.done[rows] = (beams.done[rows] + beams.word[rows]) * _DONE
         if not self.fusion.per_piece:
-            beams.state[begun] = beams.after[begun]
+            beams.state[rows] = beams.after[rows]
         text = beams.text + self.fusion.finish(beams.state, self.weights)
-        # The same words ending in different tokens are one transcript.
+        # Hypotheses with the same words and different last tokens are one transcript.
         key = mix(beams.done) >> _SHIFT | beams.utterance.astype(np.uint64) << _HASH_BITS
         rows, blank, other = _merge(key, beams.blank, beams.other)
         acoustic = np.log(blank + other) + self.scale[beams.utterance[rows]]
@@ -332,7 +332,7 @@ class CTCSearch(Search):
     def _begin(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         return np.full(batch, -1), np.zeros((batch, 0))
 
-    def _follow(self, last: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _append(self, last: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return token, token.astype(np.uint64) * _LAST
 
     def _extend(self, beams: Beams, event: np.ndarray) -> Extensions:
@@ -353,12 +353,12 @@ class CTCSearch(Search):
         extended *= prob
         stay_blank, stay_other = total * events.blank[event], np.zeros(len(beams))
         stay_other[before] = other[before] * prob[again]
-        kept = self._hopeful(beams, active, stay_blank + stay_other, parent, token, extended)
+        kept = self._preselect(beams, active, stay_blank + stay_other, parent, token, extended)
         return Extensions(stay_blank, stay_other, parent[kept], token[kept], prob[kept], extended[kept])
 
 
 def _merge(keys: np.ndarray, blank: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Merge equal keys: the row of the likeliest, in the order of keys, and the sums of the probabilities."""
+    """Merge equal keys: returns the most likely row of each key, in the order of keys, and the summed probabilities."""
     order = np.argsort(keys)
     keys = keys[order]
     changes = np.ones(len(keys), bool)

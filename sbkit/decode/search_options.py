@@ -1,4 +1,4 @@
-"""Options of a search that a command takes: a language model and its weights, hot words."""
+"""A command's options for a beam search: a language model and its weights, hot words."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sbkit.decode.hotwords import phrase_of, refuse_text
+from sbkit.decode.hotwords import check_no_text, normalise_phrase
 from sbkit.errors import SbkitError
 
 
 def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
     """Parse phrases with their boosts, from ``PHRASE``, ``PHRASE=BOOST`` and ``@FILE`` with such lines."""
-    refuse_text(given)
+    check_no_text(given)
     phrases: dict[str, float] = {}
     for each in given:
         lines = [each]
@@ -25,7 +25,7 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
         for line in lines:
             phrase, equals, value = line.rpartition("=")
             try:
-                phrases[phrase_of(phrase if equals else line)] = float(value) if equals else boost
+                phrases[normalise_phrase(phrase if equals else line)] = float(value) if equals else boost
             except ValueError:
                 raise SbkitError(f"hot word {line!r}: the boost {value!r} is not a number",
                                  hint="as in: Ada Lovelace=6") \
@@ -34,7 +34,7 @@ def hot_words(given: Sequence[str], boost: float = 5.0) -> dict[str, float]:
 
 
 def check_weight(options: Mapping[str, Any]) -> None:
-    """Refuse the weight of a language model where there is none."""
+    """Raise if a language model's weight is given without the model."""
     if options.get("lm_weight") is not None and not options.get("lm"):
         raise SbkitError("there is no language model to weight",
                          hint="name one, such as --lm FILE.arpa (see sbkit lm), or leave out its weight")
@@ -42,10 +42,10 @@ def check_weight(options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """The search that a command is asked for; none, unless something is given.
+    """The beam search that a command's options request; none without any of them.
 
     lm, lm_weight, word_score, beam : options of a search with a language model
-    hot_words : phrases to expect, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
+    hot_words : phrases to prefer, each optionally followed by ``=BOOST``; ``@FILE`` has one per line
     """
 
     lm: str | None = None

@@ -49,12 +49,12 @@ class Word:
     confidence: float
 
     def facts(self) -> dict[str, float]:
-        """All but its text, with as many digits as JSON gets."""
+        """Its times and confidence, rounded for JSON."""
         return {"start": round(self.start, 3), "end": round(self.end, 3), "confidence": round(self.confidence, 4)}
 
 
 def at_pauses(words: Iterable[Word], seconds: float = PAUSE_SECONDS) -> list[list[Word]]:
-    """Split words at pauses of at least so many seconds."""
+    """Split words at pauses of at least ``seconds``."""
     runs: list[list[Word]] = []
     for word in words:
         if runs and word.start - runs[-1][-1].end < seconds:
@@ -91,18 +91,18 @@ def collapse(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> l
 def sums(begins: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Sum the weights [N] of each run [R], whose first element ``begins`` [N] marks.
 
-    They are added one after another, so that a sum that is continued later has the same value to the last bit.
+    They are added one after another, so that a sum that is continued later is the same to the last bit.
     """
     return np.bincount(np.cumsum(begins) - 1, weights=weights)
 
 
 class WordTokens(NamedTuple):
-    """The tokens of one word, or of none where only a word's mark was heard."""
+    """The tokens of one word; none if the model only output a word's start mark."""
 
-    opener: int  # the token that began it
-    alone: bool  # that token says nothing of the word before
+    first: int  # the token at which it begins
+    clean: bool  # that token has no text of the word before
     parts: list[str]
-    tokens: list[int]  # those that say the parts
+    tokens: list[int]  # the token of each part
 
 
 def words(spans: TokenSpans, piece: Callable[[int], str], frame_seconds: float, *, start: float = 0.0,
@@ -113,40 +113,42 @@ def words(spans: TokenSpans, piece: Callable[[int], str], frame_seconds: float, 
     frame_seconds : seconds from one frame to the next
     start : time of the first frame in seconds
     skip : ids without text, such as those that begin and end a sentence
-    separator : marks a word's start within a piece; None makes every token a word, for scripts without spaces
-    pause : this many frames without a token end a word, whatever the pieces say; None: only pieces end words
+    separator : marks a word's start in a piece; None makes every token a word, for scripts without spaces
+    pause : frames without a token that end a word, whatever the next piece is; None: only pieces end words
     """
-    return written(grouped(spans, piece, skip=skip, separator=separator, pause=pause), spans, frame_seconds, start)
+    groups = group_tokens(spans, piece, skip=skip, separator=separator, pause=pause)
+    return write_words(groups, spans, frame_seconds, start)
 
 
-def grouped(spans: TokenSpans, piece: Callable[[int], str], *, skip: Collection[int] = (),
+def group_tokens(spans: TokenSpans, piece: Callable[[int], str], *, skip: Collection[int] = (),
             separator: str | None = WORD_START, pause: float | None = None, longest: float | None = None
             ) -> list[WordTokens]:
     """Assign tokens to words; the arguments are those of :func:`words`.
 
-    longest : a token that begins this many frames after the word that it continues begins another; None: none does
+    longest : a word's maximum length in frames: a token that begins later begins another word; None: no maximum
     """
     found: list[WordTokens] = []
-    heard_until, began = 0, 0
+    last_end, began = 0, 0
     for i, token in enumerate(spans.ids.tolist()):
         if token in skip:
             continue
-        breaks = pause is not None and spans.starts[i] - heard_until >= pause
+        breaks = pause is not None and spans.starts[i] - last_end >= pause
         breaks |= longest is not None and spans.starts[i] - began >= longest
-        heard_until = spans.ends[i]
+        last_end = spans.ends[i]
         for number, (part, opens) in enumerate(_parts(piece(token), separator)):
             if opens or not found or (breaks and not number):
-                alone = not found or i not in found[-1].tokens
-                if alone:
+                clean = not found or i not in found[-1].tokens
+                if clean:
                     began = spans.starts[i]
-                found.append(WordTokens(i, alone, [], []))
+                found.append(WordTokens(i, clean, [], []))
             if part:
                 found[-1].parts.append(part)
                 found[-1].tokens.append(i)
     return found
 
 
-def written(groups: Sequence[WordTokens], spans: TokenSpans, frame_seconds: float, start: float = 0.0) -> list[Word]:
+def write_words(groups: Sequence[WordTokens], spans: TokenSpans, frame_seconds: float, start: float = 0.0
+                ) -> list[Word]:
     """Write groups of tokens as words with times, in whole milliseconds, and confidences."""
     return [
         Word(

@@ -1,4 +1,4 @@
-"""What has been heard of a stream so far, and how its tokens are written; needs only numpy."""
+"""The results of a stream so far, and how its tokens are written; needs only numpy."""
 
 from __future__ import annotations
 
@@ -9,50 +9,62 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sbkit.decode.spans import PAUSE_SECONDS, WORD_START, TokenSpans, Word, WordTokens, grouped, refuse_scores, written
+from sbkit.decode.spans import (
+    PAUSE_SECONDS,
+    WORD_START,
+    TokenSpans,
+    Word,
+    WordTokens,
+    group_tokens,
+    refuse_scores,
+    write_words,
+)
 from sbkit.errors import SbkitError
 
-#: A word, or what waits for a word to be settled, is ended after this long: a stream has to be bounded.
+#: A word, or audio without a settled word, ends after this long: a stream's memory has to be bounded.
 LONGEST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class StreamResult:
-    """What is new after a piece of a stream. Times are seconds from the first sample."""
+    """What is new after some samples of a stream. Times are seconds from the first sample."""
 
     settled: list[Word]
-    """Words that nothing can change any more, since the last ``StreamResult``."""
+    """Words that have become final since the last ``StreamResult``."""
     partial: list[Word]
-    """All words after the settled ones: they may change."""
+    """All words after the settled ones, which may still change."""
     endpoint: bool
     """The line is over: its last word was followed by a pause, or by the end of the stream."""
     seconds: float
-    """Until when it was heard."""
+    """The end of the audio that was decoded."""
 
 
-def within(heard: StreamResult, seconds: float) -> StreamResult:
-    """Bound what was heard by the seconds of audio that there were: the last frame may reach beyond them."""
-    if heard.seconds <= seconds:
-        return heard
+def clip(result: StreamResult, seconds: float) -> StreamResult:
+    """Clip a result's times to the length of the audio: the last frame may reach beyond it."""
+    if result.seconds <= seconds:
+        return result
     settled, partial = ([replace(word, end=min(word.end, seconds)) for word in words]
-                        for words in (heard.settled, heard.partial))
-    return replace(heard, settled=settled, partial=partial, seconds=seconds)
+                        for words in (result.settled, result.partial))
+    return replace(result, settled=settled, partial=partial, seconds=seconds)
 
 
 class StreamSearch(ABC):
-    """Decodes one stream. What it has heard after a number of frames doesn't depend on how they were cut in pieces."""
+    """Decodes one stream. Its results don't depend on how the frames were split into calls of :meth:`feed`."""
 
     quick: bool
-    """Whether a piece takes less time than handing it to another thread would."""
+    """Whether :meth:`feed` is faster than handing its frames to another thread."""
 
     @abstractmethod
     def feed(self, scores: np.ndarray) -> list[StreamResult]:
-        """Decode what a model gave for frames, such as log-probabilities [T, V]: one ``StreamResult`` for each line
-        that ends there, and one for the line in progress. Refused ones leave the stream unchanged."""
+        """Decode a model's output for some frames, such as log-probabilities [T, V].
+
+        Returns a ``StreamResult`` for each line that ends there, and one for the line in progress. Invalid output
+        leaves the stream unchanged.
+        """
 
     @abstractmethod
     def finish(self) -> StreamResult:
-        """Settle what is left: the stream is over."""
+        """Settle the remaining words: the stream is over."""
 
 
 @dataclass(frozen=True)
@@ -77,25 +89,25 @@ class Spelling:
 
     @property
     def longest(self) -> float:
-        """The most frames of a word, or of what waits for a word to be settled."""
+        """The maximum frames of a word, or of audio without a settled word."""
         return LONGEST_SECONDS / self.frame_seconds
 
     def groups(self, spans: TokenSpans, longest: float | None = None) -> list[WordTokens]:
-        """Assign the tokens of a stretch to words."""
-        return grouped(spans, self.symbols.__getitem__, skip=self.silent, separator=self.separator, pause=self.pause,
-                       longest=longest)
+        """Assign tokens to words."""
+        return group_tokens(spans, self.symbols.__getitem__, skip=self.silent, separator=self.separator,
+                            pause=self.pause, longest=longest)
 
     def write(self, groups: Sequence[WordTokens], spans: TokenSpans) -> list[Word]:
         """Write the words of ``spans``, whose frames count from the first of the stream."""
-        return written(groups, spans, self.frame_seconds)
+        return write_words(groups, spans, self.frame_seconds)
 
     def after_pause(self, end: int) -> int:
-        """The first frame by which a pause has followed a token that ended at frame ``end``."""
+        """The frame at which the pause after a token that ended at frame ``end`` is long enough."""
         frame = end + math.floor(self.pause)
         return frame if frame - end >= self.pause else frame + 1
 
     def check(self, log_probs: np.ndarray) -> None:
-        """Refuse what can't be log-probabilities [T, V] of these tokens."""
+        """Raise if these can't be log-probabilities [T, V] of these tokens."""
         if log_probs.ndim != 2 or log_probs.shape[1] != len(self.symbols) or log_probs.dtype.kind != "f":
             raise SbkitError(f"a piece of a stream is {log_probs.dtype} {[*log_probs.shape]}, but must be float "
                              f"[frames, {len(self.symbols)}]", hint="do the tokens belong to this model?")
@@ -107,10 +119,10 @@ class Spelling:
         refuse_scores(best)
 
 
-def settled(groups: Sequence[WordTokens]) -> tuple[int, int]:
-    """Count the words [of groups] that the tokens after them can't change, and give the first token of the rest.
+def count_settled(groups: Sequence[WordTokens]) -> tuple[int, int]:
+    """Return how many words are final, and the first token after them.
 
-    A word is settled once a token that says nothing of it has begun the next.
+    A word is final once a token that has no text of it has begun the next.
     """
-    count = next((i for i in range(len(groups) - 1, 0, -1) if groups[i].alone), 0)
-    return count, groups[count].opener if count else 0
+    count = next((i for i in range(len(groups) - 1, 0, -1) if groups[i].clean), 0)
+    return count, groups[count].first if count else 0

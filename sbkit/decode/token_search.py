@@ -1,4 +1,4 @@
-"""What beam searches share, whatever scores tokens: a language model, a lexicon, hot words, texts, processes."""
+"""The base of beam searches over CTC and transducers: language model, lexicon, hot words and worker processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import numpy as np
 
 from sbkit.decode import lm as language_models
 from sbkit.decode.fusion import Fusion, FusionWeights
-from sbkit.decode.hotwords import HotWords, boosted
+from sbkit.decode.hotwords import HotWords, phrase_boosts
 from sbkit.decode.pieces import Pieces
-from sbkit.decode.prefix_search import AT_ONCE, TokenHypothesis
+from sbkit.decode.prefix_search import MAX_BATCH, TokenHypothesis
 from sbkit.decode.spans import WORD_START, TokenSpans, Word, words
 from sbkit.decode.streaming import Spelling, StreamSearch
 from sbkit.errors import SbkitError
@@ -39,7 +39,7 @@ class Hypothesis:
     text: str
     score: float  # the total: acoustic, language model, words, hot words
     acoustic: float  # the model's log-probability of the tokens
-    spans: TokenSpans  # the tokens with their frames and confidences, as greedy decoding gives them
+    spans: TokenSpans  # the tokens with their frames and confidences, as from greedy decoding
 
     @property
     def confidence(self) -> float | None:
@@ -50,11 +50,10 @@ class Hypothesis:
 class TokenSearch(ABC):
     """Beam search for the best transcripts of a batch. Files are loaded on first use, not by the constructor.
 
-    It searches all utterances of a batch at once with array operations, in one process or over several
-    (``workers``); its speed depends on how many tokens are likely per frame, hardly on the size of the vocabulary.
+    It searches all utterances of a batch at once with array operations, in one process or in several
+    (``workers``); its speed depends on how many tokens are likely per frame, not on the size of the vocabulary.
 
-    tokenizer : the model's: a ``sbkit.data.tokens.Tokenizer``, or its pieces in order of their ids; can be
-        set later
+    tokenizer : the model's ``sbkit.data.tokens.Tokenizer``, or its pieces in order of their ids; can be set later
     lm : a language model over words or over the tokenizer's pieces: ARPA (``.gz`` too) or KenLM's binary
     lexicon : the only words that may be transcribed, or a file whose lines begin with them
     beam : hypotheses kept per utterance; None: 64 for CTC, 16 for a transducer
@@ -67,7 +66,7 @@ class TokenSearch(ABC):
     hot_words : words or phrases to expect, each with its boost, or all with ``hot_boost`` (natural logarithm)
     nbest : transcripts per utterance
     unit : ``word`` or ``piece``, the unit that the language model must have; None detects it
-    workers : processes to search in besides this one; 0 searches only here
+    workers : processes to search in besides this one
     """
 
     def __init__(self, tokenizer: Tokenizer | Sequence[str] | None = None, lm: str | Path | None = None,
@@ -77,7 +76,7 @@ class TokenSearch(ABC):
                  unknown_score: float = -14.0, hot_words: Mapping[str, float] | Sequence[str] | None = None,
                  hot_boost: float = 5.0, nbest: int = 1, unit: str | None = None, blank_id: int = 0,
                  separator: str | None = WORD_START, workers: int = 0):
-        beam = self.usual_beam if beam is None else beam
+        beam = self.default_beam if beam is None else beam
         for name, value, low in (("beam", beam, 1), ("token_beam", token_beam, 1), ("nbest", nbest, 1),
                                  ("workers", workers, 0)):
             if not isinstance(value, int) or value < low:
@@ -93,20 +92,20 @@ class TokenSearch(ABC):
         if word_score is None:  # compensates the language model's penalty on each word
             word_score = FusionWeights.word if self.lm else 0.0
         self.weights = FusionWeights(float(lm_weight), float(word_score), float(unknown_score))
-        self.hot_words = HotWords(boosted(hot_words, hot_boost))
+        self.hot_words = HotWords(phrase_boosts(hot_words, hot_boost))
         self.unit, self.blank_id, self.separator, self.workers = unit, blank_id, separator, workers
         self._tokenizer = tokenizer
         self._pool: ProcessPoolExecutor | None = None
 
-    usual_beam: ClassVar[int] = 64
-    keeps_all: ClassVar[bool] = True
-    """Whether :meth:`events` of a whole test set are small enough to be kept."""
+    default_beam: ClassVar[int] = 64
+    keeps_events: ClassVar[bool] = True
+    """Whether :meth:`events` are small enough to be kept for a whole test set."""
 
     # ------------------------------------------------------------------ use
 
     @abstractmethod
     def events(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> Any:  # what ``search`` takes
-        """Run the first half of :meth:`decode`: what there is to search, which can be kept."""
+        """Run the first half of :meth:`decode`; :meth:`search` runs the second on its result."""
 
     @abstractmethod
     def join(self, batches: Sequence[Any]) -> Any:  # as above
@@ -114,17 +113,17 @@ class TokenSearch(ABC):
 
     @abstractmethod
     def stream(self, spelling: Spelling) -> StreamSearch:
-        """Make the search of one stream, whose tokens are written like this."""
+        """Make the search of one stream."""
 
     @abstractmethod
-    def _found(self, batch: Any, weights: FusionWeights, nbest: int,  # as above
+    def _search_spans(self, batch: Any, weights: FusionWeights, nbest: int,  # as above
                ) -> list[list[tuple[TokenHypothesis, TokenSpans]]]:
-        """Search, and locate the tokens of each transcript."""
+        """Search, and return the spans of each transcript's tokens."""
 
     def decode(self, scores: np.ndarray | Tensor, lengths: np.ndarray | Tensor) -> list[list[Hypothesis]]:
         """The ``nbest`` transcripts of each utterance.
 
-        scores : [B, T, ...] what the model gives for each frame, a tensor on any device or an array
+        scores : [B, T, ...] the model's output for each frame, a tensor on any device or an array
         lengths : [B] frames of each utterance, integers
         """
         return self.search(self.events(scores, lengths))
@@ -133,13 +132,13 @@ class TokenSearch(ABC):
                weights: FusionWeights | None = None) -> list[list[Hypothesis]]:
         """Run the second half of :meth:`decode` on the result of :meth:`events`, optionally with other weights."""
         weights = weights or self.weights
-        parts = max(self.workers + 1, -(-len(batch) // AT_ONCE))
+        parts = max(self.workers + 1, -(-len(batch) // MAX_BATCH))
         cuts = np.linspace(0, len(batch), min(len(batch), parts) + 1).astype(int).tolist()
-        pieces = [batch.part(start, stop) for start, stop in pairwise(cuts)]
-        if self.workers and len(pieces) > 1:
-            found = self._in_processes(pieces, weights)
+        batches = [batch.part(start, stop) for start, stop in pairwise(cuts)]
+        if self.workers and len(batches) > 1:
+            found = self._in_processes(batches, weights)
         else:
-            found = [self._search(piece, weights) for piece in pieces]
+            found = [self._search(each, weights) for each in batches]
         return [hypotheses for part in found for hypotheses in part]
 
     def words(self, spans: TokenSpans, frame_seconds: float, start: float = 0.0) -> list[Word]:
@@ -148,7 +147,7 @@ class TokenSearch(ABC):
                      separator=self.separator)
 
     def spelling(self, frame_seconds: float) -> Spelling:
-        """How a search of a stream writes its tokens."""
+        """Return how tokens are written, for :meth:`stream`."""
         return Spelling(self.pieces.texts, frame_seconds, self._silent, self.separator)
 
     @property
@@ -178,7 +177,7 @@ class TokenSearch(ABC):
 
     @cached_property
     def _silent(self) -> frozenset[int]:
-        return frozenset(i for i, text in enumerate(self.pieces.texts) if text not in self.pieces.said)
+        return frozenset(i for i, text in enumerate(self.pieces.texts) if text not in self.pieces.spoken)
 
     @cached_property
     def fusion(self) -> Fusion:
@@ -191,35 +190,35 @@ class TokenSearch(ABC):
             if not pieces.spells(word):
                 raise SbkitError(f"the hot word {word!r} can't be spelled with this model's tokens",
                                  hint="write it as in the transcripts")
-        return Fusion(pieces, model, self._allowed(), self.hot_words, per_piece)
+        return Fusion(pieces, model, self._lexicon_words(), self.hot_words, per_piece)
 
-    def _allowed(self) -> list[str] | None:
+    def _lexicon_words(self) -> list[str] | None:
         if self.lexicon is None:
             return None
         if isinstance(self.lexicon, (str, Path)):
             name = str(self.lexicon)
-            allowed = [line.split()[0] for line in language_models.read_texts([self.lexicon]) if line]
+            words = [line.split()[0] for line in language_models.read_texts([self.lexicon]) if line]
         else:
-            name, allowed = "the lexicon", list(self.lexicon)
-        allowed = list(dict.fromkeys(allowed))
-        spelled = sum(map(self.pieces.spells, allowed))
-        if spelled * 2 <= len(allowed):
-            raise SbkitError(f"{name}: {len(allowed) - spelled} of its {len(allowed)} words can't be spelled with this "
+            name, words = "the lexicon", list(self.lexicon)
+        words = list(dict.fromkeys(words))
+        spelled = sum(map(self.pieces.spells, words))
+        if spelled * 2 <= len(words):
+            raise SbkitError(f"{name}: {len(words) - spelled} of its {len(words)} words can't be spelled with this "
                              "model's tokens", hint="write them as in the transcripts, one per line")
-        return allowed
+        return words
 
     # ---------------------------------------------------------------- search
 
     def _search(self, batch: Any,  # as above
                 weights: FusionWeights) -> list[list[Hypothesis]]:
-        # Over pieces a transcript can be found in several spellings; only the best is kept.
-        found = self._found(batch, weights, self.nbest if not self.fusion.per_piece else 2 * self.nbest)
+        # With a model over pieces, several spellings of a transcript can be found; only the best is kept.
+        found = self._search_spans(batch, weights, self.nbest if not self.fusion.per_piece else 2 * self.nbest)
         result = []
-        for several in found:
+        for hypotheses in found:
             unique: dict[str, Hypothesis] = {}
-            for one, span in several:
-                text = self._text(span)
-                unique.setdefault(text, Hypothesis(text, one.score, one.acoustic, span))
+            for each, spans in hypotheses:
+                text = self._text(spans)
+                unique.setdefault(text, Hypothesis(text, each.score, each.acoustic, spans))
             result.append(list(unique.values())[:self.nbest])
         return result
 
@@ -238,14 +237,14 @@ class TokenSearch(ABC):
     def _in_processes(self, parts: list[Any], weights: FusionWeights) -> list[list[list[Hypothesis]]]:
         """Search the first part in this process and the others in worker processes."""
         if self._pool is None:
-            self.load()  # so that errors are raised once, and here
-            # A fresh process: a fork of a process with threads and a device may hang.
+            self.load()  # so that errors are raised once, in this process
+            # Spawned, because a fork of a process with threads and a device may hang.
             with helper_process.without_working_directory():
-                self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _begin, (self,))
+                self._pool = ProcessPoolExecutor(self.workers, get_context("spawn"), _init_worker, (self,))
         try:
             with helper_process.without_working_directory():
-                waiting = [self._pool.submit(_go_on, part, weights) for part in parts[1:]]
-            return [self._search(parts[0], weights), *(future.result() for future in waiting)]
+                futures = [self._pool.submit(_search_part, part, weights) for part in parts[1:]]
+            return [self._search(parts[0], weights), *(future.result() for future in futures)]
         except BrokenProcessPool as error:
             self.close()
             raise SbkitError("a worker process of the beam search died",
@@ -259,20 +258,20 @@ class TokenSearch(ABC):
             self._pool = None
 
     def __getstate__(self) -> dict[str, Any]:
-        loaded = ("fusion", "pieces", "_silent")  # a process loads what it needs itself
+        loaded = ("fusion", "pieces", "_silent")  # each process loads these itself
         return {name: value for name, value in self.__dict__.items() if name not in loaded} | {"_pool": None}
 
 
-_here: TokenSearch | None = None  # the search of a worker process
+_worker_search: TokenSearch | None = None  # set in a worker process
 
 
-def _begin(search: TokenSearch) -> None:
-    global _here
+def _init_worker(search: TokenSearch) -> None:
+    global _worker_search
     os.environ["OMP_NUM_THREADS"] = "1"
-    _here = search
+    _worker_search = search
 
 
-def _go_on(part: Any,  # of what ``search`` takes
-           weights: FusionWeights) -> list[list[Hypothesis]]:
-    assert _here is not None, "_begin comes first"
-    return _here._search(part, weights)
+def _search_part(part: Any,  # of what ``search`` takes
+                 weights: FusionWeights) -> list[list[Hypothesis]]:
+    assert _worker_search is not None, "_init_worker runs first"
+    return _worker_search._search(part, weights)

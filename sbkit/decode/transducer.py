@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sbkit.decode.greedy_stream import SettlingStream, joined
+from sbkit.decode.greedy_stream import SettlingStream, concatenate
 from sbkit.decode.spans import TokenSpans
 from sbkit.decode.streaming import Spelling, StreamResult
 from sbkit.errors import SbkitError
 
-#: Tokens in one frame, after which the next begins whatever is likely: speech has fewer.
-MOST_IN_A_FRAME = 5
+#: Tokens in one frame, after which decoding moves to the next; speech has fewer.
+MAX_TOKENS_PER_FRAME = 5
 
 
 class Joint(ABC):
@@ -29,7 +29,7 @@ class Joint(ABC):
 
     @abstractmethod
     def join(self, encoded: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-        """Map states [N, J] of both to log-probabilities [N, V] of the next token, or of the blank."""
+        """Map states [N, J] of both to log-probabilities [N, V] of the next token or the blank."""
 
 
 class GraphJoint(Joint):
@@ -58,11 +58,11 @@ class GraphJoint(Joint):
 
 
 class TransducerSearch:
-    """Decodes several utterances or streams at once, frame by frame: the likeliest token, until that is the blank.
+    """Decodes several utterances or streams at once, frame by frame: it takes the best token until that is the blank.
 
-    An utterance's tokens don't depend on the others, and neither on how its frames were cut into pieces.
+    An utterance's tokens don't depend on the others, or on how its frames were split into calls of :meth:`feed`.
 
-    count : utterances, each of which begins
+    count : utterances
     """
 
     def __init__(self, joint: Joint, count: int = 1):
@@ -72,30 +72,30 @@ class TransducerSearch:
         self._frames = np.zeros(count, np.int64)
 
     def feed(self, encoded: Sequence[np.ndarray]) -> list[TokenSpans]:
-        """Hear the next states [T, J] of each; returns the tokens in them, whose frames count from the first of all."""
+        """Decode the next states [T, J] of each; returns their tokens, with frames counted from the first one."""
         found: list[list[tuple[int, int, float]]] = [[] for _ in encoded]
         lengths = np.array([len(each) for each in encoded], np.int64)
         for frame in range(int(lengths.max(initial=0))):
             rows = np.flatnonzero(lengths > frame)
             states = np.stack([encoded[row][frame] for row in rows.tolist()])
-            for _ in range(MOST_IN_A_FRAME):
+            for _ in range(MAX_TOKENS_PER_FRAME):
                 log_probs = self.joint.join(states, self._predicted[rows])
                 best = log_probs.argmax(-1)
                 probability = np.take_along_axis(log_probs, best[:, None], -1)[:, 0]
                 if not np.isfinite(probability).all():
                     raise not_a_number()
-                said = np.flatnonzero(best != self.joint.blank)
-                if not len(said):
+                emitted = np.flatnonzero(best != self.joint.blank)
+                if not len(emitted):
                     break
-                rows, states, best = rows[said], states[said], best[said]
-                for row, token, each in zip(rows, best.tolist(), probability[said].tolist(), strict=True):
+                rows, states, best = rows[emitted], states[emitted], best[emitted]
+                for row, token, each in zip(rows, best.tolist(), probability[emitted].tolist(), strict=True):
                     found[row].append((token, int(self._frames[row]) + frame, float(np.exp(each))))
                 self._last[rows] = np.concatenate([self._last[rows, 1:], best[:, None]], 1)
                 self._predicted[rows] = self.joint.predict(self._last[rows])
         self._frames += lengths
         columns = (zip(*each, strict=True) if each else ((), (), ()) for each in found)
-        return [spans_of(np.array(ids, np.int64), np.array(frames, np.int64), np.array(likely))
-                for ids, frames, likely in columns]
+        return [spans_of(np.array(ids, np.int64), np.array(frames, np.int64), np.array(probs))
+                for ids, frames, probs in columns]
 
 
 class TransducerStream(SettlingStream):
@@ -111,15 +111,15 @@ class TransducerStream(SettlingStream):
         [spans] = self._greedy.feed([scores])
         self._frames += len(scores)
         silent = np.isin(spans.ids, list(self.spelling.silent))
-        return self.hear(joined(self._open, spans.take(~silent)))
+        return self.update(concatenate(self._open, spans.take(~silent)))
 
     def finish(self) -> StreamResult:
         return self.end(self._open)
 
 
-def spans_of(tokens: np.ndarray, frames: np.ndarray, likely: np.ndarray) -> TokenSpans:
-    """Locate tokens [U] that were said in frames [U] with these probabilities [U]."""
-    return TokenSpans(tokens, frames, frames + 1, likely.astype(np.float32))
+def spans_of(tokens: np.ndarray, frames: np.ndarray, probs: np.ndarray) -> TokenSpans:
+    """Return the spans of tokens [U] that were output in frames [U] with these probabilities [U]."""
+    return TokenSpans(tokens, frames, frames + 1, probs.astype(np.float32))
 
 
 def not_a_number() -> SbkitError:

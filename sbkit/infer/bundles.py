@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sbkit.data.audio import resample
-from sbkit.decode.durations import Aligned, spell
+from sbkit.decode.durations import Alignment, spell
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.codec import CodecModel
@@ -28,14 +28,14 @@ class Aligner:
         hashes = [self._config.files.get(name, {}).get("sha256") for name in used]
         self.fingerprint = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
-    def align(self, signals: Sequence[np.ndarray], sample_rate: int, texts: Sequence[str]) -> list[Aligned | str]:
+    def align(self, signals: Sequence[np.ndarray], sample_rate: int, texts: Sequence[str]) -> list[Alignment | str]:
         """Return for waveforms [S] and their texts what was heard when, or why that can't be told."""
         rate = self._config.sample_rate
         scores = self._model.engine.run([signal if rate == sample_rate else resample(signal, sample_rate, rate)
                                          for signal in signals])
         return [self._one(found, text) for found, text in zip(scores, texts, strict=True)]
 
-    def _one(self, scores: np.ndarray, text: str) -> Aligned | str:
+    def _one(self, scores: np.ndarray, text: str) -> Alignment | str:
         import torch
 
         from sbkit.decode.greedy import align
@@ -50,7 +50,7 @@ class Aligner:
         except SbkitError as error:
             return str(error)
         frame = config.frame_seconds
-        return Aligned([symbols[number] for number in spans.ids], spans.starts * frame, spans.ends * frame,
+        return Alignment([symbols[number] for number in spans.ids], spans.starts * frame, spans.ends * frame,
                      config.word_separator)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, overload
 
-from sbkit.decode.hotwords import boosted
+from sbkit.decode.hotwords import phrase_boosts
 from sbkit.errors import SbkitError
 from sbkit.export import layout
 from sbkit.infer.bundle_engine import Loaded
@@ -80,8 +80,8 @@ class Model(Loaded[Engine]):
         lm, hot_words, lm_weight, word_score, beam : options of ``sbkit.decode.beam.BeamSearch``; without any, streams
             are decoded as recordings are
         """
-        given = {"lm": lm, "hot_words": boosted(hot_words) or None, "lm_weight": lm_weight, "word_score": word_score,
-                 "beam": beam}
+        given = {"lm": lm, "hot_words": phrase_boosts(hot_words) or None, "lm_weight": lm_weight,
+                 "word_score": word_score, "beam": beam}
         search = {name: value for name, value in given.items() if value is not None}
         with self._lock:
             return Stream(self._stream_engine(), self._decoder(search), chunk, rate)

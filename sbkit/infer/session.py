@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sbkit.decode.streaming import StreamResult, StreamSearch, within
+from sbkit.decode.streaming import StreamResult, StreamSearch, clip
 from sbkit.errors import SbkitError
 from sbkit.export.layout import Config
 from sbkit.export.windows import Window, Windows
@@ -148,7 +148,7 @@ class Session:
             heard = self.search.feed(log_probs) if log_probs is not None else [self.search.finish()]
         except Exception as error:
             return self.fail(error)
-        return self._turn_over([within(each, self.seconds) for each in heard], over=log_probs is None)
+        return self._turn_over([clip(each, self.seconds) for each in heard], over=log_probs is None)
 
     def fail(self, error: BaseException) -> None:
         """End the stream by an error; the first one stays."""

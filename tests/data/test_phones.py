@@ -10,7 +10,7 @@ import pytest
 from sbkit.data import demo_voice
 from sbkit.data.pronunciation import Pronunciation, apart, pronunciation, weights
 from sbkit.data.symbols import Symbols, phones
-from sbkit.decode.durations import shared
+from sbkit.decode.durations import symbol_durations
 from sbkit.errors import SbkitError
 
 SOUNDS = {"a": "ˈeɪ", "the": "ðə", "cat": "kˈæt", "sat": "sˈæt", "12": "twˈɛlv", "twenty": "(de)tvɛn-(en) ti",
@@ -115,13 +115,13 @@ def test_all_clauses_of_a_text_are_pronounced():
 
 def test_symbols_that_are_characters_have_their_frames():
     frames = np.array([3, 5, 0, 7, 2])
-    assert shared(frames, [1, 2, 3]).tolist() == frames.tolist()
+    assert symbol_durations(frames, [1, 2, 3]).tolist() == frames.tolist()
 
 
 def test_a_words_phones_share_its_frames_and_none_is_lost():
     frames = np.array([3, 4, 8, 4, 2, 5])  # "the" and a space after it, silence at both ends
-    assert shared(frames, [1.5, 3, 4]).tolist() == [3, 8, 8, 2, 5]
-    assert shared(frames, [0.0, 1.5, 3, 4]).tolist() == [3, 0, 8, 8, 2, 5]
-    assert shared(frames, [4]).tolist() == [3, 18, 5]
-    odd = shared(np.array([1, 7, 1]), np.linspace(0, 1, 5)[1:])
+    assert symbol_durations(frames, [1.5, 3, 4]).tolist() == [3, 8, 8, 2, 5]
+    assert symbol_durations(frames, [0.0, 1.5, 3, 4]).tolist() == [3, 0, 8, 8, 2, 5]
+    assert symbol_durations(frames, [4]).tolist() == [3, 18, 5]
+    odd = symbol_durations(np.array([1, 7, 1]), np.linspace(0, 1, 5)[1:])
     assert odd.sum() == 9 and odd.min() >= 1

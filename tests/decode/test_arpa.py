@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.decode import arpa, kenlm_binary, kneser_ney
-from sbkit.decode.lm import without_predictable
+from sbkit.decode.lm import prune_by_entropy
 from sbkit.errors import SbkitError
 
 TEXT = ["a b c", "a b", "ö b c a", "c c a b a", "b a a", "ö ö"]
@@ -55,14 +55,14 @@ def test_kenlm_binary_there_and_back(texts, order, pruned, tmp_path_factory):
     path = tmp_path_factory.mktemp("lm") / "lm.bin"
     model = estimate(texts, order)
     if pruned:
-        model = without_predictable(model, 0.01)
+        model = prune_by_entropy(model, 0.01)
     kenlm_binary.write(model, path)
     assert_alike(model, kenlm_binary.KenLM(path))
 
 
 def test_kenlm_reads_what_is_written(tmp_path):
     kenlm = pytest.importorskip("kenlm", reason="the package kenlm isn't installed")
-    model = without_predictable(estimate(order=4), 1e-3)
+    model = prune_by_entropy(estimate(order=4), 1e-3)
     arpa.write(model, tmp_path / "lm.arpa")
     kenlm_binary.write(model, tmp_path / "lm.bin")
     for name in ("lm.arpa", "lm.bin"):

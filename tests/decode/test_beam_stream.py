@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import streaming as heard_module
+from sbkit.decode import streaming
 from sbkit.decode.beam import BeamSearch
 from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
 from sbkit.errors import SbkitError
@@ -76,7 +76,7 @@ def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(lab
 def test_what_is_cut_short_depends_on_the_frames_heard_and_not_on_the_pieces(seed, frames, sharp, how, data, searches):
     log_probs = exhaustive.random_log_probs(np.random.default_rng(seed), frames, len(PIECES), sharp)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heard_module, "LONGEST_SECONDS", 1.0)
+        patch.setattr(streaming, "LONGEST_SECONDS", 1.0)
         at_once = stream(searches[how])
         in_pieces = listen(stream(searches[how]), np.split(log_probs, cuts(data, frames)))
         assert in_pieces == listen(at_once, [log_probs])

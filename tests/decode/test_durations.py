@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode.durations import Aligned, durations, speech, spell
+from sbkit.decode.durations import Alignment, durations, speech, spell
 from sbkit.errors import SbkitError
 
 RATE = 16_000
@@ -63,7 +63,7 @@ def tone(*parts):
 
 
 def aligned(pieces, starts, ends, separator="▁"):
-    return Aligned(pieces, np.array(starts, float), np.array(ends, float), separator)
+    return Alignment(pieces, np.array(starts, float), np.array(ends, float), separator)
 
 
 def test_each_character_ends_in_the_middle_between_where_it_and_the_next_were_heard():

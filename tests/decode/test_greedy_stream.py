@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sbkit.decode import streaming as heard_module
+from sbkit.decode import streaming
 from sbkit.decode.greedy_stream import GreedyStream
 from sbkit.decode.spans import PAUSE_SECONDS, best_path, collapse, words
 from sbkit.decode.streaming import LONGEST_SECONDS, Spelling
@@ -61,7 +61,7 @@ def test_all_that_is_shown_depends_on_the_frames_heard_and_not_on_the_pieces(lab
 def test_words_that_are_too_long_end_at_the_same_frames_whatever_the_pieces(labels, data):
     log_probs = say(labels)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heard_module, "LONGEST_SECONDS", 0.2)
+        patch.setattr(streaming, "LONGEST_SECONDS", 0.2)
         in_pieces = listen(stream(), np.split(log_probs, cuts(data, len(log_probs))), finish=True)
         assert in_pieces == listen(stream(), [log_probs], finish=True)
 

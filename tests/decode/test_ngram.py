@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.decode import arpa, kneser_ney
-from sbkit.decode.lm import without_predictable
+from sbkit.decode.lm import prune_by_entropy
 from sbkit.decode.ngram import NEVER, NGram
 from sbkit.errors import SbkitError
 
@@ -143,7 +143,7 @@ def test_probabilities_after_any_history_sum_to_one(texts, order, cutoff):
 @given(texts=texts, order=st.integers(2, 4), threshold=st.sampled_from([1e-6, 1e-3, 1e-2, 0.5]))
 def test_pruning_by_entropy_keeps_probabilities_that_sum_to_one(texts, order, threshold):
     model = estimate(texts, order).model
-    pruned = without_predictable(model, threshold)
+    pruned = prune_by_entropy(model, threshold)
     assert list(sums(pruned)) == pytest.approx([1.0] * len(list(sums(pruned))), abs=1e-4)
     assert all(few <= many for few, many in zip(pruned.counts, model.counts, strict=True))
     assert pruned.counts[0] == model.counts[0]
@@ -153,12 +153,12 @@ def test_pruning_by_entropy_keeps_probabilities_that_sum_to_one(texts, order, th
 def test_pruning_by_entropy_takes_little_from_what_the_model_knows():
     train, held_out = list(zipf(3000)), list(zipf(200, seed=1))
     model = estimate(train, 3).model
-    small = without_predictable(model, 1e-6)
+    small = prune_by_entropy(model, 1e-6)
     assert small.counts[2] < 0.6 * model.counts[2]
     assert small.quality(held_out).perplexity < 1.03 * model.quality(held_out).perplexity
     # What it takes is what costs least: as many n-grams taken by their counts cost more of the text itself.
     by_count = estimate(train, 3, (0, 0, 1)).model
-    smaller = without_predictable(model, 1e-5)
+    smaller = prune_by_entropy(model, 1e-5)
     assert sum(smaller.counts) < sum(by_count.counts)
     assert smaller.quality(held_out).perplexity < 1.02 * by_count.quality(held_out).perplexity
 

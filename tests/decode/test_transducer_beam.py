@@ -44,7 +44,7 @@ def best_few(scores, count):
 
 
 def few_in_a_frame(patch):
-    patch.setattr(transducer_beam, "MOST_IN_A_FRAME", MOST)
+    patch.setattr(transducer_beam, "MAX_TOKENS_PER_FRAME", MOST)
 
 
 # ------------------------------------------------------------- all paths

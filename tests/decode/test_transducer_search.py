@@ -8,7 +8,7 @@ from random_joint import PIECES, Joint, drawn
 
 from sbkit.decode.spans import words
 from sbkit.decode.streaming import Spelling
-from sbkit.decode.transducer import MOST_IN_A_FRAME, TransducerSearch, TransducerStream
+from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, TransducerSearch, TransducerStream
 from sbkit.errors import SbkitError
 
 
@@ -16,7 +16,7 @@ def plain(joint, states):
     """The same for one utterance, token by token."""
     last, found = [0, 0], []
     for frame, state in enumerate(states):
-        for _ in range(MOST_IN_A_FRAME):
+        for _ in range(MAX_TOKENS_PER_FRAME):
             log_probs = joint.join(state[None], joint.predict(np.array([last])))[0]
             best = int(log_probs.argmax())
             if best == joint.blank:
@@ -57,7 +57,7 @@ def test_a_stream_cut_anywhere_says_what_the_whole_says(seed, pieces):
 
 def test_a_frame_says_no_more_than_speech_can():
     [spans] = TransducerSearch(Joint(blank=-50.0)).feed(drawn(0, 3))
-    assert spans.starts.tolist() == [frame for frame in range(3) for _ in range(MOST_IN_A_FRAME)]
+    assert spans.starts.tolist() == [frame for frame in range(3) for _ in range(MAX_TOKENS_PER_FRAME)]
 
 
 def test_what_is_no_number_is_refused():

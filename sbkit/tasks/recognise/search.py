@@ -234,13 +234,13 @@ def tune(brain: SearchingTask, manifest: Manifest, hear: Callable[[Manifest], ob
 
 @contextlib.contextmanager
 def over_all(brain: SearchingTask) -> Iterator[None]:
-    """Context in which a search that ``keeps_all`` only records; at its end it searches all utterances and updates the
-    brain's rows.
+    """Context in which a search that ``keeps_events`` only records; at its end it searches all utterances and updates
+    the brain's rows.
 
     It is faster on many utterances at once, and can use several processes.
     """
     search = brain.decoder
-    if not isinstance(search, TokenSearch) or not search.keeps_all:
+    if not isinstance(search, TokenSearch) or not search.keeps_events:
         yield
         return
     brain.decoder = recorder = Recorder(search, brain.greedy)
@@ -259,8 +259,8 @@ def over_all(brain: SearchingTask) -> Iterator[None]:
 def search_processes(search: TokenSearch, utterances: int) -> Iterator[None]:
     """Context in which a search has as many processes as are worth their start."""
     before = search.workers
-    small = search.lm is None or kenlm_binary.recognise(search.lm) or os.path.getsize(search.lm) < LARGE
-    if small and search.keeps_all:
+    small = search.lm is None or kenlm_binary.is_kenlm_binary(search.lm) or os.path.getsize(search.lm) < LARGE
+    if small and search.keeps_events:
         search.workers = max(before, min(usable_cores() // ranks.world_size(), utterances // _PAYS) - 1)
     try:
         yield

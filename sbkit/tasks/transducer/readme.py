@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sbkit.decode.transducer import MOST_IN_A_FRAME
+from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME
 from sbkit.export import layout
 from sbkit.export.layout import TransducerConfig
 from sbkit.export.parity import Comparison
@@ -97,8 +97,8 @@ def text(name: str, config: TransducerConfig, comparison: Comparison, of_targets
     """Write the whole file as a string; ``of_targets`` are sections on the programs that models were made for."""
     values = {"name": name, "rate": config.sample_rate, "vocabulary": config.vocabulary, "size": config.joint_size,
               "frame": 1000 * config.frame_seconds, "decoder": config.decoder, "joiner": config.joiner,
-              "blank": config.blank_id, "context": config.context, "joined": joined(config), "most": MOST_IN_A_FRAME,
-              "silent": sorted({config.blank_id, *config.silent_ids})}
+              "blank": config.blank_id, "context": config.context, "joined": joined(config),
+              "most": MAX_TOKENS_PER_FRAME, "silent": sorted({config.blank_id, *config.silent_ids})}
     parts = [_SEARCH.format(**values), *(_USE[each].format(**values) for each in _USE if each in config.models)]
     if config.streaming is not None and config.streaming.models:
         parts.append(_STREAMS.format(

@@ -21,7 +21,7 @@ from sbkit.data.audio import read_utterance
 from sbkit.data.loader import eval_batches
 from sbkit.data.manifest import Manifest, Utterance
 from sbkit.data.symbols import Symbols
-from sbkit.decode.durations import Aligned, durations, shared
+from sbkit.decode.durations import Alignment, durations, symbol_durations
 from sbkit.errors import SbkitError, first_line
 from sbkit.nn.codec import Quantiser
 from sbkit.runs import initial
@@ -241,11 +241,11 @@ def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner
             yield row, found if isinstance(found, str) else _one(row, signal, codes, found, keys)
 
 
-def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, heard: Aligned, keys: TTSKeys) -> Label | str:
+def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, alignment: Alignment, keys: TTSKeys) -> Label | str:
     if not (ends := keys.symbols.write(row.text).ends):
         return "its text has no symbol of the voice"
-    frames = durations(row.text, heard, signal, keys.sample_rate, len(codes))
-    return Label(codes, shared(frames, ends), row.speaker)
+    frames = durations(row.text, alignment, signal, keys.sample_rate, len(codes))
+    return Label(codes, symbol_durations(frames, ends), row.speaker)
 
 
 def targets(found: Sequence[Label | None], symbols: int, frames: int, quantiser: Quantiser, device: torch.device,

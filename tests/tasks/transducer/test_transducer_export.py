@@ -15,7 +15,7 @@ from streaming_runs import RECIPE, saved
 from sbkit.cli import main
 from sbkit.data.manifest import Manifest
 from sbkit.decode import lm
-from sbkit.decode.transducer import MOST_IN_A_FRAME, TransducerSearch
+from sbkit.decode.transducer import MAX_TOKENS_PER_FRAME, TransducerSearch
 from sbkit.export import layout
 from sbkit.infer import load
 from sbkit.tasks.transducer import exported
@@ -63,7 +63,7 @@ def test_the_path_of_a_search_asks_what_the_search_asked():
     recorder, [states] = Recorder(Joint(blank=6.0)), drawn(0, 60)
     [spans] = TransducerSearch(recorder).feed([states])
     path = SearchPath.of(spans, len(states), recorder)
-    assert np.bincount(path.frames).max() in range(3, MOST_IN_A_FRAME), "some frames have several tokens"
+    assert np.bincount(path.frames).max() in range(3, MAX_TOKENS_PER_FRAME), "some frames have several tokens"
     np.testing.assert_array_equal(states[path.frames], recorder.states)
     np.testing.assert_allclose(path.scores(recorder.joint, states), recorder.answers, atol=1e-6)
 
