@@ -167,7 +167,7 @@ class Built:
             hint, reason = _given(kwargs), _first(error)
             if target is nn.ModuleList:  # torch's message changes with its versions
                 reason = "modules is a list of layers, and this one holds lists"
-                hint = "its layers stand in one list within a list: [[!ref <a>, !ref <b>]]"
+                hint = "write its layers as one list within a list: [[!ref <a>, !ref <b>]]"
             self._add_error(node, f"{_name(target)} refuses its arguments: {reason}", hint)
         raise _NotBuilt
 

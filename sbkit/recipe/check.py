@@ -158,7 +158,7 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     precision = chosen or RunOptions.precision
     absent = device.type == "cuda" and not torch.cuda.is_available()
     if absent:
-        report.notes.append(f"{device}: there is none here, so its time is not estimated, and no run would start; "
+        report.notes.append(f"the time on {device}: this machine has no such device, so no run would start; "
                             "--as 8xH100 rehearses one")
     if precision == "auto":
         precision = "bf16" if absent else native_precision(device)
@@ -187,13 +187,13 @@ def _cost(owned: ownership.Owned, traced: trace.Trace, findings: Findings, repor
     sections = {"cost": section}
     if asked is not None and not wrong:
         if planned is None:
-            report.notes.append("the price: the corpus is not prepared, so how long the run is isn't known; "
-                                "sbkit prepare does that, with the same recipe and keys")
+            report.notes.append("the price: the corpus is not prepared, so the length of the run is unknown; "
+                                "prepare it with sbkit prepare, the same recipe and keys")
         elif (priced := _price(traced, made, device, precision, asked, planned[1], measured)) is not None:
             section.rows = [row for row in section.rows if not row[0].startswith("time ")]  # the price knows better
             sections["price"] = priced
         else:
-            report.notes.append(f"the price: nothing is known of how fast {device} is; --measure runs a few steps")
+            report.notes.append(f"the price: the speed of {device} is unknown; --measure times a few steps")
     return sections
 
 
@@ -326,8 +326,8 @@ def _check_source(corpus: Any,  # of any class with check_there
                              "a run here couldn't start; " + (error.hint or ""))
         return
     if isinstance(corpus, Corpus) and (other := corpus.prepared_elsewhere()) is not None:
-        findings.warning("other-corpus", given.place, given.key, f"{corpus.folder} was prepared from {other}: what is "
-                         "said here of labels, leaks, steps and hours is of that corpus",
+        findings.warning("other-corpus", given.place, given.key, f"{corpus.folder} was prepared from {other}: labels, "
+                         "leaks, steps and hours in this report are of that corpus",
                          "sbkit prepare, with the same arguments, prepares this one")
 
 
@@ -343,7 +343,7 @@ def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with c
         slowed = f", {planned:g} s when they are slowed down" if planned > longest else ""
         findings.warning("batch", node.place_of("max_duration"), node.key_of("max_duration"),
                          f"utterances of {longest:g} s are kept{slowed}, but a batch holds {most:g} s: training "
-                         "would end at one that doesn't fit", "lower it, or raise max_batch_seconds")
+                         "would stop at one that doesn't fit", "lower it, or raise max_batch_seconds")
 
 
 def _mixture(traced: trace.Trace, device: torch.device) -> Section | None:
@@ -375,10 +375,10 @@ def _check_prepared(traced: trace.Trace, findings: Findings) -> tuple[Section | 
     if not hasattr(corpus, "manifest_path"):
         return None, ""
     if not traced.complete:
-        return None, "labels: the model or the vocabulary could not be looked at"
+        return None, "labels: the model or the vocabulary could not be checked"
     paths = {split: corpus.manifest_path(split) for split in SPLITS}
     if not any(path.exists() for path in paths.values()):
-        return None, "labels: the corpus is not prepared; sbkit prepare does that, with the same recipe and keys"
+        return None, "labels: the corpus is not prepared; prepare it with sbkit prepare, the same recipe and keys"
     if not traced.task.is_prepared(traced.keys):
         return None, f"labels: {_why_unchecked(traced.built.hparams.get('tokenizer'))}"
     if any(f.code == "vocabulary" for f in findings):
@@ -399,8 +399,7 @@ def _why_unchecked(tokenizer: Any) -> str:  # a Tokenizer, if the task has one: 
     if getattr(tokenizer, "model_type", "") == "char":
         sizes = [each.name.partition("_")[0] for each in tokenizer.path.parent.glob("*_char.model")]
         if len(sizes) == 1:
-            return (f"the corpus was prepared for the {sizes[0]} tokens of its characters and the recipe has "
-                    f"{tokenizer.vocab_size}, which a run changes by itself; --output_neurons {sizes[0]} checks them "
-                    "now")
-    return ("the corpus is prepared, but its tokenizer (or symbols, or statistics) was not made with these keys; sbkit "
-            "prepare makes it, with the same recipe and keys, and a run checks the labels as it starts")
+            return (f"the corpus's characters need {sizes[0]} tokens, and the recipe has {tokenizer.vocab_size}; a "
+                    f"run changes that itself; --output_neurons {sizes[0]} checks them now")
+    return ("the corpus is prepared, but its tokenizer (or symbols, or statistics) doesn't match these keys; sbkit "
+            "prepare, with the same recipe and keys, creates it, and a run checks the labels when it starts")

@@ -96,16 +96,16 @@ CLASHES: dict[str, tuple[Clash, ...]] = {
               lambda a: f"write nhead: {_near_heads(a['d_model'], a['nhead'])}, or choose another d_model"),
         Clash(lambda a: a["attention_type"] == "RoPEMHA" and a["d_model"] / a["nhead"] % 2 == 1, "nhead",
               "RoPEMHA rotates pairs of values, and d_model / nhead is an odd number",
-              "choose nhead so that it is an even one, or attention_type: RelPosMHAXL"),
+              "choose nhead so that it is even, or attention_type: RelPosMHAXL"),
         Clash(lambda a: a["causal"] is True and a["attention_type"] == "hypermixing", "causal",
-              "hypermixing sees all frames at once, causal or not: a frame depends on those that come after it",
+              "hypermixing sees all frames at once, causal or not: a frame depends on later ones",
               "write causal: false, or choose another attention_type", fails=False),
         Clash(lambda a: a["causal"] is True and a["attention_type"] != "hypermixing"
               and a["encoder_module"] == "branchformer", "causal",
-              "the Branchformer's convolutions are not causal: a frame depends on those that come after it",
+              "the Branchformer's convolutions are not causal: a frame depends on later ones",
               "write causal: false, or encoder_module: conformer", fails=False),
         Clash(lambda a: a["encoder_module"] == "conformer" and a["causal"] is False and a["kernel_size"] % 2 == 0,
-              "kernel_size", "with an even kernel_size the Conformer's convolutions return a frame less than they get",
+              "kernel_size", "with an even kernel_size the Conformer's convolutions drop a frame",
               "write an odd number"),
     ),
     "TransformerASR": (
@@ -176,7 +176,7 @@ def _problem(name: str, key: str, value: object, wanted: tuple[str, ...] | Range
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         text = isinstance(value, str) and looks_like_number(value) is None
         if text or (number and value not in wanted._replace(whole=False)):
-            return f"{name} wants {key} to be {wanted}, this is {value!r}", ""
+            return f"{name}'s {key} must be {wanted}, not {value!r}", ""
     elif isinstance(value, str) and value not in wanted:
         near = did_you_mean(value, wanted, cutoff=0.5)
         return f"{name} has no {key} {value!r}, it has {listed(wanted)}", f"did you mean {near}?" if near else ""

@@ -208,8 +208,8 @@ class CostEstimate:
         findings.warning(
             "too-large", written.place if written else Place(), written.key if written else "max_batch_seconds",
             f"a micro-batch of {self.cost.batch_seconds:g} s needs about {_gib(self.step_memory)}, {self.device} has "
-            f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_shown(memory)} or less: the optimizer's steps "
-            "stay as they are, they're computed in more micro-batches")
+            f"{_gib(memory)}", f"set max_batch_seconds to {self.largest_shown(memory)} or less: the optimizer steps "
+            "stay the same, with more micro-batches")
 
 
 def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
@@ -236,7 +236,7 @@ def make(traced: Trace, owned: Owned, device: torch.device, precision: str,
     layers = [layer for root in owned.roots.values() for layer in root.modules()]
     inexact = [f"{what} needs less memory than is counted here{why}" for what, why, applies in (
         ("activation_checkpointing", "", hparams.get("activation_checkpointing")),
-        ("an LSTM or GRU", ": what cuDNN keeps of it isn't known", any(isinstance(each, nn.RNNBase) for each in layers))
+        ("an LSTM or GRU", ": what cuDNN saves of it is unknown", any(isinstance(each, nn.RNNBase) for each in layers))
     ) if applies]
     return CostEstimate(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if not p.requires_grad),
                         weights, cost, hours, str(device), measured, inexact, int(max(turns, default=0)))
@@ -257,7 +257,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
          f"{estimate.parameters:,}" + (f", {estimate.frozen:,} of them frozen" if estimate.frozen else "")],
         ["weights, gradients, optimizer", _gib(estimate.weights)],
         [f"a micro-batch of {cost.batch_seconds:g} s ({cost.utterances} x {cost.seconds:g} s)", _gib(cost.memory)],
-        ["together", _gib(estimate.step_memory)],
+        ["total", _gib(estimate.step_memory)],
     ]
     total = memory_of(estimate.device)
     if total is not None:
@@ -268,7 +268,7 @@ def section(estimate: CostEstimate, tried: Sequence[BatchSize] = (), hours: floa
         by_size = ", ".join(f"{size} GB: {estimate.largest_shown(size * 1e9)}" for size in enough)
         rows.append(["largest max_batch_seconds by GPU", by_size or "none"])
     device = torch.device(estimate.device).type
-    rows += [[f"the same, tried by sbkit tune with {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
+    rows += [[f"largest by sbkit tune, {one.gib:g} GiB on {device}", f"{one.seconds} s"] for one in tried]
     if estimate.hours_per_100 is not None:
         amounts = {"time for 100 hours of audio": 100.0} if hours is None else _amounts(hours, passes, epochs)
         rows += [[f"{what}, one {device}", time_span(36 * estimate.hours_per_100 * amount)] for what,
@@ -299,9 +299,9 @@ def _remarks(estimate: CostEstimate) -> list[str]:
     measured = estimate.measured
     if measured is None:
         cost = estimate.cost
-        by = f"that of training by {counted(estimate.runs, 'finished run')} here" if estimate.runs else \
-            "an estimate (--measure runs a few steps)"
-        return [f"memory is counted on stand-ins, and the time is {by}: a second of audio takes "
+        by = f"that of training, from {counted(estimate.runs, 'finished run')} here" if estimate.runs else \
+            "an estimate (--measure times a few steps)"
+        return [f"memory is counted on fake tensors, and the time is {by}: a second of audio takes "
                 f"{speed.flops(cost.operations)} in training, in utterances of "
                 f"{cost.typical or cost.seconds:.3g} s", *estimate.inexact, *_unfreezing(estimate)]
     largest = "the largest micro-batch that max_batch_seconds allows"
@@ -313,13 +313,13 @@ def _remarks(estimate: CostEstimate) -> list[str]:
                 "times scale this to all audio")
     remarks = [f"measured on {measured.device}: {said}"]
     if measured.peak_bytes:
-        remarks.append(f"measured: {_gib(measured.peak_bytes)} at once with {largest}")
+        remarks.append(f"measured: a peak of {_gib(measured.peak_bytes)} with {largest}")
     return remarks + _unfreezing(estimate)
 
 
 def _unfreezing(estimate: CostEstimate) -> list[str]:
     steps = estimate.unfreezes
-    return [f"freeze: this is for the time after its {steps} steps; before, less is needed"] if steps else []
+    return [f"freeze: these are for the time after step {steps}; before, less is needed"] if steps else []
 
 
 def memory_of(device: str) -> int | None:

@@ -34,13 +34,13 @@ def section(built: Built, owned: Owned) -> Section:
     distinct = {id(p): p for p in total}.values()
     count = sum(p.numel() for p in distinct)
     columns = ["key", "class", "parameters", "trainable", "after the move", "optimizer", "checkpoint"]
-    remarks = [f"{count:,} parameters; moved to the meta device to prove where each tensor goes"]
+    remarks = [f"{count:,} parameters; moved to the meta device to find tensors that stay behind"]
     if found is None:
         rows = [[*row[:-1], "-"] for row in rows]
-        remarks.append("what checkpoints hold is not known: the checkpointer is missing or could not be built")
+        remarks.append("the contents of checkpoints are unknown: the checkpointer is missing or could not be built")
     if any(isinstance(each, _BatchNorm) for root in owned.roots.values() for each in root.modules()):
-        remarks.append("BatchNorm normalises by what all devices compute at once, so where a step takes several "
-                       "micro-batches the number of devices and max_batch_seconds change what is learnt")
+        remarks.append("BatchNorm normalises over one micro-batch on all devices: if a step has several, the number of "
+                       "devices and max_batch_seconds change the training")
     return Section("Modules", columns, rows, remarks)
 
 
@@ -87,7 +87,7 @@ def prove(owned: Owned, table: Section, traced: Trace, findings: Findings) -> st
     if traced.complete and gpu_stand_ins():
         note = trace_moved(traced, modules, findings).note
     elif traced.complete:
-        table.remarks.append(f"no forward on a GPU: torch {torch.__version__} needs a driver to stand in for one")
+        table.remarks.append(f"no forward on a fake GPU: torch {torch.__version__} needs a driver for it")
     if traced.complete:  # what the forward uses either works, or was reported when it failed
         left = [t for t in left if t.path.split(".")[0].split("[")[0] not in traced.outputs]
     if traced.complete or (traced.task is None and "brain" not in built.nodes):
@@ -102,5 +102,5 @@ def _place(module: nn.Module, left: list[Tensor]) -> str:
         return f"{len(stays)} tensors stay on cpu"
     devices = {t.device.type for t in [*module.parameters(), *module.buffers()]}
     if not devices:
-        return "holds nothing"
+        return "no tensors"
     return "moved" if devices == {"meta"} else "stays on cpu"

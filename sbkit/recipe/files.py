@@ -88,7 +88,7 @@ def check_shadowed(files: Files, findings: Findings) -> None:
             blind = next((path for path, other in files[i + 1:] if key in other.value and _refers(other, key)), None)
             if key != BASE and blind is not None:
                 findings.error("shadowed", root.place_of(key), str(key),
-                               f"it stands beside `{BASE}`, so the references of {blind.name} don't see it",
+                               f"it is beside `{BASE}`, so references in {blind.name} don't see it",
                                f"indent it, as one of the keys under `{BASE}`")
 
 
@@ -149,7 +149,7 @@ def read_file(path: Path, findings: Findings, prefix: str = "") -> Node | None:
         place = Place(name, mark.line + 1, mark.column + 1) if mark else Place(name)
         problem = (error.problem or error.context or str(error)).strip()
         if glued := _glued_colon(text, place.line):
-            place, problem = Place(name, *glued), "no space behind the colon"
+            place, problem = Place(name, *glued), "no space after the colon"
         findings.error("syntax", place, "", f"this is not valid YAML: {problem}", _advice(problem, text, place.line))
         return None
     except (UnicodeDecodeError, ReaderError) as error:
@@ -192,11 +192,11 @@ def _advice(problem: str, text: str, line: int) -> str:
         return "is a bracket repeated?"
     if "\\t" in problem or "tab" in problem:
         return "indent with spaces, YAML takes no tabs"
-    if "space behind the colon" in problem:
+    if "space after the colon" in problem:
         return "write `key: value`"
     if problem.startswith("expected ' '"):
         tag = re.search(r"!\w+", text.splitlines()[line - 1])
-        return f"write a space behind the tag: {tag[0] if tag else '!ref'} <key>"
+        return f"write a space after the tag: {tag[0] if tag else '!ref'} <key>"
     if "another document" in problem:
         return "remove the line --- above it"
     if "mapping values are not allowed" in problem:
@@ -204,7 +204,7 @@ def _advice(problem: str, text: str, line: int) -> str:
     if "expected <block end>" in problem or "could not find expected ':'" in problem:
         return "compare its indentation with the lines above"
     if "character '>'" in problem or "character '<'" in problem:
-        return "a reference with brackets of its own needs a line of its own: - !ref <key[part]>"
+        return "write a reference with brackets in a separate line: - !ref <key[part]>"
     if "',' or ']'" in problem or "',' or '}'" in problem:
         return "a bracket is not closed"
     return ""
@@ -272,13 +272,13 @@ class _Converter:
                 continue
             if not isinstance(raw_key, yaml_nodes.ScalarNode):
                 self.findings.error("syntax", place, node.key, "a list or mapping can't be a key",
-                                    "write a text as key; braces in a value need quotes")
+                                    "write the key as text; braces in a value need quotes")
                 continue
             key = self.scalar(raw_key)
             if key in own:
                 first = node.place_of(key).line
                 self.findings.error("duplicate-key", place, node.key_of(key),
-                                    f"this key is in line {first} already", "remove one of the two")
+                                    f"this key is already in line {first}", "remove one of the two")
                 continue
             node.key_places[key] = place
             own[key] = self.node(raw_value, f"{node.key}.{key}" if node.key else str(key))

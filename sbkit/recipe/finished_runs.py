@@ -151,7 +151,7 @@ def _append(kind: str, setting: Setting, steps: Steps, **values: object) -> None
         with open(table_file(), "ab", buffering=0) as out:  # one write, so that runs side by side don't mix
             out.write((json.dumps(line) + "\n").encode())
     except OSError as error:
-        logger.info("%s can't be written, so later predictions don't know this one: %s", table_file(), error)
+        logger.info("%s can't be written, so later predictions don't use this run: %s", table_file(), error)
 
 
 def keep_prediction(setting: Setting, steps: Steps, prediction: RunEstimate) -> None:
@@ -208,8 +208,8 @@ def record(log: Iterable[Mapping[str, Any]], brain: type, threads: int, max_batc
     if seconds < SHORTEST:
         return False
     if waited > WAITED * trained:
-        logger.info("Predictions of what runs cost leave this one out: its training waited for a core %.0f %% of the "
-                    "time", 100 * waited / trained)
+        logger.info("Predictions of cost don't use this run: its training waited for a core %.0f %% of the time",
+                    100 * waited / trained)
         return False
     setting, count = setting_of(starts[0], threads), epochs[-1]["step"]
     padded = sum(line["audio_s_per_s"] * line["train_seconds"] / (1 - (line["padding_share"] or 0.0))

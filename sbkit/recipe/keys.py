@@ -22,7 +22,7 @@ TaskKeys = Any  # an object of its Keys
 #: What to do about a key that a run needs.
 COMPLETE = "hparams/ has a complete recipe for each task"
 #: What is wrong with one that is null, as the end of a sentence.
-NULL = "is null, and a run can't do without it"
+NULL = "is null, and a run needs it"
 #: Types of scalars: one, and several.
 _SCALARS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
             bool: ("true or false", "true or false"), str: ("a text", "texts"), type: ("a class", "classes")}
@@ -101,7 +101,7 @@ class Keys:
 
     >>> @dataclasses.dataclass(kw_only=True)
     ... class Mine(Keys):
-    ...     width: int = key("layers are so wide", 64, range(1, 1000))
+    ...     width: int = key("width of the layers", 64, range(1, 1000))
     >>> Mine.read({"width": 128, "something": "else"}).width
     128
     """

@@ -58,9 +58,9 @@ class StandIns:
         names = sorted({_name(leak) for leak in self.alive()})
         if names:
             raise SbkitError(
-                f"a forward without data, which shows what a step costs, leaves tensors without values in "
+                f"a forward on fake tensors, which counts what a step costs, leaves some in "
                 f"{', '.join(names[:3])}{' and more' if names[3:] else ''}, where training would use them",
-                hint="hold such a tensor as a buffer, or compute it in each forward")
+                hint="register such a tensor as a buffer, or compute it in each forward")
 
 
 class Holdings:

@@ -103,8 +103,8 @@ def check_names(root: Node, referred: Collection[str], findings: Findings) -> No
         owner, dot, part = key.partition(".")
         if dot and owner in root.value:  # as on the command line, but a file is read as YAML
             inside = "".join(f"{{{name}: " for name in part.split(".")) + "..." + "}" * (part.count(".") + 1)
-            findings.error("unread-key", place, key, f"in a file this is a key of its own, not a part of {owner}",
-                           f"write it inside, {owner}: {inside}, or say --{key} on the command line")
+            findings.error("unread-key", place, key, f"in a file this is a separate key, not a part of {owner}",
+                           f"write it inside, {owner}: {inside}, or use --{key} on the command line")
             continue
         beside = {each for each in useful if each in root.value and root.place_of(each).file == place.file}
         options = useful - beside - lacking

@@ -97,7 +97,7 @@ def _apply(root: Node, given: Node, findings: Findings, declared: Collection[str
         if new.place == _NO_VALUE and target is not None and not _may_be_true(root, target):
             example = "VALUE" if target.tag or not isinstance(target.value, (int, float, str)) else target.value
             findings.error("no-value", new.place, target.key, "it has no value",
-                           f"write one behind it, such as --{target.key} {example or 'VALUE'}")
+                           f"write one after it, such as --{target.key} {example or 'VALUE'}")
         elif target is None or new.tag or new.whole or not isinstance(new.value, dict):
             if key not in declared:
                 _report_typo(root, key, new, findings)
@@ -131,9 +131,9 @@ def _may_be_true(root: Node, target: Node) -> bool:
 def _advise(target: Node) -> str:
     """A hint how to override a value without named parts."""
     if target.tag in ("!ref", "!copy"):
-        return f"it is {target.tag} {target.value}: set the parts of that, or replace {target.key} whole"
+        return f"it is {target.tag} {target.value}: set the parts of that, or replace all of {target.key}"
     if isinstance(target.value, list) and target.tag:
-        return "its arguments are a list: write them there as key: value, or replace it whole"
+        return "its arguments are a list: write them there as key: value, or replace all of it"
     if target.value is None:
         return "it is null: give it a value, or !new:CLASS and its arguments"
     return f"give {target.key} one value"

@@ -143,7 +143,7 @@ def check_modules(built: Built, findings: Findings) -> dict[str, nn.Module] | No
         elif not _can_name(name):
             findings.error("no-module", node.place_of(name), node.key_of(name),
                            f"{name!r} can't be the name of a module",
-                           "choose a word without dots that is no method of torch.nn.ModuleDict")
+                           "choose a word without dots that isn't a method of torch.nn.ModuleDict")
     return {name: module for name, module in modules.items() if isinstance(module, nn.Module) and _can_name(name)}
 
 
@@ -173,7 +173,7 @@ def check_ownership(built: Built, owned: Owned, findings: Findings) -> None:
         via = "" if first.path.startswith(key.split(".")[0]) else f" (it's reached through {first.path})"
         if parameters and all(id(p.value) in fetched for p in parameters):
             findings.warning("not-owned", place, key,
-                             f"{kind}, whose weights the pretrainer brings, is not under modules{via}: it would stay "
+                             f"{kind}, whose weights the pretrainer loads, is not under modules{via}: it would stay "
                              "on the CPU unless what uses it moves it", _fixes(key, owned))
             continue
         findings.error(
@@ -195,7 +195,7 @@ def _or_frozen(built: Built, trained: set[int]) -> str:
     for key, module in built.hparams.items():
         own = {id(p) for p in module.parameters()} if isinstance(module, nn.Module) else set()
         if not own.isdisjoint(trained) and own <= brought:
-            return f"; or, if it is to stay as the pretrainer brings it, write `freeze: {{{key}: true}}`"
+            return f"; or, to keep the pretrainer's weights, write `freeze: {{{key}: true}}`"
     return ""
 
 
@@ -211,7 +211,7 @@ def _keeps_statistics(obj: object) -> bool:
 
 def _fixes(key: str, owned: Owned) -> str:
     if "[" in key:
-        return "give it a key of its own, and refer to that under modules"
+        return "give it its own key, and refer to that under modules"
     name = key.split(".")[-1]
     reference = key if "." not in key else key.replace(".", "[", 1).replace(".", "][") + "]"
     mend = f"write `{name}: !ref <{reference}>` under modules"
@@ -241,9 +241,9 @@ def report_left_behind(left: list[Tensor], owned: Owned, findings: Findings) -> 
         if all(t.registered for t in found):
             hint = _fixes(key, owned)
         elif found[0].module is None:
-            hint = "hold it as a buffer of a module that is under modules"
+            hint = "register it as a buffer of a module that is under modules"
         else:
-            hint = f"hold it as a buffer of {type(found[0].module).__name__} (register_buffer), or move it in forward"
+            hint = f"make it a buffer of {type(found[0].module).__name__} (register_buffer), or move it in forward"
         findings.warning("left-behind", found[0].place, key,
                          f"{paths} would stay on the CPU when the modules move to a device", hint)
 
@@ -353,5 +353,5 @@ def check_optimizer(built: Built, owned: Owned, findings: Findings) -> None:
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1  # of a start with torchrun
         tell = findings.error if several else findings.warning
         tell("setting", built.nodes["fsdp"].place, "fsdp",
-             f"the optimizer {made.__name__} needs parameters whole, so no run on several devices starts",
-             "remove this, or take opt_class: !name:torch.optim.AdamW")
+             f"the optimizer {made.__name__} needs unsharded parameters, so no run on several devices starts",
+             "remove this, or use opt_class: !name:torch.optim.AdamW")

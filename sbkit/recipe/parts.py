@@ -50,7 +50,7 @@ def what_learns(parts: ParameterGroups, until: Mapping[str, float], factors: Map
         rates = [] if peak is None else [_range([peak * scale for scale in scales])]
         rows.append([part, f"{counts[0]:,}", ", ".join(_frozen(counts)), _range(scales), *rates])
     whole: Counter[float] = sum(sizes.values(), Counter())
-    columns = ["part", "learn", "frozen", "times the rate", *([] if peak is None else ["peak rate"])]
+    columns = ["part", "trained", "frozen", "rate factor", *([] if peak is None else ["peak rate"])]
     return Section("What learns", columns, rows, [_summary(whole)], {
         "learn": whole[0], "frozen": {_when(step): count for step, count in sorted(whole.items()) if step}})
 
@@ -59,8 +59,8 @@ def _summary(counts: Counter[float]) -> str:
     """All of a model in one line."""
     total, frozen = counts.total(), _frozen(counts)
     first = " from the first step" if any(0 < step < FOR_GOOD for step in counts) else ""
-    learn = f"{counts[0]:,} of {total:,} parameters learn{first} ({100 * counts[0] / max(1, total):.1f} %)"
-    return f"{learn}; frozen: {' and '.join(frozen)}" if frozen else learn
+    trained = f"{counts[0]:,} of {total:,} parameters are trained{first} ({100 * counts[0] / max(1, total):.1f} %)"
+    return f"{trained}; frozen: {' and '.join(frozen)}" if frozen else trained
 
 
 def _frozen(counts: Mapping[float, int]) -> list[str]:
@@ -149,7 +149,7 @@ class ParameterGroups:
         for pattern, value in flattened(wanted).items():
             paths = self.matching(pattern)
             if not paths:
-                raise SbkitError(f"{key}: nothing that can be trained is called {pattern!r}",
+                raise SbkitError(f"{key}: no trainable part is called {pattern!r}",
                                  hint=self.suggestion(pattern))
             values.update(dict.fromkeys(paths, value))
         return values
@@ -160,7 +160,7 @@ class ParameterGroups:
         known = {".".join(each[:count]) for each in words for count in range(1, len(each) + 1)}
         meant = did_you_mean(pattern.removesuffix(".*"), sorted(known), cutoff=0.75)
         tops = dict.fromkeys(name.partition(".")[0] for name, _ in self._names)
-        return f"did you mean {meant}?" if meant else f"there are {listed(list(tops))}, and what is below them"
+        return f"did you mean {meant}?" if meant else f"parts are {listed(list(tops))}, and what is inside them"
 
 
 def flattened(wanted: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _check(node: Node, key: str, allowed: Patterns, parts: ParameterGroups | Non
                            f"{allowed.values}")
         elif parts is not None and not parts.matching(pattern):
             findings.error("no-such-part", place, f"{key}.{pattern}",
-                           f"nothing that can be trained is called {pattern!r}", parts.suggestion(pattern))
+                           f"no trainable part is called {pattern!r}", parts.suggestion(pattern))
     return len(findings) > before
 
 

@@ -212,7 +212,7 @@ def section(asked: Asked, setting: Setting, steps: Steps, said: RunEstimate) -> 
              *_spread(said.hours * devices * asked.rate, each)]]
     watts = asked.watts.get(setting.device)
     if watts is not None:
-        rows.append([f"kWh at most, with {watts} W a device all the time",
+        rows.append([f"kWh at most, at {watts} W per device",
                      *_spread(said.hours * devices * watts / 1000, each)])
     values = dataclasses.asdict(said) | {
         "training_hours": training, "cost": said.hours * devices * asked.rate, "rate": asked.rate, "devices": devices,
@@ -236,20 +236,20 @@ def _why(setting: Setting, steps: Steps, said: RunEstimate) -> str:
     on = f"{setting.device} in {setting.precision}{threads}"
     wide = f"the interval is a guess, a factor of {GUESS:g}"
     if said.by == "fit":
-        far = "; they are far from these steps in size" if said.high > GUESS * said.hours else ""
-        return ("the seconds of a micro-batch are c * FLOPs^a * audio^b, times what runs of its task, if any, took of "
-                f"that, fitted to {counted(said.runs, 'finished run')} on {on}{far}; the interval holds {COVERAGE:.0%} "
-                "of the errors on runs that were left out of the fit")
+        far = ", whose steps differ much in size" if said.high > GUESS * said.hours else ""
+        return ("the seconds of a micro-batch are c * FLOPs^a * audio^b, corrected by runs of the same task, if any, "
+                f"and fitted to {counted(said.runs, 'finished run')} on {on}{far}; the interval covers {COVERAGE:.0%} "
+                "of the errors on held-out runs")
     if said.by == "trial":
-        how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so predicted have finished"
+        how = f"the interval is a guess, a factor of {TRIED:g}, until {LEAST} kinds of runs so measured have finished"
         if said.runs and said.trial:
-            how = (f"times {said.step_seconds / said.trial:.3g}, as those of {counted(said.runs, 'finished run')} "
-                   f"took; the interval holds {COVERAGE:.0%} of the errors on runs that were left out of this")
+            how = (f"times {said.step_seconds / said.trial:.3g}, as {counted(said.runs, 'finished run')} took; the "
+                   f"interval covers {COVERAGE:.0%} of the errors on held-out runs")
         return (f"measured: a few steps of the planned size on {on}, scaled to the {steps.audio:.3g} s of audio that a "
                 f"step of this run has on average, padding included; {how}")
     return (f"{counted(said.runs, 'finished run')} on {on}, too few to fit (at least {LEAST} kinds): a step takes "
-            f"its FLOPs at {EFFICIENCY:.0%} of the peak, or, if that is longer, what its launches take by the "
-            f"rehearsal, with a card's driver; {wide}")
+            f"its FLOPs at {EFFICIENCY:.0%} of the peak, or its kernel launches in a rehearsal if those take longer; "
+            f"{wide}")
 
 
 def summary(runs: Sequence[FinishedRun]) -> tuple[str, bool]:

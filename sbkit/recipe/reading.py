@@ -75,12 +75,12 @@ def _check_tagged(node: Node, findings: Findings) -> None:
     kind, _, name = node.tag.partition(":")
     if not name:
         rest = str(node.value).strip() if node.scalar else "NAME"
-        _wrong(node, findings, "bad-name", f"{kind}: has no name behind the colon",
+        _wrong(node, findings, "bad-name", f"{kind}: has no name after the colon",
                f"write {kind}:{rest} without a space")
         return
     if node.scalar and node.value not in ("", None):
-        _wrong(node, findings, "lost-argument", f"{node.value!r} behind {node.tag} is not passed to it",
-               "write its arguments as a mapping, one key: value a line, or as a list")
+        _wrong(node, findings, "lost-argument", f"{node.value!r} after {node.tag} is not passed to it",
+               "write its arguments as a mapping, one key: value per line, or as a list")
         return
     try:
         target = locate(name)
@@ -181,7 +181,7 @@ def _why_unseen(tag: str) -> tuple[str, bool]:
     if tag.startswith("!!python/"):
         return f"{tag} runs Python when it is read", False
     if tag == "!apply:getattr":  # what a reference <key.attribute> becomes
-        return "an attribute of what is not built", False
+        return "an attribute of an object that is not built", False
     if kind not in (*_CALLED, "!new", "!name", "!module") or not name:
         return "", True
     try:

@@ -39,8 +39,8 @@ def try_them(traced: Trace, findings: Findings) -> str:
         return ""  # one rank checks, and the task's code may wait for all
     numbers = sum(each.numel() for each in brain.modules.parameters())
     if numbers > MOST_NUMBERS:
-        return (f"a batch of one, padding and the metric: a model of {numbers / 1e6:,.0f} million parameters isn't "
-                "computed for that")
+        return (f"a batch of one, padding and the metric: a model of {numbers / 1e6:,.0f} million parameters is too "
+                "large to try")
     traced.built.initialise()
     with brain.restoring(), _as_it_runs(traced), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run gives them again
@@ -98,8 +98,8 @@ def _training(brain: Task, utterances: int, findings: Findings, place: Place) ->
     except Exception as error:  # each layer has its own
         return error
     if float(getattr(loss, "count", 1)) == 0:
-        findings.error("loss", place, "brain", "the loss of a training batch has a count of 0, so that nothing is "
-                       "learnt from it", "return sbkit.Loss(sum, count), of utterances, tokens or frames")
+        findings.error("loss", place, "brain", "the loss of a training batch has a count of 0, so nothing is learnt "
+                       "from it", "return sbkit.Loss(sum, count), of utterances, tokens or frames")
     return None
 
 
@@ -114,8 +114,8 @@ def _padding(brain: Task, traced: Trace, findings: Findings) -> None:
     if apart > APART:
         node = traced.built.nodes["brain"]
         findings.warning("padding", node.place, "brain",
-                         f"an utterance's results depend on its padding: with as much again behind it, they are "
-                         f"{100 * apart:.0f} % off, so what else is in a batch changes them",
+                         f"an utterance's outputs depend on its padding, and so on other utterances of a batch: padded "
+                         f"to twice its length, they are {100 * apart:.0f} % off",
                          "leave padding out of means and normalisation, by batch.signal_lengths")
 
 
@@ -156,7 +156,7 @@ def _validation(brain: Task, traced: Trace, findings: Findings) -> None:
         node = traced.built.nodes["brain"]
         findings.error("metric", node.place, "brain",
                        f"{type(brain).__name__} chooses the best checkpoint by {brain.metric.name!r}, and its "
-                       f"validations give {', '.join(known)}", "return it from stats, or name one of these in metric")
+                       f"validations return {', '.join(known)}", "return it from stats, or name one of these in metric")
         return
     if brain.rows:
         with contextlib.suppress(SbkitError):  # noise has no transcript, so there may be nothing to score

@@ -114,8 +114,8 @@ class _Resolver:
                 return self._error("bad-ref", node, f"{node.tag} takes a text such as <key>, not a list or mapping")
             return self._follow(str(node.value), node, ())
         if node.tag == PLACEHOLDER:
-            return self._error("placeholder", node, "this value is left to you (!PLACEHOLDER)",
-                               "write it into the YAML" if "[" in node.key else f"give it: --{node.key} VALUE")
+            return self._error("placeholder", node, "you must set this value (!PLACEHOLDER)",
+                               "write it into the YAML" if "[" in node.key else f"set it: --{node.key} VALUE")
         if node.tag.startswith(INCLUDE):
             return self._include(node)
         if self.call and node.tag.startswith(_APPLYREF):
@@ -171,7 +171,7 @@ class _Resolver:
         whole = "".join([*pieces, text[end:]])
         if len(whole) > _LONGEST:
             return self._error("bad-ref", node,
-                               f"with what it refers to, this text has more than {_LONGEST} characters")
+                               f"with its references resolved, this text has more than {_LONGEST} characters")
         inner = self._follow(whole, node, seen)
         if isinstance(inner.value, str) and not inner.tag:
             try:
@@ -192,7 +192,7 @@ class _Resolver:
         if node.tag == "!copy":
             if any(inner.tag in ("!ref", "!copy") for inner in target.walk()):
                 return self._error("later-ref", node,
-                                   f"{target.key} has references of its own and is further below",
+                                   f"{target.key} contains references and is further below",
                                    "move it above the copy")
             return copy.deepcopy(target)
         if target.scalar and not target.tag:
@@ -240,13 +240,13 @@ class _Resolver:
         name = reference or "<>"
         if isinstance(branch.value, list):
             self._error("dangling-ref", node, f"there is no <{name}>: {branch.key} is a list, and a reference takes no "
-                        "index", "give the item a key of its own and refer to that")
+                        "index", "give the item its own key and refer to that")
             return
         options = [str(key) for key in branch.value] if isinstance(branch.value, dict) else []
         near = did_you_mean(part, options)
         base = self.root.value.get(BASE)
         if base is not None and base is not branch and isinstance(base.value, dict) and part in base.value:
-            suggestion = f"it stands under `{BASE}`: write <{BASE}[{part}]>"
+            suggestion = f"it is under `{BASE}`: write <{BASE}[{part}]>"
         elif base is not None and base.tag.startswith(INCLUDE):
             top, below = re.split(r"[.\[]", node.key)[0], base.tag[len(INCLUDE):]
             suggestion = (f"did you mean <{reference.replace(part, near)}>?" if near else
@@ -277,7 +277,7 @@ class _Resolver:
                 circle = [*way[way.index(found):], found]
                 if not found.wrong:
                     self._error("circular-ref", found,
-                                f"this reference comes back to itself: {' -> '.join(n.key for n in circle)}",
+                                f"this reference is circular: {' -> '.join(n.key for n in circle)}",
                                 f"give {found.key} a value")
                 for each in way:
                     each.wrong = True
@@ -296,7 +296,7 @@ class _Resolver:
         if "<" in text:
             self._error("bad-ref", node, f"the bracket of {text!r} is not closed", "write <key>")
         elif text in self.root.value:
-            self._error("bad-ref", node, f"this refers to nothing, it is the text {text!r}",
+            self._error("bad-ref", node, f"this is not a reference, but the text {text!r}",
                         f"write {node.tag} <{text}>")
         else:
             return False
@@ -320,7 +320,7 @@ class _Resolver:
         if not path.is_file():
             near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.y*ml")])
             return self._error("no-file", node, f"there is no file {path}", f"did you mean {near}?" if near else
-                               f"the path starts from {self.path.parent or '.'}")
+                               f"the path is relative to {self.path.parent or '.'}")
         before = len(self.findings)
         files = chain(path, self.findings, prefix="" if node.key == BASE else node.key)
         if not files:

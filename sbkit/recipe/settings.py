@@ -53,7 +53,7 @@ def _check_declared(root: Node, known: Declared, value: object, findings: Findin
         if known.plain:
             _report(root, known.name, f"it is {_shown(value)}, and must be {known.wanted}", findings)
     elif known.name not in BY_PART and (problem := known.problem(given)):
-        hint = COMPLETE if given is None and known.needed else f"it is for: {known.what}" if given is True else ""
+        hint = COMPLETE if given is None and known.needed else f"it sets: {known.what}" if given is True else ""
         _report(root, known.name, f"it {problem}", findings, hint)
     elif known.built and isinstance(value, (str, bool)) and value != "None":  # which is told for any key
         null = "" if known.needed else " or null"
@@ -93,7 +93,7 @@ def _check_averaged(root: Node, known: Mapping[str, Declared], findings: Finding
         _report(root, key, "ema averages weights as well", findings,
                 f"use one of them: ema_decay: 0, or {key}: 1")
     elif not for_good and kept is not None and kept < count:
-        _report(root, key, f"it is {count}, but keep_checkpoints is {kept}: there won't be as many", findings,
+        _report(root, key, f"it is {count}, but keep_checkpoints is {kept}: fewer are kept", findings,
                 f"set keep_checkpoints to {count} or more")
 
 

@@ -91,7 +91,7 @@ def locate(name: str, packages: tuple[str, ...] | None = None) -> Any:  # whatev
 
 def _refuse_outside(module: object, packages: tuple[str, ...]) -> None:
     if str(module).partition(".")[0] not in packages:
-        raise Outside(f"it is no part of {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
+        raise Outside(f"it is not in {', '.join(packages[:-1])} or {packages[-1]}, so it is not imported")
 
 
 def _offers(owner: object) -> list[str]:
@@ -126,7 +126,7 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
 
     if len(positional) > len(by_place) and rest is None:
         findings.error("too-many-arguments", node.place, node.key,
-                       f"{name} takes {counted(len(by_place), 'argument')} at most, this gives {len(positional)}",
+                       f"{name} takes at most {counted(len(by_place), 'argument')}, and gets {len(positional)}",
                        _taken(by_place))
         node.wrong = True
     filled = set()
@@ -155,7 +155,7 @@ def bind(target: Callable[..., Any], node: Node, findings: Findings, partial: bo
             near = did_you_mean(str(key), [n for n in by_name if n not in named], cutoff=0.85)
             if near:
                 findings.warning("unknown-argument", node.place_of(key), node.key_of(key),
-                                 f"{name} has no argument {key} of its own and passes it on", f"did you mean {near}?")
+                                 f"{name} has no argument {key} itself and passes it on", f"did you mean {near}?")
     check_choices(target, named, node, findings)
     missing = [p.name for p in (*by_place, *by_name.values()) if p.default is kinds.empty and p.name not in filled]
     missing = list(dict.fromkeys(missing))
@@ -181,7 +181,7 @@ def arguments(node: Node) -> tuple[list[Node], dict[Any, Node]]:
 def _taken(by_place: list[inspect.Parameter]) -> str:
     """A hint on the possible arguments; if that is a single list, how to write it."""
     if len(by_place) == 1 and re.search("Iterable|Sequence|[Ll]ist", str(by_place[0].annotation)):
-        return f"{by_place[0].name} is a list of its own: write [[a, b]], or put a second - before the first item"
+        return f"{by_place[0].name} is itself a list: write [[a, b]], or put a second - before the first item"
     return f"it takes {listed(p.name for p in by_place)}" if by_place else ""
 
 
@@ -203,7 +203,7 @@ def _compare(name: str, parameter: inspect.Parameter, hints: Mapping[str, Any], 
         wanted = "null or a value"
     if wanted is None:
         return
-    message = f"{name} wants {parameter.name} to be {wanted}, this is {_shown(given)}"
+    message = f"{name}'s {parameter.name} must be {wanted}, not {_shown(given)}"
     if isinstance(given, (int, float)) and fits(hint, Node(str(given), value.place, value.key, quoted=True)):
         place = node.place_of(key) if isinstance(key, str) else value.place
         findings.warning("wrong-type", place, node.key_of(key), message, f'write "{given}"')

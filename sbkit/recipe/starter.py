@@ -31,7 +31,7 @@ def files(task: str) -> dict[Path, Path]:
     if task not in tasks():
         near = did_you_mean(task, tasks())
         raise SbkitError(f"there is no task {task!r}",
-                         hint=(f"did you mean {near}? " if near else "") + f"there is {', '.join(tasks())}")
+                         hint=(f"did you mean {near}? " if near else "") + f"tasks are {', '.join(tasks())}")
     if task == OWN:
         own = HOME / "own"
         places = [path for path in sorted(own.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]

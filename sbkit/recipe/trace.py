@@ -201,15 +201,15 @@ def _reporting(found: Trace, findings: Findings) -> Iterator[None]:
         node, _ = _blame(error, found.built)
         where = node.key if node else "the features"
         found.note = (f"the {found.stage} after {where}, which reads values of tensors on the host "
-                      f"(.item() or the like){own_line(error)} or makes shapes of them; that also makes a GPU wait")
+                      f"(.item() or similar){own_line(error)} or computes shapes from them; that also stalls a GPU")
     except Exception as error:  # each layer has its own errors for a shape that doesn't fit
         call = without_stand_in(error)
         if call is None:
             _report(error, found, findings)
         else:
             node, _ = _blame(error, found.built)
-            found.note = (f"the {found.stage} from {call}{f' in {node.key}' if node else ''} on, which computes "
-                          "nothing without memory or a driver")
+            found.note = (f"the {found.stage} from {call}{f' in {node.key}' if node else ''} on, which needs real "
+                          "tensors or a driver")
 
 
 def own_line(error: BaseException) -> str:
@@ -330,7 +330,7 @@ def _report(error: Exception, found: Trace, findings: Findings) -> None:
     if _OTHER_DEVICE.search(text):
         findings.error("device-mismatch", place, key,
                        f"a tensor stays on the CPU while the rest is on a device{inside}",
-                       "hold it as a buffer, or move it in forward with .to(x.device)")
+                       "register it as a buffer, or move it in forward with .to(x.device)")
         return
     if isinstance(error, SbkitError):
         findings.error("forward", place, key, error.message, error.hint or "")
@@ -338,18 +338,18 @@ def _report(error: Exception, found: Trace, findings: Findings) -> None:
     for pattern in _MISMATCHES:
         if match := pattern.search(text):
             got, wanted = int(match["got"]), int(match["wanted"])
-            message = f"{got} values per frame come in and {wanted} are expected{inside}"
+            message = f"the input has {got} values per frame, and {wanted} are expected{inside}"
             argument = _argument(node, wanted)
             if node is not None and argument is not None:
                 place, key = node.place_of(argument), node.key_of(argument)
-                suggestion = f"set {argument} to {got}, or make what comes before it give {wanted}"
+                suggestion = f"set {argument} to {got}, or make the layer before it output {wanted}"
             else:
-                suggestion = f"make what comes before it give {wanted}"
+                suggestion = f"make the layer before it output {wanted}"
             findings.error("shape-mismatch", place, key, message, suggestion)
             return
     findings.error("forward", place, key,
                    f"the {found.stage} fails{inside}{own_line(error)}: {type(error).__name__}: {text[:300]}",
-                   "compare its arguments with the shapes that come in" if isinstance(error, RuntimeError) else
+                   "compare its arguments with the input's shape" if isinstance(error, RuntimeError) else
                    _texts(node))
 
 
@@ -357,7 +357,7 @@ def _texts(node: Node | None) -> str:
     """A hint with the texts among the arguments of a layer, one of which may be misspelt."""
     given = node.value.items() if node is not None and isinstance(node.value, dict) else ()
     shown = [f"{key} {value!r}" for key, child in given if isinstance(value := static(child), str)]
-    return f"it gets {listed(shown)}" if shown else "look at its arguments"
+    return f"it gets {listed(shown)}" if shown else "check its arguments"
 
 
 def _argument(node: Node | None, value: int) -> str | None:
@@ -379,4 +379,4 @@ def section(found: Trace) -> Section | None:
     values: dict[str, Any] = {key: list(shape) for key, (_, shape) in found.outputs.items()}
     remarks, more = found.brain.describe() if found.complete else ([], {})
     return Section("Shapes", ["key", "class", "output"], rows,
-                   [*remarks, f"of utterances of {SECONDS:g} seconds"], values | more)
+                   [*remarks, f"for utterances of {SECONDS:g} seconds"], values | more)

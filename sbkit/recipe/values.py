@@ -117,8 +117,8 @@ def check_text(node: Node, findings: Findings, in_list: bool = False) -> None:
             hint += f", or [{text.replace(',', ', ')}] for two numbers"
         _report(node, findings, "number-as-text", "is a text, not a number", hint)
     elif expression(text):
-        findings.warning("number-as-text", node.place, node.key, f"{text!r} is a text: nothing computes it",
-                         "write the number; arithmetic works behind !ref with a <key> in it")
+        findings.warning("number-as-text", node.place, node.key, f"{text!r} is a text and is not computed",
+                         "write the number; arithmetic works after !ref with a <key> in it")
     elif text == "None":
         findings.warning("null-as-text", node.place, node.key, f"{text!r} is a text, not null", "write null")
     elif text in _TRUTHS and node.key.rpartition(".")[2] != "language":
@@ -131,16 +131,16 @@ def _check_tuple(node: Node, findings: Findings) -> None:
     parts = as_tuple(text)
     written = f"[{text[1:-1]}]"
     if "(" in text[1:-1]:
-        _report(node, findings, "tuple-as-text", "can't be read: a tuple holds no tuples",
+        _report(node, findings, "tuple-as-text", "can't be read: a tuple can't contain tuples",
                 "write lists: [[3, 3], [2, 2]]")
     elif parts is UNKNOWN or "!ref" in text or "<" in text:
-        _report(node, findings, "tuple-as-text", "can't be read: a tuple holds no references", f"write {written}")
+        _report(node, findings, "tuple-as-text", "can't be read: a tuple can't contain references", f"write {written}")
     else:
         for part in parts:
             if isinstance(part, str) and (number := looks_like_number(part)):
                 mantissa, _, power = number.partition("e")
                 hint = f"write {mantissa}.0e{power}" if power and "." not in mantissa else f"write {number}"
-                _report(node, findings, "number-as-text", f"holds {part!r}, which inside a tuple is a text",
+                _report(node, findings, "number-as-text", f"contains {part!r}, which inside a tuple is a text",
                         f"{hint}, or a list: {written}")
 
 

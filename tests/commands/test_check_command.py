@@ -30,7 +30,7 @@ def test_mistakes_go_to_stderr_with_exit_code_1(capsys):
     assert lines[:3] == [f"command line: error: --d_modl: {SMALL} has no key d_modl; did you mean --d_model?",
                          f"command line: error: --prise: {SMALL} has no key prise; did you mean --price?",
                          f"command line: error: --at: {SMALL} has no key at; did you mean --as?"]
-    assert "command line: error: ctc_lin.input_size: 16 values per frame come in and 3 are expected" in lines[3]
+    assert "command line: error: ctc_lin.input_size: the input has 16 values per frame, and 3 are expected" in lines[3]
     assert lines[-1].startswith(f"{SMALL}: 4 errors (")
 
 

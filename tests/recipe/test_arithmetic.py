@@ -28,8 +28,8 @@ DOUBLING = [f"a{i}: !ref <a{i - 1}><a{i - 1}>" for i in range(1, 40)]
 
 @pytest.mark.parametrize(("lines", "line", "message"), [
     (["a: 9", "b: !ref <a> ** <a> ** <a>"], 2, "9 ** 9 ** 9 can't be computed: the number is too large"),
-    (["a0: xxxxxxxxxx", *DOUBLING], 11, "with what it refers to, this text has more than 10000 characters"),
-    ([*reversed(DOUBLING), "a0: !ref <a39>"], 1, "this reference comes back to itself: a39 -> a38 -> "),
+    (["a0: xxxxxxxxxx", *DOUBLING], 11, "with its references resolved, this text has more than 10000 characters"),
+    ([*reversed(DOUBLING), "a0: !ref <a39>"], 1, "this reference is circular: a39 -> a38 -> "),
 ], ids=["a tower of powers", "texts that double", "a circle with many ways around"])
 def test_a_recipe_that_takes_for_ever_to_compute_is_one_error(tmp_path, lines, line, message):
     path = write(tmp_path, "\n".join(lines))

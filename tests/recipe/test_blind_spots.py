@@ -55,10 +55,10 @@ def test_nothing_of_a_hostile_recipe_runs_and_each_line_of_it_is_named(hostile):
     wanted = {i for i, line in enumerate(lines, 1) if line.startswith(tuple(f"{key}:" for key in "abcdefghijm"))
               or "!apply" in line or "sbkit.__main__" in line or line.startswith("brain")}
     assert set(seen) == wanted
-    assert seen[3] == ("recipe.yaml:3: a: !new:traps.Model: it is no part of speechbrain, torch or sbkit, so it is not "
+    assert seen[3] == ("recipe.yaml:3: a: !new:traps.Model: it is not in speechbrain, torch or sbkit, so it is not "
                        "imported")
     assert seen[12].endswith("i: !apply:torch.hub.load is called when the recipe is loaded")
-    assert seen[17].endswith("m: an attribute of what is not built")
+    assert seen[17].endswith("m: an attribute of an object that is not built")
     assert "nothing is built with --no-run" in report.notes[-1]
     found = [(error.line, error.code) for error in report.errors]
     assert set(found) == {(0, "missing-key"), (4, "unknown-argument")}

@@ -94,4 +94,4 @@ def test_what_no_run_on_several_devices_can_do_stops_one_before_it_prepares(monk
     monkeypatch.chdir(FOLDER)
     monkeypatch.setenv("WORLD_SIZE", "2")
     (found,) = check("optimizer_of_whole_parameters.yaml", {}).errors
-    assert "Muon needs parameters whole" in str(found)
+    assert "Muon needs unsharded parameters" in str(found)

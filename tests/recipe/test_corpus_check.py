@@ -67,7 +67,7 @@ def test_what_two_splits_of_a_prepared_corpus_share_is_in_the_report(tmp_path, t
     assert not report.problems(), "shared sentences are no mistake"
     other = shutil.copytree(tmp_path, tmp_path_factory.mktemp("other") / "data")
     [told] = check(path, {"data_folder": str(other)}).warnings
-    assert told.code == "other-corpus" and f"was prepared from {tmp_path}: what is said here" in told.message
+    assert told.code == "other-corpus" and f"was prepared from {tmp_path}: labels, leaks," in told.message
 
 
 COLUMNS = '''

@@ -36,8 +36,7 @@ def test_a_micro_batch_that_is_too_large_is_blamed_on_the_value_that_batching_ha
     (warning,) = warnings(needs_nine, batching)
     assert warning == (
         f"{place}: warning: max_batch_seconds: a micro-batch of 60 s needs about 9.00 GiB, cuda has 8.00 GiB; set "
-        "max_batch_seconds to 43 s or less: the optimizer's steps stay as they are, they're computed in more "
-        "micro-batches")
+        "max_batch_seconds to 43 s or less: the optimizer steps stay the same, with more micro-batches")
 
 
 def test_one_that_was_tried_and_fits_is_not(needs_nine):
@@ -75,7 +74,7 @@ def test_what_was_measured_is_said_in_one_line(planned, said):
 def test_a_card_that_is_not_here_is_said():
     request = arguments.parse([str(Path(__file__).parents[2] / "hparams" / "ctc.yaml"), "--device", "cuda"])
     report = check(request.path, request.overrides, run_opts=request.run_opts)
-    assert ("cuda: there is none here, so its time is not estimated, and no run would start; "
+    assert ("the time on cuda: this machine has no such device, so no run would start; "
             "--as 8xH100 rehearses one") in report.notes
 
 

@@ -143,7 +143,7 @@ def test_a_run_is_refused_with_the_line_of_a_needed_key_that_is_null(tmp_path):
         load.open_recipe(load.load(path, {"output_folder": str(tmp_path)}), path)
     assert error.value.message == (
         f"{path}:3: intermediate_layers is ['one'], and must be a list of whole numbers; {path}:2: batching is null, "
-        "and a run can't do without it")
+        "and a run needs it")
 
 
 # ------------------------------------------------------------------ each has an effect

@@ -25,20 +25,20 @@ def test_where_all_learns_at_one_rate_there_is_none():
 def test_it_says_of_each_part_what_is_frozen_for_how_long_and_its_rate():
     until = {"model.0.weight": FOR_GOOD, "model.1.0.weight": 5, "model.1.0.bias": 5, "model.1.1.bias": FOR_GOOD}
     found = what_learns(parts(), until, {"model.1.1.weight": 0.5, "model.2.weight": 10, "model.2.bias": 10}, 0.002)
-    assert found.columns == ["part", "learn", "frozen", "times the rate", "peak rate"]
+    assert found.columns == ["part", "trained", "frozen", "rate factor", "peak rate"]
     assert found.rows == [
         ["front", "3", "9 for good", "1", "0.002"],
         ["stack", "3", "2 until step 5, 1 for good", "0.5 to 1", "0.001 to 0.002"],
         ["head", "2", "", "10", "0.02"]]
     assert found.remarks == [
-        "8 of 20 parameters learn from the first step (40.0 %); frozen: 2 until step 5 and 10 for good"]
+        "8 of 20 parameters are trained from the first step (40.0 %); frozen: 2 until step 5 and 10 for good"]
     assert found.values == {"learn": 8, "frozen": {"until step 5": 2, "for good": 10}}
 
 
 def test_where_the_rate_is_not_known_and_nothing_thaws_that_is_left_out():
     found = what_learns(parts(), {"model.2.weight": FOR_GOOD, "model.2.bias": FOR_GOOD}, {}, None)
-    assert found.columns[-1] == "times the rate" and found.rows[-1] == ["head", "0", "2 for good", ""]
-    assert found.remarks == ["18 of 20 parameters learn (90.0 %); frozen: 2 for good"]
+    assert found.columns[-1] == "rate factor" and found.rows[-1] == ["head", "0", "2 for good", ""]
+    assert found.remarks == ["18 of 20 parameters are trained (90.0 %); frozen: 2 for good"]
 
 
 def test_a_weight_that_layers_share_is_counted_once():

@@ -139,7 +139,7 @@ def test_cost_and_energy_are_of_all_devices():
     table = price.section(Asked(2.5, 8, "Card", watts={"Card": 700}), card, Steps(1e12, 1, 12.0, 9000, 1.0), said)
     assert table.rows[2:] == [["time of the run", "10 h", "5 h", "20 h"],
                               ["cost of 8 devices at 2.5 an hour each", "200.0", "100.0", "400.0"],
-                              ["kWh at most, with 700 W a device all the time", "56.0", "28.0", "112.0"]]
+                              ["kWh at most, at 700 W per device", "56.0", "28.0", "112.0"]]
     assert table.values["cost"] == 200.0 and table.values["kwh_at_most"] == 56.0
     assert "too few to fit" in table.remarks[0]
     tiny = price.section(Asked(2.5), CPU, Steps(1e9, 1, 2.74, 26, 1.0), RunEstimate(0.005, 7.7e-5, 5e-5, 1e-4, "trial"))
@@ -152,13 +152,13 @@ def test_cost_and_energy_are_of_all_devices():
     for high, far in ((14.0, False), (130.0, True)):
         said = RunEstimate(3.6, 10.0, 1.0, high, "fit", 20)
         fitted = price.section(Asked(2.5), CPU, Steps(1e12, 1, 12.0, 9000, 1.0), said)
-        assert ("20 finished runs on Some CPU in bf16, 1 thread; they are far from these steps in size" in
+        assert ("20 finished runs on Some CPU in bf16, 1 thread, whose steps differ much in size" in
                 fitted.remarks[0]) is far
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--price", "cheap"], "'cheap' is no price"), (["--price", "-1"], "'-1' is no price"),
-    (["--price", "nan"], "'nan' is no price"), (["--price", "1", "--no-run"], "builds nothing")])
+    (["--price", "cheap"], "'cheap' is not the price"), (["--price", "-1"], "'-1' is not the price"),
+    (["--price", "nan"], "'nan' is not the price"), (["--price", "1", "--no-run"], "which --no-run doesn't build")])
 def test_what_cannot_be_priced_is_refused_at_once(words, said, capsys):
     assert cli.main(["check", str(ROOT / "hparams" / "ctc.yaml"), *words]) == 2
     assert said in capsys.readouterr().err

@@ -125,12 +125,12 @@ def test_a_batch_of_one_is_tried_unless_the_plan_has_none(tmp_path):
     _, ((code, message),) = checked(tmp_path, "OneVector")
     assert code == "one-utterance" and "Expected more than 1 value per channel" in message
     report, found = checked(tmp_path, "OneVector", batching="\n    min_batch_utterances: 2")
-    assert found == [] and "max_batch_seconds change what is learnt" in report.sections["devices"].remarks[-1]
+    assert found == [] and "max_batch_seconds change the training" in report.sections["devices"].remarks[-1]
 
 
 def test_results_that_depend_on_padding_are_a_warning(tmp_path):
     _, ((code, message),) = checked(tmp_path, "Unmasked")
-    assert code == "padding" and "an utterance's results depend on its padding" in message
+    assert code == "padding" and "an utterance's outputs depend on its padding" in message
     assert checked(tmp_path, "Drawing")[1] == []
 
 
@@ -144,7 +144,7 @@ def test_padding_is_tried_on_the_layers_that_run(tmp_path, monkeypatch):
 
 def test_a_metric_that_validations_do_not_give_is_an_error(tmp_path):
     _, ((code, message),) = checked(tmp_path, brain="Chooses")
-    assert code == "metric" and "by 'F1', and its validations give loss, precision, recall" in message
+    assert code == "metric" and "by 'F1', and its validations return loss, precision, recall" in message
     assert checked(tmp_path, brain="Complete")[1] == []
 
 
@@ -166,7 +166,7 @@ def test_that_noise_has_no_transcript_is_no_finding(tmp_path):
 
 def test_a_loss_that_reads_values_leaves_out_stand_ins_alone(tmp_path):
     report, ((code, message),) = checked(tmp_path, brain="Reads")
-    assert code == "metric" and "by 'F1', and its validations give loss, precision" in message
+    assert code == "metric" and "by 'F1', and its validations return loss, precision" in message
     assert any("the loss after brain" in note or "reads values of tensors on the host" in note for note in report.notes)
     assert any(f"{Path(__file__).name}:" in note and "so the cost is unknown" in note for note in report.notes)
     report, found = checked(tmp_path, brain="ReadsWell")
@@ -175,4 +175,4 @@ def test_a_loss_that_reads_values_leaves_out_stand_ins_alone(tmp_path):
 
 def test_a_loss_that_counts_nothing_is_an_error(tmp_path):
     _, ((code, message),) = checked(tmp_path, brain="CountsNothing")
-    assert code == "loss" and "count of 0, so that nothing is learnt" in message
+    assert code == "loss" and "count of 0, so nothing is learnt" in message

@@ -103,7 +103,7 @@ def test_a_part_is_named_by_its_key_by_its_path_or_by_a_pattern(pattern):
 
 @pytest.mark.parametrize("key", ["freeze", "learning_rates"])
 def test_a_pattern_that_fits_nothing_is_refused(key):
-    with pytest.raises(SbkitError, match=f"{key}: nothing that can be trained is called 'frist'") as error:
+    with pytest.raises(SbkitError, match=f"{key}: no trainable part is called 'frist'") as error:
         brain(Named, modules=(modules := model()), hparams={"first": modules[0], key: {"frist": 1}})
     assert error.value.hint == "did you mean first?"
 
@@ -317,9 +317,9 @@ def test_the_start_says_what_learns_and_since_when(caplog):
     (table,) = [each for each in said(caplog, {"first": 2, "model.4": True}, learning_rates={"model.2": 10})
                 if each.startswith("What learns")]
     lines = table.splitlines()
-    assert lines[1].split() == "part learn frozen times the rate peak rate".split()
+    assert lines[1].split() == "part trained frozen rate factor peak rate".split()
     assert "until step 2" in lines[3] and lines[3].startswith("  first") and "0.05 to 0.5" in lines[4]
-    assert "parameters learn from the first step" in lines[-1] and "until step 2 and 16 for good" in lines[-1]
+    assert "parameters are trained from the first step" in lines[-1] and "until step 2 and 16 for good" in lines[-1]
 
 
 def test_where_all_learns_alike_it_says_nothing(caplog):

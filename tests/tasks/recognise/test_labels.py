@@ -92,9 +92,9 @@ def test_a_prepared_corpus_is_compared_with_the_model(prepared):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size", "said"), [
-    ("char", 20, "for the 7 tokens of its characters and the recipe has 20, which a run changes by itself; "
+    ("char", 20, "need 7 tokens, and the recipe has 20; a run changes that itself; "
                  "--output_neurons 7 checks them now"),
-    ("unigram", 20, "sbkit prepare makes it, with the same recipe and keys"), ("char", 7, "")])
+    ("unigram", 20, "with the same recipe and keys, creates it"), ("char", 7, "")])
 def test_why_the_labels_of_a_prepared_corpus_are_not_checked_is_said(prepared, tmp_path, kind, size, said):
     made = Tokenizer(tmp_path / "save", 20, "char")
     made.follow(TEXTS)
