@@ -10,9 +10,13 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
+from sbkit.recipe import load
+from sbkit.recipe.load import Recipe
 from sbkit.score import utterances
 from sbkit.score.utterances import ScoredUtterance
+from sbkit.train.checkpoint.adapted import Adapted
 
+RECIPE = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
 WORDS = "the brave teacher finds an old ladder near green river after dinner while seven quiet horses sleep".split()
 ACCENTS, AGES, GENDERS = ("Scottish English", "England English"), ("teens", "fifties", ""), ("female", "male")
 
@@ -97,27 +101,23 @@ TINY = {
 }
 
 
-def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 40.0, 55.0),
-                   recipe: Path = Path(__file__).parents[1] / "hparams" / "ctc.yaml",
+def prepared(path: Path, given: Mapping[str, object]) -> tuple[Recipe, dict[str, object]]:
+    """A recipe whose corpus was prepared, read again as other ranks of a run do it, and all that it is given."""
+    made = load.open_recipe(load.load(path, given), path)
+    follows = made.task.prepare(made.keys, made.keys.corpus.prepare(show_progress=False), given)
+    given = {**given, **{key: value for key, value in follows.items() if key in made.hparams}}
+    made = load.open_recipe(load.load(path, given), path)
+    made.task.encoder(made.keys)
+    return made, given
+
+
+def run_with_model(folder: Path, data: Path, rates: tuple[float, ...] = (70.0, 40.0, 55.0), recipe: Path = RECIPE,
                    tiny: Mapping[str, object] = TINY, **keys: object) -> Path:
     """A run as training leaves it: recipe (with other values of some keys), tokenizer, manifests, and a checkpoint
     for each rate."""
-
-    from sbkit.recipe import load
-    from sbkit.train.checkpoint.adapted import Adapted
-
-    overrides = {**tiny, **keys, "output_folder": str(folder), "data_folder": str(data)}
-    hparams = load.load(recipe, overrides)
-    manifests = hparams["corpus"].prepare(show_progress=False)
-    tokenizer = hparams["tokenizer"]
-    characters = {character for text in manifests["train"].texts for character in text if character != " "}
-    size = len(characters) + 4  # the blank, the two ends of a sentence, the space
-    hparams = load.load(recipe, {**overrides, "output_neurons": size})
-    tokenizer = hparams["tokenizer"].prepare(manifests["train"].texts)
-    assert tokenizer.size == size
-    (folder / "hyperparams.yaml").write_text(load.merged(recipe, {**overrides, "output_neurons": size}))
-    brain = hparams["brain"](hparams["modules"], hparams.get("opt_class"), hparams, {"device": "cpu"},
-                             hparams["checkpointer"])
+    made, given = prepared(recipe, {**tiny, **keys, "output_folder": str(folder), "data_folder": str(data)})
+    (folder / "hyperparams.yaml").write_text(load.merged(recipe, given))
+    brain = made.brain({"device": "cpu"})
     brain.init_optimizers()
     for saved in brain.checkpointer.recoverables.values():
         if isinstance(saved, Adapted):

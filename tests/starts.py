@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from run_folders import TINY, sound
+from run_folders import RECIPE, TINY, prepared, sound
 
-from sbkit.recipe import load
 from sbkit.runs import initial, pretrained
 
-RECIPE = Path(__file__).parents[1] / "hparams" / "ctc.yaml"
 SPANISH = "el niño camina por la calle mientras su hermana juega con el perro pequeño bajo la lluvia".split()
 
 
@@ -30,13 +28,7 @@ def spanish(folder: Path, **splits: int) -> Path:
 
 def target(folder: Path, data: Path, recipe: Path = RECIPE, tiny: Mapping[str, object] = TINY, **keys):
     """The Brain of a run that has only been prepared."""
-    overrides = {**tiny, **keys, "output_folder": str(folder), "data_folder": str(data)}
-    made = load.open_recipe(load.load(recipe, overrides), recipe)
-    manifests = made.keys.corpus.prepare(show_progress=False)
-    follows = made.task.prepare(made.keys, manifests, overrides)
-    overrides |= {key: value for key, value in follows.items() if key in made.hparams}
-    made = load.open_recipe(load.load(recipe, overrides), recipe)
-    made.task.encoder(made.keys)
+    made, _ = prepared(recipe, {**tiny, **keys, "output_folder": str(folder), "data_folder": str(data)})
     return made.brain({"device": "cpu", "noprogressbar": True})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import run_folders
 import torch
 
 from sbkit.recipe import load
@@ -23,11 +24,8 @@ def recipe(folder: Path, data: Path, path: Path = RECIPE, **keys: object) -> Rec
 
 def prepared(folder: Path, data: Path, path: Path = RECIPE, **keys: object) -> Recipe:
     """A recipe whose corpus was prepared as a run does it, read again as its other ranks do."""
-    made = recipe(folder, data, path, **keys)
-    follows = made.task.prepare(made.keys, made.keys.corpus.prepare(show_progress=False), {})
-    made = recipe(folder, data, path, **{**keys, **follows})
-    made.task.encoder(made.keys)
-    return made
+    given = {**SMALL, "output_folder": str(folder), "data_folder": str(data), **keys}
+    return run_folders.prepared(path, given)[0]
 
 
 def brain(made: Recipe) -> Any:  # of the recipe's own task
@@ -39,10 +37,9 @@ def brain(made: Recipe) -> Any:  # of the recipe's own task
 
 def saved(folder: Path, data: Path, change: Callable[[Any], object], path: Path = RECIPE, **keys: object) -> Path:
     """A run as training leaves it, with one checkpoint of a model after this change of it."""
-    made = prepared(folder, data, path, **keys)
-    overrides = {**SMALL, **keys, "output_folder": str(folder), "data_folder": str(data),
-                 "output_neurons": made.keys.output_neurons}
-    (folder / "hyperparams.yaml").write_text("# from:\n# x\n" + load.merged(path, overrides))
+    given = {**SMALL, **keys, "output_folder": str(folder), "data_folder": str(data)}
+    made, given = run_folders.prepared(path, given)
+    (folder / "hyperparams.yaml").write_text("# from:\n# x\n" + load.merged(path, given))
     found = brain(made)
     change(found)
     found.checkpointer.save_checkpoint(meta={"WER": 50.0, "epoch": 1})
