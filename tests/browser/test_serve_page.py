@@ -1,20 +1,15 @@
 """The server's page in a real browser: a file and a microphone become words, on a screen and on a phone."""
 
 import base64
-import sys
 import time
-from pathlib import Path
 
 import bundles
 import chromium
 import numpy as np
 import pytest
+import serving
 import soundfile
 from chromium import SCREENS, WAIT, opened, quiet
-
-sys.path.append(str(Path(__file__).parents[1] / "serve"))
-
-import serving
 
 pytestmark = [pytest.mark.slow,
               pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")]

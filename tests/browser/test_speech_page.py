@@ -1,17 +1,11 @@
 """The page of a server with a voice, in a real browser: what is written is read aloud, and what can't be is told."""
 
-import sys
-from pathlib import Path
-
 import bundles
 import chromium
 import pytest
+import serving
 import voices
 from chromium import SCREENS, WAIT, opened, quiet
-
-sys.path.append(str(Path(__file__).parents[1] / "serve"))
-
-import serving
 
 pytestmark = [pytest.mark.slow,
               pytest.mark.skipif(chromium.find() is None, reason="no chromium here (apt-get install chromium)")]

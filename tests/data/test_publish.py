@@ -3,12 +3,8 @@
 import errno
 import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "integration"))
 from kill_points import Killer
 
 from sbkit.data import publish

@@ -11,6 +11,7 @@ from sbkit.export.layout import Config
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.assembly import StableWords, words
 from sbkit.infer.decoding import decoder
+from tests.decode.streams import listen, log_probs_of, runs
 
 #: With spaces before, behind and amid pieces, alone, and bytes; 1 is silent.
 PIECES = ["<blk>", "<s>", "▁", "a", "b", "▁a", "b▁", "a▁b", "▁▁", "<0xC3>", "<0xA4>"]
@@ -23,21 +24,14 @@ def vocabulary(**changes):
 
 
 def log_probs(labels):
-    """[T, V] that say these labels, each frame with a confidence of its own."""
-    scores = np.random.default_rng(len(labels)).normal(size=(len(labels), len(PIECES)))
-    scores[np.arange(len(labels)), labels] += 8
-    return (scores - np.log(np.exp(scores).sum(1, keepdims=True))).astype(np.float32)
-
-
-RUNS = st.lists(st.tuples(st.integers(0, len(PIECES) - 1) | st.just(0), st.sampled_from([1, 1, 2, 3, 16, 18, 40])),
-                min_size=1, max_size=40)
+    return log_probs_of(labels, len(PIECES))
 
 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
-@given(RUNS, st.data(), st.sampled_from(["▁", None]), st.sampled_from([None, None, None, {"beam": 2, "token_beam": 2}]))
-def test_it_is_what_decoding_everything_at_the_end_says(runs, data, separator, search):
-    labels = [label for label, count in runs for _ in range(count)]
+@given(runs(len(PIECES)), st.data(), st.sampled_from(["▁", None]),
+       st.sampled_from([None, None, None, {"beam": 2, "token_beam": 2}]))
+def test_it_is_what_decoding_everything_at_the_end_says(labels, data, separator, search):
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(labels) - 1)), max_size=8)))
     known = vocabulary(word_separator=separator)
     how = decoder(known, search)
@@ -77,3 +71,13 @@ def test_hours_cost_what_their_parts_cost(labels):
         settling.more([kept])
     settling.end()
     assert looked <= 4 * 100 * 500
+
+
+@pytest.mark.parametrize("separator", ["▁", None])
+@pytest.mark.parametrize("search", [None, {"beam": 4}, {"hot_words": ["ab"], "beam": 4}])
+def test_a_stream_says_what_the_decoder_says_of_the_whole(search, separator):
+    known = vocabulary(word_separator=separator)
+    how, said = decoder(known, search), log_probs([5, 4, 4, 0, 4, 0, 0, 5, 1, 2, 3, 0, 7, 7, 0, 5, 4])
+    expected = words(how.tokens([[how.keep(said)]])[0], known)
+    assert len(expected) > 4
+    assert listen(how.stream(), np.split(said, [3, 4, 9, 9]), finish=True).settled == expected

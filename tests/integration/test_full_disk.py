@@ -5,7 +5,6 @@ import logging
 import re
 import sys
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import disks
@@ -13,11 +12,9 @@ import pyarrow as pa
 import pytest
 import run_folders
 import torch
+from corpora import archive, common_voice
 from disks import REFUSED, small_disk
 from safetensors.torch import save_file
-
-sys.path.append(str(Path(__file__).parents[1] / "data"))
-from corpora import archive, common_voice
 
 from sbkit.cli import main
 from sbkit.data import publish

@@ -28,7 +28,7 @@ def quick_disk(tmp_path):
 @pytest.mark.slow
 def test_killed_at_every_operation_on_the_disk(quick_disk):
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kill_points.py")), str(quick_disk)],
+        [sys.executable, str(Path(__file__).parents[1] / "kill_points.py"), str(quick_disk)],
         capture_output=True, text=True, timeout=550, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,11 +1,6 @@
 """The stages of a run: what preparing gives to the ones after it."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "data"))
 from corpora import common_voice
 
 from sbkit.data.corpus import Corpus

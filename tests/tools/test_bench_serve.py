@@ -1,16 +1,11 @@
 """The benchmark of live sessions: what its clients see, what they call lost, and its table."""
 
-import sys
 import threading
 import time
-from pathlib import Path
 
 import bundles
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "serve"))
-
 import serving
 
 from sbkit.serve.limits import Limits

@@ -37,7 +37,7 @@ def encoded(signal: np.ndarray, rate: int, kind: str = "wav", **options) -> byte
 
 def real_data(name: str) -> Path:
     """A folder of real recordings; the test is skipped where it is absent."""
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    beside = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("SBKIT_TEST_DATA", beside)) / name
     if not folder.is_dir():
         pytest.skip(f"no real recordings in {folder} (SBKIT_TEST_DATA names their folder)")
