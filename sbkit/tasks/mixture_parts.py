@@ -1,4 +1,4 @@
-"""What a run knows of a mixture's parts: how much it heard of each, and each one's scores."""
+"""The parts of a mixture in a run: the hours of training on each, and each one's scores."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ Stats = Mapping[str, float]
 
 @register_checkpoint_hooks
 class MixtureParts:
-    """Counts the hours that training hears of each part of a mixture, and scores the parts one by one.
+    """Counts the hours of training on each part of a mixture, and scores the parts one by one.
 
-    Hours are kept epoch by epoch, in checkpoints, also of parts that a resumed run no longer has. Of a corpus that is
-    no mixture, nothing is counted or scored.
+    Checkpoints hold the hours of each epoch, also of parts that a resumed run no longer has. For a corpus that is no
+    mixture it does nothing.
     """
 
     def __init__(self, corpus: object, checkpointer: Checkpointer | None = None):
         self._mixture = corpus if isinstance(corpus, Mixture) else None
         self.loader: TrainLoader | None = None
-        """What training goes through, once it begins."""
-        self._hours: dict[str, dict[str, float]] = {}  # by epoch, which JSON makes a text
+        """The training data, once training begins."""
+        self._hours: dict[str, dict[str, float]] = {}  # by epoch, as a text for JSON
         if self._mixture is not None and checkpointer is not None:
             checkpointer.add_recoverable("parts", self, optional_load=True)
 
     def close_epoch(self, epoch: int | None, log: MetricsLog | None) -> dict[str, float]:
-        """Count and log an epoch; returns the hours heard of each part so far, and how often they were gone through."""
+        """Count and log an epoch; returns the hours of training on each part so far, and its epochs."""
         if self._mixture is None or self.loader is None or epoch is None:
             return {}
         train = self.loader.reader.manifest
         found: dict[str, float] = {}
         self._hours[str(epoch)] = hours_of(train, self.loader.epoch_plan(epoch).members)
         for name, size in hours_of(train).items():
-            heard = sum(hours.get(name, 0.0) for hours in self._hours.values())
-            found |= {f"hours {name}": heard, f"epochs {name}": heard / size}
+            trained = sum(hours.get(name, 0.0) for hours in self._hours.values())
+            found |= {f"hours {name}": trained, f"epochs {name}": trained / size}
         if log is not None:
             log.write("epoch", epoch=epoch, **found)
         return found
 
     def rows(self, rows: Sequence[Any]) -> dict[str, list[Any]]:
-        """The rows of each part; none if all are of one, or some of another corpus."""
+        """Group rows by part; returns nothing if all are of one part, or some of another corpus."""
         if self._mixture is None:
             return {}
         found: dict[str, list[Any]] = {}
@@ -60,7 +60,7 @@ class MixtureParts:
         return found if len(found) > 1 and found.keys() <= self._mixture.parts.keys() else {}
 
     def validation_stats(self, rows: Sequence[Any], stats: Callable[[Sequence[Any]], Stats]) -> dict[str, float]:
-        """What ``stats`` gives of each part's rows, by names with the part's, and without it that of ``best_by``."""
+        """Compute ``stats`` of each part's rows, named with the part; those without a part are of ``best_by``."""
         found, parts = dict(stats(rows)), {name: stats(some) for name, some in self.rows(rows).items()}
         best_by = MEAN if self._mixture is None else self._mixture.best_by
         for name in found:
@@ -72,7 +72,7 @@ class MixtureParts:
         return found
 
     def for_log(self, stats: Stats, of: str = "") -> dict[str, float]:
-        """Statistics by names that say what they are of: ``of``, where they name no part; by default ``best_by``."""
+        """Add ``of`` (by default ``best_by``) to the names of statistics that have no part in them."""
         if self._mixture is None:
             return dict(stats)
         of, parts = of or self._mixture.best_by, self._mixture.parts
@@ -80,7 +80,7 @@ class MixtureParts:
                 for name, value in stats.items()}
 
     def add_results(self, found: Results, rows: Sequence[Any], results: Callable[[Sequence[Any]], Results]) -> None:
-        """Add to a test's results what ``results`` gives of each part's rows."""
+        """Add to a test's results the ``results`` of each part's rows."""
         found.parts = {part: results(some) for part, some in self.rows(rows).items()}
         for part, each in found.parts.items():
             found.stats |= _named(each.stats, part)
@@ -96,5 +96,5 @@ class MixtureParts:
 
 
 def _named(stats: Stats, part: str) -> dict[str, float]:
-    """A part's statistics by names of their own; without the loss, which is that of all rows."""
+    """Add a part to the names of its statistics; leaves out the loss, which is of all rows."""
     return {f"{name} {part}": value for name, value in stats.items() if name != "loss"}

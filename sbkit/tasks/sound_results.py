@@ -1,4 +1,4 @@
-"""Results of a test that made sound: what a recogniser heard in it and in the recordings, and clips to listen to."""
+"""Results of a test that generated audio: error rates of a recogniser on it and on the recordings, and sample clips."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, Results, SoundSample
 from sbkit.score.significance import interval
-from sbkit.tasks.listening import KEPT, Row, lot
+from sbkit.tasks.generation import SAMPLES, Row, random_order
 
 #: Where the clips to listen to are written, below the results.
 SOUNDS = "sounds"
@@ -28,17 +28,17 @@ class SoundResults(Results):
     before: ErrorRates | None = None
     """Of the recordings; None without a recogniser."""
     after: ErrorRates | None = None
-    """Of what was made."""
+    """Of the output."""
     rows: Sequence[Row] = ()
-    #: What made the sound, as the report calls it.
+    #: What generated the sound, as the report calls it.
     maker: ClassVar[str]
 
     def remark(self, row: Row) -> str:
-        """Say what was measured of a clip."""
+        """Return what was measured of a clip."""
         return str(row.id)
 
-    def made(self, row: Row) -> Mapping[str, np.ndarray]:
-        """Return the sounds of a clip by their labels: with one alone, the report has its recording too."""
+    def sounds(self, row: Row) -> Mapping[str, np.ndarray]:
+        """Return the sounds of a clip by their labels; if there is only one, the report adds the recording."""
         return {self.maker: row.sound}
 
     def intervals(self) -> dict[str, Any]:
@@ -52,24 +52,25 @@ class SoundResults(Results):
         return {f"of the {self.maker}'s output": value for value in found.values()} if name == "WER" else found
 
     def files(self, of: str = "") -> list[str]:
-        return [*super().files(of), self._sounds(of)]
+        return [*super().files(of), self._subfolder(of)]
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
-        """Write the numbers, and what was made of a few texts or recordings."""
-        heard = {row.id: row for row in self.rows if row.sound is not None}
-        drawn = sorted(sorted(heard, key=lot)[:KEPT])
-        worst = [] if self.estimate is None else [self.estimate.ids[i] for i in self.estimate.worst()[:KEPT]]
-        if not heard.keys() >= set(worst):  # this task keeps only what is drawn by lot
+        """Write the numbers, and the sounds of a few utterances."""
+        kept = {row.id: row for row in self.rows if row.sound is not None}
+        drawn = sorted(sorted(kept, key=random_order)[:SAMPLES])
+        worst = [] if self.estimate is None else [self.estimate.ids[i] for i in self.estimate.worst()[:SAMPLES]]
+        if not kept.keys() >= set(worst):  # this task keeps only random clips
             worst = []
-        sounds, place = Path(self._sounds(of)), {name: i for i, name in enumerate(manifest.ids)}
-        (folder / sounds).mkdir(parents=True, exist_ok=True)
+        subfolder, place = Path(self._subfolder(of)), {name: i for i, name in enumerate(manifest.ids)}
+        (folder / subfolder).mkdir(parents=True, exist_ok=True)
         players = {}
         for number, name in enumerate(dict.fromkeys([*drawn, *worst]), 1):
-            row = heard[name]
-            made, said = self.made(row), manifest.row(place[name])
-            samples = [] if len(made) > 1 else [SoundSample("recording", said.wav, said.start, said.duration)]
-            for label, sound in made.items():
-                path = sounds / (f"{number:02}-{label}.flac" if len(made) > 1 else f"{number:02}.flac")
+            row = kept[name]
+            sounds, recording = self.sounds(row), manifest.row(place[name])
+            samples = [] if len(sounds) > 1 else [
+                SoundSample("recording", recording.wav, recording.start, recording.duration)]
+            for label, sound in sounds.items():
+                path = subfolder / (f"{number:02}-{label}.flac" if len(sounds) > 1 else f"{number:02}.flac")
                 soundfile.write(folder / path, sound, self.sample_rate)
                 samples.append(SoundSample(label, str(path), 0.0, len(sound) / self.sample_rate))
             players[name] = Player(row.reference or name, self.remark(row), samples)
@@ -77,15 +78,15 @@ class SoundResults(Results):
         self.players += [replace(players[name], among_worst=True) for name in worst]
         super().write(folder, manifest, of)
 
-    def recognised_rows(self) -> list[list[str]]:
-        """Return lines of a table about the error rates, as far as they were measured."""
+    def error_rate_rows(self) -> list[list[str]]:
+        """Return rows of a table with the error rates that were measured."""
         return [[name, f"{rates.rate:.2f} %", "{}; 95 % interval {:.2f} to {:.2f}".format(what, *interval(rates))]
                 for name, what, rates in (("WER", f"of the {self.maker}'s output", self.after),
                                           ("WER of the recordings", "by the same recogniser", self.before))
                 if rates is not None]
 
     @staticmethod
-    def _sounds(of: str) -> str:
+    def _subfolder(of: str) -> str:
         return f"{of}_{SOUNDS}" if of else SOUNDS
 
 

@@ -345,7 +345,7 @@ class Task(Brain):
         """The bundle of a recogniser that hears this task's tests, if its recipe names one."""
         return vars(self.keys).get("recogniser")
 
-    def take_recogniser(self, heard: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
+    def take_recogniser(self, transcribe: Callable[[Sequence[np.ndarray]], list[str]]) -> None:
         """Use a recogniser in tests, which transcribes waveforms [S] at the recipe's sample rate."""
         raise SbkitError(f"{type(self).__name__} generates no speech, so it can't use --recogniser",
                          hint="leave it out")

@@ -1,4 +1,4 @@
-"""Discriminators: networks that tell recordings from what the codec makes, at several resolutions of the spectrum."""
+"""Discriminators: networks that tell recordings from the codec's output, at several resolutions of the spectrum."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _STRIDES = ((1, 1), (1, 2), (2, 2), (2, 2))
 _SLOPE = 0.1  # of negative values after each layer
 
 
-class Judged(NamedTuple):
-    """What one discriminator makes of waveforms."""
+class DiscriminatorOutput(NamedTuple):
+    """The output of one discriminator."""
 
     scores: Tensor  # [B, N, F]: high for recordings
     states: list[Tensor]  # of each layer, [B, C, N, F]
@@ -38,7 +38,7 @@ class Discriminator(nn.Module):
                                      for i, stride in enumerate(_STRIDES)])
         self.last = nn.Conv2d(channels, 1, 3, padding=1)
 
-    def forward(self, signals: Tensor, samples: Tensor) -> Judged:
+    def forward(self, signals: Tensor, samples: Tensor) -> DiscriminatorOutput:
         spectrum = torch.stft(signals, self.size, self.hop, window=self.window, center=True, pad_mode="constant",
                               return_complex=True)
         count, states, frames = samples // self.hop + 1, [], []
@@ -48,11 +48,11 @@ class Discriminator(nn.Module):
             x = _masked(functional.leaky_relu(layer(x), _SLOPE), count)
             states.append(x)
             frames.append(count)
-        return Judged(self.last(x).squeeze(1), states, frames)
+        return DiscriminatorOutput(self.last(x).squeeze(1), states, frames)
 
 
 class Discriminators(nn.Module):
-    """Several discriminators, or none where a recipe's adversarial stage is off, so that no parameter is idle.
+    """Several discriminators, or none without adversarial training, so that no parameter is unused.
 
     adversarial_from : the step from which the codec is trained against them; 0: there are none
     sizes : samples of a frame of each
@@ -66,43 +66,44 @@ class Discriminators(nn.Module):
     def __len__(self) -> int:
         return len(self.each)
 
-    def forward(self, signals: Tensor, samples: Tensor) -> list[Judged]:
+    def forward(self, signals: Tensor, samples: Tensor) -> list[DiscriminatorOutput]:
         return [each(signals, samples) for each in self.each]
 
-    def fooled(self, made: Tensor, wanted: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """How little what is made passes for a recording [B], and how far its states are from a recording's [B].
+    def generator_losses(self, decoded: Tensor, recording: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the codec's adversarial loss [B] and its feature matching loss [B], from waveforms [B, S].
 
         The discriminators' own parameters get no gradients from it.
         """
         parameters = {name: each.detach() for name, each in self.named_parameters()}
-        ours = torch.func.functional_call(self, parameters, (made, samples))
+        ours = torch.func.functional_call(self, parameters, (decoded, samples))
         with torch.no_grad():
-            theirs = self(wanted, samples)
-        score = sum((_mean(functional.relu(1 - one.scores), one.frames[-1]) for one in ours), made.new_zeros(len(made)))
-        apart = made.new_zeros(len(made))
+            theirs = self(recording, samples)
+        zeros = decoded.new_zeros(len(decoded))
+        loss = sum((_mean(functional.relu(1 - one.scores), one.frames[-1]) for one in ours), zeros)
+        distance = zeros
         for one, other in zip(ours, theirs, strict=True):
             for state, target, frames in zip(one.states, other.states, one.frames, strict=True):
-                apart = apart + _mean((state - target).abs().mean(1), frames) / len(one.states)
-        return score / len(self), apart / len(self)
+                distance = distance + _mean((state - target).abs().mean(1), frames) / len(one.states)
+        return loss / len(self), distance / len(self)
 
-    def mistaken(self, made: Tensor, wanted: Tensor, samples: Tensor) -> Tensor:
-        """How badly they tell what is made from recordings: [B]. Only their own parameters get gradients from it."""
-        wrong = made.new_zeros(len(made))
-        for one, other in zip(self(made.detach(), samples), self(wanted, samples), strict=True):
-            wrong = wrong + _mean(functional.relu(1 + one.scores) + functional.relu(1 - other.scores), one.frames[-1])
-        return wrong / len(self)
+    def discriminator_loss(self, decoded: Tensor, recording: Tensor, samples: Tensor) -> Tensor:
+        """Compute the discriminators' own loss [B], with gradients for their parameters only."""
+        loss = decoded.new_zeros(len(decoded))
+        for one, other in zip(self(decoded.detach(), samples), self(recording, samples), strict=True):
+            loss = loss + _mean(functional.relu(1 + one.scores) + functional.relu(1 - other.scores), one.frames[-1])
+        return loss / len(self)
 
     def idle(self) -> Tensor:
-        """Return a zero of which all parameters are a part, for steps in which they aren't trained."""
+        """Return a zero that depends on all parameters, for steps in which they aren't trained."""
         return 0.0 * torch.stack([each.sum() for each in self.parameters()]).sum()
 
 
 def _masked(states: Tensor, frames: Tensor) -> Tensor:
-    """Set what lies beyond the frames of [B, C, N, F] to 0."""
+    """Set the padding of [B, C, N, F] to 0."""
     return states * lengths_to_mask(frames, states.shape[2])[:, None, :, None]
 
 
 def _mean(values: Tensor, frames: Tensor) -> Tensor:
-    """The mean of [B, N, F] over the frames that exist: [B]."""
+    """Compute the mean of [B, N, F] over the real frames: [B]."""
     real = lengths_to_mask(frames, values.shape[1])
     return (values.mean(2) * real).sum(1) / frames

@@ -13,8 +13,8 @@ from sbkit.nn.codec.fourier import WaveHead
 from sbkit.nn.codec.quantiser import Quantiser
 from sbkit.nn.lengths import lengths_to_mask
 
-#: The logarithm of the most frames of a symbol: a symbol of seconds is a mistake, and must not fill the memory.
-MOST = 5.5
+#: The largest logarithm of a symbol's frames: a symbol of seconds is a mistake, and must not fill the memory.
+MAX_LOG_FRAMES = 5.5
 
 
 class Durations(nn.Module):
@@ -38,23 +38,28 @@ class Durations(nn.Module):
 
 
 def duration_loss(predicted: Tensor, frames: Tensor, lengths: Tensor) -> Tensor:
-    """Return the squared distance of the logarithms, a sum over the symbols of each utterance [B]."""
-    apart = predicted - (frames + 1).float().log()
-    return (apart.square() * lengths_to_mask(lengths, frames.shape[1])).sum(1)
+    """Compute the squared error of the logarithms, a sum over the symbols of each utterance [B]."""
+    errors = predicted - (frames + 1).float().log()
+    return (errors.square() * lengths_to_mask(lengths, frames.shape[1])).sum(1)
 
 
 def rounded(predicted: Tensor, lengths: Tensor, speed: Tensor) -> Tensor:
-    """Round predicted durations at speeds [B] to frames [B, U], so that none of the time is lost or added: what is
-    rounded is when each symbol ends. An utterance has a frame at least."""
-    wanted = (predicted.clamp(0.0, MOST).exp() - 1) / speed[:, None] * lengths_to_mask(lengths, predicted.shape[1])
-    ends = wanted.cumsum(1).round().long()
+    """Round predicted durations at speeds [B] to frames [B, U], at least one per utterance.
+
+    The end of each symbol is rounded, so that the total duration stays right.
+    """
+    exact = (predicted.clamp(0.0, MAX_LOG_FRAMES).exp() - 1) / speed[:, None]
+    ends = (exact * lengths_to_mask(lengths, predicted.shape[1])).cumsum(1).round().long()
     ends = torch.where(torch.arange(ends.shape[1], device=ends.device) >= lengths[:, None] - 1, ends.clamp(min=1), ends)
     return ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
 
 
 def spread(states: Tensor, frames: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Give each of ``width`` frames its symbol's state, [B, width, C], and its place in the symbol [B, width, 3]: the
-    shares before and after it, and the logarithm of the symbol's frames. Frames behind the last have any."""
+    """Repeat each symbol's state over its frames, [B, width, C], with each frame's place in its symbol [B, width, 3].
+
+    A place is the shares of the symbol before and after it, and the logarithm of the symbol's frames. Frames after the
+    last symbol have arbitrary values.
+    """
     ends = frames.cumsum(1)
     at = torch.arange(width, device=frames.device).expand(frames.shape[0], -1)
     symbol = (ends[:, None] <= at[..., None]).sum(2).clamp(max=frames.shape[1] - 1)
@@ -64,16 +69,16 @@ def spread(states: Tensor, frames: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return states.gather(1, symbol[..., None].expand(-1, -1, states.shape[2])), place
 
 
-#: In symbols: how fast the first and the last symbol fade from what a state is told about them.
+#: In symbols: over which distances ``nearness`` to the first and last symbol decays.
 FADES = (1.0, 4.0, 16.0)
 
 
 class TextEncoder(nn.Module):
     """Ids of symbols [B, U], their numbers [B] and speakers [B] to states [B, U + 2, C], 0 for padding: those of the
-    silence before, of the symbols, and of the silence after, which has the row behind the symbols' in the table.
+    silence before, of the symbols, and of the silence after. Silence has the last row of the table.
 
-    A sentence's melody depends on where it begins and ends, which may be further away than convolutions see: each
-    state is told how near both are.
+    A sentence's melody depends on where it begins and ends, which may be further away than convolutions see, so each
+    state has an embedding of its distance to both.
 
     symbols : rows of the table, with padding's, which is row 0
     size, hidden : of the ConvNeXt blocks
@@ -104,7 +109,7 @@ class TextEncoder(nn.Module):
 
 
 def nearness(lengths: Tensor, width: int) -> Tensor:
-    """Tell how near each place is to the beginning and to the end, on several scales: [B, width, 2 * len(FADES)]."""
+    """Compute how near each place is to the beginning and the end, on several scales: [B, width, 2 * len(FADES)]."""
     at = torch.arange(width, device=lengths.device)
     before, after = at.expand(lengths.shape[0], -1), (lengths[:, None] - 1 - at).clamp(min=0)
     return torch.stack([(-side / fade).exp() for side in (before, after) for fade in FADES], dim=2)
@@ -135,8 +140,8 @@ class FrameDecoder(nn.Module):
 class CodeHead(nn.Module):
     """States of frames [B, T, C] to a choice for each slot of a frame.
 
-    A slot is what a quantiser chooses for itself: an entry of a book, or a level of a number. There are as many logits
-    as the widest slot has choices; those beyond a slot's own are masked, so that no id can come that doesn't exist.
+    A slot is an independent choice of a quantiser: an entry of a book, or a level of a number. There are as many logits
+    as the widest slot has choices; those beyond a slot's own are masked, so that no invalid id is chosen.
 
     input_size : C
     quantiser : of the codec
@@ -162,25 +167,25 @@ class CodeHead(nn.Module):
         chosen : [B, T, slots]
         """
         logits = self(states)
-        apart = functional.cross_entropy(logits.flatten(0, 2), chosen.flatten(), reduction="none").view(chosen.shape)
-        return apart.sum(2), (logits.argmax(3) == chosen).float().mean(2)
+        losses = functional.cross_entropy(logits.flatten(0, 2), chosen.flatten(), reduction="none").view(chosen.shape)
+        return losses.sum(2), (logits.argmax(3) == chosen).float().mean(2)
 
     def choose(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likeliest choices [B, T, slots], and whether each frame's logits are numbers [B, T]: a choice
-        among others exists too, but means nothing."""
+        """Return the likeliest choices [B, T, slots], and whether each frame's logits are finite [B, T]: if not, its
+        choices are meaningless."""
         logits = self(states)
         return logits.argmax(3), logits.masked_fill(~self.exists, 0.0).sum((2, 3)).isfinite()
 
 
-class Taught(NamedTuple):
-    """What became of texts whose durations were told."""
+class TeacherForced(NamedTuple):
+    """The outputs for texts with given durations."""
 
     states: Tensor  # [B, T, D], of frames
     durations: Tensor  # [B, U + 2], predicted: logarithms of one more than a symbol's frames
 
 
 def longest(total: Tensor) -> int:
-    """The largest of numbers of frames [B], for which the host waits."""
+    """Return the largest of numbers of frames [B]; syncs with the host."""
     width: int = total.max().item()  # type: ignore[assignment]  # of whole numbers
     torch._check(width >= 1)
     return width
@@ -200,22 +205,23 @@ class VoiceModel(nn.Module):
         """Samples of a frame."""
         return self.head.hop * self.decoder.fold
 
-    def teach(self, text: Tensor, lengths: Tensor, speaker: Tensor, frames: Tensor, width: int) -> Taught:
+    def teacher_forced(self, text: Tensor, lengths: Tensor, speaker: Tensor, frames: Tensor,
+                       width: int) -> TeacherForced:
         """Ids of symbols [B, U], their numbers [B], speakers [B], and frames [B, U + 2] of the silence before, of each
-        symbol and of the silence after, ``width`` at most, to what the codes are chosen by."""
+        symbol and of the silence after, ``width`` at most, to frame states and predicted durations."""
         states = self.encoder(text, lengths, speaker)
-        return Taught(self.frame_decoder(states, frames, width), self.durations(states, lengths + 2))
+        return TeacherForced(self.frame_decoder(states, frames, width), self.durations(states, lengths + 2))
 
     def forward(self, text: Tensor, lengths: Tensor, speaker: Tensor, speed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Ids of symbols [B, U], their numbers [B], speakers [B] and speeds [B] to waveforms [B, S], their samples [B]
-        and the frames of each symbol [B, U], silence before and after being the first's and the last's."""
+        and the frames of each symbol [B, U]; the first and the last include the silence before and after."""
         states = self.encoder(text, lengths, speaker)
         frames = rounded(self.durations(states, lengths + 2), lengths + 2, speed)
         total = frames.sum(1)
-        chosen, numbers = self.code_head.choose(self.frame_decoder(states, frames, longest(total)))
+        chosen, finite = self.code_head.choose(self.frame_decoder(states, frames, longest(total)))
         codes = self.quantiser.joined(chosen)
-        # Codes of what is no number would sound like any others: whoever calls this has to see what they are.
-        vectors = self.quantiser.embed(codes).masked_fill(~numbers[..., None], torch.nan)
+        # NaN in the sound tells the caller; codes from logits that aren't finite would sound like any others.
+        vectors = self.quantiser.embed(codes).masked_fill(~finite[..., None], torch.nan)
         sound = self.head(self.decoder(vectors, total), total * self.decoder.fold)
         return sound.clamp(-1.0, 1.0), total * self.stride, self._of_symbols(frames, lengths)
 

@@ -1,4 +1,4 @@
-"""Results of a codec's test: intelligibility, what a recogniser hears, the use of the codebooks, clips to listen to."""
+"""Results of a codec's test: intelligibility, WER of a recogniser, use of the codebooks, and sample clips."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from sbkit.score.results import Table
 from sbkit.system.console import counted
-from sbkit.tasks.listening import measure_of
+from sbkit.tasks.generation import measure_of
 from sbkit.tasks.sound_results import SoundResults, word_rates
 
 
@@ -23,21 +23,21 @@ class CodecRow(NamedTuple):
     samples: int
     mel_distance: float  # decibels
     codes: np.ndarray  # [T, Q] int32
-    seconds: float | None = None  # that coding and decoding took
+    seconds: float | None = None  # of computing
     stoi: float | None = None
     pesq: float | None = None
-    heard: str | None = None  # by a recogniser in the recording
-    heard_again: str | None = None  # and in what was made of it
-    sound: np.ndarray | None = None  # [S] int16, of the few that a report lets one hear
+    recording_transcript: str | None = None
+    output_transcript: str | None = None
+    sound: np.ndarray | None = None  # [S] int16, of the sample clips
 
 
-#: Clips in the table of those that lost most.
+#: Clips in the table of the worst.
 WORST = 12
 
 
 @dataclass(frozen=True)
 class CodecFacts:
-    """What a test needs to know of a codec."""
+    """The properties of a codec that its results depend on."""
 
     sizes: tuple[int, ...]
     bit_rate: float
@@ -45,7 +45,7 @@ class CodecFacts:
 
 
 def measures(rows: Sequence[CodecRow], books: CodecFacts) -> dict[str, float]:
-    """Compute the means of all that was measured, and how evenly codes are used: their perplexity, a mean over books.
+    """Compute the means of all measures, and the perplexity of the codes, a mean over books.
 
     The mel distance is a mean over code frames, others over clips.
     """
@@ -66,19 +66,19 @@ def used(rows: Sequence[CodecRow], books: CodecFacts) -> list[np.ndarray]:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """The bits that a code takes if frequent ones are written shorter."""
+    """Compute the entropy of codes in bits, from how often each is used."""
     shares = counts[counts > 0] / max(1, counts.sum())
     return float(-(shares * np.log2(shares)).sum())
 
 
 def perplexity(counts: np.ndarray) -> float:
-    """The number of entries that would have the same entropy if all were used alike."""
+    """Compute the number of entries that would have the same entropy if all were used equally often."""
     return 2 ** entropy(counts)
 
 
 @dataclass
 class Resyntheses(SoundResults):
-    """Rows of a test, what they come to, and error rates of what a recogniser heard of those that have a text."""
+    """Rows of a test, their statistics, and a recogniser's error rates on those that have a text."""
 
     rows: Sequence[CodecRow] = ()
     books: CodecFacts = field(kw_only=True)
@@ -86,25 +86,25 @@ class Resyntheses(SoundResults):
 
     @classmethod
     def of(cls, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str], books: CodecFacts) -> Resyntheses:
-        """Put the rows of a test together."""
+        """Compute the results of a test from its rows."""
         stats = {"loss": loss, **measures(rows, books)}
-        before, after = word_rates(rows, "heard"), word_rates(rows, "heard_again")
+        before, after = word_rates(rows, "recording_transcript"), word_rates(rows, "output_transcript")
         if before is not None and after is not None:
             stats |= {"WER": after.rate, "WER_of_recordings": before.rate}
-        took = sum(row.seconds or 0.0 for row in rows)
+        computing = sum(row.seconds or 0.0 for row in rows)
         seconds = sum(row.samples for row in rows) / books.sample_rate
-        stats |= {"bit_rate": books.bit_rate, "coding_real_time_factor": took / seconds if seconds else math.nan}
+        stats |= {"bit_rate": books.bit_rate, "coding_real_time_factor": computing / seconds if seconds else math.nan}
         found = cls(stats, len(rows), dict(unread), sample_rate=books.sample_rate, before=before, after=after,
                     rows=rows, books=books)
         found.tables = [found._measured(), found._books(), found._worst()]
         return found
 
     def headline(self) -> str:
-        said = [f"mel distance {self.stats['mel_distance']:.2f} dB"]
-        said += [f"{name} {self.stats[name]:.3f}" for name in ("STOI", "PESQ") if name in self.stats]
+        parts = [f"mel distance {self.stats['mel_distance']:.2f} dB"]
+        parts += [f"{name} {self.stats[name]:.3f}" for name in ("STOI", "PESQ") if name in self.stats]
         if "WER" in self.stats:
-            said.append(f"WER {self.stats['WER']:.2f} % (recordings {self.stats['WER_of_recordings']:.2f} %)")
-        return ", ".join([*said, f"{self.books.bit_rate:.0f} bit/s", counted(self.utterances, "utterance")])
+            parts.append(f"WER {self.stats['WER']:.2f} % (recordings {self.stats['WER_of_recordings']:.2f} %)")
+        return ", ".join([*parts, f"{self.books.bit_rate:.0f} bit/s", counted(self.utterances, "utterance")])
 
     def facts(self) -> dict[str, Any]:
         return {**self.stats, "codebooks": [
@@ -117,15 +117,14 @@ class Resyntheses(SoundResults):
                  f"{self.stats[name]:{'.2f' if 'WER' in name else '.4g'}}") for name in names]
 
     def remark(self, row: CodecRow) -> str:
-        """Say what was measured of a clip."""
         measured = [f"STOI {row.stoi:.3f}" if row.stoi is not None else "", f"mel distance {row.mel_distance:.1f} dB",
-                    f"transcript: {row.heard_again}" if row.heard_again is not None else "", row.id]
+                    f"transcript: {row.output_transcript}" if row.output_transcript is not None else "", row.id]
         return " · ".join(each for each in measured if each)
 
     # ------------------------------------------------------------ tables
 
     def _measured(self) -> Table:
-        """Lists all measures with what they mean."""
+        """Make the table of all measures."""
         stats, rows = self.stats, []
         if "STOI" in stats:
             least = min(row.stoi for row in self.rows if row.stoi is not None)
@@ -133,43 +132,43 @@ class Resyntheses(SoundResults):
         if "PESQ" in stats:
             rows.append(["PESQ", f"{stats['PESQ']:.2f}", "quality, 1 to 4.6"])
         rows.append(["mel distance", f"{stats.get('mel_distance', math.nan):.2f} dB", "between spectra; 0: identical"])
-        rows += [*self.recognised_rows(),
+        rows += [*self.error_rate_rows(),
                  ["bit rate", f"{self.books.bit_rate:.0f} bit/s", f"{self._entropy():.0f} with entropy coding"],
                  ["real-time factor", f"{stats['coding_real_time_factor']:.4f}", "of coding and decoding together"]]
         return Table("How it sounds", ["measure", "value", "note"], rows)
 
     def _entropy(self) -> float:
-        """The bit rate if each code took as many bits as its entropy says."""
+        """Compute the bit rate with entropy coding."""
         bits = sum(math.log2(size) for size in self.books.sizes)
         return self.books.bit_rate * sum(map(entropy, used(self.rows, self.books))) / bits
 
     def _books(self) -> Table:
-        """Says how much of each codebook is used."""
+        """Make the table of how much of each codebook is used."""
         rows = [[i, len(counts), f"{int((counts > 0).sum())} ({(counts > 0).mean():.0%})", f"{perplexity(counts):.0f}",
                  f"{entropy(counts):.2f} of {math.log2(len(counts)):.2f}"]
                 for i, counts in enumerate(used(self.rows, self.books), 1)]
         return Table("The codebooks", ["book", "entries", "used in the test", "perplexity", "bits"], rows)
 
     def _worst(self) -> Table:
-        """Lists the clips that lost most: by STOI, or by the mel distance where that was not measured."""
+        """Make the table of the worst clips: by STOI, or by the mel distance where STOI was not measured."""
         rows = sorted(self.rows, key=lambda row: (1.0 if row.stoi is None else row.stoi, -row.mel_distance))[:WORST]
-        heard = self.after is not None
-        transcripts = ["transcript of the recording", "of the codec's output"] if heard else []
+        transcribed = self.after is not None
+        transcripts = ["transcript of the recording", "of the codec's output"] if transcribed else []
         return Table(
             "The worst clips", ["clip", "STOI", "mel distance", *transcripts],
             [[row.id, "" if row.stoi is None else f"{row.stoi:.3f}", f"{row.mel_distance:.2f}",
-              *([row.heard, row.heard_again] if heard else [])] for row in rows])
+              *([row.recording_transcript, row.output_transcript] if transcribed else [])] for row in rows])
 
 
 #: Rates at which PESQ is defined, and the names of its two kinds.
 _PESQ = {8_000: "nb", 16_000: "wb"}
 
 
-def pesq(wanted: np.ndarray, made: np.ndarray, sample_rate: int) -> float | None:
-    """Compute the perceptual evaluation of speech quality, 1 to 4.64; None for a clip without speech, at other rates
-    than PESQ's own, and where pesq is not installed."""
+def pesq(reference: np.ndarray, output: np.ndarray, sample_rate: int) -> float | None:
+    """Compute the perceptual evaluation of speech quality, 1 to 4.64; None for a clip without speech, at other sample
+    rates than PESQ's, and if pesq is not installed."""
     measure = measure_of("pesq", "pesq")
     if measure is None or sample_rate not in _PESQ:
         return None
-    score = measure(sample_rate, wanted, made, _PESQ[sample_rate], on_error=1)
+    score = measure(sample_rate, reference, output, _PESQ[sample_rate], on_error=1)
     return float(score) if score > 0 else None  # -1: no speech was found

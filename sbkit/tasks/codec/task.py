@@ -1,4 +1,4 @@
-"""The task of a codec: codes that are few, and speech made from them that sounds like the recording."""
+"""The task of a codec: a low bit rate of codes, and speech decoded from them that sounds like the recording."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from sbkit.recipe.keys import Problem, key
 from sbkit.recipe.source import Findings
 from sbkit.tasks.codec.results import CodecFacts, CodecRow, Resyntheses, measures, pesq
 from sbkit.tasks.fit import Fit, all_fit
+from sbkit.tasks.generation import SpeechTask, drop_other_sounds, stoi
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.listening import SpeechTask, first_drawn, stoi
 from sbkit.tasks.task import Metric
 from sbkit.train.step import Loss
 
@@ -72,8 +72,8 @@ class Codec(SpeechTask):
     - The loss is the distance of spectra at several resolutions, a mean over code frames.
     - ``quantiser`` is a ``FiniteScalars``, or a ``ResidualVectors``, whose penalty is added to the loss.
     - ``adversarial_from: 20000`` trains discriminators too, and from that step on the codec against them: for a GPU and
-      a large corpus. It is one loss and one update: what is made goes to the discriminators' own term without its
-      gradients, and the codec's term goes through them without theirs.
+      a large corpus. There is one loss and one update: the discriminators' term gets the codec's output detached, and
+      the codec's term gets no gradients for the discriminators' parameters.
     - The best checkpoint is the one with the least distance of mel spectra of whole validation clips.
     """
 
@@ -86,12 +86,12 @@ class Codec(SpeechTask):
         super().__init__(*args, **kwargs)
         keys, rate = self.keys, self.keys.sample_rate
         self.coder = Coder(keys.compute_features, keys.encoder, keys.quantiser, keys.decoder, keys.head)
-        self.ruler = MelDistance(rate, round(FRAME * rate), round(HOP * rate), BANDS).to(self.device)
+        self.mel_distance = MelDistance(rate, round(FRAME * rate), round(HOP * rate), BANDS).to(self.device)
         self.books = CodecFacts(keys.quantiser.sizes, self.coder.bit_rate, rate)
 
     @classmethod
     def check_parts(cls, keys: CodecKeys, built: Built, findings: Findings) -> bool:
-        """Report each number of a part that another part contradicts; returns whether there is none."""
+        """Check that the sizes of the parts match."""
         features, encoder, quantiser, decoder, head = (keys.compute_features, keys.encoder, keys.quantiser,
                                                        keys.decoder, keys.head)
         wanted = [
@@ -108,7 +108,7 @@ class Codec(SpeechTask):
         return all_fit(wanted, built, findings)
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
-        """Say how many codes a second has, and how many bits."""
+        """Describe the rate of codes and of bits."""
         rate, sizes = self.keys.compute_features.frame_rate, self.keys.quantiser.sizes
         books = " and ".join(f"one of {size:,} codes" for size in sizes)
         return ([f"{rate:g} frames a second, each with {books}: {self.coder.bit_rate:.0f} bit/s"],
@@ -117,22 +117,22 @@ class Codec(SpeechTask):
     # ------------------------------------------------------------ training
 
     def compute_forward(self, batch: Batch, stage: Stage) -> Resynthesis:
-        """Code waveforms [B, S], and make waveforms of the codes."""
+        """Encode waveforms [B, S], and decode the codes."""
         if stage != Stage.TEST:
             return self.coder(batch.signals, batch.signal_lengths)
         with self.timed(batch.signals.device):
             return self.coder(batch.signals, batch.signal_lengths)
 
-    def compute_objectives(self, made: Resynthesis, batch: Batch, stage: Stage) -> Loss:
+    def compute_objectives(self, outputs: Resynthesis, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over code frames, and their number."""
-        frames, count = made.frames, made.frames.sum()
-        sound = trimmed(made.sound, batch)
+        frames, count = outputs.frames, outputs.frames.sum()
+        sound = trimmed(outputs.sound, batch)
         spectral = (self.keys.spectral_loss(sound, batch.signals, batch.signal_lengths) * frames).sum()
-        inside = lengths_to_mask(frames, made.quantised.penalty.shape[1])
-        total = spectral + self.keys.quantiser_weight * (made.quantised.penalty * inside).sum()
+        inside = lengths_to_mask(frames, outputs.quantised.penalty.shape[1])
+        total = spectral + self.keys.quantiser_weight * (outputs.quantised.penalty * inside).sum()
         if stage != Stage.TRAIN:
             if batch.weight:
-                self.rows += self._rows(made, sound, batch, stage)
+                self.rows += self._rows(outputs, sound, batch, stage)
             return Loss(total, count)
         extras = {"spectral": (spectral, count)}
         if self.keys.adversarial_from:
@@ -142,44 +142,46 @@ class Codec(SpeechTask):
         return Loss(total, count, extras)
 
     def _adversarial(self, sound: Tensor, batch: Batch, frames: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what the adversarial stage adds to the loss, a sum over frames, and its parts."""
-        against, keys = self.keys.discriminators, self.keys
-        assert against is not None, "the keys would clash"
+        """Return what adversarial training adds to the loss, a sum over frames, and its parts."""
+        discriminators, keys = self.keys.discriminators, self.keys
+        assert discriminators is not None, "the keys would clash"
         if self.optimizer_step < keys.adversarial_from:
-            return against.idle(), {}
-        given = sound, batch.signals, batch.signal_lengths
-        noticed, apart = against.fooled(*given)
-        parts = {"noticed": noticed, "apart": apart, "mistaken": against.mistaken(*given)}
+            return discriminators.idle(), {}
+        signals = sound, batch.signals, batch.signal_lengths
+        adversarial, feature_distance = discriminators.generator_losses(*signals)
+        # Names in the logs of earlier runs.
+        parts = {"noticed": adversarial, "apart": feature_distance,
+                 "mistaken": discriminators.discriminator_loss(*signals)}
         sums = {name: (part * frames).sum() for name, part in parts.items()}
         return (keys.adversarial_weight * sums["noticed"] + keys.feature_weight * sums["apart"] + sums["mistaken"],
                 sums)
 
     # ------------------------------------------------------------ validation and test
 
-    def _rows(self, made: Resynthesis, sound: Tensor, batch: Batch, stage: Stage) -> list[CodecRow]:
-        """Return what became of each utterance of a batch."""
-        apart = DECIBELS * self.ruler(sound, batch.signals, batch.signal_lengths)
-        facts = zip(batch.ids, batch.texts, batch.signal_lengths.tolist(), apart.tolist(), made.frames.tolist(),
-                    made.quantised.codes.cpu().numpy(), strict=True)
+    def _rows(self, outputs: Resynthesis, sound: Tensor, batch: Batch, stage: Stage) -> list[CodecRow]:
+        """Make the row of each utterance of a batch."""
+        distances = DECIBELS * self.mel_distance(sound, batch.signals, batch.signal_lengths)
+        facts = zip(batch.ids, batch.texts, batch.signal_lengths.tolist(), distances.tolist(), outputs.frames.tolist(),
+                    outputs.quantised.codes.cpu().numpy(), strict=True)
         rows = [CodecRow(name, text, samples, mel, codes[:frames].astype(np.int32))
                 for name, text, samples, mel, frames, codes in facts]
         if stage != Stage.TEST:
             return rows
-        wanted, again = ([wave[:row.samples] for row, wave in zip(rows, waves.cpu().numpy(), strict=True)]
-                         for waves in (batch.signals, sound))
-        rate, whole = self.keys.sample_rate, sum(map(len, again))
+        recordings, decoded = ([wave[:row.samples] for row, wave in zip(rows, waves.cpu().numpy(), strict=True)]
+                               for waves in (batch.signals, sound))
+        rate, whole = self.keys.sample_rate, sum(map(len, decoded))
         return [row._replace(seconds=self.batch_seconds * row.samples / whole, stoi=stoi(before, after, rate),
-                             pesq=pesq(before, after, rate), heard=heard, heard_again=heard_again,
-                             sound=self.drawn.take(row.id, after))
-                for row, before, after, (heard, heard_again) in zip(rows, wanted, again, self.hear(wanted, again),
-                                                                    strict=True)]
+                             pesq=pesq(before, after, rate), recording_transcript=of_recording,
+                             output_transcript=of_output, sound=self.clips.keep(row.id, after))
+                for row, before, after, (of_recording, of_output) in zip(
+                    rows, recordings, decoded, self.transcripts(recordings, decoded), strict=True)]
 
     def stats(self, rows: Sequence[CodecRow]) -> dict[str, float]:
         """Compute the mel distance and the use of the codebooks."""
         return measures(rows, self.books)
 
     def results(self, rows: Sequence[CodecRow], loss: float, unread: Mapping[str, str]) -> Resyntheses:
-        return Resyntheses.of(first_drawn(rows), loss, unread, self.books)
+        return Resyntheses.of(drop_other_sounds(rows), loss, unread, self.books)
 
     # ------------------------------------------------------------ export
 

@@ -1,4 +1,4 @@
-"""The task of speech enhancement: noisy waveforms to what they would be without noise."""
+"""The task of speech enhancement: noisy waveforms to clean ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sbkit.recipe.choices import Range
 from sbkit.recipe.keys import key
 from sbkit.score.results import Table
 from sbkit.system.console import counted
+from sbkit.tasks.generation import ClipSampler, drop_other_sounds, stoi
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.listening import Drawn, first_drawn, stoi
 from sbkit.tasks.sound_results import SoundResults
 from sbkit.tasks.task import Metric, Task
 from sbkit.train.step import Loss
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sbkit.tasks.enhance.exported import ExportedEnhancer
 
 
-#: Decibels of the noisy recordings between which results are shown apart.
+#: Limits in decibels of the groups of noisy recordings in the table of results.
 _EDGES = (0.0, 5.0, 10.0, 15.0)
 
 
@@ -44,11 +44,11 @@ class EnhancedRow(NamedTuple):
     after: float
     stoi_before: float | None = None
     stoi: float | None = None
-    sound: np.ndarray | None = None  # noisy, enhanced and clean, [3, S] int16, of the few that a report lets one hear
+    sound: np.ndarray | None = None  # noisy, enhanced and clean, [3, S] int16, of the sample clips
 
 
 def measures(rows: Sequence[EnhancedRow]) -> dict[str, float]:
-    """Compute means over utterances of all that was measured."""
+    """Compute the means of all measures over utterances."""
     if not rows:
         return {}
     found = {"SI_SNRi": float(np.mean([row.after - row.before for row in rows])),
@@ -61,38 +61,36 @@ def measures(rows: Sequence[EnhancedRow]) -> dict[str, float]:
 
 @dataclass
 class Enhanced(SoundResults):
-    """Rows of a test, and what they come to."""
+    """Rows of a test, and their statistics."""
 
     rows: Sequence[EnhancedRow] = ()
     maker: ClassVar[str] = "enhanced"
 
     @classmethod
     def of(cls, rows: Sequence[EnhancedRow], loss: float, unread: Mapping[str, str], sample_rate: int) -> Enhanced:
-        """Put the rows of a test together."""
+        """Compute the results of a test from its rows."""
         found = cls({"loss": loss, **measures(rows)}, len(rows), dict(unread), sample_rate=sample_rate, rows=rows)
         found.tables = [found._by_noise()]
         return found
 
     def headline(self) -> str:
-        said = [f"SI-SNR {self.stats['SI_SNR']:.2f} dB, improved by {self.stats['SI_SNRi']:.2f} dB"]
+        parts = [f"SI-SNR {self.stats['SI_SNR']:.2f} dB, improved by {self.stats['SI_SNRi']:.2f} dB"]
         if self.estimate is not None and self.estimate.interval is not None:
-            said[0] += " (95 % interval {:.2f} to {:.2f})".format(*self.estimate.interval)
+            parts[0] += " (95 % interval {:.2f} to {:.2f})".format(*self.estimate.interval)
         if "STOI" in self.stats:
-            said.append(f"STOI {self.stats['STOI']:.3f} (noisy {self.stats['STOI_of_noisy']:.3f})")
-        return ", ".join([*said, counted(self.utterances, "utterance")])
+            parts.append(f"STOI {self.stats['STOI']:.3f} (noisy {self.stats['STOI_of_noisy']:.3f})")
+        return ", ".join([*parts, counted(self.utterances, "utterance")])
 
     def remark(self, row: EnhancedRow) -> str:
-        """Say what was measured of a clip."""
-        heard = "" if row.stoi is None else f" · STOI {row.stoi_before:.3f} to {row.stoi:.3f}"
-        return f"SI-SNR {row.before:.1f} to {row.after:.1f} dB{heard} · {row.id}"
+        intelligibility = "" if row.stoi is None else f" · STOI {row.stoi_before:.3f} to {row.stoi:.3f}"
+        return f"SI-SNR {row.before:.1f} to {row.after:.1f} dB{intelligibility} · {row.id}"
 
-    def made(self, row: EnhancedRow) -> Mapping[str, np.ndarray]:
-        """What was heard, what became of it and what was wanted."""
-        assert row.sound is not None, "asked of clips that are kept"
+    def sounds(self, row: EnhancedRow) -> Mapping[str, np.ndarray]:
+        assert row.sound is not None, "only clips that were kept get here"
         return dict(zip(("noisy", self.maker, "clean"), row.sound, strict=True))
 
     def _by_noise(self) -> Table:
-        """Says how much clips improved that had much noise, and such that had little."""
+        """Make the table of improvements by the amount of noise."""
         lines = []
         for low, high in zip((-np.inf, *_EDGES), (*_EDGES, np.inf), strict=True):
             rows = [row for row in self.rows if low <= row.before < high]
@@ -116,10 +114,10 @@ class EnhancementKeys(TaskKeys):
 class Enhancement(Task):
     """The Brain of ``hparams/enhance.yaml``.
 
-    - Its target is the column ``clean``; where the corpus names none, the recording itself, to which ``augment``,
+    - Its target is the column ``clean``. If the corpus has none, it is the recording itself, to which ``augment``,
       ``valid_augment`` and ``test_augment`` add noise.
-    - The loss is the negative mean of SI-SNR and SNR, of which the second keeps the speech as loud as it was.
-    - The best checkpoint improves the SI-SNR of whole validation clips most.
+    - The loss is the negative mean of SI-SNR and SNR; the second preserves the level of the speech.
+    - The best checkpoint is the one with the largest improvement of the SI-SNR of whole validation clips.
     """
 
     Keys: ClassVar[type[TaskKeys]] = EnhancementKeys
@@ -129,7 +127,7 @@ class Enhancement(Task):
     keys: EnhancementKeys
 
     def describe(self) -> tuple[list[str], dict[str, Any]]:
-        """Say how long a stream waits for its samples."""
+        """Describe the latency on a stream."""
         enhancer, rate = self.keys.enhancer, self.keys.sample_rate
         seconds = (enhancer.delay + enhancer.hop) / rate
         return [f"latency on a stream: {1000 * seconds:g} ms"], {"latency": seconds}
@@ -149,33 +147,33 @@ class Enhancement(Task):
     # ------------------------------------------------------------ validation and test
 
     def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
-        """Begin to listen anew."""
-        self._drawn = Drawn()
+        self._clips = ClipSampler()
         super().open_stage(stage, epoch)
 
     def _rows(self, sound: Tensor, clean: Tensor, batch: Batch, stage: Stage) -> list[EnhancedRow]:
-        """Return what became of each utterance of a batch."""
+        """Make the row of each utterance of a batch."""
         lengths = batch.signal_lengths
         ratios = (si_snr(signals, clean, lengths).tolist() for signals in (batch.signals, sound))
         rows = list(map(EnhancedRow, batch.ids, batch.texts, lengths.tolist(), *ratios))
         if stage != Stage.TEST:
             return rows
         waves = [signals.cpu().numpy() for signals in (batch.signals, sound, clean)]
-        return [self._heard(row, [wave[i, :row.samples] for wave in waves]) for i, row in enumerate(rows)]
+        return [self._measured(row, [wave[i, :row.samples] for wave in waves]) for i, row in enumerate(rows)]
 
-    def _heard(self, row: EnhancedRow, waves: Sequence[np.ndarray]) -> EnhancedRow:
-        """Measure how intelligible a test clip is, and keep its noisy, enhanced and clean sound if it was drawn."""
+    def _measured(self, row: EnhancedRow, waves: Sequence[np.ndarray]) -> EnhancedRow:
+        """Measure how intelligible a test clip is, and keep its noisy, enhanced and clean sound if it is a sample."""
         noisy, sound, clean = waves
         rate, peak = self.keys.sample_rate, max(1.0, *(float(np.abs(wave).max()) for wave in waves))
         return row._replace(stoi_before=stoi(clean, noisy, rate), stoi=stoi(clean, sound, rate),
-                            sound=self._drawn.take(row.id, np.stack(waves) / peak, row.after - row.before))
+                            sound=self._clips.keep(row.id, np.stack(waves) / peak, row.after - row.before))
 
     def stats(self, rows: Sequence[EnhancedRow]) -> dict[str, float]:
         """Compute means over utterances."""
         return measures(rows)
 
     def results(self, rows: Sequence[EnhancedRow], loss: float, unread: Mapping[str, str]) -> Enhanced:
-        return Enhanced.of(first_drawn(rows, lambda row: row.after - row.before), loss, unread, self.keys.sample_rate)
+        kept = drop_other_sounds(rows, lambda row: row.after - row.before)
+        return Enhanced.of(kept, loss, unread, self.keys.sample_rate)
 
     # ------------------------------------------------------------ export
 

@@ -1,4 +1,4 @@
-"""The task of speakers: a vector for each recording, by which one tells whether two are of the same speaker."""
+"""The task of speaker verification: an embedding of each recording, to decide whether two are of the same speaker."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ WORST = 6
 
 
 class SpeakerRow(NamedTuple):
-    """A recording: who speaks, as the corpus says, and its vector [D]."""
+    """A recording's speaker and its embedding [D]."""
 
     id: str
     speaker: str
-    vector: np.ndarray
+    embedding: np.ndarray
 
 
 class ScoredTrials(NamedTuple):
@@ -59,16 +59,16 @@ class ScoredTrials(NamedTuple):
         """The rates by name."""
         return {"EER": self.rates.eer, "minDCF": self.rates.min_dcf}
 
-    def drawn(self, times: np.ndarray) -> ScoredTrials:
-        """The same with each recording so many times [R]; no trial is of one with itself."""
+    def resampled(self, times: np.ndarray) -> ScoredTrials:
+        """Return the trials with each recording repeated ``times`` [R], but none with itself."""
         each = times[self.trials.first] * times[self.trials.second]
         return self._replace(rates=verification.rates(self.scores, self.trials.same, times=each))
 
     def worst(self) -> list[int]:
-        """The trials that are furthest on the wrong side: of one speaker, and of two."""
-        refused = np.flatnonzero(self.trials.same)[np.argsort(self.scores[self.trials.same])[:WORST]]
+        """Return the trials furthest on the wrong side of the threshold: of the same speaker, and of different ones."""
+        rejected = np.flatnonzero(self.trials.same)[np.argsort(self.scores[self.trials.same])[:WORST]]
         accepted = np.flatnonzero(~self.trials.same)[np.argsort(-self.scores[~self.trials.same])[:WORST]]
-        wrong = [*refused[self.scores[refused] < self.rates.threshold],
+        wrong = [*rejected[self.scores[rejected] < self.rates.threshold],
                  *accepted[self.scores[accepted] >= self.rates.threshold]]
         return [int(each) for each in wrong]
 
@@ -79,9 +79,9 @@ def scored(rows: Sequence[SpeakerRow], path: str | None = None) -> ScoredTrials:
         trials = verification.made([row.speaker for row in rows])
     else:
         trials, _ = verification.listed(verification.read_list(path), [row.id for row in rows])
-    vectors = np.stack([row.vector for row in rows]) if rows else np.zeros((0, 1), np.float32)
+    embeddings = np.stack([row.embedding for row in rows]) if rows else np.zeros((0, 1), np.float32)
     scores = np.concatenate([np.zeros(0, np.float32), *(
-        np.einsum("nd,nd->n", vectors[first], vectors[second])
+        np.einsum("nd,nd->n", embeddings[first], embeddings[second])
         for first, second in zip(*(np.array_split(side, 1 + len(side) // 100_000)
                                    for side in (trials.first, trials.second)), strict=True))])
     return ScoredTrials(trials, scores, verification.rates(scores, trials.same))
@@ -96,7 +96,7 @@ class Verified(Results):
 
     @classmethod
     def of(cls, scored: ScoredTrials, rows: Sequence[SpeakerRow], unread: Mapping[str, str]) -> Verified:
-        """Put a test together."""
+        """Make the results of a test."""
         found = cls(scored.stats, len(rows), dict(unread), scored=scored, rows=rows)
         found.tables = [found._kinds(), found._wrong()]
         return found
@@ -118,15 +118,15 @@ class Verified(Results):
         return {**super().facts(), "threshold": self.scored.rates.threshold, "trials": len(self.scored.trials.same)}
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
-        """Write the numbers; the report lets one hear the worst trials."""
+        """Write the numbers, and the worst trials for the report's players."""
         place = {name: i for i, name in enumerate(manifest.ids)}
         self.players = []
         for trial in self.scored.worst():
             sounds = []
             for side in (self.scored.trials.first, self.scored.trials.second):
                 row = self.rows[side[trial]]
-                said = manifest.row(place[row.id])
-                sounds.append(SoundSample(row.id, said.wav, said.start, said.duration))
+                recording = manifest.row(place[row.id])
+                sounds.append(SoundSample(row.id, recording.wav, recording.start, recording.duration))
             self.players.append(Player(self._kind(trial), f"score {self.scored.scores[trial]:.3f}", sounds))
         super().write(folder, manifest, of)
 
@@ -134,7 +134,7 @@ class Verified(Results):
         return "same speaker, rejected" if self.scored.trials.same[trial] else "different speakers, accepted"
 
     def _kinds(self) -> Table:
-        """Counts the trials of each kind, with their scores."""
+        """Make the table of the trials of each kind, with their scores."""
         rows, threshold = [], self.scored.rates.threshold
         for name, chosen in (("same", self.scored.trials.same), ("different", ~self.scored.trials.same)):
             found = self.scored.scores[chosen]
@@ -146,7 +146,7 @@ class Verified(Results):
                      "errors are equally frequent")
 
     def _wrong(self) -> Table:
-        """Lists the worst trials."""
+        """Make the table of the worst trials."""
         trials = self.scored.trials
         return Table("The worst trials", ["error", "score", "first", "second"],
                      [[self._kind(each), f"{self.scored.scores[each]:.3f}", self.rows[trials.first[each]].id,
@@ -180,35 +180,35 @@ logger = logging.getLogger(__name__)
 
 
 class Embedder(nn.Module):
-    """Waveforms [B, S] and sample counts [B] to vectors of length 1, [B, D]."""
+    """Waveforms [B, S] and sample counts [B] to embeddings of length 1, [B, D]."""
 
     def __init__(self, features: nn.Module, model: nn.Module):
         super().__init__()
         self.features, self.model = features, model
 
-    def centred(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute features without each utterance's mean, 0 beyond its end, and frame counts."""
+    def centred_features(self, signals: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute features minus each utterance's mean, 0 for padding, and frame counts."""
         with without_tf32():
             feats, frames = self.features(signals, lengths)
         inside = lengths_to_mask(frames, feats.shape[1])[..., None]
         mean = feats.masked_fill(~inside, 0.0).sum(1, keepdim=True) / frames[:, None, None]
         return (feats - mean).masked_fill(~inside, 0.0), frames
 
-    def vectors(self, feats: Tensor, frames: Tensor) -> Tensor:
-        """Compute vectors from what ``centred`` gives."""
+    def embed(self, feats: Tensor, frames: Tensor) -> Tensor:
+        """Compute embeddings from the outputs of ``centred_features``."""
         return functional.normalize(self.model(feats, frames).float(), dim=-1)
 
     def forward(self, signals: Tensor, lengths: Tensor) -> Tensor:
-        return self.vectors(*self.centred(signals, lengths))
+        return self.embed(*self.centred_features(signals, lengths))
 
 
 class Verification(Task):
     """The Brain of ``hparams/speaker.yaml``.
 
-    - The loss tells the training set's speakers apart, with a margin between them. Those of dev and test should be
-      others; their loss is of those among them that training knows, 0 if there is none.
-    - Two recordings are scored by the cosine of their vectors. The best checkpoint is the one with the least equal
-      error rate of all pairs of dev's.
+    - The loss classifies the training set's speakers, with a margin between them. Dev and test should have other
+      speakers; their loss only counts speakers of the training set, and is 0 if there are none.
+    - Two recordings are scored by the cosine of their embeddings. The best checkpoint is the one with the lowest equal
+      error rate over all pairs of dev recordings.
     """
 
     Keys: ClassVar[type[TaskKeys]] = SpeakerKeys
@@ -233,7 +233,7 @@ class Verification(Task):
 
     @classmethod
     def check_manifest(cls, keys: SpeakerKeys, split: str, manifest: Manifest) -> None:
-        """Warn of trials whose recordings a test doesn't have; refuse a list of which it has none."""
+        """Warn about trials whose recordings the test set lacks; raise if it has none of the list's."""
         if split != "test" or keys.trials is None:
             return
         trials, missing = verification.listed(verification.read_list(keys.trials), manifest.ids)
@@ -247,21 +247,21 @@ class Verification(Task):
     # ------------------------------------------------------------ training
 
     def compute_forward(self, batch: Batch, stage: Stage) -> tuple[Tensor, Tensor]:
-        """Waveforms [B, S] to vectors [B, D], and their cosines with each speaker of the training set [B, N]."""
-        feats, frames = self.embedder.centred(batch.signals, batch.signal_lengths)
+        """Waveforms [B, S] to embeddings [B, D], and their cosines with each speaker of the training set [B, N]."""
+        feats, frames = self.embedder.centred_features(batch.signals, batch.signal_lengths)
         if stage == Stage.TRAIN and self.keys.spec_augment is not None:
             feats = self.keys.spec_augment(feats, frames)
-        vectors = self.embedder.vectors(feats, frames)
-        return vectors, self.keys.classifier(vectors[:, None])[:, 0]
+        embeddings = self.embedder.embed(feats, frames)
+        return embeddings, self.keys.classifier(embeddings[:, None])[:, 0]
 
     def compute_objectives(self, outputs: tuple[Tensor, Tensor], batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over recordings of known speakers, and their number."""
-        (vectors, cosines), speakers = outputs, batch.labels["speaker"]
+        (embeddings, cosines), speakers = outputs, batch.labels["speaker"]
         if stage != Stage.TRAIN and batch.weight:
-            self.rows += map(SpeakerRow, batch.ids, batch.columns["speaker"], vectors.float().cpu().numpy())
+            self.rows += map(SpeakerRow, batch.ids, batch.columns["speaker"], embeddings.float().cpu().numpy())
         known = speakers >= 0
-        wanted = speakers[:, None] == torch.arange(cosines.shape[1], device=cosines.device)
-        scores = self.keys.compute_cost(cosines, wanted.float())
+        targets = speakers[:, None] == torch.arange(cosines.shape[1], device=cosines.device)
+        scores = self.keys.compute_cost(cosines, targets.float())
         total = functional.cross_entropy(scores, speakers, ignore_index=-1, reduction="sum")
         right = ((cosines.argmax(1) == speakers) & known).sum()
         return Loss(total, known.sum(), {"accuracy": (right, known.sum())})
@@ -273,17 +273,17 @@ class Verification(Task):
         return scored(rows).stats
 
     def results(self, rows: Sequence[SpeakerRow], loss: float, unread: Mapping[str, str]) -> Verified:
-        del loss  # of speakers that training knows, which a test has none of
+        del loss  # only of the training set's speakers, which a test has none of
         return Verified.of(scored(rows, self.keys.trials), rows, unread)
 
     def estimate(self, rows: Sequence[SpeakerRow]) -> MetricEstimate | None:
-        """How sure the equal error rate is, by drawing recordings anew."""
+        """Estimate the uncertainty of the equal error rate, by a bootstrap over recordings."""
         whole, place = scored(rows, self.keys.trials), {row.id: number for number, row in enumerate(rows)}
 
-        def drawn(again: Sequence[SpeakerRow]) -> dict[str, float]:
-            return whole.drawn(np.bincount([place[row.id] for row in again], minlength=len(rows))).stats
+        def resampled(sample: Sequence[SpeakerRow]) -> dict[str, float]:
+            return whole.resampled(np.bincount([place[row.id] for row in sample], minlength=len(rows))).stats
 
-        return estimate(self.metric, rows, drawn)
+        return estimate(self.metric, rows, resampled)
 
     # ------------------------------------------------------------ export
 
@@ -292,4 +292,4 @@ class Verification(Task):
 
         graph = Embedder(express(self.keys.compute_features, self._hop), self.keys.embedding_model)
         return Exported(graph, {"embedding": ("batch",)}, self.keys.sample_rate,
-                        from_forward=lambda made: made[0])
+                        from_forward=lambda outputs: outputs[0])

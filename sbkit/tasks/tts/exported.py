@@ -1,4 +1,4 @@
-"""The export of a voice: one graph from symbols to samples, compared by spectra and by what a recogniser hears."""
+"""The export of a voice: one graph from symbols to samples, compared by spectra and by a recogniser's transcripts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from sbkit.data.corpus import Corpus
 
 #: Transcribes waveforms [S].
-Hear = Callable[[Sequence[np.ndarray]], list[str]]
+Transcribe = Callable[[Sequence[np.ndarray]], list[str]]
 #: Decibels by which spectra may differ, a mean over clips. Runtimes add up in different orders, so that now and then
 #: another level of a number is the likeliest, or an end is rounded to the next frame: that moves what follows by 20 ms.
-#: A graph that computes anything else is off by several.
-APART = 0.2
-#: The share of the clips, at least one, in which a recogniser may hear other words for such a reason.
+#: A wrong graph differs by several.
+MAX_DIFFERENCE = 0.2
+#: The share of the clips, at least one, whose transcript may differ for such a reason.
 OTHER_WORDS = 0.05
 _SPEED = 1.0
 _EXAMPLE = (2, 17)  # texts and symbols to trace with
@@ -39,16 +39,16 @@ _BEYOND = 1.25  # length of the long text, as a multiple of the longest of the t
 
 
 class SoundComparison(Comparison):
-    """Compares sound: by how many decibels mel spectra differ, and by what a recogniser hears."""
+    """Compares sound: by how many decibels mel spectra differ, and by a recogniser's transcripts."""
 
     what = "spectra"
 
     def __init__(self, clips: ComparisonClips, speak: Callable[[np.ndarray], np.ndarray], sample_rate: int,
-                 heard: Hear | None):
-        self._ruler = MelDistance(sample_rate)
+                 transcribe: Transcribe | None):
+        self._distance = MelDistance(sample_rate)
         symbols = sum(len(clip.signal) for clip in clips.alone)
         seconds = sum(len(speak(clip.signal)) for clip in clips.alone) / sample_rate
-        text = None if heard is None else lambda sound: heard([sound])[0]
+        text = None if transcribe is None else lambda sound: transcribe([sound])[0]
         rate = symbols / seconds
         super().__init__(replace(clips, longest=clips.longest / rate), speak, rate, text)
         self.words_may_change = max(1, int(OTHER_WORDS * len(clips.alone)))
@@ -65,10 +65,10 @@ class SoundComparison(Comparison):
     def _one(self, mine: np.ndarray, theirs: np.ndarray) -> float:
         size = max(len(mine), len(theirs))
         pair = (torch.from_numpy(np.pad(each, (0, size - len(each))))[None] for each in (theirs, mine))
-        return float(DECIBELS * self._ruler(*pair, torch.tensor([size])))
+        return float(DECIBELS * self._distance(*pair, torch.tensor([size])))
 
     def threshold(self, tolerance: float) -> float:
-        return APART
+        return MAX_DIFFERENCE
 
     def shown(self, apart: float) -> str:
         return f"{apart:.2g} dB"
@@ -79,17 +79,17 @@ class ExportedVoice(Exported):
     """A voice to export."""
 
     keys: TTSKeys = field(kw_only=True)
-    heard: Hear | None = None
+    transcribe: Transcribe | None = None
 
     @classmethod
-    def of(cls, voice: VoiceModel, keys: TTSKeys, heard: Hear | None) -> ExportedVoice:
-        """Export a voice that is in evaluation mode and stays as it is.
+    def of(cls, voice: VoiceModel, keys: TTSKeys, transcribe: Transcribe | None) -> ExportedVoice:
+        """Export a voice in evaluation mode, which isn't changed.
 
-        heard : a recogniser, which compares what is heard; None: spectra alone are
+        transcribe : a recogniser, for comparing transcripts; None: only spectra are compared
         """
         keys.symbols.load()
         outputs = {"audio": ("batch", "audio_lengths"), "audio_lengths": ("batch",), "durations": ("batch", "symbols")}
-        return cls(voice, outputs, keys.sample_rate, keys=keys, heard=heard)
+        return cls(voice, outputs, keys.sample_rate, keys=keys, transcribe=transcribe)
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
@@ -97,7 +97,7 @@ class ExportedVoice(Exported):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """No int8: with it a voice lasts otherwise and sounds 3 dB off, and is misheard more often."""
+        """No int8: it changes durations and spectra (by 3 dB), and a recogniser makes more errors."""
         return layout.ONNX, layout.TORCH
 
     def clips(self, corpus: Corpus | None, count: int) -> ComparisonClips:
@@ -111,11 +111,11 @@ class ExportedVoice(Exported):
             origin = "made-up texts, since the run's corpus is missing"
         places = np.unique(np.linspace(0, len(texts) - 1, min(count, len(texts))).round().astype(int))
         chosen = [texts[i] for i in places]
-        most = self.keys.max_symbols
-        joined = " ".join(chosen * 2)[:min(most, round(_BEYOND * len(chosen[-1])))]
-        clips = [Clip(self._ids(text)[:most], text, text) for text in chosen]
+        limit = self.keys.max_symbols
+        joined = " ".join(chosen * 2)[:min(limit, round(_BEYOND * len(chosen[-1])))]
+        clips = [Clip(self._ids(text)[:limit], text, text) for text in chosen]
         clips.insert(0, Clip(clips[0].signal[:1], None, "the first symbol of another"))
-        return ComparisonClips([*clips, Clip(self._ids(joined)[:most], None, "several joined")], origin,
+        return ComparisonClips([*clips, Clip(self._ids(joined)[:limit], None, "several joined")], origin,
                                len(chosen[-1]))
 
     def _ids(self, text: str) -> np.ndarray:
@@ -167,12 +167,12 @@ class ExportedVoice(Exported):
         return run
 
     def _speakers(self, texts: Sequence[np.ndarray]) -> np.ndarray:
-        """A speaker for each text, the same in any batch, and not the same for all."""
+        """Choose a speaker for each text, the same in any batch."""
         return np.array([int(ids.sum()) % self.keys.n_speakers for ids in texts])
 
     def comparison(self, clips: ComparisonClips, config: layout.VoiceConfig, folder: Path) -> SoundComparison:
         del folder
-        return SoundComparison(clips, self.reference(config), config.sample_rate, self.heard)
+        return SoundComparison(clips, self.reference(config), config.sample_rate, self.transcribe)
 
     def readme(self, name: str, config: layout.VoiceConfig, comparison: Comparison,
                of_targets: Sequence[str] = ()) -> str:
@@ -208,14 +208,14 @@ If you publish its speech, say that it is synthetic.
 
 
 def _rules(corpus: Corpus | None) -> dict[str, object] | None:
-    """Return the rules that texts were written by; None for those that were left as they were."""
+    """Return the options of the corpus's text rules; None if there are none."""
     if corpus is None or type(corpus.text) is not TextRules:
         return None
     return {name: value for name, value in corpus.text.options().items() if name != "alphabet"}
 
 
 def _made_up(symbols: Sequence[str]) -> list[str]:
-    """Texts of several lengths, with all symbols in them."""
+    """Make texts of several lengths, with all symbols in them."""
     return ["".join(symbols[(i * 7 + size) % len(symbols)] for i in range(size)) for size in (3, 10, 30, 60)]
 
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from sbkit.nn.voice import CodeHead, Durations, FrameDecoder, TextEncoder
 
 
-#: What a voice has from its codec.
+#: The codec's parts in a voice.
 CODEC_PARTS = "quantiser", "decoder", "head"
-#: What a part has that matters in the codec's own training only.
-_FREE = {"noise"}
+#: Attributes of these parts that may differ, since they only affect the codec's own training.
+_IGNORED = {"noise"}
 
 
 @dataclass(kw_only=True)
@@ -54,11 +54,11 @@ class TTSKeys(TaskKeys):
     max_symbols: int = key("the longest text that the bundle speaks at once; longer ones are split", 400, SIZE)
 
     def wrong_bundles(self) -> list[Problem]:
-        """Return what is wrong with the bundles that a corpus is labelled with; the grossest problems alone."""
-        return list(self.absent()) or list(self.of_another_kind()) or list(self.of_another_codec())
+        """Return the problems of the bundles that a corpus is labelled with: only missing ones if there are any, and
+        only those of the wrong kind before the codec's parts are compared."""
+        return list(self._missing_bundles()) or list(self._other_kinds()) or list(self._other_codec())
 
-    def absent(self) -> Iterator[Problem]:
-        """Yield which of the bundles that a corpus is labelled with is not there."""
+    def _missing_bundles(self) -> Iterator[Problem]:
         for name, folder, recipe in (("codec", self.codec, "codec"), ("recogniser", self.recogniser, "ctc")):
             hint = f"name a bundle, --{name} BUNDLE: sbkit export makes one of a run of hparams/{recipe}.yaml"
             if folder is None:
@@ -66,9 +66,8 @@ class TTSKeys(TaskKeys):
             elif not Path(folder, layout.CONFIG).is_file():
                 yield Problem(name, f"there is no bundle in {folder}", hint)
 
-    def of_another_kind(self) -> Iterator[Problem]:
-        """Yield which of the bundles is of another kind, or has sound at another rate; one that can't be read is told
-        where it is opened."""
+    def _other_kinds(self) -> Iterator[Problem]:
+        """Yield bundles of the wrong kind or sample rate; opening one that can't be read raises later."""
         for name, folder, kind in (("codec", self.codec, layout.CodecConfig),
                                    ("recogniser", self.recogniser, layout.Config)):
             with contextlib.suppress(SbkitError):
@@ -80,12 +79,12 @@ class TTSKeys(TaskKeys):
                     yield Problem("sample_rate", f"it is {self.sample_rate}, but the codec's is {found.sample_rate}",
                                   f"--sample_rate {found.sample_rate}")
 
-    def of_another_codec(self) -> Iterator[Problem]:
-        """Yield which parts are others than the codec's: by their numbers, or by names and shapes of their weights."""
-        assert self.codec is not None, "one that is absent is told before"
-        path, as_there = Path(self.codec, layout.WEIGHTS), "write it as in the codec's recipe"
+    def _other_codec(self) -> Iterator[Problem]:
+        """Yield parts that differ from the codec's, in their sizes or in the names and shapes of their weights."""
+        assert self.codec is not None, "a missing one is reported before"
+        path, hint = Path(self.codec, layout.WEIGHTS), "write it as in the codec's recipe"
         if not path.is_file():
-            return  # init_from tells that, since it takes the weights from there
+            return  # init_from reports that, since it takes the weights from there
         try:
             with safe_open(path, framework="numpy") as file:
                 defined = json.loads((file.metadata() or {}).get("definition", "null"))
@@ -103,15 +102,15 @@ class TTSKeys(TaskKeys):
                 continue
             mine, theirs = json.loads(json.dumps(definition(part))), theirs if isinstance(theirs, dict) else {}
             numbers = [f"{key} {mine.get(key)} instead of {theirs.get(key)}"
-                       for key in sorted((mine.keys() | theirs.keys()) - _FREE) if mine.get(key) != theirs.get(key)]
+                       for key in sorted((mine.keys() | theirs.keys()) - _IGNORED) if mine.get(key) != theirs.get(key)]
             own = {f"{name}.{key}": tuple(value.shape) for key, value in part.state_dict().items()}
             there = {key: shape for key, shape in shapes.items() if key.startswith(f"{name}.")}
             if numbers:
-                yield Problem(name, f"it is not the codec's: {', '.join(numbers)}", as_there)
+                yield Problem(name, f"it is not the codec's: {', '.join(numbers)}", hint)
             elif own != there:
                 first = sorted(own.items() ^ there.items())[0][0]
                 yield Problem(name, f"it is not the codec's: {first} is in only one of them, or has another shape",
-                              as_there)
+                              hint)
 
     def clashes(self) -> Iterator[Problem]:
         yield from super().clashes()

@@ -1,4 +1,4 @@
-"""What a voice learns from: the codes of each recording, and how long each of its characters lasts."""
+"""The labels that a voice is trained on: the codes of each recording, and the duration of each character."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sbkit.tasks.tts.keys import TTSKeys
 
 logger = logging.getLogger(__name__)
 
-#: Beside the folders of the splits, written last: what all of it was made from.
+#: What the labels were made from; written last, next to the folders of the splits.
 FACTS = "labels.json"
 CODES, DURATIONS = "codes", "durations.safetensors"
 #: Seconds of audio that are labelled at once.
@@ -43,7 +43,7 @@ _AGAIN = "remove the folder of labels, and start again"
 
 
 class Targets(NamedTuple):
-    """What the texts of a batch are to become."""
+    """The targets of a batch."""
 
     chosen: Tensor  # [B, T, slots] int64, 0 for padding
     frames: Tensor  # [B, U + 2] int64, of the silence before, of each symbol, and of the silence after
@@ -60,7 +60,7 @@ class Label:
 
 
 class VoiceLabels:
-    """The labels of a run's splits, of which each utterance's are read when they are needed."""
+    """The labels of a run's splits; those of an utterance are read when they are needed."""
 
     def __init__(self, folders: Sequence[Path], symbols: Symbols, books: Books | None = None):
         self._places: dict[str, dict[tuple[str, str], tuple[Codes, int, np.ndarray]]] = {}
@@ -84,7 +84,7 @@ class VoiceLabels:
     def get(self, split: str, name: str, text: str) -> Label | None:
         """Return the labels of an utterance of a split, if it has any.
 
-        One of another split or another corpus may have its id, and even its text.
+        All three are needed: an utterance of another split or corpus may have the same id, or even the same text.
         """
         if (found := self._places.get(split, {}).get((name, text))) is None:
             return None
@@ -106,7 +106,7 @@ def _frames(path: Path) -> list[np.ndarray]:
 
 
 def read(keys: TTSKeys) -> VoiceLabels:
-    """Read the labels that a run has, as far as it has any."""
+    """Read the labels of a run; empty if it has none yet."""
     if (facts := label_facts(keys)) is None:
         return VoiceLabels([], keys.symbols)
     keys.symbols.load()
@@ -115,17 +115,17 @@ def read(keys: TTSKeys) -> VoiceLabels:
 
 
 def label_facts(keys: TTSKeys) -> dict[str, Any] | None:
-    """Return what the labels were made from, None where there are none."""
+    """Return what the labels were made from; None if there are none."""
     return _read(Path(keys.labels, FACTS))
 
 
 def pinned_facts(keys: TTSKeys) -> dict[str, Any] | None:
-    """Return what the labels were made from that the run's checkpoints learnt from, None where there are no such."""
+    """Return what the labels of the run's checkpoints were made from; None if there are none."""
     return _read(_pin(keys))
 
 
 def _pin(keys: TTSKeys) -> Path:
-    """Beside the checkpoints: the labels may be removed, and made again."""
+    """Return the path of a copy next to the checkpoints, since the labels may be removed and made again."""
     return keys.symbols.file.with_name(FACTS)
 
 
@@ -143,7 +143,7 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> None:
-    """Label a corpus, unless it was labelled before with the same codec and the same recogniser."""
+    """Label a corpus, unless it was already labelled with the same codec and recogniser."""
     for problem in keys.wrong_bundles():
         raise SbkitError(f"{problem.key}: {problem.message}", hint=problem.hint)
     assert keys.codec is not None and keys.recogniser is not None, "they would be absent"
@@ -151,8 +151,8 @@ def make(keys: TTSKeys, manifests: Mapping[str, Manifest], bundles: Bundles) -> 
     try:
         facts = {"codec": codec.books.codec, "books": codec.books.to_dict(), "recogniser": aligner.fingerprint,
                  "manifests": {split: _digest(manifest, keys.symbols) for split, manifest in manifests.items()}}
-        learnt = pinned_facts(keys) or label_facts(keys)
-        if not initial.fresh(keys) and learnt is not None and not _same(learnt, facts):
+        trained_on = pinned_facts(keys) or label_facts(keys)
+        if not initial.fresh(keys) and trained_on is not None and not _same(trained_on, facts):
             raise SbkitError(f"the labels in {keys.labels}, on which the checkpoints depend, are of another codec, "
                              "recogniser or corpus",
                              hint="start in a new output_folder, or set codec, recogniser and corpus back")
@@ -200,14 +200,14 @@ def _label(folder: Path, manifest: Manifest, keys: TTSKeys, codec: CodecBundle, 
                     continue
                 out.add(row.id, label.codes, text=row.text, speaker=row.speaker or None)
                 frames.append(label.frames)
-        _account(folder.name, left_out, len(manifest))
+        _report_left_out(folder.name, left_out, len(manifest))
     save_file({"frames": np.concatenate(frames).astype(np.int32),
                "ends": np.cumsum([len(each) for each in frames])}, folder / DURATIONS)
     return {"rows": len(manifest), "kept": len(frames), "left_out": len(left_out)}
 
 
-def _account(split: str, left_out: Mapping[str, str], count: int) -> None:
-    """Log which rows have no labels, and raise if they are many."""
+def _report_left_out(split: str, left_out: Mapping[str, str], count: int) -> None:
+    """Log which rows have no labels, and raise if there are too many."""
     for name, why in list(left_out.items())[:10 * NAMED]:
         logger.warning("labels: left out of %s: %s: %s", split, name, why)
     if left_out:
@@ -220,7 +220,7 @@ def _account(split: str, left_out: Mapping[str, str], count: int) -> None:
 
 def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner: AlignerBundle,
            ) -> Iterator[tuple[Utterance, Label | str]]:
-    """Yield the rows of a batch with their labels, or why there are none."""
+    """Yield the rows of a batch with their labels, or the reason why there are none."""
     read: list[tuple[Utterance, np.ndarray]] = []
     for row in rows:
         if unknown := sorted(keys.symbols.unknown([row.text])):
@@ -233,12 +233,12 @@ def _batch(rows: Sequence[Utterance], keys: TTSKeys, codec: CodecBundle, aligner
     if not read:
         return
     signals = [signal for _, signal in read]
-    heard = aligner.align(signals, keys.sample_rate, [row.text for row, _ in read])
-    for (row, signal), codes, found in zip(read, codec.encode_each(signals), heard, strict=True):
+    alignments = aligner.align(signals, keys.sample_rate, [row.text for row, _ in read])
+    for (row, signal), codes, alignment in zip(read, codec.encode_each(signals), alignments, strict=True):
         if isinstance(codes, SbkitError):
             yield row, codes.message
         else:
-            yield row, found if isinstance(found, str) else _one(row, signal, codes, found, keys)
+            yield row, alignment if isinstance(alignment, str) else _one(row, signal, codes, alignment, keys)
 
 
 def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, alignment: Alignment, keys: TTSKeys) -> Label | str:
@@ -250,10 +250,10 @@ def _one(row: Utterance, signal: np.ndarray, codes: np.ndarray, alignment: Align
 
 def targets(found: Sequence[Label | None], symbols: int, frames: int, quantiser: Quantiser, device: torch.device,
             ) -> Targets:
-    """Put labels together for a batch; an utterance without any gets an even share of ``frames`` for each symbol.
+    """Collate the labels of a batch; an utterance without any gets an even share of ``frames`` for each symbol.
 
-    symbols : the columns of the batch's texts
-    quantiser : tells which choices a code stands for; it is on the device
+    symbols : the width of the batch's padded texts
+    quantiser : maps codes to choices; it is on the device
     """
     even = np.diff(np.linspace(0, frames, symbols + 3).round().astype(np.int64))
     rows = [even if label is None else label.frames for label in found]

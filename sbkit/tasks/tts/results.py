@@ -1,4 +1,4 @@
-"""Results of a voice's test: what a recogniser hears in what it says, how fast it speaks, clips to listen to."""
+"""Results of a voice's test: a recogniser's WER on its speech, how fast it speaks, and sample clips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sbkit.score.results import Table
 from sbkit.system.console import counted
 from sbkit.tasks.sound_results import SoundResults, word_rates
 
-#: Texts in the table of those in which most was misheard.
+#: Texts in the table of those with the most errors.
 WORST = 12
 
 
@@ -24,12 +24,12 @@ class SpokenRow(NamedTuple):
     reference: str
     frames: int  # of the recording's codes; 0: it has no labels
     right: float  # the share of choices that are the recording's, a sum over frames
-    apart: float  # seconds by which symbols' durations are off, a mean over symbols
-    spoken: float = 0.0  # seconds of what was said
-    seconds: float = 0.0  # that saying it took
-    heard: str | None = None  # by a recogniser in the recording
-    heard_again: str | None = None  # and in what was said
-    sound: np.ndarray | None = None  # [S] int16, of the few that a report lets one hear
+    duration_error: float  # in seconds, a mean over symbols
+    spoken: float = 0.0  # seconds of speech
+    seconds: float = 0.0  # of computing it
+    recording_transcript: str | None = None
+    output_transcript: str | None = None
+    sound: np.ndarray | None = None  # [S] int16, of the sample clips
 
 
 def measures(rows: Sequence[SpokenRow]) -> dict[str, float]:
@@ -38,20 +38,20 @@ def measures(rows: Sequence[SpokenRow]) -> dict[str, float]:
     if not known:
         return {}
     return {"right_choices": 100 * sum(row.right for row in known) / sum(row.frames for row in known),
-            "duration_error_ms": 1000 * float(np.mean([row.apart for row in known]))}
+            "duration_error_ms": 1000 * float(np.mean([row.duration_error for row in known]))}
 
 
 @dataclass
 class Spoken(SoundResults):
-    """Rows of a test and what they come to."""
+    """Rows of a test and their statistics."""
 
     maker: ClassVar[str] = "voice"
 
     @classmethod
     def of(cls, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str], sample_rate: int) -> Spoken:
-        """Put the rows of a test together."""
+        """Compute the results of a test from its rows."""
         stats = {"loss": loss, **known} if (known := measures(rows)) else {}  # without labels there is no loss
-        before, after = word_rates(rows, "heard"), word_rates(rows, "heard_again")
+        before, after = word_rates(rows, "recording_transcript"), word_rates(rows, "output_transcript")
         if before is not None and after is not None:
             stats |= {"WER": after.rate, "WER_of_recordings": before.rate}
         spoken = sum(row.spoken for row in rows)
@@ -61,9 +61,9 @@ class Spoken(SoundResults):
         return found
 
     def headline(self) -> str:
-        said = [f"WER {self.stats['WER']:.2f} % (recordings {self.stats['WER_of_recordings']:.2f} %)"] \
+        rates = [f"WER {self.stats['WER']:.2f} % (recordings {self.stats['WER_of_recordings']:.2f} %)"] \
             if "WER" in self.stats else []
-        return ", ".join([*said, f"real-time factor {self.stats['real_time_factor']:.4f}",
+        return ", ".join([*rates, f"real-time factor {self.stats['real_time_factor']:.4f}",
                           counted(self.utterances, "utterance")])
 
     def facts(self) -> dict[str, Any]:
@@ -74,15 +74,13 @@ class Spoken(SoundResults):
         return [(title, f"{self.stats[name]:.2f}") for name, title in shown.items() if name in self.stats]
 
     def remark(self, row: SpokenRow) -> str:
-        """Say what was heard in a clip."""
-        return " · ".join(each for each in (f"transcript: {row.heard_again}" if row.heard_again is not None else "",
-                                            row.id) if each)
+        return row.id if row.output_transcript is None else f"transcript: {row.output_transcript} · {row.id}"
 
     # ------------------------------------------------------------ tables
 
     def _measured(self) -> Table:
-        """Lists all measures with what they mean."""
-        stats, rows = self.stats, self.recognised_rows()
+        """Make the table of all measures."""
+        stats, rows = self.stats, self.error_rate_rows()
         if "right_choices" in stats:
             rows += [["right choices", f"{stats['right_choices']:.1f} %", "of the recordings' codes, given their "
                       "durations"],
@@ -91,9 +89,10 @@ class Spoken(SoundResults):
         return Table("How it speaks", ["measure", "value", "note"], rows)
 
     def _worst(self) -> Table:
-        """Lists the texts in which most words were misheard."""
-        scored = [row for row in self.rows if row.heard_again is not None and row.reference.split()]
-        wrong = {row.id: rates.rate for row in scored if (rates := word_rates([row], "heard_again")) is not None}
+        """Make the table of the texts with the most errors."""
+        scored = [row for row in self.rows if row.output_transcript is not None and row.reference.split()]
+        wrong = {row.id: rates.rate for row in scored if (rates := word_rates([row], "output_transcript")) is not None}
         rows = sorted(scored, key=lambda row: -wrong[row.id])[:WORST]
         return Table("The worst texts", ["text", "transcript of the recording", "of the voice's output", "WER %"],
-                     [[row.reference, row.heard or "", row.heard_again, f"{wrong[row.id]:.0f}"] for row in rows])
+                     [[row.reference, row.recording_transcript or "", row.output_transcript, f"{wrong[row.id]:.0f}"]
+                      for row in rows])

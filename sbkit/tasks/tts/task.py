@@ -1,4 +1,4 @@
-"""The task of a voice: the codes that a codec would make of the recording, from its text."""
+"""The task of a voice: text to speech, by predicting the codec's codes of the recording from its text."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sbkit.data.symbols import Symbols
 from sbkit.errors import SbkitError
 from sbkit.nn.lengths import lengths_to_mask
 from sbkit.nn.voice import voice
-from sbkit.nn.voice.voice import Taught, VoiceModel
+from sbkit.nn.voice.voice import TeacherForced, VoiceModel
 from sbkit.recipe.build import Built
 from sbkit.recipe.report import Section
 from sbkit.recipe.source import Findings
 from sbkit.recipe.trace import Trace
 from sbkit.runs.keys import Bundles
 from sbkit.tasks.fit import Fit, all_fit
+from sbkit.tasks.generation import SpeechTask, drop_other_sounds
 from sbkit.tasks.keys import TaskKeys
-from sbkit.tasks.listening import SpeechTask, first_drawn
 from sbkit.tasks.task import Metric
 from sbkit.tasks.tts import labels
 from sbkit.tasks.tts.keys import TTSKeys
@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 _NAMED = 10  # characters that a warning names
 
 
-#: Whose labels each stage learns from, or is compared with; a test may be of any split.
+#: The splits whose labels each stage uses; a test may be of any split.
 _SPLITS = {Stage.TRAIN: ("train",), Stage.VALID: ("dev",), Stage.TEST: ("test", "dev", "train")}
 
 
-class Said(NamedTuple):
-    """What the voice makes of a batch."""
+class VoiceOutput(NamedTuple):
+    """The voice's outputs for a batch, and their targets."""
 
-    taught: Taught
+    predicted: TeacherForced
     targets: Targets
     sound: Tensor | None = None  # [B, S], in a test
     samples: Tensor | None = None  # [B]
@@ -58,10 +58,10 @@ class Said(NamedTuple):
 class TTS(SpeechTask):
     """The Brain of ``hparams/tts.yaml``.
 
-    - Before training, the corpus is labelled: the codec's codes are what is learnt, and when the recogniser heard each
-      character says how long it lasts.
+    - Before training, the corpus is labelled with the codec's codes, and with the duration of each character by the
+      recogniser's alignment.
     - The loss is the cross entropy of codes, a mean over frames, and the squared error of the durations' logarithms.
-    - A test speaks each text with durations of the voice's own.
+    - A test speaks each text with predicted durations.
     """
 
     Keys: ClassVar[type[TaskKeys]] = TTSKeys
@@ -75,10 +75,10 @@ class TTS(SpeechTask):
         self.voice = VoiceModel(keys.text_encoder, keys.durations, keys.frame_decoder, keys.code_head, keys.quantiser,
                                 keys.decoder, keys.head)
         self._refuse_training_the_codec()
-        self._told = False
+        self._warned = False
 
     def _refuse_training_the_codec(self) -> None:
-        """Raise if parts that no loss goes through are not frozen for good."""
+        """Raise unless the codec's parts, which the loss doesn't train, are frozen."""
         for name in ("quantiser", "decoder", "head"):
             if any(parameter.requires_grad for parameter in getattr(self.keys, name).parameters()):
                 raise SbkitError(f"{name} is the codec's own and nothing here trains it, but it is not frozen",
@@ -114,7 +114,7 @@ class TTS(SpeechTask):
 
     @classmethod
     def check_parts(cls, keys: TTSKeys, built: Built, findings: Findings) -> bool:
-        """Report each number of a part that another part contradicts; returns whether there is none."""
+        """Check that the sizes of the parts match."""
         text, frames, codec, head = keys.text_encoder, keys.frame_decoder, keys.decoder, keys.head
         states = "the text encoder's states have {} numbers"
         fits = [
@@ -161,35 +161,35 @@ class TTS(SpeechTask):
         """The labels of the run's corpus, read when they are first needed."""
         return labels.read(self.keys)
 
-    def compute_forward(self, batch: Batch, stage: Stage) -> Said:
-        """Compute from texts, with the recordings' durations, what their codes are chosen by; speak them in a test."""
+    def compute_forward(self, batch: Batch, stage: Stage) -> VoiceOutput:
+        """Compute frame states from texts with the recordings' durations; in a test, also synthesise the texts."""
         text, lengths = batch.tokens, batch.token_lengths
         found = [self._label(stage, *each) for each in zip(batch.ids, batch.texts, strict=True)]
-        self._warn_speakerless(batch, found)
+        self._warn_unknown_speaker(batch, found)
         speaker = torch.tensor([self._speaker(label) for label in found]).to(batch.tokens.device, non_blocking=True)
         targets = self._targets(batch, found)
-        taught = self.voice.teach(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
+        predicted = self.voice.teacher_forced(text, lengths, speaker, targets.frames, targets.chosen.shape[1])
         if stage != Stage.TEST:
-            return Said(taught, targets)
+            return VoiceOutput(predicted, targets)
         with self.timed(text.device):
             sound, samples, _ = self.voice(text, lengths, speaker, torch.ones(len(text), device=text.device))
-        return Said(taught, targets, sound, samples)
+        return VoiceOutput(predicted, targets, sound, samples)
 
-    def compute_objectives(self, said: Said, batch: Batch, stage: Stage) -> Loss:
+    def compute_objectives(self, outputs: VoiceOutput, batch: Batch, stage: Stage) -> Loss:
         """Compute the loss, a sum over frames, and their number."""
-        targets, predicted = said.targets, said.taught.durations
-        cross, right = self.keys.code_head.loss(said.taught.states, targets.chosen)
+        targets, predicted = outputs.targets, outputs.predicted
+        cross, right = self.keys.code_head.loss(predicted.states, targets.chosen)
         known = targets.known[:, None] * lengths_to_mask(targets.frames.sum(1), cross.shape[1])
         codes, count = (cross * known).sum(), known.sum()
         lengths = (batch.token_lengths + 2) * targets.known
-        spread, symbols = voice.duration_loss(predicted, targets.frames, lengths).sum(), lengths.sum()
-        total = codes + self.keys.duration_weight * spread
+        durations, symbols = voice.duration_loss(predicted.durations, targets.frames, lengths).sum(), lengths.sum()
+        total = codes + self.keys.duration_weight * durations
         if stage != Stage.TRAIN and batch.weight:
-            self.rows += self._rows(said, batch, (right * known).sum(1), lengths, stage)
-        return Loss(total, count, {"codes": (codes, count), "durations": (spread, symbols)})
+            self.rows += self._rows(outputs, batch, (right * known).sum(1), lengths, stage)
+        return Loss(total, count, {"codes": (codes, count), "durations": (durations, symbols)})
 
     def _targets(self, batch: Batch, found: Sequence[Label | None]) -> Targets:
-        """Return the labels of a batch on its device. Those of stand-ins, which have no text, are made up."""
+        """Return the labels of a batch on its device. Stand-ins, which have no text, get made-up ones."""
         frames = batch.signals.shape[1] // self.voice.stride + 1
         targets = labels.targets(found, batch.tokens.shape[1], frames, self.keys.quantiser, batch.tokens.device)
         return targets if any(batch.texts) else targets._replace(known=torch.ones_like(targets.known))
@@ -198,14 +198,14 @@ class TTS(SpeechTask):
         labels = (self.labels.get(split, name, text) for split in _SPLITS[stage])
         return next((label for label in labels if label is not None), None)
 
-    def _warn_speakerless(self, batch: Batch, found: Sequence[Label | None]) -> None:
-        """Warn once if it isn't known who speaks, where there are several voices."""
+    def _warn_unknown_speaker(self, batch: Batch, found: Sequence[Label | None]) -> None:
+        """Warn once if there are several voices and an utterance's speaker is unknown."""
         speakers = self.keys.speakers
-        if self._told or not speakers.several or len(speakers.names) < 2:
+        if self._warned or not speakers.several or len(speakers.names) < 2:
             return
         if nameless := [name for name, text, label in zip(batch.ids, batch.texts, found, strict=True)
                         if text and label is None]:
-            self._told = True
+            self._warned = True
             logger.warning("%s has no labels, so its speaker is unknown: it and others like it get the first voice, %s",
                            nameless[0], speakers.names[0])
 
@@ -214,35 +214,39 @@ class TTS(SpeechTask):
 
     # ------------------------------------------------------------ validation and test
 
-    def _rows(self, said: Said, batch: Batch, right: Tensor, lengths: Tensor, stage: Stage) -> list[SpokenRow]:
-        """Return what became of each utterance of a batch."""
-        rate, targets = self.keys.sample_rate, said.targets
-        apart = (said.taught.durations.clamp(0, voice.MOST).exp() - 1 - targets.frames).abs()
-        apart = (apart * lengths_to_mask(lengths, apart.shape[1])).sum(1) / lengths.clamp(min=1)
+    def _rows(self, outputs: VoiceOutput, batch: Batch, right: Tensor, lengths: Tensor,
+              stage: Stage) -> list[SpokenRow]:
+        """Make the row of each utterance of a batch."""
+        rate, targets = self.keys.sample_rate, outputs.targets
+        errors = (outputs.predicted.durations.clamp(0, voice.MAX_LOG_FRAMES).exp() - 1 - targets.frames).abs()
+        errors = (errors * lengths_to_mask(lengths, errors.shape[1])).sum(1) / lengths.clamp(min=1)
         frames = targets.frames.sum(1) * targets.known
         rows = [SpokenRow(*each) for each in zip(
-            batch.ids, batch.texts, frames.tolist(), right.tolist(), (apart * self.voice.stride / rate).tolist(),
+            batch.ids, batch.texts, frames.tolist(), right.tolist(), (errors * self.voice.stride / rate).tolist(),
             strict=True)]
         if stage != Stage.TEST:
             return rows
-        assert said.sound is not None and said.samples is not None, "a test speaks"
-        wanted, made = ([wave[:size] for wave, size in zip(waves.cpu().numpy(), sizes.tolist(), strict=True)]
-                        for waves, sizes in ((batch.signals, batch.signal_lengths), (said.sound, said.samples)))
-        whole = sum(map(len, made))
-        return [row._replace(spoken=len(sound) / rate, seconds=self.batch_seconds * len(sound) / whole, heard=heard,
-                             heard_again=heard_again, sound=self.drawn.take(row.id, sound))
-                for row, sound, (heard, heard_again) in zip(rows, made, self.hear(wanted, made), strict=True)]
+        assert outputs.sound is not None and outputs.samples is not None, "a test speaks"
+        recordings, spoken = (
+            [wave[:size] for wave, size in zip(waves.cpu().numpy(), sizes.tolist(), strict=True)]
+            for waves, sizes in ((batch.signals, batch.signal_lengths), (outputs.sound, outputs.samples)))
+        whole = sum(map(len, spoken))
+        return [row._replace(spoken=len(sound) / rate, seconds=self.batch_seconds * len(sound) / whole,
+                             recording_transcript=of_recording, output_transcript=of_output,
+                             sound=self.clips.keep(row.id, sound))
+                for row, sound, (of_recording, of_output) in zip(
+                    rows, spoken, self.transcripts(recordings, spoken), strict=True)]
 
     def stats(self, rows: Sequence[SpokenRow]) -> dict[str, float]:
-        """Compute how many choices are the recordings', and how far durations are off."""
+        """Compute the share of right choices, and the error of durations."""
         return measures(rows)
 
     def results(self, rows: Sequence[SpokenRow], loss: float, unread: Mapping[str, str]) -> Spoken:
-        return Spoken.of(first_drawn(rows), loss, unread, self.keys.sample_rate)
+        return Spoken.of(drop_other_sounds(rows), loss, unread, self.keys.sample_rate)
 
     # ------------------------------------------------------------ export
 
     def exported(self, run: Path) -> ExportedVoice:
         from sbkit.tasks.tts.exported import ExportedVoice
 
-        return ExportedVoice.of(self.voice, self.keys, self.heard)
+        return ExportedVoice.of(self.voice, self.keys, self.transcribe)

@@ -25,7 +25,7 @@ def test_off_means_that_there_are_none():
 
 def test_fooling_them_trains_what_is_made_and_not_them(sides):
     against, made, wanted, samples = sides
-    noticed, apart = against.fooled(made, wanted, samples)
+    noticed, apart = against.generator_losses(made, wanted, samples)
     assert noticed.shape == apart.shape == (2,)
     (noticed + apart).sum().backward()
     assert made.grad.abs().sum() > 0 and touched(against) == []
@@ -33,7 +33,7 @@ def test_fooling_them_trains_what_is_made_and_not_them(sides):
 
 def test_telling_apart_trains_them_and_not_what_is_made(sides):
     against, made, wanted, samples = sides
-    against.mistaken(made, wanted, samples).sum().backward()
+    against.discriminator_loss(made, wanted, samples).sum().backward()
     assert made.grad is None
     assert {name for name, _ in against.named_parameters()} - set(touched(against)) <= {
         "each.0.last.bias", "each.1.last.bias"}, "what is too high for the one is too low for the other"
@@ -44,19 +44,20 @@ def test_they_learn_to_tell_two_kinds_of_sound_apart(sides):
     against, _, noise, samples = sides
     tone = torch.sin(0.3 * torch.arange(4000.0)).repeat(2, 1) * (noise != 0)
     optimizer = torch.optim.AdamW(against.parameters(), lr=3e-3)
-    before = against.mistaken(noise, tone, samples).mean().item()
+    before = against.discriminator_loss(noise, tone, samples).mean().item()
     for _ in range(40):
-        against.mistaken(noise, tone, samples).mean().backward()
+        against.discriminator_loss(noise, tone, samples).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert against.mistaken(noise, tone, samples).mean().item() < 0.3 * before
-    assert against.fooled(noise, tone, samples)[0].mean() > against.fooled(tone, tone, samples)[0].mean()
+    assert against.discriminator_loss(noise, tone, samples).mean().item() < 0.3 * before
+    fooled = [against.generator_losses(each, tone, samples)[0].mean() for each in (noise, tone)]
+    assert fooled[0] > fooled[1]
 
 
 def test_an_utterance_is_judged_as_if_it_were_alone(sides):
     against, made, wanted, samples = sides
     alone = [each[1:, :1500] for each in (made, wanted)]
-    for judge in (against.mistaken, lambda *given: torch.stack(against.fooled(*given))):
+    for judge in (against.discriminator_loss, lambda *given: torch.stack(against.generator_losses(*given))):
         torch.testing.assert_close(judge(made, wanted, samples)[..., 1:], judge(*alone, samples[1:]),
                                    atol=1e-5, rtol=1e-5)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sbkit.nn.voice import voice
-from sbkit.nn.voice.voice import MOST, rounded, spread
+from sbkit.nn.voice.voice import MAX_LOG_FRAMES, rounded, spread
 
 PREDICTED = st.lists(st.lists(st.floats(-2, 4, width=32), min_size=7, max_size=7), min_size=1, max_size=4)
 
@@ -21,7 +21,7 @@ def test_rounding_keeps_the_whole_time_at_any_speed_and_no_symbol_is_off_by_more
     found = rounded(wanted, lengths, torch.full((len(predicted),), speed))
     assert found.dtype == torch.int64 and (found >= 0).all()
     for row, logs, length in zip(found.tolist(), predicted, lengths.tolist(), strict=True):
-        exact = [(math.exp(min(max(log, 0.0), MOST)) - 1) / speed for log in logs[:length]]
+        exact = [(math.exp(min(max(log, 0.0), MAX_LOG_FRAMES)) - 1) / speed for log in logs[:length]]
         assert not any(row[length:])
         assert sum(row) == max(1, round(sum(exact))) or abs(sum(exact) % 1 - 0.5) < 1e-4, "or it was a tie"
         if sum(exact) >= 1:
@@ -35,7 +35,7 @@ def test_a_text_of_which_nothing_would_be_heard_has_a_frame(log):
 
 def test_no_symbol_is_longer_than_the_most():
     found = rounded(torch.tensor([[100.0, 0.0]]), torch.tensor([2]), torch.tensor([0.25]))
-    assert found.sum() == round((math.exp(MOST) - 1) / 0.25)
+    assert found.sum() == round((math.exp(MAX_LOG_FRAMES) - 1) / 0.25)
 
 
 @settings(max_examples=100, deadline=None)

@@ -121,7 +121,7 @@ def test_discriminators_rest_until_their_step_and_then_train_with_the_codec_in_o
     against.zero_grad()
     sounds = made.compute_forward(batch, Stage.TRAIN).sound.detach()[:, :16_000]
     real = torch.arange(16_000) < batch.signal_lengths[:, None]
-    wrong = against.mistaken(sounds * real, batch.signals, batch.signal_lengths)
+    wrong = against.discriminator_loss(sounds * real, batch.signals, batch.signal_lengths)
     (wrong * torch.tensor([50, 35])).sum().backward()
     for name, each in against.named_parameters():  # from telling apart alone
         torch.testing.assert_close(each.grad, theirs[name], rtol=1e-3, atol=1e-4)
@@ -205,7 +205,7 @@ def test_a_test_measures_lets_a_recogniser_hear_and_keeps_clips_to_listen_to(tmp
 
 
 def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_path):
-    from sbkit.tasks.listening import KEPT, Drawn, first_drawn
+    from sbkit.tasks.generation import SAMPLES, ClipSampler, drop_other_sounds
 
     rows = [CodecRow(f"u{i}", "", 800, 1.0, np.zeros((3, 2), np.int32)) for i in range(40)]
     noise = 0.1 * np.random.default_rng(0).normal(size=(40, 800)).astype(np.float32)
@@ -213,12 +213,12 @@ def test_only_so_many_clips_are_kept_the_same_ones_on_any_number_of_ranks(tmp_pa
     def kept(parts):
         heard = []
         for part in parts:
-            drawn = Drawn()
-            heard += [rows[i]._replace(sound=drawn.take(rows[i].id, noise[i])) for i in part]
-        return {row.id for row in first_drawn(sorted(heard, key=lambda row: row.id)) if row.sound is not None}
+            clips = ClipSampler()
+            heard += [rows[i]._replace(sound=clips.keep(rows[i].id, noise[i])) for i in part]
+        return {row.id for row in drop_other_sounds(sorted(heard, key=lambda row: row.id)) if row.sound is not None}
 
     alone = kept([range(40)])
-    assert len(alone) == KEPT and alone == kept([range(0, 40, 2), range(1, 40, 2)])
+    assert len(alone) == SAMPLES and alone == kept([range(0, 40, 2), range(1, 40, 2)])
 
 
 @pytest.mark.parametrize(("counts", "expected"), [([5, 5, 5, 5], 4.0), ([7, 0, 0], 1.0), ([0, 0], 1.0)])

@@ -10,7 +10,7 @@ from sbkit.nn.enhance.enhancer import si_snr
 from sbkit.score.estimate import estimate
 from sbkit.tasks.enhance import Enhancement
 from sbkit.tasks.enhance.task import Enhanced, EnhancedRow, measures
-from sbkit.tasks.listening import stoi
+from sbkit.tasks.generation import stoi
 
 RATE = 16_000
 

@@ -103,7 +103,7 @@ def test_all_pairs_are_scored_by_their_cosine():
     given = rows()
     found = scored(given)
     pairs = [(i, j) for i in range(12) for j in range(i + 1, 12)]
-    scores = np.array([given[i].vector @ given[j].vector for i, j in pairs])
+    scores = np.array([given[i].embedding @ given[j].embedding for i, j in pairs])
     same = np.array([i % 4 == j % 4 for i, j in pairs])
     assert found.scores == pytest.approx(scores, abs=1e-6)
     assert found.stats["EER"] == pytest.approx(rates(scores, same).eer)
@@ -113,7 +113,7 @@ def test_a_list_of_trials_is_scored_instead(tmp_path):
     path = tmp_path / "trials.txt"
     path.write_text("1 u00.wav u04.wav\n0 u00.wav u01.wav\n0 u02.wav u03.wav\n1 u02.wav gone.wav\n")
     found, given = scored(rows(), str(path)), rows()
-    assert found.scores == pytest.approx([given[i].vector @ given[j].vector for i, j in ((0, 4), (0, 1), (2, 3))])
+    assert found.scores == pytest.approx([given[i].embedding @ given[j].embedding for i, j in ((0, 4), (0, 1), (2, 3))])
     assert found.trials.same.tolist() == [True, False, False]
 
 
@@ -122,9 +122,9 @@ def test_a_recording_drawn_twice_is_no_trial_with_itself():
     chosen = [i for i, count in enumerate(times) for _ in range(count)]
     given = rows()
     pairs = [(i, j) for at, i in enumerate(chosen) for j in chosen[at + 1:] if i != j]
-    expected = rates(np.array([given[i].vector @ given[j].vector for i, j in pairs], np.float32),
+    expected = rates(np.array([given[i].embedding @ given[j].embedding for i, j in pairs], np.float32),
                      np.array([i % 4 == j % 4 for i, j in pairs]))
-    assert whole.drawn(times).rates.eer == pytest.approx(expected.eer)
+    assert whole.resampled(times).rates.eer == pytest.approx(expected.eer)
 
 
 def test_the_interval_of_the_rate_is_around_it(tmp_path):

@@ -46,7 +46,7 @@ def test_the_texts_that_were_heard_worst_come_first():
 
 
 def test_without_a_recogniser_and_without_labels_only_the_time_is_known():
-    rows = [row._replace(frames=0, heard=None, heard_again=None) for row in ROWS]
+    rows = [row._replace(frames=0, recording_transcript=None, output_transcript=None) for row in ROWS]
     results = Spoken.of(rows, 0.0, {}, 16_000)
     assert set(results.stats) == {"real_time_factor"} and len(results.tables) == 1
     assert results.headline() == "real-time factor 0.0500, 3 utterances" and results.figures("WER") == {}

@@ -69,12 +69,12 @@ def test_the_loss_is_the_cross_entropy_of_frames_and_the_error_of_durations(task
     codes = spread = frames = 0.0
     for i, name in enumerate(given.ids):
         label = task.labels.get("train", name, given.texts[i])
-        logits = task.keys.code_head(said.taught.states[i:i + 1, :len(label.codes)])
+        logits = task.keys.code_head(said.predicted.states[i:i + 1, :len(label.codes)])
         chosen = task.keys.quantiser.chosen(torch.from_numpy(label.codes)[None])
         for slot, most in enumerate(task.keys.quantiser.choices):
             codes += functional.cross_entropy(logits[0, :, slot, :most], chosen[0, :, slot], reduction="sum")
         logs = torch.from_numpy(label.frames + 1).log()
-        spread += (said.taught.durations[i, :len(logs)] - logs).square().sum()
+        spread += (said.predicted.durations[i, :len(logs)] - logs).square().sum()
         frames += len(label.codes)
     torch.testing.assert_close(found.total, (codes + spread).float())
     assert found.count == frames
@@ -164,14 +164,14 @@ def test_a_validation_measures_right_choices_and_durations(task, run):
     right = frames = 0
     for i, name in enumerate(given.ids):
         label = task.labels.get("dev", name, given.texts[i])
-        chosen, _ = task.keys.code_head.choose(said.taught.states[i:i + 1, :len(label.codes)])
+        chosen, _ = task.keys.code_head.choose(said.predicted.states[i:i + 1, :len(label.codes)])
         wanted = task.keys.quantiser.chosen(torch.from_numpy(label.codes)[None])
         right, frames = right + (chosen == wanted).float().mean(-1).sum().item(), frames + len(label.codes)
-        apart = said.taught.durations[i, :len(label.frames)].clamp(min=0).exp() - 1 - torch.from_numpy(label.frames)
-        assert task.rows[i].apart == pytest.approx(0.02 * apart.abs().mean().item(), rel=1e-4)
+        apart = said.predicted.durations[i, :len(label.frames)].clamp(min=0).exp() - 1 - torch.from_numpy(label.frames)
+        assert task.rows[i].duration_error == pytest.approx(0.02 * apart.abs().mean().item(), rel=1e-4)
     stats = task.stats(task.rows)
     assert stats["right_choices"] == pytest.approx(100 * right / frames)
-    assert stats["duration_error_ms"] == pytest.approx(1000 * np.mean([row.apart for row in task.rows]))
+    assert stats["duration_error_ms"] == pytest.approx(1000 * np.mean([row.duration_error for row in task.rows]))
 
 
 def test_a_test_hears_recordings_and_what_is_said_each_without_padding(task, run):
@@ -188,7 +188,7 @@ def test_a_test_hears_recordings_and_what_is_said_each_without_padding(task, run
         loss(task, given, Stage.TEST)
     assert [len(each) for each in heard[:2]] == given.signal_lengths.tolist()
     for row, said in zip(task.rows, heard[2:], strict=True):
-        assert row.spoken == len(said) / toy_voice.RATE and row.heard_again == str(len(said))
+        assert row.spoken == len(said) / toy_voice.RATE and row.output_transcript == str(len(said))
         assert row.sound.dtype == np.int16 and len(row.sound) == len(said) and row.seconds > 0
         np.testing.assert_allclose(row.sound / 32767, said.clip(-1, 1), atol=1e-4)
     assert task.rows[0].seconds / task.rows[0].spoken == pytest.approx(task.rows[1].seconds / task.rows[1].spoken)

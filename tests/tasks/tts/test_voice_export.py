@@ -10,7 +10,7 @@ from speechbrain.core import Stage
 from sbkit.data.text import AsWritten, TextRules
 from sbkit.export.clips import Clip, ComparisonClips
 from sbkit.tasks.tts import TTS
-from sbkit.tasks.tts.exported import APART, ExportedVoice, SoundComparison
+from sbkit.tasks.tts.exported import MAX_DIFFERENCE, ExportedVoice, SoundComparison
 
 RATE = toy_voice.RATE
 TEXTS = {f"x{i}": "ab cab c"[: 1 + i % 8].strip() for i in range(9)}
@@ -35,14 +35,14 @@ def test_the_same_sound_is_the_same_and_one_of_another_pitch_is_not():
     assert made.add("onnx", run(), 1).difference == 0 and made.failures() == []
     made.add("torch", lambda texts: [tone(210 * int(ids[0])) for ids in texts], 1)
     [failure] = made.failures()
-    assert failure.startswith("torch: spectra differ by") and f"only {APART:g} dB is allowed" in failure
+    assert failure.startswith("torch: spectra differ by") and f"only {MAX_DIFFERENCE:g} dB is allowed" in failure
 
 
 def test_sound_of_another_length_is_compared_as_far_as_the_longer_goes():
     made = comparison()
     made.add("onnx", run(lambda sound: sound[:-320]), 1)
     made.add("torch", run(lambda sound: sound[: len(sound) // 2]), 1)
-    assert 0 < made.results[1].difference < made.results[2].difference and made.results[2].difference > APART
+    assert 0 < made.results[1].difference < made.results[2].difference and made.results[2].difference > MAX_DIFFERENCE
 
 
 def test_samples_that_are_no_numbers_are_infinitely_far():
