@@ -76,7 +76,7 @@ def export(request: ExportRequest, bundles: Bundles | None = None, opened: Calla
         publish.publish(aside, to, request.force)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")
     if comparison.has_words and layout.INT8 in comparison.formats():
-        print(f"{layout.INT8} has weights of 8 bits, so it recognises other words now and then: its WER may be "
+        print(f"{layout.INT8} has 8-bit weights, so it recognises some words differently: its WER may be "
               f"{parity.POINTS:g} point or {100 * parity.SHARE:.0f} % above that of {comparison.compared_with}, "
               "whichever is more")
     print(f"\n{request.to}  ({config.use.format(request.to)})")
@@ -90,7 +90,7 @@ def _check(request: ExportRequest) -> None:
         raise SbkitError(f"{request.to} exists", hint="--force replaces it")
     if request.to.exists() and not (request.to / layout.CONFIG).is_file() and any(request.to.iterdir()):
         raise SbkitError(f"{request.to} is neither a bundle nor empty, so it is not replaced",
-                         hint="choose another place")
+                         hint="choose another folder")
 
 
 def _formats(request: ExportRequest, exported: Exported) -> list[str]:
@@ -101,11 +101,11 @@ def _formats(request: ExportRequest, exported: Exported) -> list[str]:
     if unknown or not wanted:
         raise SbkitError(f"this model has no format {', '.join(unknown)}" if unknown else "--formats names no format",
                          hint=f"it has {', '.join(available)}" + (
-                             "; an int8 model is judged by its words, so an own task needs labels for it"
+                             "; int8 is judged by recognised words, so a task of your own needs labels for it"
                              if layout.INT8 in unknown else ""))
     if request.chunk is not None and request.target is None:
-        raise SbkitError("--chunk is for --target: a bundle's own graph takes chunks of all sizes that the model "
-                         "learnt", hint="leave it out, or add --target sherpa")
+        raise SbkitError("--chunk is for --target: a bundle's streaming graph takes all chunk sizes that the model "
+                         "was trained with", hint="leave it out, or add --target sherpa")
     targets = ", ".join(exported.targets)
     if request.target not in (None, *exported.targets):
         raise SbkitError(f"this task's models can't be exported for {request.target}",
@@ -170,8 +170,8 @@ def _fill(folder: Path, trained: Trained, request: ExportRequest) -> tuple[parit
     config.batching = comparison.batchable(request.tolerance)
     comparison.refuse(comparison.failures(request.tolerance, config.batching))
     if not config.batching:
-        logger.warning("Utterances get other outputs in a batch than alone, since layers of this model look beyond an "
-                       "utterance's end; so each will run alone")
+        logger.warning("Utterances have different outputs in a batch than alone, because layers of this model use the "
+                       "padding. Each utterance will run alone")
     readme = exported.readme(request.to.name, config, comparison, [target.readme() for target in targets])
     readme = model_card.of_bundle(readme, request.run, config.pipeline_tag, request.checkpoint, request.average,
                                   request.mean, trained.facts)

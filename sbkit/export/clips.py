@@ -60,13 +60,13 @@ def choose(corpus: Corpus | None, sample_rate: int, count: int, max_seconds: flo
         found = corpus.manifest("test")
         clips = _utterances(found if max_seconds is None
                             else found.select(np.flatnonzero(found.durations <= max_seconds)), sample_rate, count)
-    origin = f"{len(clips)} utterances of the test split" if clips else "noise, since no audio of a test split is there"
-    hint = None if clips else "what is said of noise means little: bring back the run's audio, or import with --corpus"
+    origin = f"{len(clips)} utterances of the test split" if clips else "noise, because there is no test audio"
+    hint = None if clips else "a comparison on noise means little: restore the run's audio, or import with --corpus"
     if not clips:
         clips = [Clip(_noise(seconds, sample_rate), None, f"{seconds:g} s of noise") for seconds in _SYNTHETIC_SECONDS]
     longest = longest or max(len(clip.signal) for clip in clips) / sample_rate
     clips.append(_long(clips, longest * BEYOND, sample_rate, max_seconds))
-    clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of another"))
+    clips.insert(0, Clip(clips[0].signal[: sample_rate // 20].copy(), None, "the first 50 ms of a clip"))
     return ComparisonClips(clips, origin, longest, hint)
 
 
@@ -95,7 +95,7 @@ def _long(clips: list[Clip], seconds: float, sample_rate: int, max_seconds: floa
         parts.append(clips[-1 - len(parts) % len(clips)].signal)
     joined = np.concatenate(parts)
     return Clip(joined if max_seconds is None else joined[:int(max_seconds * sample_rate)], None,
-                f"{len(parts)} joined")
+                f"{len(parts)} clips joined")
 
 
 def _noise(seconds: float, sample_rate: int) -> np.ndarray:

@@ -86,7 +86,7 @@ class Exported:
         example = self.examples or (torch.randn(batch, samples) * 0.1, torch.tensor([samples, samples * 2 // 3]))
         program = graph.trace_module(self.graph.eval(), example, {"signals": (0, 1), "lengths": (0,)})
         if (given := len(program.graph_signature.user_outputs)) != len(self.outputs):
-            raise SbkitError(f"the graph gives {given} tensors, and outputs names {len(self.outputs)}: "
+            raise SbkitError(f"the graph returns {given} tensors, but outputs names {len(self.outputs)}: "
                              f"{', '.join(self.outputs)}", hint="name each of them in Exported(outputs=...)")
         return program
 
@@ -127,9 +127,9 @@ class Exported:
             values = made if isinstance(made, (tuple, list)) else (made,)
             if not all(isinstance(value, Tensor) for value in values) or \
                     len(values) not in (len(names), len(self.outputs)):
-                raise SbkitError(f"compute_forward gives {_described(made)}, and the graph "
+                raise SbkitError(f"compute_forward returns {_described(made)}, and the graph "
                                  f"{', '.join(self.outputs)}, so they can't be compared",
-                                 hint="say how the one follows from the other: Exported(..., from_forward=function)")
+                                 hint="convert the first into the second: Exported(..., from_forward=function)")
             kept = self.outputs if len(values) == len(self.outputs) else dict.fromkeys(names, ())
             return each(kept, [value.numpy() for value in values])[0]
 

@@ -109,7 +109,7 @@ def refuse_transforms(program: torch.export.ExportedProgram, name: str) -> None:
         value = node.meta.get("val")
         if "stft" in target or "fft" in target or (isinstance(value, Tensor) and value.is_complex()):
             raise SbkitError(
-                f"the feature front end {name} can't be put into the graph: it uses {target.split('.')[1]}, "
+                f"the feature front end {name} can't be exported: it uses {target.split('.')[1]}, "
                 "for which runtimes have no fast kernel",
                 hint="use Fbank or MFCC of speechbrain.lobes.features, or one made of real-valued convolutions and "
                      "matrix products")
@@ -123,7 +123,7 @@ def _check(features: nn.Module, stft: STFT, bank: Filterbank, hop_samples: int) 
         (bank.log_mel, True, "log_mel"),
     ):
         if value != expected:
-            raise SbkitError(f"the feature front end {name} can't be put into the graph: {what} is {value!r}, and only "
+            raise SbkitError(f"the feature front end {name} can't be exported: {what} is {value!r}, and only "
                              f"{expected!r} gives each utterance the same frames alone and in a batch")
     if stft.hop_length != hop_samples:
         raise SbkitError(f"the recipe's hop_length is {hop_samples} samples, but {name}'s is {stft.hop_length}",

@@ -61,21 +61,21 @@ def import_model(request: ImportRequest) -> int:
 
 def _opened(request: ImportRequest, run: Path) -> Trained:
     """Open the model as if a run in the folder ``run`` had kept its tokenizer and trained it."""
-    given, of_a_run = Path(request.source).expanduser(), f"of a run of your own: sbkit export RUN --to {request.to}"
+    given, of_a_run = Path(request.source).expanduser(), f"for your own run: sbkit export RUN --to {request.to}"
     if given.is_file():
         raise SbkitError(f"{request.source} is a file: a bundle also needs the model's layers and its tokenizer",
-                         hint="name the folder that has it beside a hyperparams.yaml for EncoderASR, or a config.json, "
-                              f"and the tokenizer; {of_a_run}")
+                         hint="name its folder, with a tokenizer and either a hyperparams.yaml for EncoderASR or a "
+                              f"config.json; {of_a_run}")
     if is_folder(request.source):
         if (ours := _bundle(given)) is not None:
-            raise SbkitError(f"{request.source} is a bundle of sbkit's already", hint=ours.use.format(given))
+            raise SbkitError(f"{request.source} is already an sbkit bundle", hint=ours.use.format(given))
         if not any((given / name).is_file() for name in (layout.CONFIG, layout.RECIPE)):
             raise SbkitError(f"{request.source} has neither a config.json of transformers nor a hyperparams.yaml for "
                              "EncoderASR", hint=f"name a folder with all files of a model; {of_a_run}")
     folder = recipe_folder(request.source)
     if folder is not None:
         if not (is_folder(request.source) or request.trust_code):
-            raise SbkitError(f"{request.source} is a model of SpeechBrain's, whose hyperparams.yaml is code that would "
+            raise SbkitError(f"{request.source} is a SpeechBrain model, and its hyperparams.yaml is code that would "
                              "run here", hint=f"read {folder / layout.RECIPE}; if you trust it, add --trust-code")
         return _of_speechbrain(request, run, SpeechBrainModel(folder))
     published = PublishedSource.of(request.source)
@@ -145,7 +145,7 @@ def _own_code(own: Callable[[np.ndarray], tuple[np.ndarray, str]], order: Sequen
             log_probs = log_probs[:, order]
             said = tokenizer.decode(label for label, _ in itertools.groupby(log_probs.argmax(-1).tolist()) if label)
             if said.split() != text.split():
-                raise SbkitError(f"the model's own tokenizer writes {text!r}, and the bundle would write {said!r}",
+                raise SbkitError(f"the model's own tokenizer writes {text!r}, but the bundle would write {said!r}",
                                  hint="please report it, with the model's name")
             found.append(log_probs)
         return found

@@ -145,7 +145,7 @@ class Bundle:
         """Read the configuration of the bundle in ``folder``, which must be of this kind."""
         found = read(folder)
         if not isinstance(found, cls):
-            raise SbkitError(f"the bundle {folder} has {found.what}, and {cls.what} is needed here",
+            raise SbkitError(f"the bundle {folder} has {found.what}, but {cls.what} is needed here",
                              hint=found.use.format(folder))
         return found
 
@@ -163,7 +163,7 @@ class Bundle:
 class GraphConfig(Bundle):
     """The configuration of a model that gives tensors, of any task."""
 
-    kind, what = GRAPH, "a model that gives no words"
+    kind, what = GRAPH, "a model that outputs tensors"
     use = "use it: sbkit run {} FILES..."
     outputs: list[str] = value(Array(String(), 1, 1000))
     """Names of the outputs, in the model's order."""
@@ -183,7 +183,7 @@ class GraphConfig(Bundle):
 class EnhancerConfig(GraphConfig):
     """The configuration of a model that gives waveforms without their noise, whole and piece by piece."""
 
-    kind, what = ENHANCER, "a model that takes noise out of recordings"
+    kind, what = ENHANCER, "a speech enhancer"
     use = "use it: sbkit enhance {} FILES... --to FOLDER"
     pipeline_tag = "audio-to-audio"
     hop: int = value(Integer())
@@ -308,7 +308,7 @@ class Config(Bundle):
                              f"samples, but must have {MAX_FRAME_SECONDS * self.sample_rate:,} at most",
                              hint="export the model again")
         if self.longest_seconds is not None and self.chunk_seconds > self.longest_seconds:
-            raise SbkitError(f"{path}: longest_seconds is {self.longest_seconds!r}, but must be no less than "
+            raise SbkitError(f"{path}: longest_seconds is {self.longest_seconds!r}, but must be at least "
                              f"chunk_seconds, which is {self.chunk_seconds:g}")
         _refuse(str(path), "blank_id", self.blank_id, Integer(0, self.vocabulary - 1))
         _refuse(str(path), "silent_ids", self.silent_ids, Array(Integer(0, self.vocabulary - 1)))
@@ -382,7 +382,7 @@ class VoiceConfig(Bundle):
         _check_once(path, "symbols", self.symbols)
         _check_once(path, "speakers", self.speakers)
         if bool(self.characters) != (self.spelling is not None):
-            raise SbkitError(f"{path}: characters must be a list of texts, with a spelling alone")
+            raise SbkitError(f"{path}: there must be characters if there is a spelling, and none otherwise")
         for symbol in [*self.symbols[1:], *self.characters]:
             if len(symbol) != 1 or unicodedata.normalize("NFC", symbol) != symbol:
                 raise SbkitError(f"{path}: the symbol {symbol!a} is not one character in Unicode's form NFC",
@@ -433,8 +433,8 @@ class ByKind(dict[type[Bundle], V]):
         for kind in type(config).__mro__:
             if kind in self:
                 return self[kind]
-        raise SbkitError(f"the bundle has {config.what}, and nothing here runs that",
-                         hint=f"is what runs bundles of kind {config.kind} imported?")
+        raise SbkitError(f"the bundle has {config.what}, which can't be run here",
+                         hint=f"import the code that runs bundles of kind {config.kind}")
 
 
 def read(folder: str | Path) -> Bundle:
@@ -451,7 +451,7 @@ def read(folder: str | Path) -> Bundle:
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-        raise SbkitError(f"{path} does not describe a bundle of sbkit")
+        raise SbkitError(f"{path} does not describe an sbkit bundle")
     version = values.pop("version", None)
     if version != VERSION:
         raise SbkitError(f"{path} has version {shown(version)}, but this sbkit reads version {VERSION}",
@@ -460,7 +460,7 @@ def read(folder: str | Path) -> Bundle:
     kind = _kind(name) if isinstance(name, str) else None
     if kind is None:
         raise SbkitError(f"{path} is of kind {shown(name)}, but this sbkit reads {', '.join(KINDS)}",
-                         hint="install a newer sbkit, or import what defines that kind")
+                         hint="install a newer sbkit, or import the code that defines that kind")
     return kind.of(values, path)
 
 
@@ -516,7 +516,7 @@ def _check_rules(told: str, text: object) -> None:
         raise SbkitError(f"{told}: {error}", hint="export the model again") from None
     pairs = [*rules.replace.items(), *rules.case_pairs.items()]
     if len(pairs) > _MAX_RULES or any(len(each) > _MAX_RULE for pair in pairs for each in pair):
-        raise SbkitError(f"{told}: text replaces by more than {_MAX_RULES} rules, or by one of more than {_MAX_RULE} "
+        raise SbkitError(f"{told}: text has more than {_MAX_RULES} replacement rules, or one of more than {_MAX_RULE} "
                          "characters", hint="export the model again")
 
 

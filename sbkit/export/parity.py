@@ -197,15 +197,18 @@ class Comparison:
                 continue
             if result.difference is None:
                 if result.words_changed > (max(1, self.other_words * len(self.texts)) if self.other_words else 0):
-                    wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
+                    wrong.append(self._changed(result))
                 continue
             worst = max(result.difference, result.batch_difference or 0.0) if batching else result.difference
             if not worst <= (most := self.threshold(tolerance)):  # also true for NaN
                 wrong.append(f"{result.format}: {self.what} differ by {self.shown(worst)}, but only {self.shown(most)} "
                              f"is allowed ({result.where})")
             if result.words_changed > self.words_may_change:
-                wrong.append(f"{result.format}: {result.words_changed} of {len(self.texts)} clips have other words")
+                wrong.append(self._changed(result))
         return wrong
+
+    def _changed(self, result: ParityResult) -> str:
+        return f"{result.format}: {result.words_changed} of {len(self.texts)} clips have different words"
 
     def refuse(self, failures: list[str]) -> None:
         """Raise ``SbkitError`` with the failures and the table, if there are any failures."""
@@ -218,7 +221,7 @@ class Comparison:
         apart = [max(each.difference or 0.0, each.batch_difference or 0.0) for each in self.results
                  if each.format != layout.INT8]
         same = not any(each.words_changed for each in self.results if each.format != layout.INT8)
-        return f"all words are the same, so --tolerance {2 * max(apart):.2g} would do if nothing else is wrong" \
+        return f"all words are the same, so --tolerance {2 * max(apart):.2g} may be good enough" \
             if self.has_words and same and TOLERANCE < max(apart) <= _ROUNDING else None
 
     def facts(self) -> dict[str, Any]:

@@ -24,11 +24,11 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
         path = bundle / name
         if not path.is_file() or (name != layout.README and layout.fingerprint(path) != expected):
             raise SbkitError(f"{path} is not the file that was exported and compared",
-                             hint="export the model again, so that what you publish is what was proven")
+                             hint="export the model again, so that what you publish is what was compared")
     from huggingface_hub import HfApi, constants, errors
 
     if constants.HF_HUB_OFFLINE:
-        raise SbkitError(f"{repository}: HF_HUB_OFFLINE forbids to ask the hub", hint="unset it")
+        raise SbkitError(f"{repository}: HF_HUB_OFFLINE forbids access to the hub", hint="unset it")
     try:
         api = HfApi(library_name="sbkit")
         where = api.create_repo(repository, private=private or None, exist_ok=True)
@@ -38,16 +38,17 @@ def push(bundle: Path, repository: str, private: bool = False) -> str:
         raise SbkitError(f"{repository} can't be a name on the hub: {first_line(error)}",
                          hint="name it owner/name, of letters, digits, '-', '_' and '.'") from error
     except errors.LocalTokenNotFoundError as error:
-        raise SbkitError("the hub takes models from whoever is logged in, and nobody is", hint=_LOG_IN) from error
+        raise SbkitError("you are not logged in to the hub", hint=_LOG_IN) from error
     except errors.HfHubHTTPError as error:
         # Without its cause, which has what the hub answered, and that may have the token: --debug would show it.
         status = error.response.status_code
         if status == 401:
-            raise SbkitError(f"the hub doesn't know you, who want to write to {repository}", hint=_LOG_IN) from None
+            raise SbkitError(f"the hub doesn't accept your token, so you can't write to {repository}",
+                             hint=_LOG_IN) from None
         if status == 403:
             raise SbkitError(f"you may not write to {repository} on the hub",
                              hint=f"name one of your own, or log in with another account: {_LOG_IN}") from None
-        raise SbkitError(f"{repository}: the hub answers {status}: {first_line(error)}",
+        raise SbkitError(f"{repository}: the hub reports status {status}: {first_line(error)}",
                          hint="the same command again uploads what is missing") from None
     except Exception as error:  # of the client for HTTP, which differs by its version
         raise SbkitError(f"{repository} can't be uploaded to {constants.ENDPOINT}: {first_line(error)}",

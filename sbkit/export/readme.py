@@ -9,8 +9,8 @@ from sbkit.export.layout import Bundle, Config
 from sbkit.export.parity import Comparison
 
 #: What readers of all kinds of bundles are told of a program of torch.
-PROGRAM = """A `.pt2` file is a program: whoever opens it may run any code of its author. Open it only if you trust who
-made this bundle; sbkit does only if you name it (`--model torch`).
+PROGRAM = """A `.pt2` file is a program: opening it can run any code of its author. Open it only if you trust who made
+this bundle. sbkit opens it only if you ask for it (`--model torch`).
 """
 _USE = {
     layout.ONNX: """### ONNX Runtime, without sbkit
@@ -49,7 +49,7 @@ def text(name: str, config: Bundle, comparison: Comparison, of_targets: Sequence
     values = {"rate": config.sample_rate, "outputs": outputs}
     parts = [f"""{heading(name, config)}
 
-A model at {config.sample_rate} Hz, trained by sbkit. It gives {outputs} for each recording.
+A model at {config.sample_rate} Hz, trained by sbkit. It outputs {outputs} for each recording.
 
 ```
 sbkit run {name} clip.mp3

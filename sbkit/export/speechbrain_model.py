@@ -41,8 +41,9 @@ class Waves(nn.Module):
         super().__init__()
         config = own.model.config.to_dict()
         if own.output_all_hiddens or config["model_type"] not in _TYPES:
-            raise SbkitError(f"the {config['model_type']} in this model can't be imported: it is of another kind, or "
-                             "gives the states of all layers (output_all_hiddens)", hint=f"{', '.join(_TYPES)} can")
+            raise SbkitError(f"the {config['model_type']} in this model can't be imported: its type is unknown, or "
+                             "it returns the states of all layers (output_all_hiddens)",
+                             hint=f"{', '.join(_TYPES)} can be imported")
         options = EncoderOptions(mask_time_prob=0.0, mask_feature_prob=0.0,
                                  add_adapter=config.get("add_adapter", False))
         self.network = build_network(Settings("the model", config, {"do_normalize": False}), options)
@@ -123,7 +124,7 @@ class SpeechBrainModel:
             raise SbkitError(error.message.removeprefix("init_from: "),
                              hint="download or copy all that belongs to the model") from error
         if held.checkpointer is not None:
-            raise SbkitError(f"{folder} is a run of sbkit's", hint=f"sbkit export {folder} --to BUNDLE")
+            raise SbkitError(f"{folder} is an sbkit run", hint=f"sbkit export {folder} --to BUNDLE")
         held.tensors(shapes=True)  # refuses what holds more than tensors
         from speechbrain.inference.ASR import EncoderASR
 
@@ -139,7 +140,7 @@ class SpeechBrainModel:
         theirs, encoder = self.own.hparams, self.own.mods.encoder
         if not hasattr(encoder, "lengths_arg_names"):
             raise SbkitError(f"the encoder of {folder} is a {type(encoder).__name__}, not the LengthsCapableSequential "
-                             "that EncoderASR's models have", hint="name another model")
+                             "that EncoderASR needs", hint="name another model")
         self.folder, self.sample_rate = folder, int(theirs.sample_rate)
         said = theirs.decoding_function
         blank = said.keywords.get("blank_id") if isinstance(said, functools.partial) else None
@@ -176,9 +177,9 @@ class SpeechBrainModel:
             raise SbkitError(f"the tokenizer of {self.folder} is a {type(own).__name__}",
                              hint="a SentencePiece model and SpeechBrain's CTCTextEncoder can be imported")
         if len(pieces) != self.size or not 0 <= self.blank < self.size:
-            raise SbkitError(f"the tokenizer of {self.folder} doesn't fit its head: that gives {self.size} scores, and "
-                             f"the tokenizer has {len(pieces)} tokens; the blank is {self.blank}",
-                             hint="are its tokenizer and its weights of the same model?")
+            raise SbkitError(f"the tokenizer of {self.folder} doesn't fit its head: the head has {self.size} outputs, "
+                             f"the tokenizer {len(pieces)} tokens, and the blank is {self.blank}",
+                             hint="do its tokenizer and its weights come from the same model?")
         if isinstance(own, sentencepiece.SentencePieceProcessor) and self.blank == own.unk_id() == 0:
             return bytes(own.serialized_model_proto())
         return piece_model([pieces[i] for i in self.order], {new for new, i in enumerate(self.order) if i in silent},

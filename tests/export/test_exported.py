@@ -86,7 +86,7 @@ def test_the_checkpoint_is_the_tasks_own_forward():
 
 @pytest.mark.parametrize("given, told", [(None, r"tuple\(Tensor, Tensor\)"), (lambda values: {"a": 1}, r"dict\(\)")])
 def test_a_forward_that_gives_something_else_needs_a_function(given, told):
-    with pytest.raises(SbkitError, match=rf"compute_forward gives {told}, and the graph scores") as error:
+    with pytest.raises(SbkitError, match=rf"compute_forward returns {told}, and the graph scores") as error:
         made(from_forward=given).reference(CONFIG)(np.zeros(5, np.float32))
     assert "from_forward" in error.value.hint
 

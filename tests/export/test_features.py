@@ -61,7 +61,7 @@ def test_settings_with_another_meaning_are_refused():
         front = Fbank()
         for key, value in change.items():
             setattr(front.compute_STFT, key, value)
-        with pytest.raises(SbkitError, match=f"Fbank can't be put into the graph: {what}"):
+        with pytest.raises(SbkitError, match=f"Fbank can't be exported: {what}"):
             Features(front, 160)
     with pytest.raises(SbkitError, match="hop_length"):
         Features(Fbank(hop_length=12.5), 160)
@@ -94,7 +94,7 @@ def _traced(front):
 def test_other_front_ends_are_traced_or_refused_with_the_reason():
     program = _traced(OfConvolutions())
     refuse_transforms(program, "OfConvolutions")
-    with pytest.raises(SbkitError, match=r"front end OfTransforms can't be put into the graph: it uses \w*(stft|fft)"):
+    with pytest.raises(SbkitError, match=r"front end OfTransforms can't be exported: it uses \w*(stft|fft)"):
         refuse_transforms(_traced(OfTransforms()), "OfTransforms")
     with pytest.raises(SbkitError, match="the model can't be traced"):
         _traced(OfHands())

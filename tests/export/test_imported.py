@@ -201,11 +201,11 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path):
 def test_a_folder_with_no_model_of_others(tmp_path):
     bundles.make(tmp_path / "ours")
     error = refusal(tmp_path, tmp_path / "ours")
-    assert error.message == f"{tmp_path}/ours is a bundle of sbkit's already" and "sbkit transcribe" in error.hint
+    assert error.message == f"{tmp_path}/ours is already an sbkit bundle" and "sbkit transcribe" in error.hint
     (tmp_path / "empty").mkdir()
     error = refusal(tmp_path, tmp_path / "empty")
     assert "empty has neither a config.json of transformers nor a hyperparams.yaml for EncoderASR" in error.message
-    assert error.hint.endswith(f"of a run of your own: sbkit export RUN --to {tmp_path}/bundle")
+    assert error.hint.endswith(f"for your own run: sbkit export RUN --to {tmp_path}/bundle")
 
 
 def test_one_file_of_weights(tmp_path):

@@ -86,7 +86,7 @@ def test_code_from_the_hub_runs_only_if_it_is_trusted(repository, tmp_path):
     recipe = repository[0].repositories["someone/model"].files
     recipe["hyperparams.yaml"] += f"\nran: !apply:os.mkdir [{tmp_path / 'ran'}]\n".encode()
     error = refusal(tmp_path, "someone/model")
-    assert "someone/model is a model of SpeechBrain's, whose hyperparams.yaml is code" in error.message
+    assert "someone/model is a SpeechBrain model, and its hyperparams.yaml is code" in error.message
     assert error.hint.endswith("hyperparams.yaml; if you trust it, add --trust-code")
     assert not (tmp_path / "ran").exists()
 
@@ -114,7 +114,7 @@ def test_a_tokenizer_that_does_not_fit_its_head(tmp_path):
     folder = speechbrain_models.make(tmp_path / "model")
     (folder / "tokenizer.ckpt").write_bytes(piece_model(["<unk>", "▁", "a", "b"]))
     error = refusal(tmp_path, folder)
-    assert f"{folder} doesn't fit its head: that gives 12 scores, and the tokenizer has 4 tokens" in error.message
+    assert f"{folder} doesn't fit its head: the head has 12 outputs, the tokenizer 4 tokens" in error.message
 
 
 @pytest.mark.parametrize("lost, said", [

@@ -63,11 +63,11 @@ def refused(folder, made, changes, expected):
 
 
 @pytest.mark.parametrize("changes, expected", [
-    ({"format": "another"}, "does not describe a bundle"),
+    ({"format": "another"}, "does not describe an sbkit bundle"),
     ({"version": 2}, "has version 2, but this sbkit reads version 1"),
     ({"sample_rate": 0}, "sample_rate is 0"), ({"vocabulary": "5"}, "vocabulary is '5'"),
     ({"subsampling": True}, "subsampling is True"), ({"chunk_seconds": -1}, "chunk_seconds is -1"),
-    ({"longest_seconds": 19}, "longest_seconds is 19, but must be no less than chunk_seconds, which is 20"),
+    ({"longest_seconds": 19}, "longest_seconds is 19, but must be at least chunk_seconds, which is 20"),
     ({"longest_seconds": "30"}, "longest_seconds is '30'"),
     ({"blank_id": 5}, "blank_id is 5"), ({"colour": "red"}, "unknown keys: colour"),
     ({"hop_samples": ...}, "lacks keys"), ({"streaming": "yes"}, "streaming is 'yes', but must be an object"),
@@ -165,9 +165,9 @@ def test_what_no_text_can_be_spoken_with_is_refused(tmp_path, changes, expected)
 
 
 @pytest.mark.parametrize("asked, there, expected", [
-    (CodecConfig, voices, "has a voice, and a codec is needed here"),
-    (Config, voices, "has a voice, and a speech recogniser is needed here"),
-    (VoiceConfig, bundles, "has a speech recogniser, and a voice is needed here")])
+    (CodecConfig, voices, "has a voice, but a codec is needed here"),
+    (Config, voices, "has a voice, but a speech recogniser is needed here"),
+    (VoiceConfig, bundles, "has a speech recogniser, but a voice is needed here")])
 def test_a_bundle_of_another_kind_is_told_from_it(tmp_path, asked, there, expected):
     with pytest.raises(SbkitError, match=expected):
         asked.read(there.make(tmp_path / "bundle"))

@@ -130,9 +130,9 @@ def test_a_file_that_was_changed_is_not_what_was_proven(hub, bundle):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("status", "said"), [
-    (401, "the hub doesn't know you, who want to write to me/words; `hf auth login`"),
+    (401, "the hub doesn't accept your token, so you can't write to me/words; `hf auth login`"),
     (403, "you may not write to me/words on the hub; name one of your own"),
-    (422, "me/words: the hub answers 422")])
+    (422, "me/words: the hub reports status 422")])
 def test_each_refusal_is_one_message(hub, bundle, status, said):
     hub.status = status
     for words in ([], ["--debug"]):

@@ -151,7 +151,7 @@ def test_another_bundle_is_refused(tmp_path, capsys):
 
     codec = toy_codec.make(tmp_path / "codec")
     assert enhance(codec, "x.wav", "--to", tmp_path / "out") == 2
-    assert "has a codec, and a model that takes noise out of recordings is needed" in capsys.readouterr().err
+    assert "has a codec, but a speech enhancer is needed" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

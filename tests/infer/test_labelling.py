@@ -202,7 +202,7 @@ def test_audio_that_can_t_be_labelled_is_refused(home, tmp_path, refused, capsys
 
 @pytest.mark.slow
 def test_a_bundle_that_is_no_recogniser_is_refused(home, tmp_path, refused):
-    assert "has a model that gives no words, and a speech recogniser is needed" in refused(
+    assert "has a model that outputs tensors, but a speech recogniser is needed" in refused(
         bundle=graph_bundles.make(tmp_path / "graph"))
     assert "is not a bundle" in refused(bundle="audio")
 

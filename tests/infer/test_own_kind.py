@@ -79,7 +79,7 @@ def test_a_server_decodes_it_so_too(bundle, imported):
 
 
 def test_what_nothing_is_registered_for_is_refused(bundle, imported):
-    with pytest.raises(SbkitError, match="has a recogniser that decodes backwards, and nothing here runs that"):
+    with pytest.raises(SbkitError, match="has a recogniser that decodes backwards, which can't be run here"):
         layout.ByKind({layout.VoiceConfig: 1}).of(layout.read(bundle))
     with pytest.raises(SbkitError, match="a speech recogniser is needed here"):
         registry.load({"codec": codec_bundle(bundle)}, BundleOptions(device="cpu"))

@@ -93,5 +93,5 @@ def test_a_number_for_each_frame_is_no_sound():
 
 
 def test_outputs_that_are_not_named_are_refused_before_they_are_exported():
-    with pytest.raises(SbkitError, match="the graph gives 2 tensors, and outputs names 1: quieter"):
+    with pytest.raises(SbkitError, match="the graph returns 2 tensors, but outputs names 1: quieter"):
         Exported(graph_bundles.Quieter(), {"quieter": ("batch", "samples")}, graph_bundles.RATE).trace()

@@ -147,7 +147,7 @@ def test_a_bundle_that_hears_is_told_from_one_that_speaks(tmp_path, capsys):
     import bundles
 
     told = refused(capsys, bundles.make(tmp_path / "level"), "a", "--to", tmp_path / "a.wav")
-    assert "has a speech recogniser, and a voice is needed here" in told
+    assert "has a speech recogniser, but a voice is needed here" in told
 
 
 @pytest.mark.slow

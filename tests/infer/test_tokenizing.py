@@ -203,7 +203,7 @@ def test_an_empty_corpus_is_an_error(bundle, tmp_path, capsys):
 
 def test_a_bundle_of_another_kind_and_a_missing_corpus_are_told_before_anything_is_made(bundle, tmp_path, capsys):
     voice = voices.make(tmp_path / "voice")
-    assert "has a voice, and a codec is needed here" in refused(capsys, voice, tmp_path, "--to", tmp_path / "out")
+    assert "has a voice, but a codec is needed here" in refused(capsys, voice, tmp_path, "--to", tmp_path / "out")
     assert "no such file or folder" in refused(capsys, bundle, tmp_path / "nowhere", "--to", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
