@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo       synthesise speech, train a recogniser on it, score it, use it (minutes, no GPU)"
-	@echo "make demo-speech  the same, and a voice: a codec, a voice that speaks through it, a server, and what is heard"
+	@echo "make demo-speech  the same, and a voice: a codec, a voice that speaks through it, a server, and transcripts"
 	@echo "make test       every test, the slow ones too (make test-fast leaves them out)"
 	@echo "make lint       ruff, and mypy: the types of all of sbkit/ and tools/"
 	@echo "make docs       docs/keys.md from what the classes declare"

@@ -1,4 +1,4 @@
-"""The end of `make demo`: prints a test clip's reference and transcript, and where to look next."""
+"""The end of `make demo`: prints a test clip's reference and transcript, and what to do next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of ``make demo-speech``: a server speaks texts that the voice never saw, and hears what it said.
+"""The end of ``make demo-speech``: a server speaks texts that are not in training, and transcribes its speech.
 
     python tools/demo_speech_end.py VOICE_RUN VOICE_BUNDLE RECOGNISER_BUNDLE
 """
@@ -26,18 +26,18 @@ _START_SECONDS = 120.0
 _BOUNDARY = "a-boundary-that-no-sound-has-in-it"
 
 
-class Said(NamedTuple):
-    """A text, what was heard of it, and how long it took to the first byte of sound and to the last, in seconds."""
+class RoundTrip(NamedTuple):
+    """A text, the transcript of its speech, and the seconds to the first and to the last byte of audio."""
 
     text: str
-    heard: str
+    transcript: str
     first: float
     whole: float
     seconds: float
 
 
 def main(run: Path, voice: Path, recogniser: Path) -> float:
-    """Serve both bundles, send texts of the run's test split round, print what came back; returns the WER."""
+    """Serve both bundles, send texts of the run's test split round, print the transcripts; returns the WER."""
     texts = list(Manifest.read(run / "manifests" / "test.csv").texts)[:TEXTS]
     port = free_port()
     server = subprocess.Popen([sys.executable, "-m", "sbkit", "serve", f"voice={voice}", f"recogniser={recogniser}",
@@ -45,30 +45,31 @@ def main(run: Path, voice: Path, recogniser: Path) -> float:
     try:
         at = f"http://127.0.0.1:{port}/v1/audio"
         _wait(f"http://127.0.0.1:{port}/ready", server)
-        found = [_round(at, text) for text in progress(texts, what="speaking and hearing", total=len(texts),
+        found = [_round(at, text) for text in progress(texts, what="speaking and transcribing", total=len(texts),
                                                        unit="text")]
     finally:
         server.terminate()
         server.wait()
     rates = ErrorRates("word")
-    rates.add([str(i) for i in range(len(found))], [said.text for said in found], [said.heard for said in found])
+    rates.add([str(i) for i in range(len(found))], [each.text for each in found],
+              [each.transcript for each in found])
     _show(found, rates, run)
     return rates.rate
 
 
-def _show(found: list[Said], rates: ErrorRates, run: Path) -> None:
-    print(f"\n{table(['spoken', 'heard again'], [[said.text, said.heard] for said in found[:SHOWN]])}\n")
+def _show(found: list[RoundTrip], rates: ErrorRates, run: Path) -> None:
+    print(f"\n{table(['text', 'transcript'], [[each.text, each.transcript] for each in found[:SHOWN]])}\n")
     low, high = interval(rates)
-    seconds = sum(said.seconds for said in found)
-    first = sorted(said.first for said in found)
-    print(f"WER {rates.rate:.1f} % (95 % interval {low:.1f} to {high:.1f}) of {len(found)} texts that the voice never "
-          f"saw; {seconds:.0f} s of speech, real-time factor {sum(said.whole for said in found) / seconds:.3f}, first "
-          f"sound after {1000 * first[len(first) // 2]:.0f} ms (half of them)")
-    print(f"\nTexts, what was heard, and players: {run / 'report.html'}")
+    seconds = sum(each.seconds for each in found)
+    first = sorted(each.first for each in found)
+    print(f"WER {rates.rate:.1f} % (95 % interval {low:.1f} to {high:.1f}) of {len(found)} texts that are not in "
+          f"training; {seconds:.0f} s of speech, real-time factor {sum(each.whole for each in found) / seconds:.3f}, "
+          f"first audio after {1000 * first[len(first) // 2]:.0f} ms (median)")
+    print(f"\nTexts, transcripts and players: {run / 'report.html'}")
 
 
-def _round(at: str, text: str) -> Said:
-    """Have a text spoken, and the sound transcribed."""
+def _round(at: str, text: str) -> RoundTrip:
+    """Send a text to the voice, and the audio to the recogniser."""
     began = time.perf_counter()
     asked = json.dumps({"model": "voice", "input": text, "response_format": "wav"}).encode()
     request = urllib.request.Request(f"{at}/speech", asked, {"Content-Type": "application/json"})
@@ -85,8 +86,8 @@ def _round(at: str, text: str) -> Said:
     request = urllib.request.Request(f"{at}/transcriptions", body,
                                      {"Content-Type": f"multipart/form-data; boundary={_BOUNDARY}"})
     with urllib.request.urlopen(request) as answer:
-        heard = json.load(answer)
-    return Said(text, heard["text"], first, whole, float(heard["duration"]))
+        found = json.load(answer)
+    return RoundTrip(text, found["text"], first, whole, float(found["duration"]))
 
 
 def _wait(ready: str, server: subprocess.Popen[bytes]) -> None:
@@ -94,7 +95,7 @@ def _wait(ready: str, server: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
         if server.poll() is not None:
-            raise SystemExit(f"the server ended with {server.returncode}; what it said is above")
+            raise SystemExit(f"the server ended with {server.returncode}; its output is above")
         try:
             with urllib.request.urlopen(ready):
                 return

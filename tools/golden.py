@@ -1,13 +1,13 @@
-"""Records, to the bit, what small runs of every kind give, and names what another commit gives differently.
+"""Records the results of small runs of every kind, and reports every bit in which those of another commit differ.
 
     python tools/golden.py record before.json                   every scenario, some minutes on one core
     python tools/golden.py compare before.json joint server     of this checkout, only these
     python tools/golden.py record old.json --tree ../old        of another checkout
 
-A scenario goes by commands, recipes and documented files alone, so that it runs on both sides of a change of what is
-inside. It records each step's loss, learning rate and gradient norm, each epoch's figures, and each tensor of the last
-checkpoint; or the outputs of a bundle, the findings of ``sbkit check``, the answers of a server. Words of messages are
-left out. The figures are those of one machine and its torch: compare on the machine that recorded them.
+A scenario uses only commands, recipes and documented files, so that it runs before and after a refactoring. It records
+each step's loss, learning rate and gradient norm, each epoch's figures, and each tensor of the last checkpoint; or the
+outputs of a bundle, the findings of ``sbkit check``, the answers of a server. The wording of messages is left out. The
+figures depend on the machine and its torch: compare on the machine that recorded them.
 """
 
 from __future__ import annotations
@@ -509,8 +509,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("command", choices=["record", "compare"])
     parser.add_argument("file", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(SCENARIOS)} (default: all)")
-    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[1], help="the checkout to try")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder for the runs, which is kept")
+    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parents[1], help="the checkout to run")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs in this new folder")
     given = parser.parse_args(words)
     if unknown := [name for name in given.names if name not in SCENARIOS]:
         parser.error(f"no such scenario: {', '.join(unknown)}; there are {', '.join(SCENARIOS)}")

@@ -89,7 +89,7 @@ def test_a_run_that_was_warned_fails_the_benchmark(monkeypatch, tmp_path, capsys
 
     monkeypatch.setattr(bench, "train", found)
     monkeypatch.setattr(sys, "argv", ["convergence", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"not learnt, or warned: .*-60ep-") as ended:
+    with pytest.raises(SystemExit, match=r"not learnt, or with warnings: .*-60ep-") as ended:
         bench.main()
     assert "-3ep-" not in str(ended.value) and "warnings" in capsys.readouterr().out
 

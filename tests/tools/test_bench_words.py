@@ -22,7 +22,7 @@ CASES = [
     ("real", "--minutes nan", "--minutes: invalid positive value: 'nan'"),
     ("real", "--seeds 1,x", "--seeds: invalid whole_numbers value: '1,x'"),
     ("real", "--corpora cs=nowhere", "no such folder or archive"),
-    ("real", "--corpora cs=", "a corpus is asked for as 'cs='"),
+    ("real", "--corpora cs=", "cannot read the corpus 'cs='"),
     ("replay", "--corpora es={here}/nowhere:3", "no such folder, or no number of epochs"),
     ("replay", "--corpora es={here}:many", "no such folder, or no number of epochs"),
     ("telephone", "--ways parrot", "there is no way parrot"),

@@ -1,1 +1,1 @@
-"""Benchmarks: sbkit against a peer, or against itself, in turn on one machine; ``python -m tools.bench.train``."""
+"""Benchmarks: sbkit compared with a peer or itself, alternating on one machine; ``python -m tools.bench.train``."""

@@ -1,4 +1,4 @@
-"""How many wrong labels ``sbkit clean`` finds, and how much of the WER that they cost training without them gains.
+"""How many wrong labels ``sbkit clean`` finds, and how much training without them lowers the WER.
 
     python -m tools.bench.clean --out FOLDER [--hours 1] [--levels 10,5,20] [--only RUN,...] [--key value ...]
 
@@ -6,12 +6,12 @@ A share of the demo corpus's training labels is made wrong, a third of it in eac
 
 - swapped: the label of another such row
 - cut: a third to two thirds of the words are missing at the beginning or at the end
-- misspelt: in every third word, the longest first, one letter is another: two or three of some thirty-five letters
+- misspelt: one letter is wrong in every third word, the longest first: two or three of about thirty-five letters
 
-Dev and test stay as they are. For each level the recipe (hparams/ctc.yaml with the given keys) trains on all rows, on
-those that ``sbkit clean`` leaves, and without as many rows drawn by lot; ``original`` is trained on right labels. All
-have the same number of epochs. Runs and results lie in FOLDER, so the same command continues where it was stopped;
-``--only planted,found`` makes just these. FOLDER/clean.md is the table.
+Dev and test are unchanged. For each level the recipe (hparams/ctc.yaml with the given keys) trains on all rows, on
+those that ``sbkit clean`` keeps, and without the same number of random rows; ``original`` is trained on correct labels.
+All have the same number of epochs. Runs and results are in FOLDER, so the same command continues where it was stopped;
+``--only planted,found`` runs just these. FOLDER/clean.md is the table.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of corpora, runs and the table")
     parser.add_argument("--hours", type=float, default=1.0, help="size of the demo corpus (1)")
     parser.add_argument("--levels", default="10,5,20", type=lambda text: [int(word) for word in text.split(",")],
-                        help="per cent of the training labels that are made wrong")
-    parser.add_argument("--only", default=RUNS, type=lambda text: text.split(","), help="which of the runs to make")
+                        help="percentages of training labels to make wrong")
+    parser.add_argument("--only", default=RUNS, type=lambda text: text.split(","), help="which of the runs to do")
     parser.add_argument("--smaller", default="--number_of_epochs 1 --least_steps 600", help="keys of the clean's runs")
     parser.add_argument("--seed", type=int, default=1)
     args, keys = parse_checked(parser, RECIPE, OWN)

@@ -5,9 +5,9 @@
     python -m tools.bench.convergence --out results/convergence --workers 2 --recordings FOLDER
 
 Each result is a file in the folder of --out, so the same command continues where it was stopped; short runs come first.
-A run has learnt if the character error rate of its validation came below 75 %: one that hears nothing stays near 100 %,
-and one that has only learnt which letters are frequent near 90 %.
-``--recordings``: a folder with a ``train.csv`` of a few real clips, which are validated on as well. Other keys of the
+A run has learnt if the character error rate of its validation fell below 75 %: a model with empty transcripts stays
+near 100 %, and one that has only learnt which letters are frequent near 90 %.
+``--recordings``: a folder with a ``train.csv`` of a few real clips, on which runs are validated too. Other keys of the
 recipe, such as ``--spec_augment.ramp null``, go to every run.
 """
 
@@ -177,7 +177,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line into the program's options and the keys for every run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of results and logs")
-    parser.add_argument("--recordings", type=Path, help="a folder with a train.csv of a few clips; without it none")
+    parser.add_argument("--recordings", type=Path, help="a folder with a train.csv of a few real clips (default: none)")
     parser.add_argument("--workers", type=int, default=1, help="runs at the same time (1)")
     peak = load.tree(RECIPE).at("lr")
     parser.add_argument("--peak", type=float, default=peak, help=f"the rate to vary (the recipe's: {peak:g})")
@@ -219,7 +219,7 @@ def main() -> None:
     if len(results) < len(runs):
         raise SystemExit(f"{len(runs) - len(results)} of {len(runs)} runs failed")
     if wrong := [name_of(each) for each in results if each["cer"] >= LEARNT or each["warnings"]]:
-        raise SystemExit(f"not learnt, or warned: {', '.join(wrong)}")
+        raise SystemExit(f"not learnt, or with warnings: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

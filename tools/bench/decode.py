@@ -1,4 +1,4 @@
-"""Speed of beam search with a language model: sbkit against SpeechBrain and flashlight, in turns in the same run.
+"""Speed of beam search with a language model: sbkit, SpeechBrain and flashlight, alternating in the same run.
 
     pip install kenlm pygtrie flashlight-text       what the others need; a missing one is left out
     python -m tools.bench.decode --json bench.json

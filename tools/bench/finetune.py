@@ -1,13 +1,13 @@
-"""Speed and memory of fine-tuning a pretrained encoder: sbkit's against SpeechBrain's wrapper and Brain, in turn.
+"""Speed and memory of fine-tuning a pretrained encoder: sbkit and SpeechBrain's wrapper and Brain, alternating.
 
     python -m tools.bench.finetune [--encoder FOLDER | --tiny] [--rounds 3] [--device cpu] [--data FOLDER]
         [--json FILE] [--key value ...]
 
 Both sides train hparams/ssl.yaml's encoder and head: the same weights (a wav2vec 2.0 of base size, 95 M parameters,
-drawn at random, unless --encoder names a folder that transformers' save_pretrained wrote), the same batches,
-optimizer and frozen convolutions in front, and no masking or dropout. The stock side is SpeechBrain's Brain around its
-own ``Wav2Vec2`` with ``freeze_feature_extractor``. Measured are a step on batches in memory, and
-the peak of memory of each process. Turns are taken as in train.py; with ratios above 1, sbkit is faster.
+random, unless --encoder names a folder that transformers' save_pretrained wrote), the same batches, optimizer and
+frozen convolutional front end, and no masking or dropout. The stock side is SpeechBrain's Brain around its own
+``Wav2Vec2`` with ``freeze_feature_extractor``. Measured are a step on batches in memory, and the peak of memory of each
+process. The sides alternate as in train.py; with ratios above 1, sbkit is faster.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How time and memory of a step, and time of a plan, grow with the size of batch, model and corpus.
+"""How time and memory of a step, and the time of planning, grow with the sizes of batch, model and corpus.
 
     python -m tools.bench.growth [--device cpu] [--json FILE] [--only length,vocabulary] [--key value ...]
 
-One thing grows at a time; the rest is hparams/ctc.yaml. Each point is measured in a process of its own: the median time
-of several steps on noise, and the peak of memory beyond what the process held before the first step (on a GPU, the
-allocator's peak). The exponent is the slope between the last two points on logarithmic axes: 1 is proportional growth.
-Only attention, which grows with the square of an utterance's length, may bring more.
+One size grows at a time; the rest is hparams/ctc.yaml. Each point is measured in a separate process: the median time of
+several steps on noise, and the peak of memory beyond that before the first step (on a GPU, the allocator's peak). The
+exponent is the slope between the last two points on logarithmic axes: 1 is proportional growth. Only attention, which
+grows with the square of an utterance's length, may have more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLAN = [20_000, 200_000, 2_000_000]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", default="", metavar="A,B", help="some of: " + ", ".join([*SWEEPS, "plan"]))
+    parser.add_argument("--only", default="", metavar="A,B", help="only these of: " + ", ".join([*SWEEPS, "plan"]))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
@@ -70,7 +70,7 @@ def ask(what: dict[str, Any], device: str, rest: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "tools.bench.growth", "--point", json.dumps(what), "--device", device, *rest]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{what} failed; its messages are above")
+        raise SystemExit(f"{what} failed; its output is above")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""What benches share: keys of a recipe, programs with a log, and results on disk with which a second call goes on."""
+"""What benchmarks share: keys of a recipe, programs with a log, and results on disk that a second call reuses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_keys(recipe: Path, words: list[str], own: Collection[str] = ()) -> Non
     options = "--help lists this program's own options"
     request = arguments.parse([str(recipe), *words], beside=False)
     if taken := sorted(request.overrides.keys() & own):
-        raise SbkitError(f"--{taken[0]} is set by this program, for each run as its plan says", hint=options)
+        raise SbkitError(f"--{taken[0]} is set by this program for each run", hint=options)
     if wrong := [each for each in check(request.path, request.overrides, run=False).errors if each.key not in own]:
         raise SbkitError("; ".join(f"{each.key}: {each.message}" for each in wrong),
                          hint=wrong[0].suggestion if wrong[0].suggestion.startswith("did you") else options)

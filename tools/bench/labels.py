@@ -1,14 +1,14 @@
-"""The gain of hours without labels: WER of a tenth of the demo corpus, and of that with the rest as a bundle hears it.
+"""The gain of untranscribed hours: WER of a tenth of the demo corpus, and with ``sbkit label``'s labels for the rest.
 
     python -m tools.bench.labels --out FOLDER [--hours 3] [--rounds 1] [--keep 0.8] [--lm] [--key value ...]
 
 A run of hparams/ctc.yaml on a random tenth of the training rows is exported, and `sbkit label` transcribes the others
-with it, and with a language model of the tenth's texts, and no others, if --lm is given. Another run, from nothing,
-learns from the tenth and these labels; with --rounds 2 its bundle labels again. Other keys go to all runs; a fair
---least_steps gives the tenth as many steps as the last run, whose corpus is larger. Printed are the test WERs, with the
-language model too, and their ratios to those of the tenth, the hours that were kept, and the WER of the labels, by the
-texts that nobody was shown. Results are in FOLDER/results, so the same command goes on where it was stopped. The exit
-code is 1 if the last ratio, without the language model, is more than --at-most (0.7).
+with it, and with --lm also with a language model of only the tenth's texts. Another run, from random weights, learns
+from the tenth and these labels; with --rounds 2 its bundle labels again. Other keys go to all runs; for a fair
+comparison, --least_steps gives the tenth as many steps as the last run, whose corpus is larger. Printed are the test
+WERs, with the language model too, their ratios to those of the tenth, the hours that were kept, and the WER of the
+labels against the true texts. Results are in FOLDER/results, so the same command continues where it was stopped. The
+exit code is 1 if the last ratio, without the language model, is more than --at-most (0.7).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SHARE = 10
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of the corpus, runs and labels")
-    parser.add_argument("--hours", type=float, default=3.0, help="of speech, in all splits together")
-    parser.add_argument("--rounds", type=int, default=1, help="how often labels are made and learnt from")
+    parser.add_argument("--hours", type=float, default=3.0, help="hours of speech in all splits together")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of labelling and training")
     parser.add_argument("--keep", type=float, default=0.8, help="expected word accuracy of labels that are kept")
     parser.add_argument("--lm", action="store_true", help="label with a language model of the tenth's texts")
     parser.add_argument("--at-most", type=float, default=0.7, help="the largest ratio of the WERs that passes")

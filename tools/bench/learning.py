@@ -4,21 +4,20 @@
     python -m tools.bench.learning --out FOLDER --plan           print what would run, and about how long it takes
     python -m tools.bench.learning --out FOLDER [--key value ...]
 
-Runs follow one another, with the systems in turn. Each result is a file in FOLDER/results, so the same command
-continues where it was stopped. After each run, FOLDER/learning.md has the table and FOLDER/learning.svg the plot of all
-results.
+The systems alternate. Each result is a file in FOLDER/results, so the same command continues where it was stopped.
+After each run, FOLDER/learning.md has the table and FOLDER/learning.svg the plot of all results.
 
-All three train a model of one size on the same utterances with the same texts, prepared once. sbkit is hparams/ctc.yaml
-as it is shipped, started as by ``make demo``; stock SpeechBrain has the same model, seconds of a step and schedule in
-its own Brain and data pipeline, with AdamW and neither SpecAugment nor intermediate CTC (peers/stock_ctc.py); NeMo is
-its small Conformer-CTC with the settings in peers/nemo_ctc.py, in an environment of its own. Other keys go to the
-recipe of the first two. A run of N epochs has a schedule of N epochs; no result is taken from the middle of a
-longer run. A run of 5 minutes has the number of whole epochs that comes closest to 5 minutes of training, by the speed
-of earlier runs, or of a run of two epochs that is made first.
+All three train a model of one size on the same utterances with the same texts, prepared once. sbkit trains the
+unchanged hparams/ctc.yaml, as ``make demo`` does; stock SpeechBrain has the same model, seconds of a step and schedule
+in its own Brain and data pipeline, with AdamW and without SpecAugment and intermediate CTC (peers/stock_ctc.py); NeMo
+trains its small Conformer-CTC with the settings in peers/nemo_ctc.py, in a separate environment. Other keys go to the
+recipe of the first two. A run of N epochs has a schedule of N epochs; no result is taken from the middle of a longer
+run. A run of 5 minutes has the number of whole epochs closest to 5 minutes of training, by the speed of earlier runs,
+or of a first run of two epochs.
 
-*Training* is the time of the epochs' training, with reading audio. *Wait* is all that a user waits for: start,
-preparation (for NeMo: MP3 to WAV), training, a validation after each epoch, the test. Every system has one thread per
-core (OMP_NUM_THREADS); sbkit and stock decode MP3 in two more processes, NeMo reads its WAVs itself, at some 4,000 s of
+*Training* is the time of the epochs' training, including reading audio. *Wait* is the whole time: start, preparation
+(for NeMo: MP3 to WAV), training, a validation after each epoch, the test. Every system has one thread per core
+(OMP_NUM_THREADS); sbkit and stock decode MP3 in two more processes, NeMo reads its WAVs itself, at about 4,000 s of
 audio per second. WER is by sbkit's scorer, on greedy transcripts of the weights at the end of the run.
 """
 
@@ -76,7 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precision", default="auto", help="of all systems; auto: bf16 if the device has it")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="threads of each system (all cores)")
     parser.add_argument("--nemo", type=Path, default=Path("results/nemo"), help="NeMo's environment (results/nemo)")
-    parser.add_argument("--make-nemo", action="store_true", help="make that environment, and nothing else")
+    parser.add_argument("--make-nemo", action="store_true", help="only create that environment")
     args, keys = harness.parse_checked(parser, RECIPE, OWN)
     args.keys = keys
     args.nemo = args.nemo.absolute()

@@ -1,20 +1,20 @@
-"""A small corpus, learnt from nothing, from weights that others have trained, and by other toolkits.
+"""A small corpus, learnt from random weights, from pretrained weights, and by other toolkits.
 
     python -m tools.bench.real --out FOLDER --corpora cs=DATA_FOLDER[,es:1] [--ways nothing,demo,whisper,lora]
         [--source RUN] [--encoder FOLDER] [--epochs 4] [--minutes 15] [--seeds 1,2] [--key value]
 
-A corpus is LANGUAGE=FOLDER, in any layout that a recipe reads, or LANGUAGE:HOURS of synthesised speech. Minutes are
-those of a processor, which hardly depend on what else the machine does. The ways to train, which take turns:
+A corpus is LANGUAGE=FOLDER, in any layout that a recipe reads, or LANGUAGE:HOURS of synthesised speech. Minutes are CPU
+time, which depends little on other processes. The ways to train alternate:
 
 - ``nothing`` is hparams/ctc.yaml, ``demo`` the same with ``--init_from`` a run of it that --source names, ``stock`` and
-  ``nemo`` are stock SpeechBrain's Conformer and NeMo's as in tools.bench.learning: as many epochs as come closest to
+  ``nemo`` are stock SpeechBrain's Conformer and NeMo's as in tools.bench.learning: the number of epochs closest to
   --minutes of training, by the speed of one epoch, with a schedule of that length;
 - ``whisper`` is hparams/ssl.yaml on the encoder of --encoder, ``lora`` lora.yaml: --epochs of the corpus;
 - ``speechbrain`` is SpeechBrain's recipe with the same encoder in its wrapper, peers/stock_whisper.py, for --minutes.
 
 Other keys go to the recipe of every run. Each result is a file in FOLDER/results, so the same command continues where
 it was stopped. FOLDER/real.md is the table: the test of the best checkpoint (of other toolkits the last weights), and
-the dev CER after so many minutes.
+the dev CER by minutes.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What replay saves and costs: a model learns a second corpus with and without hearing the first one again.
+"""What replay saves and costs: a model learns a second corpus with and without replaying the first one.
 
     python -m tools.bench.replay --out FOLDER --source RUN --corpora es=DATA_FOLDER:6[,cs=DATA_FOLDER:5] [--replay 0.2]
         [--key value ...]
 
-A corpus is LANGUAGE=FOLDER:EPOCHS, in any layout that a recipe reads. For each, hparams/ctc.yaml starts from the run
---source and goes through it so many times, once with --replay and once without, and both are scored on the test of
---source, of which the table has 95 % intervals. Other keys go to the recipe of every run. Each result is a file in
-FOLDER/results, so the same command continues where it was stopped. FOLDER/replay.md is the table.
+A corpus is LANGUAGE=FOLDER:EPOCHS, in any layout that a recipe reads. On each, hparams/ctc.yaml starts from the run
+--source and trains for these epochs, once with --replay and once without. Both are scored on the test of --source; the
+table has 95 % intervals. Other keys go to the recipe of every run. Each result is a file in FOLDER/results, so the same
+command continues where it was stopped. FOLDER/replay.md is the table.
 
-The exit code is 1 if with replay the old WER leaves the interval that it had before, or the new one is more than a
-tenth above that without.
+The exit code is 1 if with replay the WER on the old corpus leaves its earlier interval, or the WER on the new one is
+more than a tenth above that without replay.
 """
 
 from __future__ import annotations

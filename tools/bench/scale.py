@@ -1,14 +1,14 @@
-"""What a rank needs to start and to resume on a corpus of many rows: seconds, and memory of its own.
+"""Seconds and private memory that a rank needs to start and to resume on a corpus of many rows.
 
     python -m tools.bench.scale [--rows 2000000,20000000] [--parts 1] [--folder DIR] [--json FILE]
 
-For each size, a corpus's training manifest is written as preparation writes it, with rows as Common Voice has them, and
-a tokenizer is made. A process then does what rank 0 does before training: it reads the manifest, checks the tokenizer,
-makes the plan, and finds the rows of its first micro-batch, and, as a rank that resumes, those of a step in the middle
-of the third epoch. A process that it forks reads rows as a data worker does. Memory is what Linux counts as a process's
-own (private pages that were written) and the peak, with the pages of a mapped file, which all processes share. Seconds
-are the processor's, so that others on the machine change little: what a disk needs comes on top. The last column goes
-on from the last two sizes: for seconds by the exponent, the slope on logarithmic axes, for memory on a straight line.
+For each size, a training manifest with rows like Common Voice's and a tokenizer are written. A process then does what
+rank 0 does before training: it reads the manifest, checks the tokenizer, makes the plan, and finds the rows of its
+first micro-batch, and, like a rank that resumes, those of a step in the middle of the third epoch. A process that it
+forks reads rows like a data worker. Memory is what Linux counts as private (pages that the process has written) and the
+peak, which includes the pages of a mapped file that all processes share. Seconds are CPU time, so that other processes
+change little; time for the disk is not included. The last column extrapolates from the last two sizes: seconds by the
+exponent, which is the slope on logarithmic axes, memory on a straight line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK = 2_000_000
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--rows", default="2000000,20000000")
-    parser.add_argument("--parts", type=int, default=1, help="corpora of a mixture, of different shares")
+    parser.add_argument("--parts", type=int, default=1, help="number of corpora in a mixture, with different shares")
     parser.add_argument("--folder", type=Path, help="where corpora are written; by default a temporary folder")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--do", choices=("write", "rank"), help=argparse.SUPPRESS)

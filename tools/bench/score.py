@@ -1,12 +1,12 @@
-"""Speed of error rates: sbkit against SpeechBrain's ErrorRateStats, in turns in the same run.
+"""Speed of error rates: sbkit and SpeechBrain's ErrorRateStats, alternating in the same run.
 
     python -m tools.bench.score
     python -m tools.bench.score --utterances 2000 --rounds 3
 
 Both score the same utterances, of 3 to 12 and of 5 to 35 words, with about 10 % and about 14 % of the words wrong: by
 word, and a fifth of them, once, by character. Given as `texts`, SpeechBrain's side splits them first, as recipes do;
-given as `lists`, both get lists of words. Measured are `append` and `summarize` against `add` and `summary`, whose
-results must be equal. Each round makes new texts, so that neither side can reuse what it has computed before.
+given as `lists`, both get lists of words. Measured are `append` and `summarize` and sbkit's `add` and `summary`, whose
+results must be equal. Each round makes new texts, so that neither side can reuse earlier results.
 """
 
 from __future__ import annotations

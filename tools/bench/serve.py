@@ -1,19 +1,19 @@
 """Throughput and latency of `sbkit serve` by the number of clients, with and without batching, in the same run.
 
     python -m tools.bench.serve                                      makes a small model and clips of noise first
-    python -m tools.bench.serve BUNDLE --clips manifests/test.csv    a bundle of yours, and recordings of yours
+    python -m tools.bench.serve BUNDLE --clips manifests/test.csv    your own bundle and recordings
     python -m tools.bench.serve --concurrency 1,4,16,64 --requests 128 --json bench.json
     python -m tools.bench.serve --live                               live sessions, of a model of hparams/streaming.yaml
 
-Two servers, one with --no-batching, take turns at each number of clients. Each client sends the next clip as soon as it
-has the answer to the last. First every clip is sent alone; under load, an answer that differs from that one, or does
-not come, is counted as lost. Latencies are of whole requests, with upload and decoding.
+Two servers, one with --no-batching, alternate at each number of clients. Each client sends the next clip as soon as it
+has the answer to the last. First every clip is sent alone; under load, an answer that is missing or differs from that
+one is counted as lost. Latencies are of whole requests, with upload and decoding.
 
-With --live, so many sessions at once speak at real time, in packets of 20 ms and beginning at different times, from
-processes of their own, first to a server with the bundle's graph for streams and then to one without it, which decodes
-the tail of what was said again and again. The delay of a partial is its arrival less the end of the audio that it was
-made of. A session is lost that is not heard to its end. "server" and "clients" are the cores that they need while all
-sessions speak; "others" are those that were busy with everything else on the machine, which no figure here allows for.
+With --live, sessions send speech in real time, in packets of 20 ms and starting at different times, from separate
+processes, first to a server with the bundle's streaming graph and then to one without it, which decodes the tail of the
+audio again and again. The delay of a partial is the time from the end of its audio to its arrival. A session without
+its last transcript is lost. "server" and "clients" are the cores that they use while all sessions send; "others" are
+the cores that all other processes use, for which no figure here is corrected.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", nargs="?", type=Path, help="default: a model with random weights")
     parser.add_argument("--clips", nargs="+", metavar="FILES", help="recordings, folders, a manifest (default: noise)")
-    parser.add_argument("--count", type=int, default=32, help="different clips (32)")
-    parser.add_argument("--concurrency", help="clients at once (1,2,4,8,16,32; live: 10,100)")
+    parser.add_argument("--count", type=int, default=32, help="number of different clips (32)")
+    parser.add_argument("--concurrency", help="simultaneous clients (1,2,4,8,16,32; live: 10,100)")
     parser.add_argument("--requests", type=int, default=128, help="requests for each row of the table (128)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; the one with the median throughput is shown (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the one of median throughput is shown (3)")
     parser.add_argument("--active", type=int, default=64, help="requests that a server works on at once (64)")
     parser.add_argument("--width", type=int, default=144, help="width of the model with random weights")
     parser.add_argument("--layers", type=int, default=12)
@@ -115,7 +115,7 @@ def parse() -> argparse.Namespace:
     spoken = parser.add_argument_group("with --live")
     spoken.add_argument("--live", action="store_true", help="measure live sessions")
     spoken.add_argument("--modes", default=",".join(live.MODES), help="stream, tail or both, in this order")
-    spoken.add_argument("--seconds", type=float, default=30.0, help="how long each session speaks (30)")
+    spoken.add_argument("--seconds", type=float, default=30.0, help="speech in each session (30)")
     spoken.add_argument("--chunk-ms", type=int, help="the chunk that sessions ask for (default: the server's own)")
     spoken.add_argument("--packet-ms", type=float, default=20.0, help="audio in one frame of a client (20)")
     spoken.add_argument("--processes", type=int, default=1, help="processes of clients (1)")
@@ -148,7 +148,7 @@ def recordings(args: argparse.Namespace, options: list[str]) -> int:
         with httpx.Client(timeout=600) as client:
             expected = {mode: [ask(client, each.url, clip) for clip, _ in clips] for mode, each in servers.items()}
         if expected["batched"] != expected["alone"] or None in expected["alone"]:
-            raise SystemExit("the two servers give different texts for clips that are sent alone")
+            raise SystemExit("the two servers return different texts for clips that are sent alone")
         found = []
         for clients in map(int, (args.concurrency or "1,2,4,8,16,32").split(",")):
             rounds: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}

@@ -1,11 +1,11 @@
-"""EER of hparams/speaker.yaml, and of SpeechBrain's VoxCeleb recipe after the same seconds of training, in turn.
+"""EER of hparams/speaker.yaml, and of SpeechBrain's VoxCeleb recipe after the same seconds of training, alternating.
 
     python -m tools.bench.speaker --out FOLDER [--seeds 1,2] [--channels 160,1024] [--key value ...]
 
-sbkit trains its recipe as it is shipped, on the demo corpus unless --data_folder says otherwise. Then SpeechBrain's
-recipe (peers/stock_speaker.py) trains on the same recordings for the seconds that sbkit's epochs took, as it is (1,024
-channels) and at the size of sbkit's (160), which makes more updates in that time. Both have one thread, and are tested
-on all pairs of the same recordings, of speakers that neither has heard. Other keys go to sbkit's recipe.
+sbkit trains its unchanged recipe, on the demo corpus unless --data_folder names another. Then SpeechBrain's recipe
+(peers/stock_speaker.py) trains on the same recordings for the seconds that sbkit's epochs took, with its own 1,024
+channels and with sbkit's 160, which makes more updates in that time. Both have one thread, and are tested on all pairs
+of the same recordings, of speakers that are not in training. Other keys go to sbkit's recipe.
 
 Each result is a file in FOLDER/results, so the same command continues where it was stopped.
 """
@@ -61,7 +61,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and results")
     parser.add_argument("--seeds", default="1,2")
-    parser.add_argument("--channels", default="160,1024", help="of SpeechBrain's model, each a run")
+    parser.add_argument("--channels", default="160,1024", help="of SpeechBrain's model, a run for each")
     return parse_checked(parser, RECIPE, OWN)
 
 

@@ -4,10 +4,10 @@
     python -m tools.bench.speedrun --recipe mine.yaml --lr 0.004    another recipe, or other values
     sbkit reproduce tools/bench/speedrun.json --full                the record's run again
 
-What counts are the minutes of the whole command, from its start to its tested model: preparing, training, validating
-and testing, but not making the demo corpus (one hour of English). The test's WER, greedy and without a language model,
-has to be 5 % or less. A run that is faster than the record replaces its file; a change of the repository that makes the
-shipped recipe faster is a record too.
+The minutes of the whole command count, from its start to its tested model: preparation, training, validations and test,
+but not synthesising the demo corpus (one hour of English). The test's WER, greedy and without a language model, has to
+be 5 % or less. A run that is faster than the record replaces its file; a change of the repository that makes the recipe
+faster is a record too.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main() -> int:
 def run(recipe: Path, out: Path, words: list[str]) -> None:
     """Train, print what came of it, and keep it if it is the record."""
     if usable_cores() < CORES:
-        raise SbkitError(f"the board is for {CORES} cores, and this process may use {usable_cores()}")
+        raise SbkitError(f"the leaderboard is for {CORES} cores, and this process may use {usable_cores()}")
     if out.exists():
-        raise SbkitError(f"{out} is there already", hint="remove it or choose another --out: a run is timed as a whole")
+        raise SbkitError(f"{out} exists", hint="remove it or choose another --out: a run is timed as a whole")
     harness.check_keys(recipe, words, own=("output_folder", "corpus", "data_folder", "language"))
     log = out.with_name(f"{out.name}.log")
     prepared = out.with_name(f"{out.name}-corpus")

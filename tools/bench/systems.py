@@ -1,4 +1,4 @@
-"""The systems of the bench of learning: processes that train, times and scores."""
+"""The systems of tools.bench.learning: processes that train, times and scores."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What augmentation gives on telephones and from afar: error rates of one test as it is, and through lines and rooms.
+"""What augmentation gains on telephones and in rooms: WER of one test unchanged, and through telephones and rooms.
 
     sbkit train hparams/ctc.yaml --number_of_epochs 3 --output_folder RUN
     python -m tools.bench.telephone --out FOLDER --init_from RUN --number_of_epochs 2 --least_steps 0 --lr 0.001
 
-Each way is hparams/ctc.yaml with stages of sbkit.data.augment as they are, on the demo corpus unless --data_folder
-says otherwise, at 16 kHz; other keys go to the recipe of every run. The rooms are synthesised: noise that decays by
-60 dB in 0.2 to 0.8 s behind the direct sound. Those of the test are others than those of training.
+Each way is hparams/ctc.yaml with stages of sbkit.data.augment with their defaults, on the demo corpus unless
+--data_folder names another, at 16 kHz; other keys go to the recipe of every run. The rooms are synthesised: noise that
+decays by 60 dB in 0.2 to 0.8 s after the direct sound. The test has other rooms than training.
 
 Each result is a file in FOLDER/results, so the same command continues where it was stopped. FOLDER/telephone.md is the
 table: the WER with its interval on each test.

@@ -1,10 +1,10 @@
-"""Training speed of a CTC recipe: sbkit against stock SpeechBrain, in turns in the same run.
+"""Training speed of a CTC recipe: sbkit and stock SpeechBrain, alternating in the same run.
 
     python -m tools.bench.train [--recipe hparams/ctc.yaml] [--rounds 3] [--device cpu] [--data FOLDER] [--json FILE]
         [--key value ...]
 
-Each side is a process of its own that does one piece of work when it is its turn, so that both see the same machine
-and don't share an allocator. Stock is SpeechBrain's own Brain, data pipeline (DynamicItemDataset, read_audio,
+Each side is a separate process that does one piece of work in its turn, so that both see the same machine and don't
+share an allocator. Stock is SpeechBrain's own Brain, data pipeline (DynamicItemDataset, read_audio,
 DynamicBatchSampler, PaddedBatch), modules, CTC loss, greedy decoder and ErrorRateStats. The model, the corpus, the
 audio seconds of a batch and the optimizer are the same; a step is measured on the same batches. The first piece of each
 kind is not counted, and each turn begins with a warm-up, since other processes have used the caches. Ratios are of
@@ -125,7 +125,7 @@ class Side:
         for line in self.answers:
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(f"a side ended with code {self.process.wait()}; its messages are above")
+        raise SystemExit(f"a side ended with code {self.process.wait()}; its output is above")
 
     def end(self) -> None:
         self.requests.close()

@@ -2,7 +2,7 @@
 
     python -m tools.gpu [--dry-run] [--only CHECK[,CHECK]] [--minutes 15] [--out gpu-report]
 
-Each check has a share of the time; it may also use what earlier ones left over, and none of the shares of later ones.
+Each check has a share of the time, and may also use what earlier ones left over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The checks, those first that only a card can prove, what is expected of each line, and verdicts."""
+"""The checks, beginning with those that only a card can run, what is expected of each line, and verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks: one of them fails, their weights are equal, and communication runs beside the backward."""
+"""Two ranks: one of them fails, their weights are equal, and communication overlaps with the backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Imports for servers that fork ranks or checks, done once for all.
 
-What was imported is kept out of their garbage collections, which would go through it in each of them, and write to the
-pages that they share with the server, and so copy them.
+The imported objects are kept out of garbage collection, which would write to the pages that a fork shares with the
+server, and so copy them.
 """
 
 import gc

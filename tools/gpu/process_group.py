@@ -1,4 +1,4 @@
-"""Whether a process of a group is still there, which may be writing a file."""
+"""Whether a process of a group is still alive, which may be writing a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpu-report.md`` for people and ``gpu-report.json`` for programs: what was expected, what was seen, on what."""
+"""``gpu-report.md`` for people and ``gpu-report.json`` for programs: expected and measured results, and the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of ``sbkit train`` that must learn, resume and ship on the card, and the tests that need one."""
+"""Runs of ``sbkit train`` that must learn, resume and export on the card, and the tests that need one."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def ship(bench: Bench) -> None:
     bench.note(f"{len(clips)} clips, {characters} characters from the model on the CPU, such as "
                f"{expected[0][:60]!r}")
     if not characters and not bench.dry_run:
-        raise RuntimeError("the model on the CPU hears nothing in any clip: there is nothing to compare with")
+        raise RuntimeError("the model on the CPU transcribes every clip as empty: there is nothing to compare with")
     _compare(bench, "torch", bundle, clips, expected)
     if with_onnx:
         _compare(bench, "onnx", bundle, clips, expected)

@@ -1,4 +1,4 @@
-"""A step, an epoch and a validation against stock SpeechBrain by the benches of ``tools``, and the memory of a step."""
+"""A step, an epoch and a validation compared with stock SpeechBrain by ``tools.bench``, and the memory of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels compute on the card: CTC against torch's, sbkit's layers against SpeechBrain's, attention by shape."""
+"""Results of kernels on the card: CTC compared with torch's, layers with SpeechBrain's, attention by shape."""
 
 from __future__ import annotations
 

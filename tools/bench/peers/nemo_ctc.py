@@ -3,7 +3,7 @@
 
     ENVIRONMENT/bin/python tools/bench/peers/nemo_ctc.py MANIFESTS ANSWER.json --epochs 6 [--seed 1]
 
-Runs in an environment of its own (``python -m tools.bench.learning --make-nemo``) and imports nothing of sbkit.
+Runs in a separate environment (``python -m tools.bench.learning --make-nemo``) and imports nothing of sbkit.
 MANIFESTS holds train.json, dev.json and test.json in NeMo's format. The model is that of conformer_ctc_char.yaml with 6
 layers of 144.
 These settings let it converge within minutes: AdamW, a cosine from 2e-3 after 100 steps, clipping at 1.0, 12 clips a
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps")
-    parser.add_argument("--workers", type=int, default=0, help="processes that read audio")
+    parser.add_argument("--workers", type=int, default=0, help="number of data workers")
     args = parser.parse_args()
     nemo_log.setLevel(logging.WARNING)
     lightning.seed_everything(args.seed)

@@ -3,8 +3,8 @@
     python -m tools.bench.peers.stock_ctc ANSWER.json --data_folder FOLDER --number_of_epochs 6 [--key value ...]
 
 The Brain, the data pipeline, the loss, the decoder and the optimizer (AdamW) are SpeechBrain's, set up in
-tools/bench/train.py. The model, the seconds of a step and the schedule are those of hparams/ctc.yaml, at a peak and a
-dropout with which AdamW learns most, and without SpecAugment and intermediate CTC. It validates after each epoch, as
+tools/bench/train.py. The model, the seconds of a step and the schedule are those of hparams/ctc.yaml, with the peak and
+the dropout that are best for AdamW, and without SpecAugment and intermediate CTC. It validates after each epoch, as
 SpeechBrain's recipes do.
 """
 

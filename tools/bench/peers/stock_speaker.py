@@ -1,12 +1,12 @@
-"""Trains SpeechBrain's VoxCeleb recipe for so many seconds on prepared manifests, and scores it.
+"""Trains SpeechBrain's VoxCeleb recipe for some seconds on prepared manifests, and scores it.
 
     python -m tools.bench.peers.stock_speaker ANSWER.json MANIFESTS --seconds 200 [--channels 1024] [--seed 1]
 
 Features, model, loss, optimizer and augmentation are those of the recipe (ECAPA-TDNN, AAM softmax, batches of 32, Adam
-with a cyclic rate, each batch with copies in which bands and stretches are dropped), in SpeechBrain's Brain. It differs
-where the recipe is for two thousand hours: the rate rises and falls once in the run, crops are as long as sbkit's,
-noise and rooms, which are downloads, are left out, and nothing is validated. All audio is in memory before the clock
-starts.
+with a cyclic rate, each batch with copies in which frequency bands and chunks are dropped), in SpeechBrain's Brain. The
+recipe is for two thousand hours, so some of it differs here: the rate rises and falls once in the run, crops are as
+long as sbkit's, noise and reverberation, which need downloads, are left out, and there is no validation. All audio is
+in memory before the clock starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recordings to send: those of a user, noise, and something that is about as lively as speech."""
+"""Recordings to send: those of a user, noise, and a signal that varies about as much as speech."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delay of live sessions: many clients that speak at real time, with the graph for streams and by decoding the tail."""
+"""Delay of live sessions: many clients in real time, with the streaming graph and by decoding the tail again."""
 
 from __future__ import annotations
 

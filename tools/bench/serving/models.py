@@ -1,4 +1,4 @@
-"""Bundles with random weights, as large as real ones: a small encoder, and a recogniser that takes streams."""
+"""Bundles with random weights, as large as real ones: a small encoder, and a streaming recogniser."""
 
 from __future__ import annotations
 

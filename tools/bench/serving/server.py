@@ -1,4 +1,4 @@
-"""A process that runs `sbkit serve`, and what it costs."""
+"""A process that runs `sbkit serve`, and its CPU time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A process of many clients of the live socket, each of which speaks at real time.
+"""A process of many clients of the live socket, each of which sends speech in real time.
 
     python tools/serving/speakers.py < PLAN.json > FOUND.json
 
-It is a process of its own, with one thread, frames that are made beforehand and no WebSocket library, so that clients
-take little of the processor whose server is measured.
+It is a separate process with one thread, frames that are made beforehand and no WebSocket library, so that clients use
+little of the CPU whose server is measured.
 """
 
 from __future__ import annotations
