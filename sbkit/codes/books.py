@@ -80,12 +80,12 @@ class Books:
         try:
             found = _exact(codes)
         except (TypeError, ValueError) as error:
-            raise SbkitError(f"{where}: codes are an array of whole numbers: {first_line(error)}") from error
+            raise SbkitError(f"{where}: codes must be an array of whole numbers: {first_line(error)}") from error
         if found.ndim not in (2, 3) or found.shape[-1] != len(self.sizes):
-            raise SbkitError(f"{where}: codes are [frames, {len(self.sizes)}], one for each codebook, not "
+            raise SbkitError(f"{where}: codes must be [frames, {len(self.sizes)}], one per codebook, not "
                              f"{list(found.shape)}")
         if found.dtype.kind not in "iu" and not _are_whole(found):
-            raise SbkitError(f"{where}: codes are whole numbers, not {found.dtype}")
+            raise SbkitError(f"{where}: codes must be whole numbers, not {found.dtype}")
         wrong = (found < 0) | (found >= np.array(self.sizes))
         if wrong.any():
             raise self._invalid(found, tuple(map(int, np.argwhere(wrong)[0])), int(wrong.sum()), where)
@@ -98,7 +98,7 @@ class Books:
         others = f" ({count - 1} more are out of range)" if count > 1 else ""
         return InvalidCode(
             f"{where}: {place}, level {level}: id {id} is not in a codebook of {self.sizes[level]} entries{others}",
-            tuple(position), level, id, hint="are they of this codec? special tokens are no codes")
+            tuple(position), level, id, hint="are they from this codec? special tokens are not codes")
 
     def require(self, found: Books, where: str) -> None:
         """Raise if ``found``, which ``where`` says, are other codebooks than these."""
@@ -106,7 +106,7 @@ class Books:
                   for each in fields(self) if getattr(found, each.name) != getattr(self, each.name)]
         if differ:
             raise SbkitError(f"{where} has codes of another codec: {', '.join(differ)}",
-                             hint="make them again with this codec, or use the codec that made them")
+                             hint="create them again with this codec, or use the codec that created them")
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON file says of them."""

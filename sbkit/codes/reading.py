@@ -27,7 +27,7 @@ _WHOLE = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
 _SHARD = Record({
     "file": String(13, 255, r"[\w-]+\.safetensors"), "utterances": Integer(maximum=MAX_ROWS),
     "frames": Integer(maximum=MAX_FRAMES), "bytes": Integer(maximum=2**63), "sha256": SHA256}, needed=True)
-_AGAIN = "copy the folder again, or make it again"
+_AGAIN = "copy or create the folder again"
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Shard:
                 isinstance(value, str) for value in row.values()):
             raise self._damaged(f"row {index} must have an id, and may have a text and a speaker")
         if not encodes(row.values()):
-            raise self._damaged(f"row {index} is no Unicode")
+            raise self._damaged(f"row {index} is not valid Unicode")
         return row
 
     def _part(self, name: str, ends: np.ndarray, index: int) -> np.ndarray:
@@ -68,7 +68,7 @@ class Shard:
         except OSError:
             raise SbkitError(f"{self.path} is missing", hint=_AGAIN) from None
         if size != self.bytes or disk.sha256(self.path) != self.sha256:
-            raise self._damaged(f"it is not the file that {MANIFEST} names")
+            raise self._damaged(f"it is not the file that {MANIFEST} describes")
         try:
             return safe_open(self.path, framework="np")
         except SafetensorError as error:
@@ -83,14 +83,14 @@ class Shard:
                 shapes.get(name) != [self.utterances] for name in ("ends", "row_ends")):
             raise self._damaged(f"it holds {shapes}")
         if (kind := self._file.get_slice("codes").get_dtype()) not in _WHOLE:
-            raise self._damaged(f"codes are whole numbers, not {kind}")
+            raise self._damaged(f"codes must be whole numbers, not {kind}")
         if (kind := self._file.get_slice("rows").get_dtype()) != "U8":
-            raise self._damaged(f"rows are bytes, not {kind}")
+            raise self._damaged(f"rows must be bytes, not {kind}")
         found = {name: self._file.get_tensor(name) for name in ("ends", "row_ends")}
         for name, end, most in (("ends", self.frames, MAX_FRAMES), ("row_ends", bytes[0], MAX_ROW_BYTES)):
             steps = np.diff(found[name], prepend=0)
             if found[name].dtype != np.int64 or steps.min() < 1 or steps.max() > most or found[name][-1] != end:
-                raise self._damaged(f"{name} are no ends of utterances")
+                raise self._damaged(f"{name} are not valid ends of utterances")
         return found
 
     def _damaged(self, what: str) -> SbkitError:
@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> tuple[Books, list[Shard], str | None]:
         values = untrusted.read_json(path, _MANIFEST_BYTES)
     except FileNotFoundError:
         raise SbkitError(f"{folder} " + (f"has no codes: there is no {MANIFEST} in it" if folder.is_dir() else
-                                         "does not exist"), hint="sbkit tokenize makes such a folder") from None
+                                         "does not exist"), hint="sbkit tokenize creates one") from None
     except (OSError, ValueError) as error:
         raise SbkitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or first_line(error)}") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:

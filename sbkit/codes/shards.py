@@ -79,7 +79,7 @@ class Codes:
     def __getitem__(self, index: int) -> CodedUtterance:
         """Read an utterance; raises ``InvalidCode`` if an id isn't in its codebook."""
         if not 0 <= index < len(self):
-            raise IndexError(f"there are {len(self)} utterances, so none has the number {index}")
+            raise IndexError(f"there are {len(self)} utterances, but not number {index}")
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         shard = self._shards[number]
         row, codes = shard.read(index - self._starts[number])
@@ -129,18 +129,18 @@ class CodesWriter:
             raise SbkitError(f"two utterances have the id {id!r}" if id else "an utterance has no id")
         found = self._books.check(codes, id)
         if found.ndim != 2 or not len(found):
-            raise SbkitError(f"{id}: the codes of an utterance are [frames, levels] with one frame or more, not "
+            raise SbkitError(f"{id}: the codes of an utterance must be [frames, levels] with at least one frame, not "
                              f"{list(found.shape)}")
         if len(found) > MAX_FRAMES:
-            raise NotKept(id, f"it has {len(found):,} frames, but at most {MAX_FRAMES:,} are kept")
+            raise NotKept(id, f"it has {len(found):,} frames, but at most {MAX_FRAMES:,} are allowed")
         values = {"id": id, "text": text, "speaker": speaker}
         given = {name: value for name, value in values.items() if value is not None}
         if not encodes(given.values()):
-            raise NotKept(id, "its id, text or speaker is no Unicode")
+            raise NotKept(id, "its id, text or speaker is not valid Unicode")
         row = json.dumps(given).encode()
         if len(row) > MAX_ROW_BYTES:
             raise NotKept(id, f"its id, text and speaker have {disk.size(len(row))}, but at most "
-                              f"{disk.size(MAX_ROW_BYTES)} are kept")
+                              f"{disk.size(MAX_ROW_BYTES)} are allowed")
         if self._codes and (self._frames + len(found) > self._most or len(self._rows) == MAX_ROWS):
             self._write()
         self._ids.add(id)
@@ -198,6 +198,6 @@ def check_place(folder: str | Path, force: bool) -> None:
     """Raise if codes can't be written as a folder: it is there and not to be replaced, or holds anything else."""
     to = Path(folder).resolve()
     if to.exists() and not force:
-        raise SbkitError(f"{folder} exists", hint="choose another folder, or replace it with --force")
+        raise SbkitError(f"{folder} already exists", hint="choose another folder, or replace it with --force")
     if to.exists() and not (to / MANIFEST).is_file() and (not to.is_dir() or any(to.iterdir())):
-        raise SbkitError(f"{folder} is no folder of codes, so it is not replaced", hint="choose another one")
+        raise SbkitError(f"{folder} is not a folder of codes, so it is not replaced", hint="choose another one")

@@ -214,7 +214,7 @@ class OpenRecording(NamedTuple):
         at = min(first, self.exact)
         if block_seconds is None and first - at + wanted > MAX_SECONDS * rate:
             raise AudioError(name, f"{(first - at + wanted) / rate / 3600:.1f} hours at once; the limit is "
-                                   f"{MAX_SECONDS / 3600:.0f} (read stretches with start and duration)")
+                                   f"{MAX_SECONDS / 3600:.0f} (read parts of it with start and duration)")
         if at:
             file.seek(at)
         file.seekable = lambda: False  # otherwise soundfile seeks after each read, which is slow, and inexact for MP3
@@ -321,7 +321,7 @@ def _as_mp3(file: soundfile.SoundFile, read: Callable[[int, int], bytes]) -> tup
 
 def _check_header(name: str, rate: int, frames: int) -> None:
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise AudioError(name, f"its header claims {rate} samples a second")
+        raise AudioError(name, f"its header gives a sample rate of {rate} Hz")
     if frames <= 0:
         raise AudioError(name, "holds no audio")
     if frames > NO_LENGTH:

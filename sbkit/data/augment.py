@@ -65,7 +65,7 @@ class Augment:
         every: Sequence[Any] = stages  # some have attributes besides being callable
         speeds = [stage for stage in every if isinstance(stage, SpeedPerturb)]
         if len(speeds) > 1 or (speeds and every[0] is not speeds[0]):
-            raise SbkitError("augment: SpeedPerturb may be there once, as the first stage")
+            raise SbkitError("augment: SpeedPerturb may appear only once, as the first stage")
         self._speed = speeds[0] if speeds else None
         self.stages = [stage for stage in every if not isinstance(stage, SpeedPerturb)]
         self._longest = min((stage.seconds for stage in self.stages if isinstance(stage, Crop)), default=None)
@@ -77,8 +77,8 @@ class Augment:
             if own is None:
                 stage.sample_rate = sample_rate
             elif own != sample_rate:
-                raise SbkitError(f"augment: {type(stage).__name__} reads at {own} Hz, and it is to be mixed with "
-                                 f"recordings at {sample_rate}", hint="leave out its sample_rate")
+                raise SbkitError(f"augment: {type(stage).__name__} has sample_rate {own}, but the recordings are "
+                                 f"read at {sample_rate} Hz", hint="leave out its sample_rate")
 
     @property
     def stretch(self) -> float:
@@ -119,7 +119,7 @@ class Augment:
                 others = [stage(other, copy.deepcopy(rng)) for other in others]
             first = stage(first, rng)
             if any(len(other) != len(first) for other in others):
-                raise SbkitError(f"augment: {type(stage).__name__} changes the length of a recording, and not that of "
+                raise SbkitError(f"augment: {type(stage).__name__} changes the length of a recording but not that of "
                                  "its aligned signals", hint="give it the attribute aligned = True")
         return [first, *others]
 

@@ -87,7 +87,7 @@ class BatchColumns:
                 continue
             if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
                 raise SbkitError(f"{key} is {shown(listed)}",
-                                 hint=f"the task needs the list of all values of the column {name} there")
+                                 hint=f"expected the list of all values of the column {name}")
             self.classes[name] = [str(value) for value in listed]
         self._numbers = {name: {value: i for i, value in enumerate(values)} for name, values in self.classes.items()}
 

@@ -108,7 +108,7 @@ class Corpus:
         self.demo_hours, self.demo_seed = demo_hours, demo_seed
         self.demo_voices = texts("corpus: demo_voices", demo_voices) if demo_voices else []
         if wrong := [voice for voice in self.demo_voices if not re.fullmatch(r"[\w+-]+", voice)]:
-            raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is no voice of espeak-ng", hint="such as en-us+f2")
+            raise SbkitError(f"corpus: demo_voices: {wrong[0]!r} is not a voice of espeak-ng", hint="such as en-us+f2")
         self.report: dict[str, Any] | None = None
         self._needs_text = True
         self._declared: Declared = {}
@@ -178,7 +178,7 @@ class Corpus:
             fingerprint = self._fingerprint(source)
             ready = self._read_ready(source, fingerprint)
             if ready is not None:
-                logger.info("corpus %s: prepared already in %s", source.where, self.folder)
+                logger.info("corpus %s: already prepared in %s", source.where, self.folder)
                 check_needed(source, needed, ready)
                 return ready
             try:
@@ -193,7 +193,7 @@ class Corpus:
             self.report = json.loads(self.report_path.read_text(encoding="utf-8"))
             names = list(self.report["splits"])
         except FileNotFoundError:
-            raise SbkitError(f"{self.folder} holds no prepared corpus",
+            raise SbkitError(f"{self.folder} has no prepared corpus",
                              hint="prepare it first (sbkit prepare)") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SbkitError(f"{self.report_path} is damaged ({error})",
@@ -357,16 +357,16 @@ class Corpus:
                      for split in report["splits"]}
             for split, entry in report["splits"].items():
                 if not ready[split].mapped and disk.sha256(self.manifest_path(split)) != entry["sha256"]:
-                    logger.warning("%s was changed since it was prepared: preparing it again",
+                    logger.warning("%s has changed since it was prepared: preparing it again",
                                    self.manifest_path(split))
                     return None
             mended = exclusions.repaired(self.folder)
             if mended is not None:
-                logger.info("corpus: %s was left out and has come or changed since: preparing %s again",
+                logger.info("corpus: %s was left out and has appeared or changed since: preparing %s again",
                             mended, self.folder)
                 return None
             if any(manifest.has_urls and refused(manifest.wavs, self.remote).any() for manifest in ready.values()):
-                logger.info("corpus: rows are URLs that may not be opened: preparing %s again", self.folder)
+                logger.info("corpus: rows have URLs that are not allowed: preparing %s again", self.folder)
                 return None
         except (SbkitError, OSError, ValueError, KeyError, TypeError):
             return None
@@ -459,7 +459,7 @@ class Corpus:
             reasons = ", ".join(f"{entry['count']} {reason}" for reason, entry in report.left_out.items())
             example = next(iter(report.left_out.values()))["examples"][0]
             raise SbkitError(
-                f"{report.origin}: all {report.rows} rows of the {report.split} split left out: {reasons}",
+                f"{report.origin}: all {report.rows} rows of the {report.split} split were left out: {reasons}",
                 hint=f"for example {example}")
 
 

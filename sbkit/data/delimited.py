@@ -102,7 +102,7 @@ def _first_line(path: Path) -> tuple[int, str]:
             line = raw.decode("utf-8-sig").strip("\r\n")
             if line.strip():
                 if len(raw) == _MAX_HEADER_BYTES:
-                    raise SbkitError(f"{path}, line {number}: no header is so long", hint="is it a table at all?")
+                    raise SbkitError(f"{path}, line {number}: the header is too long", hint="is it a CSV or TSV file?")
                 return number, line
     raise SbkitError(f"{path} is empty", hint="expected a header line with column names")
 
@@ -112,13 +112,13 @@ def _header(path: Path, line: str, delimiter: str, quoted: bool) -> list[str]:
         try:
             names = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
         except csv.Error as error:
-            raise SbkitError(f"{path}, line 1: not a header: {error}", hint="is it a table at all?") from None
+            raise SbkitError(f"{path}, line 1: not a header: {error}", hint="is it a CSV or TSV file?") from None
     else:
         names = line.split(delimiter)
     names = [name.strip() for name in names]
     if len(names) > _MAX_COLUMNS:
-        raise SbkitError(f"{path}, line 1: {len(names):,} columns, and no corpus has more than {_MAX_COLUMNS:,}",
-                         hint="is it a table at all?")
+        raise SbkitError(f"{path}, line 1: {len(names):,} columns, but at most {_MAX_COLUMNS:,} are allowed",
+                         hint="is it a CSV or TSV file?")
     if repeated := sorted(name for name, count in Counter(names).items() if name and count > 1):
         raise SbkitError(f"{path}, line 1: the column {shown(repeated[0])} appears twice")
     return [name or f"column {i}" for i, name in enumerate(names, 1)]
@@ -171,7 +171,7 @@ def _lines(path: Path, file: IO[str], names: Sequence[str], skip: int, delimiter
     """The lines after the first ``skip``."""
     for number, line in enumerate(iter(lambda: file.readline(_BLOCK_BYTES), ""), 1):
         if len(line) == _BLOCK_BYTES:
-            raise SbkitError(f"{path}, line {number}: no line is so long", hint="is it a table at all?")
+            raise SbkitError(f"{path}, line {number}: the line is too long", hint="is it a CSV or TSV file?")
         if number > skip:
             try:
                 line.encode()

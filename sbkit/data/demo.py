@@ -177,7 +177,7 @@ def make_demo_corpus(out: str | os.PathLike[str], hours: float = 1.0, language: 
         (aside / "clips").mkdir()
         jobs = ((clip, aside / "clips" / _file_name(clip, language)) for clip in clips)
         milliseconds = list(progress(
-            run(_record, jobs), what=f"Speaking {hours:g} h of {language}", total=len(clips), unit="clip",
+            run(_record, jobs), what=f"Synthesising {hours:g} h of {language}", total=len(clips), unit="clip",
             show=show_progress,
         ))
         write_tables(aside, clips, milliseconds, language)
@@ -200,8 +200,8 @@ def espeak_name(language: str) -> str:
         if name in known:
             return name
     raise SbkitError(
-        f"espeak-ng, which speaks the demo corpus, knows no language '{language}'",
-        hint=f"it speaks sentences in {' '.join(sorted(GRAMMARS))} and numbers in every other language of "
+        f"espeak-ng, which synthesises the demo corpus, has no language '{language}'",
+        hint=f"the corpus has sentences in {' '.join(sorted(GRAMMARS))} and numbers in every other language of "
              "espeak-ng, such as fi nl pl pt tr uk vi",
     )
 
@@ -213,7 +213,7 @@ def _finished(folder: Path, made_with: dict[str, Any]) -> bool:
     found = stored_json(folder / "demo.json")
     if any(found.get(key) != value for key, value in {"voices": None, **made_with}.items()):
         raise SbkitError(
-            f"{folder} exists already and is not this demo corpus "
+            f"{folder} already exists and is not this demo corpus "
             f"({', '.join(f'{key} {value}' for key, value in made_with.items())})",
             hint="choose another folder or remove it first",
         )
@@ -259,7 +259,7 @@ def _pool(workers: int | None, language: str) -> Iterator[Run]:
         yield run
     except BrokenProcessPool as error:
         raise SbkitError(
-            f"a process that spoke '{language}' with espeak-ng died",
+            f"a process that synthesised '{language}' with espeak-ng died",
             hint="espeak-ng may be broken for this language, or memory ran out",
         ) from error
     finally:
@@ -272,7 +272,7 @@ def _numbers(espeak_name: str, run: Run) -> Grammar:
     sayable = [number for number, sound in enumerate(spoken) if sound and spoken.count(sound) == 1]
     if len(sayable) < 20:
         raise SbkitError(
-            f"espeak-ng has no number words for '{espeak_name}', so that there is nothing to say in it",
+            f"espeak-ng has no number words for '{espeak_name}', so there is nothing to synthesise",
             hint=f"languages with sentences: {' '.join(sorted(GRAMMARS))}",
         )
     return numbers_grammar(sayable)

@@ -158,7 +158,7 @@ class DemoNoise:
                  sample_rate: int | None = None):
         self.kinds = texts("DemoNoise: kinds", kinds)
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
-            raise SbkitError(f"DemoNoise: there is no noise {unknown[0]!r}", hint=f"there are {', '.join(KINDS)}")
+            raise SbkitError(f"DemoNoise: unknown noise {unknown[0]!r}", hint=f"kinds are {', '.join(KINDS)}")
         check_range("DemoNoise", snr_low=snr_low, snr_high=snr_high)
         self.snr_low, self.snr_high, self.prob = snr_low, snr_high, share(prob, "DemoNoise")
         self.sample_rate = sample_rate

@@ -28,7 +28,7 @@ def _loader() -> ModuleType:
     try:
         import espeakng_loader
     except ImportError as error:
-        raise SbkitError("espeak-ng is missing: the demo corpus, and voices that learnt phones, need the package "
+        raise SbkitError("espeak-ng is missing: the demo corpus, and voices trained on phones, need the package "
                          "espeakng-loader", hint=INSTALL) from error
     return espeakng_loader
 
@@ -46,7 +46,7 @@ def _library() -> Iterator[tuple[ctypes.CDLL, int]]:
     try:
         rate = library.espeak_Initialize(_SYNCHRONOUS, 0, str(loader.get_data_path()).encode(), _DONT_EXIT)
         if rate <= 0:
-            raise SbkitError(f"espeak-ng finds no data in {loader.get_data_path()}", hint=INSTALL)
+            raise SbkitError(f"espeak-ng found no data in {loader.get_data_path()}", hint=INSTALL)
         yield library, rate
     finally:
         library.espeak_Terminate()
@@ -85,7 +85,7 @@ def speak(text: str, voice: str, *, words_per_minute: int = 175, pitch: int = 50
         data = text.encode()
         failed = library.espeak_Synth(data, ctypes.c_size_t(len(data) + 1), 0, 0, 0, _UTF8, None, None)
     if failed or not chunks:
-        raise SbkitError(f"espeak-ng's voice '{voice}' says nothing for {text!r}")
+        raise SbkitError(f"espeak-ng's voice '{voice}' gives no audio for {text!r}")
     return np.concatenate(chunks).astype(np.float32) / 32768, rate
 
 

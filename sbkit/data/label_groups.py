@@ -42,20 +42,20 @@ class LabelGroups:
                f"{self.longest:g} s"
         if enough.sum() < 2:
             raise SbkitError(f"clips_per: {int(enough.sum())} values of the column {name} have {self.clips} clips or "
-                             "more", hint="lower the number, or is it the right column?")
+                             "more", hint="lower the number, or check the column")
         if fits < 2:
             raise SbkitError(f"clips_per: {what}, and a step needs two values of {name} to tell apart",
                              hint=f"raise step_seconds to {2 * self.clips * self.longest:g} or more, or crop the clips")
         if fits > enough.sum():
             raise SbkitError(
-                f"clips_per: {what}, each of another {name}, and {int(enough.sum())} have so many clips",
+                f"clips_per: {what}, each of another {name}, but only {int(enough.sum())} have enough clips",
                 hint=f"lower step_seconds to {int(enough.sum()) * self.clips * self.longest:g}")
         # How many steps can each have that many groups with different labels: it is so up to a number, and not beyond.
         self.steps = bisect.bisect_left(range(1, int(possible.sum()) // fits + 1), True,
                                         key=lambda steps: np.minimum(possible, steps).sum() < fits * steps)
         self.edges, self.lengths = np.array([self.longest]), np.full(self.steps, fits * self.clips)
         if fits * self.clips < least:
-            raise SbkitError(f"clips_per gives a step {fits * self.clips} utterances, and min_batch_utterances is "
+            raise SbkitError(f"clips_per gives a step {fits * self.clips} utterances, but min_batch_utterances is "
                              f"{least}", hint="raise step_seconds, or lower it")
         self._taken = self.clips * np.minimum(possible, self.steps)
 

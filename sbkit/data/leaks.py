@@ -15,15 +15,15 @@ from sbkit.data.splits import SPLITS
 
 #: What splits may share, and what follows for a split of which a part is shared.
 MEANS = {
-    "speakers": "the error rate is partly of known voices; to measure new ones, give each speaker to one split in the "
-                "source's lists",
-    "sentences": "no mistake, but models, above all language models, may know them by heart: expect a higher error "
-                 "rate on other sentences",
-    "recordings": "stretches of one file have the same speaker and room; give each file to one split",
-    "overlaps": "these rows have audio in common; give each file to one split",
-    "copies": "the same sound twice: take it out of one of the lists",
+    "speakers": "the error rate is partly measured on known speakers; to measure it on new ones, assign each speaker "
+                "to one split in the source's lists",
+    "sentences": "not an error, but models, language models in particular, may have memorised them: expect a higher "
+                 "error rate on other sentences",
+    "recordings": "segments of one file have the same speaker and room; assign each file to one split",
+    "overlaps": "these rows have audio in common; assign each file to one split",
+    "copies": "the same audio twice: remove it from one of the lists",
 }
-COLUMNS = ["split", "shared with", "what", "in both", "of", "rows", "% of rows", "such as"]
+COLUMNS = ["split", "shared with", "what", "in both", "out of", "rows", "% of rows", "examples"]
 _EXAMPLES = 3
 #: Seconds by which rows that follow each other may overlap, by the rounding of a list.
 _TOUCHING = 0.1
@@ -102,7 +102,7 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 def remarks(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the entries mean, or that there are none."""
     if not entries:
-        return ["no speaker, sentence or file is in two splits, as far as speakers are named"]
+        return ["no speaker, sentence or file is in two splits; rows that name no speaker are not compared by speaker"]
     return [f"{what}: {meaning}" for what, meaning in MEANS.items() if any(entry["what"] == what for entry in entries)]
 
 

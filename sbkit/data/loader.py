@@ -286,7 +286,7 @@ def _prefetch_that_fits(prefetch: int, workers: int, batch_bytes: int) -> int:
     if fits < 1:
         raise SbkitError(f"{workers} data workers need {need:.0f} MB of shared memory in {SHARED_MEMORY}; "
                          f"{free / 1e6:.0f} MB are free", hint=hint)
-    logger.warning("%s has %.0f MB: %d batches instead of %d are read ahead; %s",
+    logger.warning("%s has %.0f MB: %d batches instead of %d are prefetched; %s",
                    SHARED_MEMORY, free / 1e6, fits, prefetch, hint)
     return fits
 
@@ -317,7 +317,7 @@ def plain_errors() -> Iterator[None]:
     except RuntimeError as error:
         text = str(error)
         if "timed out" in text:
-            raise SbkitError("no batch came for a long time: the data workers hang",
+            raise SbkitError("no batch arrived for a long time: the data workers hang",
                              hint="is the file system that holds the corpus reachable?") from error
         if "shared memory" in text or "Bus error" in text or "No space left" in text:
             raise SbkitError(
@@ -345,8 +345,8 @@ def _dead_worker() -> tuple[str, str] | None:
             killed = -worker.exitcode if worker.exitcode < 0 else None
             cause = f"was killed by {ended_by(killed)}" if killed else f"ended with code {worker.exitcode}"
             row = int(reader.reading[number])
-            last = f"what it read last is {reader.manifest.ids[row]} ({reader.manifest.wavs[row]})" if row >= 0 else \
-                "it had read nothing"
+            last = f"it last read {reader.manifest.ids[row]} ({reader.manifest.wavs[row]})" if row >= 0 else \
+                "it had not read any recording"
             hint = _NO_MEMORY if killed == signal.SIGKILL else "if it dies there again, leave that recording out"
             return f"number {number} of {len(iterator._workers)} (process {worker.pid}) {cause}; {last}", hint
     return None

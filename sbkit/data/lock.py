@@ -109,6 +109,6 @@ def locked(path: Path) -> Iterator[None]:
         raise SbkitError(f"{error.filename or path}: cannot be written ({error.strerror})") from None
     with lock:
         if lock.acquire() is False:
-            logger.warning("%s: another process is at work there, waiting for it", path.parent)
+            logger.warning("%s: another process is working there, waiting for it", path.parent)
             lock.acquire(wait=True)
         yield

@@ -175,7 +175,7 @@ class Manifest:
         own = {"speaker": self.speakers, "text": self.texts, "id": self.ids, **self.meta}
         if name not in own:
             raise SbkitError(f"the manifest has no column {name!r} (its columns: {shown_names(own)})",
-                             hint="is that its name, in clips_per or the task's columns? then prepare the corpus again")
+                             hint="check its name in clips_per or the task's columns, then prepare the corpus again")
         return own[name]
 
     def seconds(self, name: str) -> np.ndarray:
@@ -227,7 +227,7 @@ class Manifest:
         ids, durations, wavs, texts = (csv.need(name, hint=hint) for name in REQUIRED)
         if csv.malformed:
             line, what = csv.malformed[0]
-            raise SbkitError(f"{path}, line {line}: {what}", hint="quote a field that holds a comma")
+            raise SbkitError(f"{path}, line {line}: {what}", hint="quote a field that contains a comma")
         start = csv.find("start")
         return cls(
             ids=ids, durations=to_seconds(path, "duration", durations),

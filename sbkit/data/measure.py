@@ -158,7 +158,7 @@ class _Processes:
         with cls(1, "sbkit.data.measure:measure_one") as processes:
             works = processes._ask(processes._all[0], []) == []
         if not works:
-            logger.warning("a helper process does not run here (%s): measuring in one process", sys.executable)
+            logger.warning("helper processes do not start here (%s): measuring in one process", sys.executable)
         return works
 
     def _start(self) -> subprocess.Popen[str]:

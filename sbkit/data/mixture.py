@@ -40,7 +40,7 @@ _CODE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*")
 _NAME = re.compile(r"[\w.-]+")
 #: Between a part's name and a row's own id.
 _OF = ":"
-COLUMNS = ["part", "language", "utterances", "hours", "% of steps", "times heard in a pass"]
+COLUMNS = ["part", "language", "utterances", "hours", "% of steps", "times seen in a pass"]
 
 
 class Mixture(Corpus):
@@ -71,7 +71,7 @@ class Mixture(Corpus):
                  weights: Mapping[str, float] | None = None, temperature: float | None = None, best_by: str = MEAN,
                  once: str | None = None):
         if not isinstance(parts, Mapping) or not parts or not all(isinstance(each, Corpus) for each in parts.values()):
-            raise SbkitError("mixture: parts names no corpora", hint="write a Corpus for each: {read: !new:sbkit.data."
+            raise SbkitError("mixture: parts must be corpora", hint="write a Corpus for each: {read: !new:sbkit.data."
                                                                       "corpus.Corpus {source: ...}, ...}")
         if wrong := [name for name in parts if not _NAME.fullmatch(str(name))]:
             raise SbkitError(f"mixture: parts: {wrong[0]!r} can't be a part's name",
@@ -91,10 +91,10 @@ class Mixture(Corpus):
         if once is not None and once not in list(self.parts):
             raise SbkitError(f"mixture: once is {once!r}, which is no part", hint=f"parts are {', '.join(parts)}")
         if once is not None and self.weights is not None and not self.weights[once]:
-            raise SbkitError(f"mixture: once is {once!r}, whose weight is 0", hint="give it more, or name another")
+            raise SbkitError(f"mixture: once is {once!r}, whose weight is 0", hint="raise it, or name another part")
         check_number("mixture: temperature", temperature, above=0, optional=True)
         if weights is not None and temperature is not None:
-            raise SbkitError("mixture: weights and temperature both say how much each part is heard",
+            raise SbkitError("mixture: weights and temperature both set the share of each part",
                              hint="leave one of them out")
         _check_rules(self.parts)
 
@@ -128,7 +128,7 @@ class Mixture(Corpus):
         total = sum(given.get(name, 0) for name in hours)
         if not total:
             raise SbkitError("mixture: weights: no part with training audio has a weight",
-                             hint=f"there is some of {', '.join(hours)}")
+                             hint=f"parts with training audio are {', '.join(hours)}")
         return {name: given.get(name, 0) / total for name in hours}
 
     # ---------------------------------------------------------------- prepare
@@ -161,13 +161,13 @@ class Mixture(Corpus):
                                  hint="a corpus's splits names them, e.g. {train: NAME}")
         silent = [name for name, weight in (self.weights or {}).items() if weight and "train" not in found[name]]
         if silent:
-            raise SbkitError(f"part {silent[0]} of the mixture has a weight and no training rows",
-                             hint="give it a train split, or weight it by 0")
+            raise SbkitError(f"part {silent[0]} of the mixture has a weight but no training rows",
+                             hint="give it a train split, or set its weight to 0")
         if self.once is not None and "train" not in found[self.once]:
-            raise SbkitError(f"once: part {self.once} of the mixture has no training rows", hint="name another")
+            raise SbkitError(f"once: part {self.once} of the mixture has no training rows", hint="name another part")
         if self.best_by in found and "dev" not in found[self.best_by] and "dev" in needed:
-            raise SbkitError(f"best_by: part {self.best_by} of the mixture has no dev split", hint="name another, or "
-                                                                                                   f"{MEAN}")
+            raise SbkitError(f"best_by: part {self.best_by} of the mixture has no dev split",
+                             hint=f"name another part, or {MEAN}")
 
     def _fingerprint_of_parts(self) -> str:
         facts = [[name, part.language, {split: entry["sha256"] for split, entry in part.prepared["splits"].items()}]
@@ -323,9 +323,9 @@ def _weights(given: Mapping[str, float], parts: Mapping[str, Corpus]) -> dict[st
             raise SbkitError(f"mixture: weights names {name!r}, which is no part", hint=f"parts are {', '.join(parts)}")
         check_number(f"mixture: weights: {name}", given[name], minimum=0)
     if missing := [name for name in parts if name not in given]:
-        raise SbkitError(f"mixture: weights says nothing of {missing[0]}", hint="weight it by 0 to only score it")
+        raise SbkitError(f"mixture: weights has no entry for {missing[0]}", hint="give it 0 to use it for scoring only")
     if not sum(given.values()):
-        raise SbkitError("mixture: weights are all 0, so nothing is heard", hint="give a part more")
+        raise SbkitError("mixture: weights are all 0, so there is nothing to train on", hint="raise one of them")
     return {str(name): float(weight) for name, weight in given.items()}
 
 
@@ -334,13 +334,13 @@ def _check_rules(parts: Mapping[str, Corpus]) -> None:
     first: dict[str | None, str] = {}
     for name, part in parts.items():
         if part.language is not None and not _CODE.fullmatch(part.language):
-            raise SbkitError(f"mixture: parts: {name}: the text rules know no language {part.language!r}",
-                             hint="write its code, such as en or zh-CN")
+            raise SbkitError(f"mixture: parts: {name}: language {part.language!r} is not a language code",
+                             hint="write a code such as en or zh-CN")
         for other, options in ((first.setdefault(part.language, name), None), (next(iter(parts)), ("unicode", "case"))):
             one, two = parts[other].text.options(), part.text.options()
             for option in options or one:
                 if option != "alphabet" and one[option] != two[option]:
                     raise SbkitError(
-                        f"mixture: parts: {other} and {name} are written by other rules: text.{option} is "
-                        f"{one[option]!r} and {two[option]!r}, so that one tokenizer learns both",
-                        hint="give both the same")
+                        f"mixture: parts: {other} and {name} have different text rules: text.{option} is "
+                        f"{one[option]!r} and {two[option]!r}, but they share a tokenizer",
+                        hint="use the same value in both")

@@ -56,7 +56,7 @@ class PartDraws:
         audio = np.bincount(parts.numbers, weights=seconds, minlength=many)
         drawn = shares > 0
         if not (drawn & (audio > 0)).any() or (drawn & (audio == 0)).any():
-            raise SbkitError("a part of the mixture that has a share has no training audio", hint="weight it by 0")
+            raise SbkitError("a part of the mixture has a share but no training audio", hint="set its weight to 0")
         self.times = np.divide(shares / shares.sum() * audio[drawn].sum(), audio, where=drawn, out=np.zeros(many))
         if parts.once is not None:
             self.times /= self.times[list(parts.shares).index(parts.once)]

@@ -24,8 +24,8 @@ def piece_model(pieces: Sequence[str], silent: Collection[int] = (), scores: Map
     merges : whether they are ranks of merges (BPE)
     """
     if twice := [piece for piece, count in Counter(pieces).items() if count > 1 or not piece]:
-        raise SbkitError(f"{len(twice)} tokens are written like others or not at all, such as {twice[0]!r}",
-                         hint="SentencePiece needs a name for each")
+        raise SbkitError(f"{len(twice)} tokens are duplicates or empty, such as {twice[0]!r}",
+                         hint="SentencePiece needs a unique text for each")
     kinds = [_UNKNOWN if not i else _CONTROL if i in silent else _NORMAL for i in range(len(pieces))]
     scores = scores or {}
     listed = b"".join(_bytes(1, _bytes(1, piece.encode()) + _float(2, scores.get(piece, _RARE if scores else 0.0))

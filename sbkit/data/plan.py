@@ -96,7 +96,7 @@ class Batching:
         for name, clips in given.items():
             check_number(f"batching: clips_per: {name}", clips, above=0, whole=True)
         if self.buckets is not None or self.sort not in (None, "random"):
-            raise SbkitError("batching: clips_per draws by labels, and buckets and sort by duration",
+            raise SbkitError("batching: clips_per groups utterances by label, but buckets and sort by duration",
                              hint="leave these out")
 
     @property
@@ -154,7 +154,7 @@ class Plan:
         self.durations = np.ascontiguousarray(durations, dtype=np.float32)
         _refuse(self.durations, batching, ids)
         if labels is not None and parts is not None:
-            raise SbkitError("clips_per draws by labels, and a mixture by its parts", hint="leave one of them out")
+            raise SbkitError("clips_per groups utterances by label, but a mixture by part", hint="leave one out")
         if round_seconds:
             units = unit_of(self.durations, round_seconds)
             rounded = (np.ceil(self.durations / units - 1e-4) * units).astype(np.float32)
@@ -314,7 +314,7 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
     long = np.flatnonzero(durations > batching.max_batch_seconds * (1 + 1e-6))
     if len(long):
         raise SbkitError(
-            f"utterances longer than max_batch_seconds ({batching.max_batch_seconds:g} s), what a device "
+            f"utterances longer than max_batch_seconds ({batching.max_batch_seconds:g} s), which a device "
             f"holds at once: {some(long)}",
             hint="raise max_batch_seconds, or prepare with a smaller max_duration",
         )
@@ -322,14 +322,14 @@ def _refuse(durations: np.ndarray, batching: Batching, ids: Sequence[str] | None
     if together == 1:
         return
     if len(durations) < batching.min_batch_utterances:
-        raise SbkitError(f"the training set has {len(durations)} utterances, and min_batch_utterances is "
+        raise SbkitError(f"the training set has {len(durations)} utterances, but min_batch_utterances is "
                          f"{batching.min_batch_utterances}", hint="lower it")
     if (batching.max_batch_utterances or together) < together:
-        raise SbkitError(f"max_batch_utterances is {batching.max_batch_utterances}", hint=f"with min_batch_utterances "
-                         f"and clips_per as they are, it is {together} or more")
+        raise SbkitError(f"max_batch_utterances is {batching.max_batch_utterances}", hint=f"this min_batch_utterances "
+                         f"or clips_per needs {together} or more")
     long = np.flatnonzero(together * durations > batching.max_batch_seconds * (1 + 1e-6))
     if len(long):
         raise SbkitError(
-            f"max_batch_seconds ({batching.max_batch_seconds:g} s) must hold {together} utterances of any length, "
-            f"because of min_batch_utterances or clips_per, and doesn't hold so many like {some(long)}",
+            f"max_batch_seconds ({batching.max_batch_seconds:g} s) is too small: because of min_batch_utterances or "
+            f"clips_per it must hold {together} utterances of any length, such as {some(long)}",
             hint=f"raise it to {together * float(durations.max()):g}, or crop or leave out longer ones")

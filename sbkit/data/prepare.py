@@ -138,7 +138,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
 
     durations = _durations(split, rows, why, details, report, check_audio, journal, workers, remote, show_progress)
     leave_out(UNDECODABLE, np.isnan(durations))
-    leave_out(UNDECODABLE, durations <= 0, lambda i: f"nothing is left from {rows.starts[i]:.2f} s on")
+    leave_out(UNDECODABLE, durations <= 0, lambda i: f"it ends before its start at {rows.starts[i]:.2f} s")
     if limits.min_duration is not None:
         leave_out("too short", durations < limits.min_duration)
     if limits.max_duration is not None:
@@ -169,7 +169,7 @@ def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *
         leave_out(UNDECODABLE, ~(seconds > 0))
         if aligned:
             leave_out("signals of different length", _apart(rows, durations, seconds), lambda i: (
-                f"{name}: {seconds[i]:.2f} s, and {durations[i]:.2f} s from {rows.starts[i]:.2f} s on are needed"))
+                f"{name}: {seconds[i]:.2f} s, but {durations[i]:.2f} s from {rows.starts[i]:.2f} s on are needed"))
         else:
             meta[name + SECONDS] = Column([f"{each:.3f}" for each in seconds.tolist()])
 

@@ -148,9 +148,9 @@ def _body(response: http.client.HTTPResponse, first: int, max_bytes: int) -> byt
         raise OSError(f"it redirects to {response.getheader('Location')}, and redirects are not followed")
     if response.status not in (200, 206):
         raise FileNotFoundError if response.status == 404 else OSError(
-            f"the server says {response.status} {response.reason}")
+            f"the server answered {response.status} {response.reason}")
     if first and response.status == 200:
-        raise OSError("the server gives no parts of files")
+        raise OSError("the server does not support range requests")
     length = response.length
     data = response.read(max_bytes)
     if length is not None and len(data) < min(length, max_bytes):

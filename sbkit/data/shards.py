@@ -112,7 +112,7 @@ def write_shards(
     if encode is not None and encode not in ENCODINGS:
         raise SbkitError(f"cannot encode shards as {encode!r}", hint=f"it is one of {', '.join(ENCODINGS)}")
     if encode == "wav16k" and sample_rate != SAMPLE_RATE:
-        raise SbkitError(f"wav16k is 16000 samples a second, not {sample_rate}", hint="encode as wav")
+        raise SbkitError(f"wav16k has a sample rate of 16000, not {sample_rate}", hint="encode as wav")
     if not len(manifest):
         raise SbkitError("the manifest is empty: there is nothing to write into shards")
     try:
@@ -155,8 +155,8 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
             yield from (index for _, index in as_they_end(pool, _write, jobs, 2 * workers))
     except BrokenProcessPool as error:
-        raise SbkitError("a process that wrote shards died", hint="out of memory? Try fewer workers; the "
-                         "shards that are finished are kept") from error
+        raise SbkitError("a process that wrote shards died", hint="out of memory? Try fewer workers; "
+                         "finished shards are kept") from error
 
 
 def _write(job: _Job) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Exclusions:
         if unknown:
             raise SbkitError(f"{self.path} names {len(unknown)} rows that {origin} does not have: "
                              + ", ".join(unknown[:_SHOWN]) + (", ..." if len(unknown) > _SHOWN else ""),
-                             hint="take their lines out of the list if they were removed from the corpus")
+                             hint="remove their lines from the list if they were removed from the corpus")
         return np.fromiter((found.get(name, False) for name in ids), bool, len(ids))
 
 

@@ -53,7 +53,7 @@ class NameTable:
             raise SbkitError(f"{self.file} cannot be read: {error}") from None
         if not isinstance(found, list) or not found or not all(isinstance(name, str) and name for name in found) \
                 or found != sorted(set(found)):
-            raise SbkitError(f"{self.file} is no sorted list of names",
+            raise SbkitError(f"{self.file} is not a sorted list of names",
                              hint="remove it, and prepare the corpus again in a new output_folder")
         self._found = found
         return found
@@ -98,10 +98,10 @@ class Symbols(NameTable):
         texts = list(texts)
         found = sorted(set().union(*texts))
         if not found:
-            raise SbkitError("the corpus has no text to learn to speak", hint="does it have transcripts?")
+            raise SbkitError("the corpus has no text to train a voice on", hint="does it have transcripts?")
         if len(found) > MAX_SYMBOLS:
             raise SbkitError(f"the corpus has {len(found):,} different characters, but at most {MAX_SYMBOLS:,} are "
-                             "taken", hint="is its text what was said, in letters?")
+                             "supported", hint="is its text a transcript, in letters?")
         if self.spelling is not None:
             self._characters.store(found)
             self.look_up(texts)
@@ -112,7 +112,7 @@ class Symbols(NameTable):
     def load(self) -> Symbols:
         """Read the stored symbols."""
         if wrong := [name for name in self.read() if len(name) != 1]:
-            raise SbkitError(f"{self.file}: {wrong[0][:_LONGEST]!r} is no character",
+            raise SbkitError(f"{self.file}: {wrong[0][:_LONGEST]!r} is not a character",
                              hint="remove it, and prepare the corpus again in a new output_folder")
         self._ids = {symbol: number for number, symbol in enumerate(self._found, 1)}
         return self
@@ -192,7 +192,7 @@ class Speakers(NameTable):
         if not self.several:
             found = found if len(found) == 1 else [NAMELESS]
         if len(found) > MAX_SPEAKERS:
-            raise SbkitError(f"the corpus has {len(found):,} speakers, but at most {MAX_SPEAKERS:,} become voices",
+            raise SbkitError(f"the corpus has {len(found):,} speakers, but at most {MAX_SPEAKERS:,} are supported",
                              hint="write several: false under speakers, and all of it is one voice")
         self.store(found)
         return found

@@ -98,7 +98,7 @@ class TextRules:
         except TypeError:
             known = ", ".join(cls().options())
             alien = next(name for name in overrides if name not in known.split(", "))
-            raise SbkitError(f"text rules: there is no {alien!r}", hint=f"known: {known}") from None
+            raise SbkitError(f"text rules: unknown rule {alien!r}", hint=f"rules are {known}") from None
 
     def options(self) -> dict[str, Any]:
         """The rules as plain data, for fingerprints and reports."""
@@ -142,7 +142,7 @@ def _replaced(text: str, pairs: Mapping[str, str], max_length: int) -> str:
     for old, new in pairs.items():
         text = text.replace(old, new)
         if len(text) > max_length:
-            raise SbkitError(f"text rules: they make a text more than {_GROWN} times as long",
+            raise SbkitError(f"text rules: a text becomes more than {_GROWN} times as long",
                              hint="shorten their replacements")
     return text
 

@@ -135,10 +135,10 @@ class Tokenizer:
         if self.path.exists():
             known = self._stored_fingerprint()
             if known == fingerprint:
-                logger.info("tokenizer %s: made from this text already", self.path)
+                logger.info("tokenizer %s: already trained on this text", self.path)
                 return self.load()
             if grows and known is not None and self._checkpoint() and not self.load().coverage(texts):
-                logger.info("tokenizer %s: it was made from other text, and stays: it can write this too", self.path)
+                logger.info("tokenizer %s: trained on other text, but kept: it can encode this text too", self.path)
                 return self
             self._refuse_to_replace(known)
         elif grows and (checkpoint := self._checkpoint()):
@@ -209,12 +209,12 @@ class Tokenizer:
         """Refuse to replace a model that wasn't trained here, or that checkpoints in its folder depend on."""
         if known is None and not self.path.with_suffix(".json").exists():
             raise SbkitError(
-                f"{self.path} exists already, and nothing records what it was made from",
-                hint="remove it to train a new one, or give it as the tokenizer's `model` to use it as it is")
+                f"{self.path} already exists, and it is not recorded what it was trained on",
+                hint="remove it to train a new one, or set the tokenizer's `model` to it to use it unchanged")
         checkpoint = self._checkpoint()
         if checkpoint is not None:
             raise SbkitError(
-                f"{self.path} was made from other text or other options, and checkpoints such as "
+                f"{self.path} was trained on other text or with other options, and checkpoints such as "
                 f"{checkpoint.name} were trained with it",
                 hint="start in a new output_folder, or set text and options back")
         logger.warning("tokenizer %s: its text or options changed, training it again", self.path)

@@ -144,7 +144,7 @@ class RunLock:
                                  hint=f"wait for it, end it, or choose another place with {self.option}")
             if not told and waited > PATIENCE:
                 told = True
-                what = "is at work there, waiting for it" if holder.lives else "held it, waiting for a sign of life"
+                what = "is working there, waiting for it" if holder.lives else "held it, waiting for a sign of life"
                 logger.warning("%s: %s %s", self.folder, holder, what)
             time.sleep(_POLL_SECONDS)
             holder.refresh()

@@ -39,7 +39,7 @@ def test_an_id_outside_its_codebook_is_refused_by_name_and_the_next_request_is_r
     wrong, id = right.copy(), -1 if beyond < 0 else size + beyond
     wrong[1, level] = id
     with pytest.raises(InvalidCode, match=rf"^a request: frame 1, level {level}: id {id} is not in a codebook of "
-                                          rf"{size} entries; are they of this codec") as error:
+                                          rf"{size} entries; are they from this codec") as error:
         decoder(wrong)
     assert (error.value.position, error.value.level, error.value.id) == ((1,), level, id)
     assert wrong[1, level] == id, "nothing was clamped"

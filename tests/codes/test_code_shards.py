@@ -103,17 +103,18 @@ def test_an_invalid_id_on_disk_is_refused_where_it_is_read_and_the_next_is_right
 
 
 @pytest.mark.parametrize("change, words", [
-    (lambda t: t.update(codes=t["codes"].astype(np.float32)), "codes are whole numbers, not F32"),
+    (lambda t: t.update(codes=t["codes"].astype(np.float32)), "codes must be whole numbers, not F32"),
     (lambda t: t.update(codes=t["codes"][:, None].copy()), "damaged: it holds"),
-    (lambda t: t.update(codes=t["codes"] > 0), "codes are whole numbers, not BOOL"),
-    (lambda t: t.update(rows=t["rows"].astype(np.int16)), "rows are bytes, not I16"),
-    (lambda t: t.update(codes=t["codes"][:, :1].copy()), r"codes are \[frames, 2\]"),
+    (lambda t: t.update(codes=t["codes"] > 0), "codes must be whole numbers, not BOOL"),
+    (lambda t: t.update(rows=t["rows"].astype(np.int16)), "rows must be bytes, not I16"),
+    (lambda t: t.update(codes=t["codes"][:, :1].copy()), r"codes must be \[frames, 2\]"),
     (lambda t: t.update(codes=t["codes"][:-1].copy()), "damaged: it holds"),
     (lambda t: t.pop("rows"), "damaged: it holds"), (lambda t: t.update(more=np.zeros(3)), "damaged: it holds"),
     (lambda t: t.update(ends=t["ends"][:-1].copy()), "damaged: it holds"),
-    (lambda t: t["ends"].__setitem__(0, 30), "ends are no ends"), (lambda t: t["ends"].__setitem__(0, 0), "no ends"),
-    (lambda t: t["ends"].__setitem__(-1, 10**15), "no ends"), (lambda t: t["row_ends"].__setitem__(0, -5), "no ends"),
-    (lambda t: t.update(ends=t["ends"].astype(np.float64)), "no ends"),
+    (lambda t: t["ends"].__setitem__(0, 30), "ends are not"), (lambda t: t["ends"].__setitem__(0, 0), "valid ends"),
+    (lambda t: t["ends"].__setitem__(-1, 10**15), "valid ends"),
+    (lambda t: t["row_ends"].__setitem__(0, -5), "valid ends"),
+    (lambda t: t.update(ends=t["ends"].astype(np.float64)), "not valid ends"),
     (lambda t: t["rows"].__setitem__(0, ord("[")), "row 0 is not JSON"),
     (lambda t: t["rows"].__setitem__(2, ord("x")), "row 0 must have an id"),
 ])
@@ -128,7 +129,7 @@ def test_a_shard_that_changed_is_refused_even_if_its_ids_are_valid(tmp_path):
     with pytest.raises(SbkitError, match=r"codes-00000\.safetensors is damaged: it is not the file that manifest"):
         Codes(folder)[0]
     (folder / "codes-00000.safetensors").unlink()
-    with pytest.raises(SbkitError, match="is missing; copy the folder again"):
+    with pytest.raises(SbkitError, match="is missing; copy or create"):
         Codes(folder)[0]
 
 
@@ -192,8 +193,8 @@ def test_what_is_no_folder_of_codes_is_told(tmp_path):
     ("", [[0, 0]], "no id"), ("u0", [[0, 0]], "two utterances have the id 'u0'"),
     ("v", np.zeros((0, 2), int), r"\[0, 2\]"),
     ("v", np.zeros((1, 3, 2), int), r"\[1, 3, 2\]"), ("v", np.zeros((2, 2)), "whole numbers"),
-    ("v", np.zeros(((1 << 20) + 1, 2), np.uint8), "v: it has 1,048,577 frames, but at most 1,048,576 are kept"),
-    ("\ud800", [[0, 0]], r"\\ud800: its id, text or speaker is no Unicode"),
+    ("v", np.zeros(((1 << 20) + 1, 2), np.uint8), "v: it has 1,048,577 frames, but at most 1,048,576 are allowed"),
+    ("\ud800", [[0, 0]], r"\\ud800: its id, text or speaker is not valid Unicode"),
 ])
 def test_what_cannot_be_an_utterance_is_refused(tmp_path, id, codes, words):
     with pytest.raises(SbkitError, match=words), writing(tmp_path / "t", BOOKS) as out:
@@ -213,7 +214,7 @@ def test_types_that_numpy_lacks_are_refused(tmp_path):
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + whole[end:])
     manifest["shards"][0] |= {"bytes": path.stat().st_size, "sha256": disk.sha256(path)}
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(SbkitError, match="damaged: codes are whole numbers, not BF16"):
+    with pytest.raises(SbkitError, match="damaged: codes must be whole numbers, not BF16"):
         Codes(folder)[0]
 
 
@@ -224,7 +225,7 @@ def test_half_a_character_is_refused_before_anything_is_made_of_it(tmp_path, row
 
     codes = Codes(rewritten(write(tmp_path / "t", utterances(1)), change))
     for use in (codes.check, lambda: codes.ids):
-        with pytest.raises(SbkitError, match="damaged: row 0 is no Unicode"):
+        with pytest.raises(SbkitError, match="damaged: row 0 is not valid Unicode"):
             use()
 
 
@@ -232,7 +233,7 @@ def test_what_no_shard_can_hold_leaves_the_others_as_they_are(tmp_path):
     with writing(tmp_path / "t", BOOKS) as out:
         out.add("u0", [[1, 2]])
         for wrong, told in (({"text": "a" * (1 << 20)}, r"id, text and speaker have 1\.0 MB"),
-                            ({"speaker": "\udc00"}, "no Unicode")):
+                            ({"speaker": "\udc00"}, "not valid Unicode")):
             with pytest.raises(NotKept, match=told):
                 out.add("v", [[3, 4]], **wrong)
         out.add("v", [[5, 6]])
@@ -248,7 +249,7 @@ def test_no_codes_are_no_folder(tmp_path):
 def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path):
     given = utterances()
     folder = write(tmp_path / "t", given, shard_frames=10)
-    with pytest.raises(SbkitError, match="t exists"):
+    with pytest.raises(SbkitError, match="t already exists"):
         write(folder, given[:1])
     reading = Codes(folder)
     same(reading[0], given[0])
@@ -263,7 +264,7 @@ def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path):
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "thesis.txt").write_text("all of it")
-    with pytest.raises(SbkitError, match="is no folder of codes, so it is not replaced"):
+    with pytest.raises(SbkitError, match="is not a folder of codes, so it is not replaced"):
         write(tmp_path / "t", utterances(), force=True)
     assert (tmp_path / "t" / "thesis.txt").read_text() == "all of it"
 

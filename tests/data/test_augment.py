@@ -235,7 +235,7 @@ def test_noise_and_rooms_come_at_the_rate_of_the_waveforms(tmp_path, rate):
 
 
 def test_a_stage_that_insists_on_another_rate_is_refused(noises):
-    with pytest.raises(SbkitError, match=r"AddNoise reads at 16000 Hz.*at 8000.*leave out its sample_rate"):
+    with pytest.raises(SbkitError, match=r"AddNoise has sample_rate 16000.*at 8000.*leave out its sample_rate"):
         Augment([Gain(), AddNoise(str(noises), sample_rate=16_000)]).set_sample_rate(8000)
 
 

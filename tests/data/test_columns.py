@@ -106,7 +106,7 @@ def test_it_is_prepared_once_and_again_when_the_task_declares_others(sounds, tmp
     assert len(prepared(corpus)["train"]) == CLIPS
     with caplog.at_level("INFO"):
         prepared(corpus)
-        assert "prepared already" in caplog.text
+        assert "already prepared" in caplog.text
         assert "voice_seconds" not in prepared(corpus, {"clean": SignalColumn()})["train"].meta
     assert "preparing" in caplog.text
 
@@ -164,7 +164,7 @@ def test_rows_that_lack_something_are_counted_and_named(sounds, tmp_path):
     examples = {reason: entry["examples"][0] for reason, entry in left_out.items() if entry["count"] == 1}
     assert examples["empty column"] == "train-u1: mood"
     assert examples["missing clip"] == f"train-u2: clean: {sounds}/gone.wav"
-    assert examples["signals of different length"].startswith("train-u3: clean: 2.30 s, and 0.65 s from 0.00 s on")
+    assert examples["signals of different length"].startswith("train-u3: clean: 2.30 s, but 0.65 s from 0.00 s on")
     assert examples["undecodable"].startswith("train-u4: voice: ")
 
 

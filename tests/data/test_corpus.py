@@ -66,7 +66,7 @@ def test_a_large_corpus_is_mapped_and_prepared_again_when_its_csv_changes(releas
     path = corpus.manifest_path("train")
     path.write_text(path.read_text().replace("yes", "no"))
     assert list(prepare(release, tmp_path / "m")[1]["train"].texts) == list(first["train"].texts)
-    assert "was changed since it was prepared" in caplog.text
+    assert "has changed since it was prepared" in caplog.text
     monkeypatch.setattr("sbkit.data.manifest.MAPPED_ROWS", 4)
     prepare(release, tmp_path / "m", min_duration=0.1)
     assert not (tmp_path / "m" / "train.arrow").exists(), "what an earlier preparation left is gone"
@@ -98,7 +98,7 @@ def test_dev_and_test_keep_everything_unless_asked(release, tmp_path):
 
 
 def test_a_split_of_which_nothing_is_left_is_an_error_that_says_why(release, tmp_path):
-    with pytest.raises(SbkitError, match="all 3 rows of the train split left out: 3 too short; for"):
+    with pytest.raises(SbkitError, match="all 3 rows of the train split were left out: 3 too short; for"):
         prepare(release, tmp_path / "m", min_duration=SECONDS + 0.5)
     assert not list((tmp_path / "m").glob("*.csv"))
 
@@ -236,7 +236,7 @@ def test_a_split_that_is_gone_leaves_no_manifest_behind(release, tmp_path):
     ({"splits": {"valid": "dev"}}, "splits names 'valid'"),
     ({"limit_splits": ["all"]}, "limit_splits names 'all'"),
     ({"check_audio": "none"}, "use sample, all or decode"),
-    ({"text": {"upper": True}}, "no 'upper'"), ({"text": "upper"}, "text is 'upper'; expected"),
+    ({"text": {"upper": True}}, "unknown rule 'upper'"), ({"text": "upper"}, "text is 'upper'; expected"),
     ({"splits": ["train"]}, "splits is "), ({"splits": {"train": 3}}, "splits: train is 3; it must be a text"),
     ({"only": "tests"}, "only names 'tests'"), ({"only": []}, "only names no split"),
     ({"max_duration": "20 s"}, "max_duration is '20 s'; it must be a number"),
@@ -266,7 +266,7 @@ def test_one_split_may_be_named_without_a_list(release, tmp_path):
 
 
 def test_empty_splits_and_unprepared_folders(release, tmp_path, monkeypatch):
-    with pytest.raises(SbkitError, match="holds no prepared corpus"):
+    with pytest.raises(SbkitError, match="has no prepared corpus"):
         Corpus(release, folder=tmp_path / "m").load()
     (release / "dev.tsv").write_text((release / "dev.tsv").read_text().splitlines()[0] + "\n")
     monkeypatch.setattr("sbkit.data.corpus.prepare_split", lambda *_, **__: pytest.fail("audio was read"))
@@ -294,14 +294,14 @@ def test_nothing_is_a_corpus_of_our_own(tmp_path, monkeypatch):
     prepare(None, tmp_path / "m3", demo_voices=["en-us+f2", "en-gb-scotland"])
     assert made[2][0].name.startswith("demo-en-en-us+f2-en-gb-scotland-1h")
     assert made[2][1]["voices"] == ["en-us+f2", "en-gb-scotland"] and not made[0][1]["voices"]
-    with pytest.raises(SbkitError, match=r"'\.\./x' is no voice of espeak-ng"):
+    with pytest.raises(SbkitError, match=r"'\.\./x' is not a voice of espeak-ng"):
         Corpus(demo_voices=["../x"])
 
 
 def test_two_preparations_of_one_folder_take_turns(release, tmp_path, caplog):
     with ThreadPoolExecutor(1) as pool, locked(tmp_path / "m" / ".lock"):
         other = pool.submit(prepare, release, tmp_path / "m")
-        while "another process is at work there" not in caplog.text:
+        while "another process is working there" not in caplog.text:
             assert not other.done()
             time.sleep(0.01)
         assert not list((tmp_path / "m").glob("*.csv"))

@@ -45,7 +45,7 @@ def test_silence_stays_silent_and_some_utterances_stay_as_they_are():
 
 
 def test_unknown_noises_and_turned_limits_are_refused():
-    with pytest.raises(SbkitError, match=r"there is no noise 'his'; there are hiss, hum"):
+    with pytest.raises(SbkitError, match=r"unknown noise 'his'; kinds are hiss, hum"):
         DemoNoise(["hum", "his"])
     with pytest.raises(SbkitError, match="snr_low"):
         DemoNoise(["hum"], snr_low=3, snr_high=2)

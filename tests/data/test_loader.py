@@ -325,7 +325,7 @@ def test_a_worker_that_is_killed_is_reported_with_what_it_read_last(manifest, si
         with pytest.raises(SbkitError) as caught:
             list(loader.at(1))
     wav = manifest.wavs[manifest.ids.index(first)]
-    assert re.match(rf"a data worker died: number 0 of 1 \(process \d+\) was killed by {said}; what it read last is "
+    assert re.match(rf"a data worker died: number 0 of 1 \(process \d+\) was killed by {said}; it last read "
                     rf"{first} \({wav}\); \S", str(caught.value)), caught.value
 
 

@@ -67,7 +67,7 @@ def test_manifests_are_joined_and_say_which_part_each_row_is_of(two, tmp_path):
     assert found["train"].shares == {"read": 0.25, "calls": 0.75} and not found["dev"].shares
     assert hours_of(found["train"]) == pytest.approx({"read": 6 / 3600, "calls": 2 / 3600})
     assert mixture.rows(found["train"]) == [["read", "en", 6, 0.0, 25.0, 0.33], ["calls", "cs", 2, 0.0, 75.0, 3.0]]
-    assert "times heard in a pass" in mixture.summary() and "read: " in mixture.summary()
+    assert "times seen in a pass" in mixture.summary() and "read: " in mixture.summary()
     report = json.loads((tmp_path / "m" / "prepare_report.json").read_text())
     assert report["options"]["max_duration"] is None and "language" not in report["options"]
     assert report["options"]["parts"]["calls"]["language"] == "cs"
@@ -185,7 +185,7 @@ def test_a_part_may_lack_a_split_that_others_have(two, tmp_path):
     with pytest.raises(SbkitError, match="no part of the mixture has a test split"):
         Mixture({"only": only}, tmp_path / "n").prepare(False, needed=("train", "test"))
     tested = Corpus(source(tmp_path / "tested", test=["Ten"]), only=("test",))
-    with pytest.raises(SbkitError, match="part tested of the mixture has a weight and no training rows"):
+    with pytest.raises(SbkitError, match="part tested of the mixture has a weight but no training rows"):
         Mixture({**two, "tested": tested}, tmp_path / "m", weights={"read": 1, "calls": 1, "tested": 1}).prepare(False)
     found = Mixture({**two, "tested": tested}, tmp_path / "m",
                     weights={"read": 1, "calls": 1, "tested": 0}).prepare(False)
@@ -205,22 +205,22 @@ def test_a_clean_column_that_one_part_lacks_is_its_own_recording(two, tmp_path):
 
 
 WRONG = [
-    ({"weights": {"read": 0, "calls": 0}}, "weights are all 0, so nothing is heard"),
+    ({"weights": {"read": 0, "calls": 0}}, "weights are all 0, so there is nothing to train on"),
     ({"weights": {"read": 1, "phone": 1}}, "weights names 'phone', which is no part; parts are read, calls"),
-    ({"weights": {"read": 1}}, "weights says nothing of calls; weight it by 0"),
+    ({"weights": {"read": 1}}, "weights has no entry for calls; give it 0"),
     ({"weights": {"read": 1, "calls": -1}}, "weights: calls is -1"),
     ({"weights": [1, 2]}, r"weights is \[1, 2\]; write a number for each part: {read: 1, calls: 1}"),
-    ({"weights": {"read": 1, "calls": 1}, "temperature": 2}, "weights and temperature both say"),
+    ({"weights": {"read": 1, "calls": 1}, "temperature": 2}, "weights and temperature both set"),
     ({"temperature": 0}, "temperature is 0"),
     ({"best_by": "phone"}, "best_by is 'phone'; it is mean or one of read, calls"),
-    ({"parts": {}}, "parts names no corpora"),
-    ({"parts": {"read": "/data"}}, "parts names no corpora"),
+    ({"parts": {}}, "parts must be corpora"),
+    ({"parts": {"read": "/data"}}, "parts must be corpora"),
     ({"parts": {"a:b": Corpus(".")}}, "parts: 'a:b' can't be a part's name"),
     ({"parts": {"a": Corpus("."), "b": Corpus(".", text={"case": "upper"})}},
-     "parts: a and b are written by other rules: text.case is 'lower' and 'upper'"),
+     "parts: a and b have different text rules: text.case is 'lower' and 'upper'"),
     ({"parts": {"a": Corpus(".", "en"), "b": Corpus(".", "cs"), "c": Corpus(".", "cs", text={"keep_anywhere": "."})}},
-     "parts: b and c are written by other rules: text.keep_anywhere is '' and '.'"),
-    ({"parts": {"a": Corpus(".", "english")}}, "parts: a: the text rules know no language 'english'; write its code"),
+     "parts: b and c have different text rules: text.keep_anywhere is '' and '.'"),
+    ({"parts": {"a": Corpus(".", "english")}}, "parts: a: language 'english' is not a language code; write a code"),
 ]
 
 

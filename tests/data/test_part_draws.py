@@ -139,7 +139,7 @@ def test_a_part_with_a_share_of_nothing_is_never_drawn():
     assert drawn[1] == 0 < min(drawn[0], drawn[2])
     with pytest.raises(SbkitError, match="has no training audio"):
         Plan(seconds, Batching(60), parts=Parts(parts.numbers, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}))
-    with pytest.raises(SbkitError, match="clips_per draws by labels, and a mixture by its parts"):
+    with pytest.raises(SbkitError, match="clips_per groups utterances by label, but a mixture by part"):
         Plan(seconds, Batching(600, clips_per={"speaker": 2}), labels=parts.numbers, parts=parts)
 
 

@@ -212,7 +212,7 @@ def test_no_micro_batch_has_fewer_utterances_than_asked_for(seconds, step, world
     most = (2 * least - 1) * max(seconds) + room
     batching = Batching(most, step, min_batch_utterances=least, max_batch_utterances=utts)
     if len(seconds) < least:
-        with pytest.raises(SbkitError, match=f"has {len(seconds)} utterances, and min_batch_utterances is {least}"):
+        with pytest.raises(SbkitError, match=f"has {len(seconds)} utterances, but min_batch_utterances is {least}"):
             Plan(seconds, batching)
         return
     plan = Plan(seconds, batching, round_seconds=rounded)
@@ -290,14 +290,14 @@ LABELS = np.array([0, 0, 0, 1, 1, 1, 2])
 
 @pytest.mark.parametrize(("batching", "told"), [
     (lambda: Batching(10, 10, clips_per={"speaker": 2}), r"step_seconds \(10 s\) holds 5 times 2 clips of 1 s, each of "
-     "another speaker, and 2 have so many clips; lower step_seconds to 4"),
+     "another speaker, but only 2 have enough clips; lower step_seconds to 4"),
     (lambda: Batching(10, 2, clips_per={"speaker": 2}), r"holds 1 times 2 clips .* raise step_seconds to 4 or more"),
     (lambda: Batching(10, 10, clips_per={"mood": 9}), "0 values of the column mood have 9 clips or more"),
     (lambda: Batching(3, 10, clips_per={"speaker": 4}), r"must hold 4 utterances of any length.* raise it to 4,"),
     *((lambda wrong=wrong: Batching(10, clips_per=wrong), r"clips_per is .* such as {speaker: 4}")
       for wrong in ("speaker", {}, {"speaker": 2, "mood": 2}, 4)),
     (lambda: Batching(10, clips_per={"speaker": 1.5}), r"clips_per: speaker is 1\.5; it must be a whole number"),
-    (lambda: Batching(10, clips_per={"speaker": 2}, sort="ascending"), "clips_per draws by labels")])
+    (lambda: Batching(10, clips_per={"speaker": 2}, sort="ascending"), "clips_per groups utterances by label")])
 def test_mistakes_about_labels_are_named(batching, told):
     with pytest.raises(SbkitError, match=told):
         Plan(np.ones(7), batching(), labels=LABELS)
@@ -305,7 +305,7 @@ def test_mistakes_about_labels_are_named(batching, told):
 
 def test_a_column_of_labels_that_is_not_there_is_named():
     train = Manifest(ids=["a"], durations=[1.0], wavs=["a"], texts=[""], speakers=["x"])
-    with pytest.raises(SbkitError, match=r"no column 'mood' .*speaker.*its name, in clips_per"):
+    with pytest.raises(SbkitError, match=r"no column 'mood' .*speaker.*its name in clips_per"):
         Plan.of(train, Batching(10, clips_per={"mood": 2}), None, 1)
     assert Plan(np.ones(7), Batching(10, 4, clips_per={"speaker": 2}), labels=LABELS).drawing.left_out == 1
 
@@ -341,9 +341,9 @@ def test_what_is_longer_is_rounded_to_no_less(a, b):
       for name, wrong in (("buckets", 2.0), ("max_batch_utterances", 1.5), ("buckets", True), ("seed", "one"),
                           ("step_seconds", [30]))),
     (lambda: Plan([2.0, 8.0, 3.0], Batching(20, min_batch_utterances=2), ids=["a", "long", "c"]),
-     r"max_batch_seconds \(20 s\) must hold 3 utterances.*like long \(8\.00 s\); raise it to 24,"),
+     r"max_batch_seconds \(20 s\) is too small.* 3 utterances.*such as long \(8\.00 s\); raise it to 24,"),
     (lambda: Plan([2.0, 8.0, 3.0], Batching(30, min_batch_utterances=2, max_batch_utterances=2)),
-     r"max_batch_utterances is 2; .* it is 3 or more")])
+     r"max_batch_utterances is 2; .* needs 3 or more")])
 def test_mistakes_are_named(make, told):
     with pytest.raises(SbkitError, match=told):
         make()

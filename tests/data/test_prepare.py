@@ -171,8 +171,8 @@ def test_segments_may_end_before_their_recording_but_not_after_it(clips):
                   durations=[1, 1, 2, 1, 1])
     manifest, report = prepare(source)
     np.testing.assert_allclose(manifest.durations, [1, 1, 0.5])
-    assert report.left_out["undecodable"]["examples"] == ["u3: nothing is left from 3.50 s on",
-                                                          "u4: nothing is left from 3.00 s on"]
+    assert report.left_out["undecodable"]["examples"] == ["u3: it ends before its start at 3.50 s",
+                                                          "u4: it ends before its start at 3.00 s"]
 
 
 def test_a_segment_without_a_duration_lasts_to_the_end(clips):

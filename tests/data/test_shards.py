@@ -142,7 +142,7 @@ def test_segments_are_cut_out(tmp_path):
 def test_two_packings_into_one_folder_take_turns(manifest, tmp_path, caplog):
     with ThreadPoolExecutor(1) as pool, locked(tmp_path / ".shard.lock"):
         other = pool.submit(pack, manifest, tmp_path)
-        while "another process is at work there" not in caplog.text:
+        while "another process is working there" not in caplog.text:
             assert not other.done()
             time.sleep(0.01)
         assert not list(tmp_path.glob("*.tar"))
@@ -262,7 +262,7 @@ def test_the_manifest_that_is_packed_stays(manifest, tmp_path, capsys):
 @pytest.mark.parametrize(("options", "told"), [
     ({"shard_size_mb": 0}, "shard_size_mb"), ({"shard_size_mb": float("nan")}, "shard_size_mb"),
     ({"workers": 0}, "workers"), ({"encode": "mp4"}, "cannot encode shards as 'mp4'.*wav16k, flac"),
-    ({"encode": "wav16k", "sample_rate": 8000}, "wav16k is 16000 samples a second, not 8000.*encode as wav")])
+    ({"encode": "wav16k", "sample_rate": 8000}, "wav16k has a sample rate of 16000, not 8000.*encode as wav")])
 def test_wrong_options_are_told(manifest, tmp_path, options, told):
     with pytest.raises(SbkitError, match=told):
         pack(manifest, tmp_path, **options)

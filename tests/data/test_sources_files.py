@@ -149,7 +149,7 @@ def test_lines_that_cannot_be_used_are_named(tmp_path):
     rows = read(path)
     assert list(rows.texts) == ["x", ""] and list(rows.ids) == ["a", "a-2"]
     assert [where for where, _ in rows.malformed] == [f"train.jsonl line {i}" for i in (2, 4, 5, 6, 7)]
-    assert rows.malformed[2][1] == "no audio path" and "no JSON" in rows.malformed[0][1]
+    assert rows.malformed[2][1] == "no audio path" and "not JSON" in rows.malformed[0][1]
 
 
 def test_a_file_without_texts_or_paths_says_so_at_once(tmp_path):
@@ -228,7 +228,7 @@ def test_shards_of_a_split_are_one_split_in_their_order(tmp_path, suffix, first)
     assert list(source.read("train", False).texts) == [str(i) for i in range(11)]
     assert list(source.read("dev", False).texts) == ["0"]
     (tmp_path / names[3]).unlink()
-    with pytest.raises(SbkitError, match=f"lacks train-{3 + first}-of-11: 1 of 11 shards; make what is missing"):
+    with pytest.raises(SbkitError, match=f"lacks train-{3 + first}-of-11: 1 of 11 shards; add what is missing"):
         open_source(tmp_path, cache=tmp_path)
 
 
@@ -240,8 +240,8 @@ def test_shards_of_two_makings_are_not_one_split(tmp_path):
 
 
 @pytest.mark.parametrize(("source", "message"), [
-    ("train.csv", "is one file; say which split it is"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
-    ({"train": "x.docx"}, "its name doesn't show its format"), ("gone/too", "no such file or folder"),
+    ("train.csv", "is one file; name its split"), ({"train": "gone.csv"}, r"gone\.csv: no such file"),
+    ({"train": "x.docx"}, "unknown format"), ("gone/too", "no such file or folder"),
 ])
 def test_what_is_no_corpus_is_named(tmp_path, monkeypatch, source, message):
     monkeypatch.chdir(tmp_path)

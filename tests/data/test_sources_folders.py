@@ -39,9 +39,9 @@ def with_clean(source, where, name="clean_wav"):
 
 @pytest.mark.parametrize(("make", "told"), [
     (lambda home: folder(home, "train/1.wav", "dev/1.wav", "test/1.wav"),
-     "has recordings, and no list of them that says what is said"),
-    (lambda home: voxceleb(home, *KNOWN, "id10270"), "VoxCeleb, which doesn't say what is said"),
-    (corpora.voicebank, "recordings and no texts")], ids=["alone", "VoxCeleb", "VoiceBank"])
+     "has recordings but no list with their transcripts"),
+    (lambda home: voxceleb(home, *KNOWN, "id10270"), "VoxCeleb, which has no transcripts"),
+    (corpora.voicebank, "recordings but no transcripts")], ids=["alone", "VoxCeleb", "VoiceBank"])
 def test_where_texts_are_needed_it_is_said_that_there_are_none(tmp_path, make, told):
     with pytest.raises(SbkitError, match=told):
         Corpus(make(tmp_path / "c"), folder=tmp_path / "m").prepare(show_progress=False)

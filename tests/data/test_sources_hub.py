@@ -112,7 +112,7 @@ def test_a_config_of_a_dataset_is_downloaded_and_prepared(hub, tmp_path):
     cached, unknown = prepared(tmp_path / "home", {"source": source}, {"source": "hf://owner/text"},
                                HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
     assert cached == PREPARED
-    assert "HF_HUB_OFFLINE forbids to ask" in unknown and "unset HF_HUB_OFFLINE" in unknown
+    assert "HF_HUB_OFFLINE forbids asking" in unknown and "unset HF_HUB_OFFLINE" in unknown
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_each_mistake_is_one_message_that_says_what_to_do(hub, tmp_path):
         ("hf://owner/nobody", "", "hf://owner/nobody cannot be read: the hub has no such dataset, or it is private; "
          "check the name; for a private one log in: `hf auth login`, or set HF_TOKEN"),
         ("hf://owner/nobody", "somebody", "hf://owner/nobody cannot be read: the hub has no such dataset, or"),
-        ("owner/nobody", "", "there is no folder owner/nobody here; if the hub is meant, check the name"),
+        ("owner/nobody", "", "there is no local folder owner/nobody; if you mean the hub, check the name"),
         ("hf://owner/gated?config=fr", "", "is a gated dataset on the Hub. You must be authenticated to access it.; "
          f"ask for access on {page}/gated and log in: `hf auth login`, or set HF_TOKEN"),
         ("hf://owner/gated?config=fr", "somebody", f"; ask for access on {page}/gated and log in"),

@@ -23,7 +23,7 @@ def test_the_same_corpus_is_prepared_again_and_another_is_refused(tmp_path):
 
 
 def test_a_corpus_without_text_or_not_in_letters_is_refused(tmp_path):
-    with pytest.raises(SbkitError, match="no text to learn to speak"):
+    with pytest.raises(SbkitError, match="no text to train a voice on"):
         Symbols(tmp_path / "s.json").prepare(["", ""])
     with pytest.raises(SbkitError, match=f"10,001 different characters, but at most {MAX_SYMBOLS:,}"):
         Symbols(tmp_path / "s.json").prepare(map(chr, range(0x4E00, 0x4E00 + MAX_SYMBOLS + 1)))

@@ -100,7 +100,7 @@ def test_characters_outside_the_alphabet_are_counted():
     ({"keep_punctuation": ["'"]}, "as one text"), ({"alphabet": 3}, "as one text"),
     ({"alphabet": []}, "as one text"),
     ({"replace": ["a"]}, "map texts"), ({"replace": {"": "x"}}, "map texts"),
-    ({"lowercase": True}, "no 'lowercase'"),
+    ({"lowercase": True}, "unknown rule 'lowercase'"),
 ])
 def test_wrong_options_are_named(options, message):
     with pytest.raises(SbkitError, match=message):

@@ -109,7 +109,7 @@ def test_a_tokenizer_stays_when_text_is_added_that_it_can_write(tmp_path, caplog
     (tmp_path / "CKPT+2026-01-01+00-00-00+00").mkdir()
     with caplog.at_level(logging.INFO):
         grown = Tokenizer(tmp_path, 30).prepare([*TEXTS, TEXTS[0] * 2], grows=True)
-    assert grown.path.read_bytes() == before and "it was made from other text, and stays" in caplog.text
+    assert grown.path.read_bytes() == before and "trained on other text, but kept" in caplog.text
     with pytest.raises(SbkitError, match="checkpoints such as CKPT"):
         Tokenizer(tmp_path, 30).prepare([*TEXTS, "šest"], grows=True)
     with pytest.raises(SbkitError, match=r"has no tokenizer 31_unigram\.model, .* begin a run from this one"):
@@ -121,7 +121,7 @@ def test_somebody_elses_model_is_neither_reused_nor_replaced_unasked(tmp_path):
     ours = Tokenizer(tmp_path / "mine", 30)
     ours.folder.mkdir()
     ours.path.write_bytes(theirs.read_bytes())
-    with pytest.raises(SbkitError, match="nothing records what it was made from"):
+    with pytest.raises(SbkitError, match="it is not recorded what it was trained on"):
         ours.prepare(TEXTS)
     given_by_hand = Tokenizer(tmp_path / "mine", model=theirs).prepare(["anything"])
     assert given_by_hand.size == 30 and (given_by_hand.bos_id, given_by_hand.eos_id) == (1, 2)

@@ -74,7 +74,7 @@ def test_a_long_text_in_blocks_is_spelled_block_by_block(voice, asked):
 def test_a_voice_that_needs_espeak_is_refused_without_it_when_it_is_loaded(bundle, monkeypatch):
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     pronunciation.cache_clear()
-    with pytest.raises(SbkitError, match="voices that learnt phones, need the package espeakng-loader") as refused:
+    with pytest.raises(SbkitError, match="voices trained on phones, need the package espeakng-loader") as refused:
         sbkit.infer.load(bundle, device="cpu")
     assert "sbkit[demo]" in refused.value.hint
 

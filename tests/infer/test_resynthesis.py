@@ -163,7 +163,7 @@ def test_codes_of_another_codec_are_told_by_what_differs(bundle, tmp_path, capsy
         out.add("a", [[1, 2]])
     said = refused(capsys, bundle, tmp_path / "codes", "--to", tmp_path / "out")
     assert f"manifest.json has codes of another codec: {told}" in said
-    assert "make them again with this codec, or use the codec that made them" in said
+    assert "create them again with this codec, or use the codec that created them" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_shard_is_told_by_name_and_no_file_is_written(bundle, tmp_path
     path = codes(tmp_path / "codes") / "codes-00000.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     said = refused(capsys, bundle, tmp_path / "codes", "--to", tmp_path / "out")
-    assert f"{path} is damaged: it is not the file that manifest.json names; copy the folder again" in said
+    assert f"{path} is damaged: it is not the file that manifest.json describes; copy or create" in said
     assert not (tmp_path / "out").exists()
 
 

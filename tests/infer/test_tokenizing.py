@@ -177,7 +177,7 @@ def test_what_no_codebook_or_no_shard_can_hold_is_left_out_by_name(tmp_path, mon
     assert "loud: the output of model.onnx: frame 0, level 0: id " in said, "too large for any integer"
     with open(tmp_path / "out" / "test" / "left_out.csv", encoding="utf-8") as file:
         why = {row["ID"]: row["detail"] for row in csv.DictReader(file)}
-    assert why["long"] == "it has 61 frames, but at most 60 are kept"
+    assert why["long"] == "it has 61 frames, but at most 60 are allowed"
     assert why["told"].startswith("its id, text and speaker have") and len(why) == 3
 
 
@@ -224,12 +224,12 @@ def test_what_is_there_is_replaced_only_if_asked_for(bundle, corpus, tmp_path, c
     (folder / "dev.csv").write_text(rows.replace("speaker1", "another"))
     with monkeypatch.context() as patch:
         patch.setattr(tokenizing, "codec", lambda *_: pytest.fail("nothing must be loaded"))
-        assert "dev exists; choose another folder, or replace it with --force" in refused(capsys, *words)
+        assert "dev already exists; choose another folder, or replace it with --force" in refused(capsys, *words)
     (folder / "dev.csv").write_text(rows)
     tokenize(*words, "--force")
     assert (tmp_path / "out" / "dev" / "manifest.json").stat().st_mtime_ns > before
     (tmp_path / "out" / "dev" / "manifest.json").unlink()
-    assert "is no folder of codes, so it is not replaced" in refused(capsys, *words, "--force")
+    assert "is not a folder of codes, so it is not replaced" in refused(capsys, *words, "--force")
 
 
 def test_nothing_stays_of_a_split_that_was_not_finished(bundle, corpus, tmp_path, monkeypatch):

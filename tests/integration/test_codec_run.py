@@ -233,7 +233,7 @@ def cut(tokens, folder):
     (functools.partial(planted, id=-1), "test0: frame 5, level 1: id -1 is not in a codebook of 1000 entries"),
     (functools.partial(planted, id=1000), "frame 5, level 1: id 1000 is not in a codebook of 1000 entries"),
     (functools.partial(planted, id=1063), "frame 5, level 1: id 1063 is not in a codebook of 1000 entries"),
-    (cut, "codes-00000.safetensors is damaged: it is not the file that manifest.json names"),
+    (cut, "codes-00000.safetensors is damaged: it is not the file that manifest.json describes"),
 ])
 def test_codes_that_are_not_right_are_told_by_place_and_no_file_is_written(bundle, tokens, tmp_path, capsys, spoil,
                                                                           says):

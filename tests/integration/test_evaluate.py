@@ -172,7 +172,7 @@ def wrong(home):
 
 @pytest.mark.parametrize("words, message", [
     (["--on", "{home}/nowhere"], "no such file or folder"),
-    (["--on", "{home}/data/wavs"], "has recordings, and no list of them that says what is said"),
+    (["--on", "{home}/data/wavs"], "has recordings but no list with their transcripts"),
     (["--on", "{home}/two"], "has no test split (it has a, b); choose one with --split"),
     (["--on", "{home}/silent"], "3 no text"),
     (["--on", "{home}/textless"], "has no column for the text"),

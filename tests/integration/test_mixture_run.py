@@ -37,11 +37,11 @@ def test_a_part_is_added_to_a_run_that_is_resumed(tmp_path):
     tones(tmp_path / "new", 24, 6)
     parts = {name: PART.format(tmp_path / name, "") for name in ("large", "small")}
     said = train(tmp_path, recipe(tmp_path, **parts), 1)
-    assert "test large: WER" in said and "test small: WER" in said and "times heard in a pass" in said
+    assert "test large: WER" in said and "test small: WER" in said and "times seen in a pass" in said
     parts["new"] = PART.format(tmp_path / "new", ", only: [train]")
     said = train(tmp_path, recipe(tmp_path, **parts), 2)
     assert "resumes with changed values" in said and "corpus.weights.new: nothing -> 1" in said
-    assert "it was made from other text, and stays" in said and "Going on with epoch 2 of 2" in said
+    assert "trained on other text, but kept" in said and "Going on with epoch 2 of 2" in said
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, second = ([line for line in lines if line["kind"] == "epoch" and line["epoch"] == epoch and name in line]
                      for epoch, name in ((1, "hours large"), (2, "hours new")))

@@ -96,7 +96,7 @@ def test_a_preparation_is_waited_for(tmp_path, caplog):
         threading.Timer(1.5, other.end).start()
         with RunLock(tmp_path):
             pass
-    assert "is at work there, waiting for it" in caplog.text
+    assert "is working there, waiting for it" in caplog.text
 
 
 def test_a_holder_of_the_same_job_gets_time_to_go(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ _MAX_GROWTH, ALWAYS_ALLOWED = 20, 256 << 20
 # Long names and other headers between the files; real ones have a few hundred bytes.
 _MAX_HEADER_BYTES = 1 << 20
 _BLOCK = 1 << 20
-_DISTRUST = "no Common Voice archive does that: download it anew, from a source you trust"
+_DISTRUST = "Common Voice archives don't do that: download it again, from a source you trust"
 
 
 class CommonVoiceArchive(Source):

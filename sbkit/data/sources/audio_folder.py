@@ -42,7 +42,7 @@ class AudioFolder(Source):
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         if self.needs_text:
-            raise SbkitError(f"{self.folder} has recordings, and no list of them that says what is said",
+            raise SbkitError(f"{self.folder} has recordings but no list with their transcripts",
                              hint="write a train.csv with the columns ID,duration,wav,wrd, or train.jsonl")
         folder = self.splits[name]
         paths = _recordings(folder)

@@ -56,7 +56,7 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     if path.is_file():
         if path.name.endswith(SUFFIXES):
             return CommonVoiceArchive(path, cache, language, show_progress)
-        raise SbkitError(f"{path} is one file", hint=f"say which split it is, {{train: {path}}}; {_EXPECTED}")
+        raise SbkitError(f"{path} is one file", hint=f"name its split, {{train: {path}}}; {_EXPECTED}")
     return Hub(str(source), cache, columns)  # owner/name
 
 
@@ -119,7 +119,7 @@ def _of_files(kind: type[FileSource], folder: Path, files: Mapping[str, Path], c
         expected = [(shards, number) for number in range(first, first + shards)] or [(0, 0)]
         if missing := [number for place, number in expected if (place, number) not in names]:
             raise SbkitError(f"{folder} lacks {split}-{missing[0]}-of-{shards}: {len(missing)} of {shards} shards",
-                             hint="make what is missing, or name the files: {train: [FILE, FILE]}")
+                             hint="add what is missing, or name the files: {train: [FILE, FILE]}")
         if len(names) > len(expected):
             raise SbkitError(f"{folder} has {split} in different numbers of shards",
                              hint="remove those that aren't wanted")
@@ -142,5 +142,5 @@ def _open_file(path: Path, cache: Path, columns: Mapping[str, str], data_root: s
             return kind({path.stem: path}, columns, data_root)
     if path.suffix == ".parquet":
         return Parquet({path.stem: [path]}, path, cache, columns)
-    raise SbkitError(f"{path}: its name doesn't show its format",
+    raise SbkitError(f"{path}: unknown format",
                      hint="expected .csv, .json, .jsonl or .parquet")

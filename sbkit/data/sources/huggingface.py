@@ -43,7 +43,7 @@ _HUB_OPTIONS = ("config", "revision", "streaming")
 class HuggingFace(Source):
     """Base of datasets with an audio column, whose bytes are stored in tar shards below ``cache``."""
 
-    hint = "is it whole? Compare it with where it was copied from"
+    hint = "is it complete? Compare it with the original"
 
     def __init__(self, cache: Path, columns: Mapping[str, str]):
         self.columns = columns
@@ -96,7 +96,7 @@ class Hub(HuggingFace):
 
     def __init__(self, address: str, cache: Path, columns: Mapping[str, str]):
         super().__init__(cache, columns)
-        self._no_folder = f"there is no folder {address} here; if the hub is meant, " if "://" not in address else ""
+        self._no_folder = f"there is no local folder {address}; if you mean the hub, " if "://" not in address else ""
         parts = urlsplit(address if "://" in address else f"hf://{address}")
         self.id = f"{parts.netloc}{parts.path}".strip("/")
         options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -135,7 +135,7 @@ class Hub(HuggingFace):
             known = self._noted()
             if known is None:
                 raise self.unreadable(self.where, error) from error
-            logger.warning("%s: the hub does not say its commit (%s): taking %s, stored here", self.where,
+            logger.warning("%s: the hub does not return its commit (%s): using the stored one, %s", self.where,
                            explained(error, self.id, self.revision)[0], known)
             return known
 
@@ -350,8 +350,8 @@ def _label(names: list[str], i: int | None) -> str | None:
 
 E = TypeVar("E", bound=BaseException)
 _LOG_IN = "`hf auth login`, or set HF_TOKEN"
-_NETWORK = ("check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub) and start again: what is stored "
-            "already is kept")
+_NETWORK = ("check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT another hub) and start again: what is "
+            "stored already is kept")
 # HTTP clients of the versions of huggingface_hub.
 _CLIENTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp")
 
@@ -376,13 +376,13 @@ def explained(error: BaseException, dataset: str, revision: str | None = None) -
         return "the hub has no such dataset, or it is private", f"check the name; for a private one log in: {_LOG_IN}"
     network = [cause for cause in causes if _is_network_error(cause)]
     if network and constants.HF_HUB_OFFLINE:
-        return ("it is not in the cache, and HF_HUB_OFFLINE forbids to ask the hub",
+        return ("it is not in the cache, and HF_HUB_OFFLINE forbids asking the hub",
                 "unset HF_HUB_OFFLINE to download it")
     if found(DataFilesNotFoundError, EmptyDatasetError):
         return "it has no files that `datasets` can load", f"look at what it has: {page}/tree/main"
     answer = found(errors.HfHubHTTPError)
     if answer is not None and answer.response.status_code == 401:
-        return "the hub refuses your token", f"log in anew: {_LOG_IN}"
+        return "the hub refuses your token", f"log in again: {_LOG_IN}"
     if answer is not None and answer.response.status_code == 403:
         return reason(answer), f"log in with an account that may read {page}: {_LOG_IN}"
     if answer is not None or network:

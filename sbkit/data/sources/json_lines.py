@@ -50,7 +50,7 @@ class JsonLines(FileSource):
                 if isinstance(item, ValueError):
                     raise item
                 if not isinstance(item, dict):
-                    raise ValueError("no JSON object")
+                    raise ValueError("not a JSON object")
                 values = {role: _first(item, names[role]) for role in names}
                 keys.update(dict.fromkeys(item))
                 for role in found:
@@ -101,7 +101,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             yield number, untrusted.parse_json(line)
         except ValueError as error:
-            yield number, ValueError(f"no JSON ({error})")
+            yield number, ValueError(f"not JSON ({error})")
 
 
 def _whole(path: Path) -> list[Any] | None:

@@ -112,7 +112,7 @@ class LJSpeech(Source):
         texts, thirds = ({row[place] for row in rows} - {""} for place in (1, 2))
         if 2 * len(thirds) < len(texts) and len(thirds) > 0:
             raise SbkitError(f"{self.path}: the third field has {len(thirds)} different values for {len(texts)} texts, "
-                             f"such as {min(thirds)[:40]!r}: is it no text, but the speaker?", hint=_NAMED)
+                             f"such as {min(thirds)[:40]!r}: is it the speaker and not a text?", hint=_NAMED)
 
     def _text(self, row: list[str]) -> str:
         normalised = row[2] if "text" not in self.columns and len(row) >= _MAX_COLUMNS else ""

@@ -48,7 +48,8 @@ class VoiceBank(Source):
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         if self.needs_text:
-            raise SbkitError(f"{self.folder} has recordings and no texts", hint="this layout is for what needs none")
+            raise SbkitError(f"{self.folder} has recordings but no transcripts",
+                             hint="use this layout for tasks that need none")
         paths = self._recordings(name)
         if name != "test":
             paths = [path for path in paths if (_speaker(path) in DEV_SPEAKERS) == (name == "dev")]

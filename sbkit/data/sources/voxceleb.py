@@ -47,7 +47,7 @@ class VoxCeleb(Source):
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         if self.needs_text:
-            raise SbkitError(f"{self.folder} is VoxCeleb, which doesn't say what is said")
+            raise SbkitError(f"{self.folder} is VoxCeleb, which has no transcripts")
         paths = [path for speaker in self._split()[name] for path in sorted(_recordings(speaker))]
         return Rows(
             f"{self.folder} [{name}]", ["/".join(path.with_suffix("").parts[-3:]) for path in paths],
