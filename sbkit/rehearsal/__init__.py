@@ -1,1 +1,1 @@
-"""Runs a recipe from start to end on cards that compute nothing, on a machine without a GPU."""
+"""Runs a recipe from start to end on simulated GPUs (null cards), on a machine without a GPU."""

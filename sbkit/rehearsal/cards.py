@@ -1,4 +1,4 @@
-"""What GPUs offer, by their data sheets: memory, multiprocessors, power; recipe/speed.py has their speed."""
+"""GPUs by their data sheets: memory, multiprocessors, power; recipe/speed.py has their speed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from sbkit.errors import SbkitError
 
 GIB = 1 << 30
-# Bytes of shared memory that one block may ask for, and threads of a multiprocessor, by compute capability, as in the
-# tables of the CUDA C++ Programming Guide.
+# Maximum shared memory of a block in bytes, and threads of a multiprocessor, by compute capability, from the CUDA C++
+# Programming Guide.
 _SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10,
            (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10}
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
@@ -18,9 +18,9 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as its data sheet describes it.
+    """A GPU by its data sheet.
 
-    memory : bytes that CUDA reports
+    memory : bytes, as CUDA reports them
     capability : compute capability, major and minor
     watts : maximum power
     """
@@ -33,12 +33,12 @@ class Card:
 
     @property
     def shared_memory(self) -> int:
-        """The most bytes of shared memory that one block may ask for."""
+        """The maximum shared memory of a block in bytes."""
         return _SHARED[self.capability]
 
     @property
     def threads(self) -> int:
-        """Threads that a multiprocessor holds."""
+        """The maximum number of threads of a multiprocessor."""
         return _THREADS.get(self.capability, 2048)
 
 
@@ -46,7 +46,7 @@ def _card(name: str, gib: float, sms: int, capability: tuple[int, int], watts: i
     return Card(name, int(gib * GIB), sms, capability, watts)
 
 
-#: By the name that a user types.
+#: By the name on the command line.
 CARDS: dict[str, Card] = {
     "V100": _card("Tesla V100-SXM2-16GB", 15.77, 80, (7, 0), 300),
     "T4": _card("Tesla T4", 14.56, 40, (7, 5), 70),
@@ -66,7 +66,7 @@ CARDS: dict[str, Card] = {
 
 
 def parse_cards(text: str) -> tuple[int, Card]:
-    """Read a number of cards and their name; case, spaces and hyphens don't matter.
+    """Parse a number of cards and their name; case, spaces and hyphens don't matter.
 
     >>> count, card = parse_cards("8xH100")
     >>> count, card.name, parse_cards("rtx4090")[0]
@@ -85,10 +85,10 @@ def parse_cards(text: str) -> tuple[int, Card]:
 
 
 def runs_on(kernels: Iterable[str], capability: tuple[int, int]) -> bool:
-    """Whether kernels that were compiled for these architectures run on a card of this compute capability.
+    """Return whether kernels compiled for these architectures run on a card of this compute capability.
 
-    Machine code (``sm_``) runs on later minor versions, PTX (``compute_``) on all later ones, and what is only for one
-    (``sm_90a``) or a family (``sm_100f``) isn't all of torch.
+    Machine code (``sm_``) runs on later minor versions, PTX (``compute_``) on all later ones. Kernels for one
+    architecture (``sm_90a``) or family (``sm_100f``) don't count, because torch builds only a few for them.
 
     >>> runs_on(["sm_80", "sm_90"], (8, 6)), runs_on(["sm_80", "sm_90"], (7, 0)), runs_on(["compute_70"], (9, 0))
     (True, False, True)

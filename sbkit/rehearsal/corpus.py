@@ -1,4 +1,4 @@
-"""The corpus of a rehearsal: the first rows of the recipe's own, or noise with random words where there is none."""
+"""The corpus of a rehearsal: the first rows of the recipe's corpus, or noise with random words if there is none."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sbkit.recipe.load import Recipe
 
 #: Steps of an epoch, and rows of a split that is evaluated.
 STEPS, ROWS = 5, 12
-#: Lengths of clips, as shares of the longest; those of tests, on which exported graphs run on the CPU, are short.
-_LENGTHS, _OF_TESTS = (1.0, 0.75, 0.5, 0.35), 0.2
-# Letters that any vocabulary in Latin script has, since other models may have to write the words.
+#: Lengths of clips, as shares of the longest. Those of the test set are short, because exported graphs run on the CPU.
+_LENGTHS, _TEST_LENGTH = (1.0, 0.75, 0.5, 0.35), 0.2
+# Letters of every vocabulary in Latin script, since the tokenizer may be another model's.
 _LETTERS, _LETTERS_PER_SECOND = "adehilnorstu", 8
 _FIELDS = "ID", "duration", "wav", "wrd"
 
 
-class _First(Source):
+class _FirstRows(Source):
     """The first rows of each split of another source."""
 
     def __init__(self, source: Source):
@@ -47,19 +47,17 @@ class _First(Source):
 
 
 def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
-    """Write a corpus that fits the recipe, and return the overrides by which a run uses it.
+    """Write a corpus for the recipe; return the arguments with which a run uses it, and one text of random words.
 
-    world : ranks of the run, for which an epoch has ``STEPS`` steps
-
-    Among them is a ``text`` of random words, if there are such.
+    world : the number of ranks, with which an epoch has ``STEPS`` steps
     """
     keys, corpus = recipe.keys, recipe.keys.corpus
     batching = keys.batching
     step, text = min(batching.update_seconds, 1.2 * world * batching.max_batch_seconds), ""
-    if _is_there(corpus):
-        mine = copy.copy(corpus)
-        mine.folder, mine.source, mine.report = folder, _First(_opened(corpus, folder)), None
-        kept = mine.prepare(show_progress=False, needed=SPLITS, needs_text=recipe.task.needs_text(),
+    if _exists(corpus):
+        short = copy.copy(corpus)
+        short.folder, short.source, short.report = folder, _FirstRows(_open_source(corpus, folder)), None
+        kept = short.prepare(show_progress=False, needed=SPLITS, needs_text=recipe.task.needs_text(),
                             columns=recipe.task.columns)
         step = min(step, float(planned_seconds(recipe.hparams.get("augment"), kept["train"].durations).sum()) / STEPS)
         what = f"the first rows of {corpus.source}"
@@ -69,16 +67,16 @@ def write(recipe: Recipe, folder: Path, world: int) -> dict[str, Any]:
     options = {"source": str(folder), "folder": str(folder.parent / "manifests"), "language": corpus.language,
                "min_duration": corpus.min_duration, "max_duration": corpus.max_duration}
     given = ", ".join(f"{name}: {value}" for name, value in options.items() if value is not None)
-    return {"what": what, "text": text, "step_seconds": step, "words": [
+    return {"what": what, "text": text, "step_seconds": step, "args": [
         "--corpus", f"!new:sbkit.data.corpus.Corpus {{{given}}}", "--batching.step_seconds", f"{step:g}",
         "--batching.least_steps", "0", "--num_workers", "1",
-        # So few rows need not have enough of any label.
+        # The few rows may not have enough clips of each label.
         *(["--batching.clips_per", "null"] if batching.clips_per else []),
-        # And what it has learnt before is as large as it is.
+        # Replay does not change the size of a batch.
         *(["--replay", "null", "--replay_from", "null"] if vars(keys).get("replay") else [])]}
 
 
-def _is_there(corpus: Corpus) -> bool:
+def _exists(corpus: Corpus) -> bool:
     source = corpus.source
     if isinstance(source, Source):
         return True
@@ -87,16 +85,16 @@ def _is_there(corpus: Corpus) -> bool:
     return isinstance(source, Mapping) or Path(source).exists()
 
 
-def _opened(corpus: Corpus, folder: Path) -> Source:
+def _open_source(corpus: Corpus, folder: Path) -> Source:
     if isinstance(corpus.source, Source):
         return corpus.source
-    assert corpus.source is not None, "it is there"
+    assert corpus.source is not None, "it exists"
     return open_source(corpus.source, cache=folder / "audio", language=corpus.language, columns=corpus.columns,
                        data_root=corpus.data_root, show_progress=False)
 
 
 def refuse_words(recipe: Recipe, text: str) -> None:
-    """Raise if the task knows its words before it sees a corpus, and this text, which stands in for one, has others."""
+    """Raise if the task's tokens are fixed and can't encode this text of random words."""
     task, keys = recipe.task, recipe.keys
     encoder = task.encoder(keys) if text and task.is_prepared(keys) else None
     try:
@@ -109,14 +107,14 @@ def refuse_words(recipe: Recipe, text: str) -> None:
 
 
 def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
-    """Clips of noise of several lengths, each in many rows of one split, with texts that differ; returns one."""
+    """Write clips of noise of several lengths, each in many rows of a split with other texts; return one text."""
     declared = BatchColumns(recipe.task.columns, recipe.keys)
     numbers, rate, corpus = np.random.default_rng(0), recipe.keys.sample_rate, recipe.keys.corpus
     known = set(corpus.text.alphabet or _LETTERS) - {" "}
     letters = sorted(_LETTERS if known.issuperset(_LETTERS) else known)
     longest = min(corpus.max_duration or LONGEST, recipe.keys.batching.max_batch_seconds)
     for split in SPLITS:
-        lengths = [round(share * longest * (_OF_TESTS if split == "test" else 1), 2) for share in _LENGTHS]
+        lengths = [round(share * longest * (_TEST_LENGTH if split == "test" else 1), 2) for share in _LENGTHS]
         wavs = [folder / f"{split}{number}.wav" for number in range(len(lengths))]
         for wav, length in zip(wavs, lengths, strict=True):
             wav.parent.mkdir(exist_ok=True)
@@ -128,9 +126,9 @@ def _noise(recipe: Recipe, folder: Path, seconds: float) -> str:
                 length = lengths[row % len(lengths)]
                 drawn = numbers.choice(letters, max(6, int(length * _LETTERS_PER_SECOND)))
                 text = " ".join("".join(word) for word in np.array_split(drawn, max(2, len(drawn) // 5)))
-                wav, known_as = wavs[row % len(wavs)], declared.classes
+                wav, classes = wavs[row % len(wavs)], declared.classes
                 out.writerow((f"{split}-{row}", length, wav, text, *(
-                    wav if name in declared.signals else known_as[name][row % len(known_as[name])]
-                    if known_as.get(name) else f"{name}{row % ROWS}" for name in declared.declared)))
+                    wav if name in declared.signals else classes[name][row % len(classes[name])]
+                    if classes.get(name) else f"{name}{row % ROWS}" for name in declared.declared)))
                 written, row = written + float(planned_seconds(recipe.hparams.get("augment"), length)), row + 1
     return text

@@ -1,6 +1,6 @@
-"""Leaves out what judges computed values, since on a null card they mean nothing; what computes them still runs.
+"""Disables checks of computed values, which mean nothing on a null card; the computations still run.
 
-``python -m sbkit.rehearsal.no_values train.py ...`` runs a script so.
+``python -m sbkit.rehearsal.no_values train.py ...`` runs a script that way.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from sbkit.train.distributed import parallel, ranks
 
 
 def install() -> None:
-    """Take values that come from the card for zeros, hypotheses for empty, clips for a frame long, ranks for equal.
+    """Read values from the card as zeros, hypotheses as empty, clips as one frame long, and ranks as equal.
 
-    Weights stay as they are where ranks take those of the first, and are zeros where they are gathered.
+    Weights that ranks take from rank 0 do not change; gathered ones are zeros.
     """
     read, compare = Peek.numpy, parallel.assert_ranks_equal
     align, gather = greedy.align, DTensor.full_tensor
@@ -41,31 +41,31 @@ def install() -> None:
     broadcast = dist._broadcast_coalesced  # type: ignore[attr-defined]  # it has no public name
 
     def keep(group: ProcessGroup, tensors: list[Tensor], *given: Any) -> None:
-        """Broadcast, and put the weights back, which went through kernels to become one piece and many again."""
+        """Broadcast, then restore the weights, which kernels have packed and unpacked."""
         kept = [tensor.cpu() for tensor in tensors]
         broadcast(group, tensors, *given)
         for tensor, value in zip(tensors, kept, strict=True):
             tensor.copy_(value)
 
-    def whole(tensor: DTensor, **given: Any) -> Tensor:
-        """Gather a weight from all ranks, which gives zeros; a single number is of a step, and nobody looks at it."""
+    def gathered_zeros(tensor: DTensor, **given: Any) -> Tensor:
+        """Gather a weight from all ranks as zeros; single numbers are step counts, which nothing reads."""
         gathered: Tensor = gather(tensor, **given)
         return torch.zeros(gathered.shape, dtype=gathered.dtype).to(gathered.device) if gathered.dim() else gathered
 
     def zeros(peek: Peek) -> np.ndarray:
         return np.zeros_like(read(peek))
 
-    def exchange(modules: nn.Module, when: str) -> None:
+    def compare_quietly(modules: nn.Module, when: str) -> None:
         with mock.patch.object(ranks, "raise_on_main", lambda error: None):
             compare(modules, when)
 
-    def silence(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[TokenSpans]:
+    def all_blank(labels: np.ndarray, confidence: np.ndarray, blank_id: int = 0) -> list[TokenSpans]:
         return collapse(np.full_like(labels, blank_id), np.ones_like(confidence), blank_id=blank_id)
 
     def aligned(log_probs: Tensor, *given: Any, **named: Any) -> list[TokenSpans]:
-        """Align a text with what a recogniser's bundle computes: that happens on the CPU, and has values."""
+        """Align a text; what a recogniser's bundle computes on the CPU has values."""
         on_cpu = log_probs.device.type == "cpu"
-        with mock.patch.object(greedy, "collapse", collapse if on_cpu else silence):
+        with mock.patch.object(greedy, "collapse", collapse if on_cpu else all_blank):
             return align(log_probs, *given, **named)
 
     def one_frame(name: str, text: str, samples: int, mel: float, codes: np.ndarray) -> CodecRow:
@@ -74,18 +74,18 @@ def install() -> None:
     def longest(total: Tensor) -> int:
         return 1 if total.is_cuda else measured(total)
 
-    @functools.wraps(speak)  # tracing asks for its arguments' names
+    @functools.wraps(speak)  # tracing needs the names of its arguments
     def spoken(model: voice.VoiceModel, text: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sound, samples, frames = speak(model, text, *given)
         return sound, torch.full(samples.shape, sound.shape[1]).to(sound.device) if text.is_cuda else samples, frames
 
     replaced: list[tuple[Any, str, Any]] = [
-        (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", exchange), (greedy, "collapse", silence),
+        (Peek, "numpy", zeros), (parallel, "assert_ranks_equal", compare_quietly), (greedy, "collapse", all_blank),
         (greedy, "align", aligned),
         (ctc, "results_agree", lambda *given: True), (codec, "CodecRow", one_frame), (voice, "longest", longest),
         (voice.VoiceModel, "forward", spoken),
-        (dist, "_broadcast_coalesced", keep), (DTensor, "full_tensor", whole),
-        # Opening a graph has run it already, on an example; these judge what it gave.
+        (dist, "_broadcast_coalesced", keep), (DTensor, "full_tensor", gathered_zeros),
+        # These check the result of a graph's first run on an example.
         *((engine, "_warm_up", lambda engine, path: None) for engine in (CodeEngine, SoundEngine, VoiceEngine)),
         *((module, "refuse_nan", lambda confidence: None) for module in (greedy, joint))]
     for owner, name, replacement in replaced:

@@ -1,4 +1,4 @@
-"""What one process of a rehearsal does: commands of sbkit, each in a process of its own."""
+"""What each process of a rehearsal runs: preparing, measuring, training, resuming, failing or exporting."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from sbkit.train.brain import Brain
 from sbkit.train.distributed import ranks
 from sbkit.train.distributed.parallel import communicates_in_forward
 
-#: Epochs of a run, and steps of the second before it is killed.
+#: Epochs of a run, and the step of the second epoch after which it is killed.
 EPOCHS, KILLED_AT = 2, 2
-#: The memory for a step as a share of what it needs, so that a batch doesn't fit.
+#: The share of the memory it needs that a step gets, so that its batch doesn't fit.
 TOO_LITTLE = 0.6
-#: Trial steps, of which the fastest counts.
+#: Timed steps, of which the fastest counts.
 TRIES = 4
-#: The signal at which a process writes down where it stands; a run uses others.
-STANDS = signal.SIGWINCH
-#: The most memory of this machine that the signals of a batch take.
+#: The signal at which a process writes its traceback to a file; runs don't use it.
+TRACEBACK_SIGNAL = signal.SIGWINCH
+#: The most memory of this machine for the audio of a batch.
 HOST_BYTES = 2**31
 
 
-def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
-    """Do one launch's work as one of its ranks, and leave this process."""
+def run_rank(launch: str, rank: int, job: Mapping[str, Any]) -> None:
+    """Run one rank of a launch, and end this process."""
     folder = Path(job["folder"])
     diary = Diary(folder, launch, rank)
     stack = open(folder / f"{launch}.{rank}.stack", "w")  # noqa: SIM115 (stays open)
-    faulthandler.register(STANDS, stack, all_threads=False)
+    faulthandler.register(TRACEBACK_SIGNAL, stack, all_threads=False)
     faulthandler.enable(stack, all_threads=False)
     out = os.open(folder / f"{launch}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -66,61 +66,62 @@ def live(launch: str, rank: int, job: Mapping[str, Any]) -> None:
         pass
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        if (lacking := nullcard.lacks()) and _names_lack(error, lacking[-1]):
-            diary.write("skip", f"the null card has no {lacking[-1]}")
+        if (missing := nullcard.lacks()) and _says_missing(error, missing[-1]):
+            diary.write("skip", f"the null card has no {missing[-1]}")
         else:
-            diary.failed(error)
+            diary.add_error(error)
     for function in dict.fromkeys(nullcard.lacks()):
         diary.write("lacks", function)
     for refused in dict.fromkeys(nullcard.errors()):
-        diary.find("invalid-launch", ("", 0), f"a real GPU would refuse {refused}", "check the sizes of this operation")
+        diary.report("invalid-launch", ("", 0), f"a real GPU would refuse {refused}",
+                     "check the sizes of this operation")
     dump_collectives(diary)
     diary.write("end", code)
     os._exit(code)
 
 
-def _names_lack(error: BaseException | None, function: str) -> bool:
-    """Return whether an error, or one that it came from, says that a function isn't there."""
-    said = ""
+def _says_missing(error: BaseException | None, function: str) -> bool:
+    """Return whether an error, or one of its causes, says that a function is missing."""
+    messages = ""
     while error is not None:
-        said, error = f"{said} {error}", error.__cause__ or error.__context__
-    return function in said or "not supported" in said.lower().replace("_", " ")
+        messages, error = f"{messages} {error}", error.__cause__ or error.__context__
+    return function in messages or "not supported" in messages.lower().replace("_", " ")
 
 
 # ------------------------------------------------------------------------------------------- before anything runs
 
 
 def prepare(job: dict[str, Any], diary: Diary) -> int:
-    """Write the corpus, and check the recipe on the card; a recipe that can't be loaded is only checked."""
-    diary.enter("start")
+    """Write the corpus and check the recipe on the null card; a recipe that can't be loaded is only checked."""
+    diary.begin_stage("start")
     capability, kernels = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
     if not runs_on(kernels, capability):
-        diary.find("no-kernels", ("", 0), f"torch {torch.__version__} has no kernels for this GPU, whose compute "
-                   f"capability is {'.'.join(map(str, capability))}: it was built for {', '.join(kernels)}",
-                   "install another build of torch", ends=True)
+        diary.report("no-kernels", ("", 0), f"torch {torch.__version__} has no kernels for this GPU, whose compute "
+                     f"capability is {'.'.join(map(str, capability))}: it was built for {', '.join(kernels)}",
+                     "install another build of torch", ends=True)
         return 1
-    diary.enter("corpus")
-    words, request, findings = list(job["words"]), arguments.parse(job["words"]), Findings()
+    diary.begin_stage("corpus")
+    args, request, findings = list(job["args"]), arguments.parse(job["args"]), Findings()
     read(request.path, request.overrides, findings)
-    given = {"data_folder": str(Path(job["folder"], "data")), "language": "en"}
-    left = {finding.key for finding in findings if finding.code == "placeholder"}
-    words += [word for key in given if key in left for word in (f"--{key}", given[key])]
-    request, failed = arguments.parse(words), None
+    defaults = {"data_folder": str(Path(job["folder"], "data")), "language": "en"}
+    placeholders = {finding.key for finding in findings if finding.code == "placeholder"}
+    args += [arg for key in defaults if key in placeholders for arg in (f"--{key}", defaults[key])]
+    request, failed = arguments.parse(args), None
     try:
         first = {**request.overrides, "output_folder": str(Path(job["folder"], "first"))}
         recipe = load.open_recipe(load.load(request.path, first), request.path)
-        made = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
-        words += made["words"]
-        diary.write("figures", {"data": made["what"], "exports": recipe.task.exported is not Task.exported,
+        written_corpus = corpus.write(recipe, Path(job["folder"], "data"), job["world"])
+        args += written_corpus["args"]
+        diary.write("figures", {"data": written_corpus["what"], "exports": recipe.task.exported is not Task.exported,
                                 "max_batch_seconds": recipe.keys.batching.max_batch_seconds})
-        diary.write("words", words)
+        diary.write("args", args)
     except Exception as error:
         failed = error
-    diary.enter("check")
-    request = arguments.parse(words)
+    diary.begin_stage("check")
+    request = arguments.parse(args)
     report = check(request.path, request.overrides, run_opts=request.run_opts)
     written = json.loads(report.json())
-    unread = {finding.key for finding in findings}  # before the corpus was replaced, whose keys nothing reads now
+    unread = {finding.key for finding in findings}  # before the corpus was replaced, whose keys are no longer read
     written["warnings"] = [each for each in written["warnings"]
                            if each["code"] != "unread-key" or each["key"] in unread]
     diary.write("report", written)
@@ -128,8 +129,8 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
         return 1
     if failed is not None:
         raise failed
-    diary.enter("corpus")
-    corpus.refuse_words(recipe, made["text"])
+    diary.begin_stage("corpus")
+    corpus.refuse_words(recipe, written_corpus["text"])
     return 0
 
 
@@ -137,11 +138,11 @@ def prepare(job: dict[str, Any], diary: Diary) -> int:
 
 
 def measure(job: Mapping[str, Any], diary: Diary) -> int:
-    """Take steps on stand-in batches: what they cost the host, what memory they need, and what fits."""
+    """Run steps on stand-in batches to measure host time and memory, and whether the estimated batch fits."""
     from sbkit.train.memory.trials import open_trial
 
-    diary.enter("count of FLOPs")
-    request = arguments.parse(job["words"])
+    diary.begin_stage("count of FLOPs")
+    request = arguments.parse(job["args"])
     device = torch.device("cuda:0")
     with open_trial(request, device) as trial:
         diary.brain = brain = trial.brain
@@ -151,12 +152,12 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
         try:
             operations = flops.run(brain, count, seconds, flops.Arithmetic).operations
         except NotImplementedError as error:
-            if not str(error).startswith("Could not run "):  # as torch says of an operation without a kernel for them
+            if not str(error).startswith("Could not run "):  # torch's message for an operation without a meta kernel
                 raise
             diary.write("skip", f"an operation doesn't support stand-ins: {first_line(error)}")
-        diary.enter("a step of the planned batch")
+        diary.begin_stage("a step of the planned batch")
         batch = trial.batch(count, seconds)
-        for _ in range(2):  # the first makes the optimizer's states
+        for _ in range(2):  # the first creates the optimizer states
             if not brain.try_batch(batch):
                 raise SbkitError(f"the planned micro-batch of {batch.padded_seconds:.0f} s doesn't fit into the GPU",
                                  hint="lower max_batch_seconds")
@@ -172,7 +173,7 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             "card_ms": operations and peak_flops and 1e3 * operations / (peak_flops * price.EFFICIENCY),
             "card_source": source, "estimated_bytes": estimate.get("step_bytes"), "timeline": timeline}
         diary.write("figures", figures)
-        diary.enter("the largest batch of the estimate")
+        diary.begin_stage("the largest batch of the estimate")
         if not (estimated := estimate.get("largest_here")):
             diary.write("skip", "the check has no estimate")
             return 0
@@ -189,16 +190,16 @@ def measure(job: Mapping[str, Any], diary: Diary) -> int:
             diary.write("skip", f"{count} utterances of {seconds:g} s are too many for a convolution without cuDNN")
             return 0
         if not fits:
-            diary.find("estimate", (str(request.path), 0), f"the check estimates that {estimated:.0f} s fit into this "
-                       f"GPU, but {count} utterances of {seconds:g} s don't", "sbkit tune finds what fits; please "
-                       "report this recipe, because its estimate is wrong")
+            diary.report("estimate", (str(request.path), 0), f"the check estimates that {estimated:.0f} s fit into "
+                         f"this GPU, but {count} utterances of {seconds:g} s don't", "sbkit tune finds what fits; "
+                         "please report this recipe, because its estimate is wrong")
         diary.write("figures", {"largest_batch": f"{count} x {seconds:g} s{capped}",
                                 "largest_peak_bytes": torch.cuda.max_memory_allocated()})
     return 0
 
 
 def _timed(brain: Brain, batch: MicroBatch) -> tuple[float, nullcard.Counters]:
-    """Seconds of this process, of all its threads, for a step, and what it asked of the card."""
+    """Return the CPU seconds of this process for a step, and its counts of launches and copies."""
     before, started = nullcard.counters(), time.process_time()
     brain.try_batch(batch)
     return time.process_time() - started, nullcard.counters() - before
@@ -207,14 +208,14 @@ def _timed(brain: Brain, batch: MicroBatch) -> tuple[float, nullcard.Counters]:
 # ------------------------------------------------------------------------------------------- the run itself
 
 
-def _run(job: Mapping[str, Any], diary: Diary, *words: str, folder: str = "run",
+def _run(job: Mapping[str, Any], diary: Diary, *args: str, folder: str = "run",
          on_step: Callable[[int, int], None] | None = None) -> Watch:
     """Run ``sbkit train`` as this rank."""
-    diary.enter("start")
+    diary.begin_stage("start")
     watch = Watch(diary)
     watch.on_step = on_step or watch.on_step
-    start.run([*job["words"], "--output_folder", str(Path(job["folder"], folder)), "--epoch_counter.limit",
-               str(EPOCHS), "--no-check", "--noprogressbar", *words], BundleLoader)
+    start.run([*job["args"], "--output_folder", str(Path(job["folder"], folder)), "--epoch_counter.limit",
+               str(EPOCHS), "--no-check", "--noprogressbar", *args], BundleLoader)
     return watch
 
 
@@ -224,15 +225,16 @@ def train(job: Mapping[str, Any], diary: Diary) -> int:
         if epoch == 2 and step == KILLED_AT:
             diary.brain.checkpointer.wait()
             dump_collectives(diary)
-            diary.enter("kill")
+            diary.begin_stage("kill")
             diary.write("ready", "to be killed")
             time.sleep(600)
 
     def check_start() -> None:
         check(request.path, request.overrides, run_opts=request.run_opts, starting=True)
 
-    # As a run does, in the process that trains, to which it must leave nothing; its overrides would be told as wrong.
-    request = arguments.parse(job["words"])
+    # As in a real run, the check runs in the process that trains, and must not change it. It is called here, because it
+    # would refuse the overrides of `_run`.
+    request = arguments.parse(job["args"])
     ranks.init(devices.resolve(request.run_opts.device))
     ranks.run_on_main(check_start)
     _run(job, diary, on_step=ready)
@@ -240,19 +242,19 @@ def train(job: Mapping[str, Any], diary: Diary) -> int:
 
 
 def resume(job: Mapping[str, Any], diary: Diary) -> int:
-    """Start the killed run again, train to its end and test."""
+    """Start the killed run again, finish training and test."""
     def resumed(epoch: int, step: int) -> None:
         if epoch != 2:
-            diary.find("resume", ("", 0), f"the killed run resumes in epoch {epoch} instead of 2",
-                       "add the epoch_counter to the checkpointer's recoverables")
+            diary.report("resume", ("", 0), f"the killed run resumes in epoch {epoch} instead of 2",
+                         "add the epoch_counter to the checkpointer's recoverables")
 
     _run(job, diary, on_step=resumed)
     return 0
 
 
 def fail(job: Mapping[str, Any], diary: Diary) -> int:
-    """Begin with a batch that doesn't fit; then the last rank fails, and the others must end, too."""
-    diary.enter("start")
+    """Train on a batch that doesn't fit; then the last rank fails, and the others must end, too."""
+    diary.begin_stage("start")
     device, figures, world = torch.device("cuda", ranks.rank()), job["figures"], ranks.world_size()
     steps, limited = 0, False
 
@@ -261,7 +263,7 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
         if diary.stage == "a batch that doesn't fit" and torch.cuda.memory_stats(device)["num_ooms"]:
             lift()  # its parts fit
         elif diary.stage == "steps" and not steps and length(batch) > 1:
-            diary.enter("a batch that doesn't fit")
+            diary.begin_stage("a batch that doesn't fit")
             if world > 1 and (brain.keys.fsdp or any(map(communicates_in_forward, brain.modules.modules()))):
                 return
             share = min(1.0, getattr(batch, "padded_seconds", figures["batch_seconds"]) / figures["batch_seconds"])
@@ -283,39 +285,39 @@ def fail(job: Mapping[str, Any], diary: Diary) -> int:
                 why = f"it fits into {TOO_LITTLE:.0%} of its memory" if limited else "no rank can repeat a step alone"
                 diary.write("skip", why)
         elif world > 1:
-            diary.enter("a rank that fails")
+            diary.begin_stage("a rank that fails")
             diary.write("ready", "to fail")
             if ranks.rank() == world - 1:
-                raise _Planted("the rehearsal ends this rank")
+                raise _PlannedFailure("the rehearsal ends this rank")
 
     call_around(Brain, "__init__",
                 after=lambda brain, *args, **kwargs: call_around(type(brain), "compute_forward", limit))
-    register_optimizer_step_pre_hook(lift)  # the first step makes states, and can't be taken in parts
+    register_optimizer_step_pre_hook(lift)  # the first step creates states, and can't be split
     step_seconds = str(world * figures["max_batch_seconds"])
     try:
         _run(job, diary, "--batching.step_seconds", step_seconds, folder="fails", on_step=failing)
-    except _Planted:
+    except _PlannedFailure:
         return 1
     return 0
 
 
-class _Planted(Exception):
-    """The failure that the rehearsal plants."""
+class _PlannedFailure(Exception):
+    """Raised by the rehearsal in the rank that is to fail."""
 
 
 def export(job: Mapping[str, Any], diary: Diary) -> int:
     """Export the run, and open the exported program on the card."""
     from sbkit.export import bundle, clips, parity
 
-    diary.enter("export")
-    parity.POINTS = float("inf")  # words of weights that learnt nothing change with 8 bits as they like
-    clips.BEYOND = 0.0  # the graphs run on this machine's CPU, for minutes if they are large
+    diary.begin_stage("export")
+    parity.POINTS = float("inf")  # in int8, hypotheses of untrained weights differ at random
+    clips.BEYOND = 0.0  # large graphs would run for minutes on this machine's CPU
     run, to = Path(job["folder"], "run"), Path(job["folder"], "bundle")
     bundle.export(bundle.ExportRequest(run, to, clips=2), BundleLoader())
     if (to / "model.pt2").is_file():
         from sbkit.infer import load as open_bundle
 
-        diary.enter("model.pt2 on the card")
+        diary.begin_stage("model.pt2 on the card")
         try:
             open_bundle(to, device="cuda", model="torch").close()
         except SbkitError as error:
@@ -323,11 +325,11 @@ def export(job: Mapping[str, Any], diary: Diary) -> int:
                 raise
             diary.write("skip", "the program asserts something about a computed value")
     else:
-        diary.enter("model.pt2 on the card")
+        diary.begin_stage("model.pt2 on the card")
         diary.write("skip", "the bundle has none")
     return 0
 
 
-#: What a process of a rehearsal may be launched for, by name.
+#: The functions that launches run, by name.
 LAUNCHES: dict[str, Callable[[Any, Diary], int]] = {
     "prepare": prepare, "measure": measure, "train": train, "resume": resume, "fail": fail, "export": export}

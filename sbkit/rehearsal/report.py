@@ -68,7 +68,7 @@ def _findings(found: Sequence[Line]) -> list[Line]:
     """The findings of all ranks, without duplicates; of errors that end a launch, only the first."""
     kept: dict[tuple[Any, ...], Line] = {}
     for line in sorted((line for line in found if "finding" in line), key=lambda line: line.get("at", float("inf"))):
-        each = line["finding"] | {"stage": _named(line["launch"], line["finding"]["stage"])}
+        each = line["finding"] | {"stage": _report_stage(line["launch"], line["finding"]["stage"])}
         kept.setdefault((line["launch"],) if each["ends"] else _identity(each), each)
     return list({_identity(each): each for each in kept.values()}.values())
 
@@ -77,8 +77,8 @@ def _identity(finding: Line) -> tuple[Any, ...]:
     return finding["code"], finding["file"], finding["line"] or finding["message"]
 
 
-def _named(launch: str, stage: str) -> str:
-    """The stage of the report that a stage of a launch belongs to."""
+def _report_stage(launch: str, stage: str) -> str:
+    """Return the stage of the report that a stage of a launch belongs to."""
     if launch == "resume" and stage != "test":
         return "kill and resume"
     if launch == "fail" and stage not in STAGES[-1:]:
@@ -91,7 +91,7 @@ def _stages(found: Sequence[Line], findings: Sequence[Line], report: Report, cou
     seconds, skipped = dict[str, float](), dict[str, str]()
     for launch in dict.fromkeys(line["launch"] for line in found):
         mine = [line for line in found if line["launch"] == launch and line.get("rank", 0) == 0]
-        times = [(line["at"], _named(launch, line["stage"])) for line in mine if "stage" in line and "at" in line]
+        times = [(line["at"], _report_stage(launch, line["stage"])) for line in mine if line.keys() >= {"stage", "at"}]
         times.append((mine[-1].get("ended", times[-1][0] if times else 0.0), ""))
         for (start, stage), (end, _) in itertools.pairwise(times):
             seconds[stage] = seconds.get(stage, 0.0) + end - start
@@ -99,7 +99,7 @@ def _stages(found: Sequence[Line], findings: Sequence[Line], report: Report, cou
         for line in mine:
             stage = line.get("stage", stage)
             if "skip" in line:
-                skipped[_named(launch, stage)] = line["skip"]
+                skipped[_report_stage(launch, stage)] = line["skip"]
     failed = {each["stage"] for each in findings}
     if any(line["report"]["errors"] for line in found if "report" in line):
         failed.add("check")

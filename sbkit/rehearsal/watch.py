@@ -1,6 +1,6 @@
-"""What is seen of a rehearsed process: its stages, waits, memory, collectives and errors, written down as they happen.
+"""Records stages, host waits, memory, collectives and errors of a rehearsed process as they happen.
 
-Each process appends lines of JSON to a diary, so that what it did is known even if it hangs or is killed.
+Each process appends lines of JSON to its diary, so they are known even if it hangs or is killed.
 """
 
 from __future__ import annotations
@@ -34,65 +34,65 @@ from sbkit.train.checkpoint import Checkpointer
 from sbkit.train.distributed import ranks
 from sbkit.train.monitor.waits import is_compiling
 
-#: Stages by the names that the report has.
+#: The report's names of stages.
 NAMES = {Stage.TRAIN: "steps", Stage.VALID: "validation", Stage.TEST: "test"}
 #: Steps of an epoch before allocations and waits count.
-SETTLED = 2
-_ELSEWHERE = tuple(map(str, {sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"],
+WARMUP_STEPS = 2
+_LIBRARIES = tuple(map(str, {sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"],
                              Path(torch.__file__).parent, Path(speechbrain.__file__).parent, Path(__file__).parent}))
 
 
 class Diary:
-    """Appends what happens to a file, one object of JSON a line.
+    """A log of JSON lines, written by one process.
 
-    folder : where the diaries of all processes are
-    launch : what this process does, by its name
-    rank : its number among those that do it
+    folder : the folder of all diaries
+    launch : the name of the launch
+    rank : the rank of this process
     """
 
     def __init__(self, folder: Path, launch: str, rank: int):
         self.path, self.launch, self.stage = folder / f"{launch}.{rank}.jsonl", launch, ""
         self._lock = threading.Lock()
         self.brain: Any = None  # a recipe's
-        """The Brain, once it is built; it knows which key an object belongs to."""
+        """The Brain, once it is built; its hparams name the key of an object."""
 
     def write(self, kind: str, value: object) -> None:
         with self._lock, open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({kind: value, "at": time.monotonic()}, default=str) + "\n")
 
-    def enter(self, stage: str) -> None:
+    def begin_stage(self, stage: str) -> None:
         """Begin a stage, and end the one before."""
         if stage != self.stage:
             self.stage = stage
             self.write("stage", stage)
 
-    def find(self, code: str, place: tuple[str, int], message: str, suggestion: str, *, key: str = "",
+    def report(self, code: str, location: tuple[str, int], message: str, suggestion: str, *, key: str = "",
              ends: bool = False) -> None:
-        """Write down something wrong; ``ends``: whether the launch ends with it."""
-        finding = Finding(ERROR, code, *place, key, message, suggestion)
+        """Write a finding; ``ends``: whether it ends the launch."""
+        finding = Finding(ERROR, code, *location, key, message, suggestion)
         self.write("finding", asdict(finding) | {"stage": self.stage, "ends": ends})
 
-    def failed(self, error: BaseException) -> None:
-        """Write down the error that ended the stage, with the innermost line that is ours or the recipe's."""
+    def add_error(self, error: BaseException) -> None:
+        """Write the error that ended the stage, with the innermost line of sbkit or the recipe."""
         frames = _frames(error)
-        place = own_place((frame.f_code.co_filename, line) for frame, line in reversed(frames))
+        location = own_location((frame.f_code.co_filename, line) for frame, line in reversed(frames))
         code = next((code for words, code in _MISMATCHES.items() if words in str(error)), "error")
         if isinstance(error, SbkitError):
             message, hint = error.message, error.hint or ""
         else:
             message, hint = f"{type(error).__name__}: {first_line(error)}", _ADVICE.get(code, "")
-        line = linecache.getline(*place).strip()
-        self.find(code, place, message, hint or f"the line is: {line}", key=self._key(frames), ends=True)
+        line = linecache.getline(*location).strip()
+        self.report(code, location, message, hint or f"the line is: {line}", key=self._key(frames), ends=True)
 
     def _key(self, frames: Iterable[tuple[Any, int]]) -> str:
-        """The key of the recipe whose object's code was running."""
+        """Return the recipe key of the object whose code was running."""
         known = {id(value): key for key, value in vars(self.brain.hparams).items()
                  if hasattr(value, "__dict__")} if self.brain is not None else {}
         running = [known.get(id(frame.f_locals.get("self"))) for frame, _ in frames]
         return next((key for key in reversed(running) if key), "")
 
 
-#: What torch says of tensors that don't fit together.
+#: Parts of torch's messages about tensors that don't match.
 _MISMATCHES = {"same device": "device-mismatch", "same dtype": "dtype-mismatch"}
 _ADVICE = {"device-mismatch": "hold the tensor as a buffer, or move it with .to(x.device)",
            "dtype-mismatch": "cast one of them, or compute both under the same autocast"}
@@ -105,64 +105,64 @@ def _frames(error: BaseException) -> list[tuple[Any, int]]:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is sbkit's or the recipe's, and no library's."""
-    return not file.startswith((*_ELSEWHERE, "<"))
+    """Return whether a file belongs to sbkit or the recipe, and not to a library."""
+    return not file.startswith((*_LIBRARIES, "<"))
 
 
-def own_place(frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
-    """The innermost of these places, which come first, that is sbkit's or the recipe's."""
+def own_location(frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
+    """Return the innermost location in sbkit or the recipe; ``frames`` begin with the innermost."""
     frames = list(frames)
-    return next((place for place in frames if _is_own(place[0])), frames[0] if frames else ("", 0))
+    return next((location for location in frames if _is_own(location[0])), frames[0] if frames else ("", 0))
 
 
 class Watch:
-    """Follows a run through the public methods that it calls, and the steps of its optimizer."""
+    """Watches a run through the public methods that it calls, and through its optimizer's steps."""
 
     def __init__(self, diary: Diary):
         self.diary, self.epoch, self.steps = diary, 0, 0
         self.on_step: Callable[[int, int], None] = lambda epoch, step: None
         self._first: torch.optim.Optimizer | None = None
-        self._waits: list[tuple[tuple[str, int], int]] = []  # places, each with the steps done by then
+        self._waits: list[tuple[tuple[str, int], int]] = []  # locations, each with the steps done by then
         self._counted = 0
-        call_around(Brain, "__init__", after=self._built)
-        call_around(flops, "operations_per_second", lambda *a, **k: diary.enter("count of FLOPs"),
-                    lambda *a, **k: diary.enter("start"))
-        call_around(Brain, "open_stage", self._open)
+        call_around(Brain, "__init__", after=self._keep_brain)
+        call_around(flops, "operations_per_second", lambda *a, **k: diary.begin_stage("count of FLOPs"),
+                    lambda *a, **k: diary.begin_stage("start"))
+        call_around(Brain, "open_stage", self._open_stage)
         for name in ("save_checkpoint", "save_and_keep_only"):
-            call_around(Checkpointer, name, lambda *a, **k: diary.enter("checkpoint"))
-        register_optimizer_step_post_hook(self._stepped)
+            call_around(Checkpointer, name, lambda *a, **k: diary.begin_stage("checkpoint"))
+        register_optimizer_step_post_hook(self._count_step)
 
-    def _built(self, brain: Brain, *args: object, **kwargs: object) -> None:
+    def _keep_brain(self, brain: Brain, *args: object, **kwargs: object) -> None:
         self.diary.brain = brain
 
-    def _open(self, brain: Brain, stage: Stage, epoch: int | None = None) -> None:
+    def _open_stage(self, brain: Brain, stage: Stage, epoch: int | None = None) -> None:
         if self.diary.stage == NAMES[Stage.TRAIN]:
             self.end_of_steps()
-        self.diary.enter(NAMES[stage])
+        self.diary.begin_stage(NAMES[stage])
         self.epoch, self.steps = epoch or self.epoch, 0
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
+    def _count_step(self, optimizer: torch.optim.Optimizer, *args: object) -> None:
         if self._first not in (None, optimizer):
             return
         self._first = optimizer
         self.steps += 1
         self.diary.write("step", self.steps)
         if self.diary.launch == "train" and self.epoch == 1:
-            if self.steps == SETTLED:
-                self._find_changes()
-            elif self.steps > SETTLED:
+            if self.steps == WARMUP_STEPS:
+                self._start_recording()
+            elif self.steps > WARMUP_STEPS:
                 self._counted += 1
-                self._starts.append(time.time_ns() // 1000)
+                self._step_starts.append(time.time_ns() // 1000)
         self.on_step(self.epoch, self.steps)
 
-    def _find_changes(self) -> None:
-        """Begin to note waits, and allocations with their lines."""
+    def _start_recording(self) -> None:
+        """Start recording host waits and allocations, with their lines."""
         warnings.filterwarnings("always", "called a synchronizing")
         warnings.filterwarnings("ignore", "Synchronization debug mode")
         self._shown, warnings.showwarning = warnings.showwarning, self._show
         torch.cuda.set_sync_debug_mode("warn")
         torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
-        self._starts = [time.time_ns() // 1000]
+        self._step_starts = [time.time_ns() // 1000]
 
     def _show(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
         if "called a synchronizing" not in str(message):
@@ -171,26 +171,26 @@ class Watch:
         if is_compiling():
             return
         stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-        place = own_place(stack)
-        own = place if _is_own(place[0]) else ("", 0)  # no line of Python has called autograd's threads
+        location = own_location(stack)
+        own = location if _is_own(location[0]) else ("", 0)  # no line of Python has called autograd's threads
         self._waits.append((own, self.steps))
 
     def end_of_steps(self) -> None:
-        """Report where the host waited, and what memory grew."""
+        """Report lines at which the host waited, and lines whose memory grew."""
         if not self._counted or torch.cuda.get_sync_debug_mode() == 0:
             return
         torch.cuda.set_sync_debug_mode("default")
         warnings.showwarning = self._shown
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         torch.cuda.memory._record_memory_history(enabled=None)
-        counted = self._counted  # what follows the last step is of the epoch
-        waits = Counter(place for place, steps in self._waits if steps < self.steps).most_common()
-        self.diary.write("figures", {"waits": [[*place, count / counted] for place, count in waits]})
-        for place, count in waits:
+        counted = self._counted  # waits after the last step belong to the epoch
+        waits = Counter(location for location, steps in self._waits if steps < self.steps).most_common()
+        self.diary.write("figures", {"waits": [[*location, count / counted] for location, count in waits]})
+        for location, count in waits:
             if count >= counted:
-                self.diary.find("wait", place, f"the host waits for the GPU {count / counted:.3g} times a step: "
-                                f"{linecache.getline(*place).strip() or 'in torch, in a backward'}",
-                                "keep the value on the device, or read it a step later")
+                self.diary.report("wait", location, f"the host waits for the GPU {count / counted:.3g} times a step: "
+                                  f"{linecache.getline(*location).strip() or 'in torch, in a backward'}",
+                                  "keep the value on the device, or read it a step later")
         self._find_growth(events)
 
     def _find_growth(self, events: Iterable[Mapping[str, Any]]) -> None:
@@ -203,19 +203,19 @@ class Watch:
                 live.pop(event["addr"], None)
         kept: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
         for event in live.values():
-            kept.setdefault(_line(event), []).append(event)
-        for place, held in kept.items():
-            steps = {sum(event["time_us"] >= start for start in self._starts) for event in held}
+            kept.setdefault(_location(event), []).append(event)
+        for location, held in kept.items():
+            steps = {sum(event["time_us"] >= start for start in self._step_starts) for event in held}
             if len(steps) >= self._counted:  # of each step
                 size = sum(event["size"] for event in held) / len(steps)
-                self.diary.find("growth", place, f"memory grows by {size / 2**20:.3g} MiB a step, because tensors "
-                                f"created here are never freed: {linecache.getline(*place).strip()}",
-                                "don't keep the tensors of each step; .detach() a value that must outlive its step")
+                self.diary.report("growth", location, f"memory grows by {size / 2**20:.3g} MiB a step, because tensors "
+                                  f"created here are never freed: {linecache.getline(*location).strip()}",
+                                  "don't keep the tensors of each step; .detach() a value that must outlive its step")
 
 
 def call_around(owner: object, name: str, before: Callable[..., object] = lambda *args, **kwargs: None,
                 after: Callable[..., object] = lambda *args, **kwargs: None) -> None:
-    """Let a method or function call others with its arguments before it runs, and after it ran or failed."""
+    """Wrap a method or function to call ``before`` and ``after`` with its arguments, also if it fails."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -230,7 +230,7 @@ def call_around(owner: object, name: str, before: Callable[..., object] = lambda
 
 
 def memory_timeline(brain: Brain, batch: MicroBatch) -> tuple[int, int, dict[str, Any]]:
-    """Bytes held before a step, its peak, and its memory over time with the lines whose tensors make the peak."""
+    """Return the bytes held before a step, its peak, and its memory over time with the lines that allocate the peak."""
     held = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
     brain.try_batch(batch)
@@ -251,24 +251,24 @@ def memory_timeline(brain: Brain, batch: MicroBatch) -> tuple[int, int, dict[str
             peak, at, at_peak = now, len(curve) - 1, dict(live)
     lines = Counter[tuple[str, int]]()
     for event in at_peak.values():
-        lines[_line(event)] += event["size"]
+        lines[_location(event)] += event["size"]
     width = max(1, len(curve) // 600)
     return held, peak, {
         "bytes": [max(curve[i:i + width]) for i in range(0, len(curve), width)], "peak_at": at // width,
-        "lines": [[*place, size, linecache.getline(*place).strip()] for place, size in lines.most_common(8)]}
+        "lines": [[*location, size, linecache.getline(*location).strip()] for location, size in lines.most_common(8)]}
 
 
-def _line(event: Mapping[str, Any]) -> tuple[str, int]:
-    return own_place((frame["filename"], frame["line"]) for frame in event.get("frames", ()))
+def _location(event: Mapping[str, Any]) -> tuple[str, int]:
+    return own_location((frame["filename"], frame["line"]) for frame in event.get("frames", ()))
 
 
 def dump_collectives(diary: Diary) -> None:
-    """Write down the collectives of this rank, as torch's flight recorder has them, with the lines that called them."""
+    """Write the collectives of this rank from torch's flight recorder, with the lines that called them."""
     if ranks.world_size() > 1:
         trace: Any = torch._C._distributed_c10d  # its stub lacks the function
         found = pickle.loads(trace._dump_nccl_trace()).get("entries", [])
         calls = [[each["profiling_name"].removeprefix("nccl:"), _tensors(each["input_sizes"], each["input_dtypes"]),
-                  *own_place((frame["filename"], frame["line"]) for frame in each["frames"])] for each in found]
+                  *own_location((frame["filename"], frame["line"]) for frame in each["frames"])] for each in found]
         written = diary.path.with_suffix(f".{threading.get_ident()}")
         written.write_text(json.dumps(calls))
         written.rename(diary.path.with_suffix(".collectives"))
@@ -281,7 +281,7 @@ def _tensors(sizes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> str:
 
 
 def keep_collectives(diary: Diary) -> None:
-    """Write them down each second, for a rank that will hang in one."""
+    """Write them each second, in case this rank hangs in one."""
     while True:
         time.sleep(1)
         if ranks.connected():

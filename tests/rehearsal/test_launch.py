@@ -30,18 +30,18 @@ def launched(live, folder, monkeypatch, name="train", world=2):
         log = os.open(folder / f"{launch}.{number}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1), os.dup2(log, 2)
         diary = watch.Diary(folder, launch, number)
-        diary.enter("steps")
+        diary.begin_stage("steps")
         live(diary, number)
         diary.write("end", 0)
         os._exit(0)
 
-    monkeypatch.setattr(rank, "live", enter)
+    monkeypatch.setattr(rank, "run_rank", enter)
     launch = run.Launch(name, {"folder": str(folder), "world": world})
     while not launch.is_over():
         time.sleep(0.02)
     lines = launch.close()
     assert not list(folder.glob("*.group"))  # another process may have the number soon
-    return lines, launch.went_well(lines)
+    return lines, launch.has_succeeded(lines)
 
 
 def errors_of(lines):
@@ -49,7 +49,7 @@ def errors_of(lines):
 
 
 def fail(diary, words):
-    diary.find("error", ("task.py", 3), words, "", ends=True)
+    diary.report("error", ("task.py", 3), words, "", ends=True)
     diary.write("end", 1)
     os._exit(0)
 
@@ -67,7 +67,7 @@ def test_a_process_that_ends_without_a_word_is_an_error_with_the_last_words_of_i
     def live(diary, number):
         diary.write("ready", "")
         if number == 1:
-            diary.enter("validation")
+            diary.begin_stage("validation")
             os.write(2, b"one\ntwo\nthree\n[ma] out of order\n")
             faulthandler.disable()  # pytest's
             os.abort()
@@ -202,7 +202,7 @@ def test_the_count_of_flops_is_left_out_only_where_stand_ins_lack_an_operation(s
     monkeypatch.setattr(flops, "run", count)
     diary = watch.Diary(tmp_path, "measure", 0)
     with pytest.raises(Measured if left_out else NotImplementedError):
-        rank.measure({"words": [str(CTC)]}, diary)
+        rank.measure({"args": [str(CTC)]}, diary)
     assert ("skip" in diary.path.read_text()) == left_out
 
 
@@ -216,7 +216,7 @@ def test_an_epoch_of_noise_has_its_steps_though_crops_are_all_that_is_trained_on
 def test_what_a_model_knew_is_not_rehearsed(tmp_path):
     known = str(run_folders.corpus(tmp_path / "known", train=4, dev=2, test=2))
     given = {"output_folder": str(tmp_path), "init_from": "model", "replay": 0.2, "replay_from": known}
-    words = corpus.write(load.open_recipe(load.load(CTC, given), CTC), tmp_path / "data", 1)["words"]
+    words = corpus.write(load.open_recipe(load.load(CTC, given), CTC), tmp_path / "data", 1)["args"]
     again = arguments.parse([str(CTC), *words]).overrides
     assert again["replay"] is None and again["replay_from"] is None
     recipe = load.open_recipe(load.load(CTC, {**given, **again}), CTC)

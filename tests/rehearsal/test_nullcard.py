@@ -215,11 +215,11 @@ def test_a_rehearsal_leaves_out_what_needs_a_function_that_only_a_real_card_has(
     run("""
 from sbkit.rehearsal import rank
 def work(job, diary):
-    diary.enter("export")
+    diary.begin_stage("export")
     try: torch.linalg.eigh(torch.ones(3, 3, device="cuda"))
     except RuntimeError as error: raise ValueError("the statistics are wrong") from error
 rank.LAUNCHES["export"] = work
-rank.live("export", 0, {"folder": os.environ["TMPDIR"]})
+rank.run_rank("export", 0, {"folder": os.environ["TMPDIR"]})
 """, expected=1)
     lines = [json.loads(line) for line in (tmp_path / "export.0.jsonl").read_text().splitlines()]
     assert not any("finding" in line for line in lines)

@@ -1,6 +1,6 @@
-"""A card that computes nothing: torch's own CUDA code runs on it, on a machine with no GPU and no driver.
+"""The null card, a simulated GPU that runs no kernels: torch's CUDA code runs on it without a GPU or a driver.
 
-A process that was started with ``environment`` has it. There ``counters`` and its kin ask it what was done.
+A process that was started with ``environment`` has it. There ``counters``, ``errors`` and ``lacks`` show its use.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def environment(card: Card, count: int, *, base: Mapping[str, str] = os.environ,
     facts = {"NAME": f"{card.name} (null)", "MEMORY": card.memory, "MULTIPROCESSORS": card.multiprocessors,
              "MAJOR": major, "MINOR": minor, "SHARED_MEMORY": card.shared_memory, "THREADS": card.threads,
              "COUNT": count, "PATIENCE": patience,
-             # Sizes that are read from values mean nothing here, and the process ends before they fill the host.
+             # Sizes read from values mean nothing here; this limit ends the process before they fill the host.
              "ADDRESS_SPACE": 2 * card.memory + host + (64 << 30)}
-    # The card has no memory that is mapped piece by piece.
+    # The null card does not support expandable segments.
     allocator = {name: base[name].replace("expandable_segments:True", "expandable_segments:False")
                  for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in base}
     before = {name: base[name] for name in ("LD_PRELOAD", "LD_LIBRARY_PATH") if base.get(name)}
@@ -42,13 +42,13 @@ def environment(card: Card, count: int, *, base: Mapping[str, str] = os.environ,
         "LD_PRELOAD": ":".join([str(library), *filter(None, [before.get("LD_PRELOAD")])]),
         "LD_LIBRARY_PATH": ":".join([str(folder), *filter(None, [before.get("LD_LIBRARY_PATH")])]),
         "TRITON_LIBCUDA_PATH": str(folder), "HF_HUB_OFFLINE": "1",
-        # What is tuned here is tuned by chance, and must not be found by a real card.
+        # Autotuning results are random here, and a real GPU must not find them.
         "TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
 
 
 def _links(library: Path) -> Path:
-    """Make a folder in which linkers and loaders find the driver by its names."""
+    """Create a folder in which linkers and loaders find the driver by its file names."""
     folder = library.with_suffix("")
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in ("libcuda.so", "libcuda.so.1"):
@@ -59,7 +59,7 @@ def _links(library: Path) -> Path:
 
 @dataclass(frozen=True)
 class Counters:
-    """What this process has asked of the card so far; the difference of two says what happened between them."""
+    """Counts of calls to the card so far; the difference of two is what happened between them."""
 
     launches: int
     copies: int
@@ -77,7 +77,7 @@ def active() -> bool:
 
 
 def counters() -> Counters:
-    """Count what this process has asked of the card so far."""
+    """Return the counts of this process's calls to the card so far."""
     count = ctypes.CDLL(None).sbkit_card_count
     count.restype = ctypes.c_uint64
     return Counters(*(count(field.name.encode()) for field in fields(Counters)))
@@ -102,9 +102,9 @@ def _listed(function: str) -> list[str]:
 
 @contextlib.contextmanager
 def without_driver() -> Iterator[None]:
-    """Within it, imports don't ask the driver for cards, as SpeechBrain's do for the sake of AMD's.
+    """Keep imports inside this context from initialising the driver, as SpeechBrain's do to detect AMD GPUs.
 
-    A process that has asked can't pass on CUDA to those that it forks, on real cards and on these.
+    After that, forked processes could not use CUDA, on real cards or null cards.
     """
     import torch
 

@@ -18,10 +18,10 @@ def main() -> None:
     given = parser.parse_args()
     try:
         count, card = parse_cards(given.cards)
-        made = environment(card, count)
+        variables = environment(card, count)
     except SbkitError as error:
         parser.error(str(error))
-    os.execvpe(given.command[0], given.command, made)
+    os.execvpe(given.command[0], given.command, variables)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiles the null card for the torch that is installed, with stubs for all functions that are not written out."""
+"""Compiles the null card for the installed torch, with stubs for all functions that it does not implement."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from sbkit.system.compiled import Unavailable, cached_library, find_compiler, ru
 
 _HERE = Path(__file__).parent
 SOURCES = sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h"), *_HERE.glob("crt/*.h")])
-# libstdc++ is linked into it, since it is loaded before everything else, and torch may want a newer one.
+# libstdc++ is linked statically: this library is loaded first, and torch may need a newer libstdc++.
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-shared", "-Wl,-soname,libcuda.so.1",
          "-Wl,--exclude-libs,ALL", "-static-libgcc"]
 _LIBRARIES = ["-Wl,-Bstatic", "-lstdc++", "-Wl,-Bdynamic", "-lpthread", "-ldl", "-lm"]
-# Functions that the real libraries answer without a driver stay theirs.
+# Functions that work in the real libraries without a driver are not replaced.
 _STUBBED = re.compile(r"(?:cu(?!File)[A-Z]|cuda[A-Z]|cublas|cudnn|cufft|curand|cusolver|cusparse|nccl)\w+")
 _REAL = re.compile(r"Get(?:\w*Version|Property|ErrorString|ErrorName|StatusString|StatusName|LastErrorString)$")
-# Functions of the runtime that need to do nothing here.
+# Functions of the runtime that do nothing here.
 _ACCEPTED = re.compile(r"cuda(?:MemPool|Profiler|DeviceEnablePeer|GraphDebug|MemcpyToSymbol)\w*|cuda\w*SetLimit")
-# The rest of CUDA's own, and what gives the host sizes that nothing computed; each library has a number for that.
+# The rest of CUDA's functions, and those that return computed sizes to the host; each library has its error code.
 _REFUSED = re.compile(r"cu(?:da)?[A-Z]\w+|cusolver(?!\w*(?:Create|Destroy|Set))\w+|cudnnSetRNNDescriptor\w*")
 _NOT_SUPPORTED = {"cusolver": 9, "cudnn": 3000}
 _IDLE = re.compile(r"Create|Destroy|Get|Set|Init|Finalize|Query|Plan|Register|Group|ufferSize|WorkspaceSize|_buffer")
 
 
 def build() -> Path:
-    """Return the path of the library that stands in for CUDA, compiled at the first use of each torch.
+    """Return the path of the library that replaces CUDA, compiled once for each torch.
 
-    It is to be loaded before all others (``LD_PRELOAD``), and is the driver for those who look for ``libcuda.so.1``.
+    Load it before all others (``LD_PRELOAD``). It also replaces the driver, ``libcuda.so.1``.
     """
     if platform.system() != "Linux":
         raise SbkitError(f"the null card works only on Linux, not {platform.system()}")
@@ -65,11 +65,11 @@ def _compile(compiler: str, torch: Path, include: Path, folder: Path) -> Path:
 
 
 def _stubs(torch: Path, include: Path) -> str:
-    """Write a weak definition of each CUDA function that torch wants or the driver has; ours are strong."""
+    """Return weak definitions of the CUDA functions of torch and the driver; the C++ files' are strong."""
     symbols = run_compiler(["nm", "-D", "--undefined-only", *map(str, sorted(torch.glob("*.so")))])
     names = {line.split()[-1].split("@")[0] for line in symbols.splitlines() if line.strip()}
     names |= set(re.findall(r"\bcu[A-Z]\w+(?=\()|\bcu[A-Z]\w+_v\d\b", (include / "cuda.h").read_text(encoding="utf-8")))
-    lines = ["#include <cstdlib>",  # without CUDA's headers, which declare what these functions really take
+    lines = ["#include <cstdlib>",  # without CUDA's headers, which declare other arguments
              "namespace card { void lacks(const char*); void launch_library(); }",
              '#define STUB extern "C" __attribute__((weak, visibility("default"))) int']
     for name in sorted(name for name in names if _STUBBED.fullmatch(name) and not _REAL.search(name)):
@@ -85,7 +85,7 @@ def _stubs(torch: Path, include: Path) -> str:
         lines.append(f"STUB {name}{body}")
     codes = dict(re.findall(r"\bcuda(?:Error)?(\w+)\s*=\s*(\d+)", _enumeration(include / "driver_types.h")))
     texts = {code: re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name, code in codes.items()}
-    texts |= {"2": "out of memory"}  # as torch's users know it
+    texts |= {"2": "out of memory"}  # as torch shows it
     cases = "".join(f'case {code}: return "{text}"; ' for code, text in texts.items())
     lines.append("namespace card { const char* error_text(int code) { "
                  f'switch (code) {{ {cases}}} return "error"; }} }}')
