@@ -80,7 +80,7 @@ def load_mean(
 ) -> list[Checkpoint]:
     """Load into each recoverable that has weights their mean over the ``n`` best checkpoints; returns those.
 
-    Everything else, such as a normaliser's statistics, stays as it is. See ``average``.
+    Everything else, such as a normaliser's statistics, does not change. See ``average``.
     """
     weights = weight_recoverables(checkpointer)
     if not weights:
@@ -94,7 +94,7 @@ def load_mean(
 
 
 def weight_recoverables(checkpointer: stock.Checkpointer) -> dict[str, torch.nn.Module | EMA]:
-    """The recoverables whose state is weights and nothing else: modules with a plain state dict, and averages."""
+    """Return the recoverables whose state is only weights: modules with a plain state dict, and averages."""
     return {name: obj for name, obj in checkpointer.recoverables.items()
             if isinstance(obj, EMA) or (isinstance(obj, torch.nn.Module) and _is_plain(checkpointer, name))}
 

@@ -1,4 +1,4 @@
-"""SpeechBrain's Brain, made to train the same on any number of devices and to survive failures."""
+"""SpeechBrain's Brain, which trains the same on any number of devices and survives failures."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Brain(sb.core.Brain):
                     written.start_afresh()
 
     def _log_what_learns(self) -> None:
-        """Log the table of what learns, unless all does at one rate."""
+        """Log which parts learn at which rate, unless all learn at the same one."""
         parts = ParameterGroups(self.modules, vars(self.hparams))
         table = what_learns(parts, self.trainer.freezing.until, self._factors, self.peak_rate)
         if table is not None and ranks.is_main():
@@ -209,17 +209,17 @@ class Brain(sb.core.Brain):
         trainer = self.trainer
         trainer.wrap.close()  # from an earlier fit
         trainer.use(sharding.wrap(trainer.loss_module(), trainer.device, self.keys, self._overrides,
-                                  undivided=self._undivided(), **self._unused))
+                                  unshardable=self._unshardable(), **self._unused))
         self._rng.part()  # only now: all ranks have rank 0's weights
         trainer.memory.begin(self.precision, bool(self.compile), self.keys.activation_checkpointing)
 
-    def _undivided(self) -> list[str]:
-        """What of this run can't do with parameters that are divided over ranks."""
+    def _unshardable(self) -> list[str]:
+        """Return what in this run can't work with sharded parameters."""
         saved = [] if self.checkpointer is None else self.checkpointer.recoverables.values()
         optimizer = unwrapped(self.opt_class)[0]
         found = {"ema": self.averages_weights, "freeze with a number of steps": self.trainer.freezing.unfreezes,
                  "checkpoints of adapters alone (Adapted)": any(isinstance(each, Adapted) for each in saved),
-                 f"the optimizer {getattr(optimizer, '__name__', optimizer)}, as AdamW can":
+                 f"the optimizer {getattr(optimizer, '__name__', optimizer)} (AdamW can)":
                      getattr(optimizer, "needs_whole_parameters", False)}
         return [name for name, there in found.items() if there]
 
@@ -233,7 +233,7 @@ class Brain(sb.core.Brain):
         self.trainer.ema = None
 
     def init_optimizers(self) -> None:
-        """Make the optimizers as SpeechBrain does, in torch's fused implementation where there is one."""
+        """Create the optimizers as SpeechBrain does, in torch's fused implementation if there is one."""
         plain, self.opt_class = self.opt_class, self.opt_class and fused(self.opt_class)
         if self._scales_rates and self.opt_class is not None:
             self._factors = self.rate_factors()
@@ -272,7 +272,7 @@ class Brain(sb.core.Brain):
             return self.compute_objectives(outputs, batch, stage=stage).detach()
 
     def loss_of(self, batch: MicroBatch) -> Loss:
-        """Return the loss of a training batch, without backward or update; the Brain keeps nothing of it."""
+        """Return the loss of a training batch, without backward or update, and without changing the Brain."""
         with self.trainer.keeping_computed():
             self.trainer.loss_of(batch)
             return self.trainer.loss
@@ -283,10 +283,10 @@ class Brain(sb.core.Brain):
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Undo on exit all that computing losses and gradients of stand-ins changed.
+        """Undo on exit all changes by computing losses and gradients of stand-ins.
 
-        That is gradients, state that layers update in forward, what a task keeps in attributes of its own, such as a
-        running mean, and random number generators.
+        These are gradients, state that layers update in forward, a task's attributes, such as a running mean, and
+        random number generators.
         """
         own = self.__dict__.copy()
         beside = [value for value in vars(self.hparams).values() if isinstance(value, torch.nn.Module)]
@@ -334,14 +334,14 @@ class Brain(sb.core.Brain):
         """Handle the losses and gradient norm of an optimizer step, the same on all ranks, once the host knows them."""
 
     # ------------------------------------------------------------ around the hooks
-    # A class between this one and a recipe's, such as a task, does its own part in these, so that the hooks are left
-    # to whoever writes the recipe, and none has to call super().
+    # A task, which is between this class and a recipe's, overrides these, so that a recipe's hooks replace nothing and
+    # need not call super().
 
     def open_step(self, number: int) -> None:
         """Prepare the optimizer step of this number, counted from 1; called before the first and after each."""
 
     def close_step(self, result: StepResult) -> None:
-        """Take in what is known of a step."""
+        """Process the result of a step."""
         self.on_step_known(result)
 
     def open_stage(self, stage: Stage, epoch: int | None = None) -> None:
@@ -349,7 +349,7 @@ class Brain(sb.core.Brain):
         self.on_stage_start(stage, epoch)
 
     def close_batch(self, batch: MicroBatch, stage: Stage) -> None:
-        """Take in a batch that was evaluated, however many parts it was computed in."""
+        """Process an evaluated batch, once even if it was computed in parts."""
 
     def close_stage(self, stage: Stage, loss: float, epoch: int | None = None) -> None:
         """End a stage, with its average loss."""

@@ -151,14 +151,14 @@ def _with_workers(loader: object) -> DataLoader[Any] | None:
 
 
 def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
-    """Let a worker outlast signals to the whole process group, as the run does; then what the recipe has it do."""
+    """Let a worker survive signals to the process group, as the run does; then call the recipe's ``worker_init_fn``."""
     quiet_worker(worker)
     if given is not None:
         given(worker)
 
 
 def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return the iterator of a loader, whose workers no signal ends while they start."""
+    """Return the iterator of a loader; signals don't end its workers while they start."""
     ordinary = _with_workers(loader)
     if ordinary is None:
         return iter(loader)
@@ -175,7 +175,7 @@ os.register_at_fork(after_in_child=_iterators.clear)  # their workers are the pa
 
 @atexit.register
 def _end_workers() -> None:
-    """End the workers of ordinary loaders, which outlast SIGTERM, before multiprocessing would wait for them."""
+    """End the workers of ordinary loaders, which ignore SIGTERM, before multiprocessing would wait for them."""
     for iterator, loader in list(_iterators.items()):
         for each in (getattr(iterator, "iterator", iterator), loader._iterator):
             if each is not None and hasattr(each, "_shutdown_workers"):
@@ -196,7 +196,7 @@ class SameOrderSampler(Sampler[Any]):
         self.whole, self.seed, self.device, self.epoch = whole, seed, device, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of this epoch, and tell the sampler."""
+        """Choose the order of this epoch, also in the sampler."""
         self.epoch = int(epoch)
         set_epoch(epoch, self.whole)
 

@@ -19,12 +19,12 @@ from sbkit.train.distributed import ranks
 
 logger = logging.getLogger(__name__)
 
-#: Layers whose weight multiplies vectors; of a convolution, vectors of all its taps.
+#: Layers whose weight is a matrix; a convolution's has a column for each input channel and tap.
 _MULTIPLIES = (nn.Linear, nn.Conv1d, nn.Conv2d)
-#: Of an iteration that brings singular values from 0.002 to 1 to between 0.65 and 1.25 in five steps.
+#: Coefficients of an iteration that takes singular values in [0.002, 1] to [0.65, 1.25] in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
-#: What has no larger element fades to 0.
+#: A matrix without a larger element goes to 0.
 _TINY = 1e-30
 
 
@@ -32,7 +32,7 @@ class Muon(Optimizer):
     """Updates each matrix by its orthogonalised momentum (Muon), and all else as AdamW does.
 
     Every direction of a matrix then learns at the same rate, also those in which its gradient is small. Ranks share the
-    work: each makes some of the matrices orthogonal for all.
+    work: each orthogonalises some of the matrices for all.
 
     params : iterable
         Parameters, or groups of them.
@@ -54,7 +54,7 @@ class Muon(Optimizer):
         Former names of ``modules``, ``update_rms`` and ``orthogonalize_every``.
     """
 
-    #: A matrix of which each rank has a part can't be made orthogonal there.
+    #: A rank can't orthogonalise a matrix of which it has only a part.
     needs_whole_parameters = True
     # Skips what is not finite without the host, as torch's fused optimizers do (see sbkit.train.optim).
     _step_supports_amp_scaling = True
@@ -108,7 +108,7 @@ class Muon(Optimizer):
         grads = _gradients(weights)
         if divisor is not None:
             grads = list(torch._foreach_div(grads, divisor))
-        if found is not None:  # a momentum stays what it is with itself as gradient
+        if found is not None:  # with itself as gradient, the momentum does not change
             kept, given = (torch.cat([each.flatten() for each in tensors]) for tensors in (momenta, grads))
             parts = torch.where(found > 0, kept, given).split([each.numel() for each in grads])
             grads = [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]

@@ -38,7 +38,7 @@ def grouped(opt_class: Callable[..., Optimizer], wanted: Mapping[str, float], pa
             ) -> Callable[..., Optimizer]:
     """Return the optimizer with a parameter group for each factor; schedules read the factor as ``lr_scale``.
 
-    Groups are saved with a ``name``, by which people tell them apart: the parts in them, and the factor.
+    Groups are saved with a readable ``name``: the parts in them, and the factor.
     """
     by_id = {id(parts.parameters[path]): factor for path, factor in wanted.items()}
     called = {id(parameter): parts.called(path).partition(".")[0] for path, parameter in parts.parameters.items()}

@@ -1,4 +1,4 @@
-"""Learning rate schedules as functions of the optimizer step and of what the model has learnt; nothing to save."""
+"""Learning rate schedules as functions of the optimizer step and the model's progress; they have no state to save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script with ``sbkit.Brain`` lacks of ``sbkit train``: one process at a time, and a word at its end."""
+"""What ``sbkit train`` adds to a run, for scripts with ``sbkit.Brain``: a lock on the folder, a message at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sbkit.train.keys import ScriptKeys, TrainKeys
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 5.0  # seconds: a process that was just told to stop still saves
+_PATIENCE = 5.0  # seconds: a process that was just stopped may still be saving
 
 
 @contextlib.contextmanager
 def lock_checkpoints(keys: TrainKeys, checkpointer: Checkpointer | None) -> Iterator[None]:
-    """Hold the folder of a script's checkpoints while it trains."""
+    """Lock the folder of a script's checkpoints while it trains."""
     with contextlib.ExitStack() as stack:
         if checkpointer is not None and isinstance(keys, ScriptKeys) and ranks.is_main():
             _acquire(stack, Path(checkpointer.checkpoints_dir))
@@ -39,6 +39,6 @@ def _acquire(stack: contextlib.ExitStack, folder: Path) -> None:
 
 
 def log_stop(keys: TrainKeys, stopped: Exception) -> None:
-    """Say what ended a script, which Python ends without a word."""
+    """Log what stopped a script, because Python prints nothing."""
     if isinstance(keys, ScriptKeys) and ranks.is_main():
         logger.warning("%s", stopped)

@@ -4,7 +4,7 @@
 SIGTERM  143  ``kill``, ``scancel``, Kubernetes, reclaimed spot machines. torchrun forwards it to its
               processes and kills them 30 s later, so a step and a checkpoint must not take longer.
 SIGINT   130  Ctrl-C.
-SIGHUP   129  The end of the terminal or of the connection to it. ``nohup`` has it ignored, and here it is then, too.
+SIGHUP   129  The end of the terminal or of the connection to it. Under ``nohup`` it is ignored.
 SIGUSR1  138  SLURM's warning before the time limit: ``#SBATCH --signal=USR1@300`` sends it 300 s before.
               A job script can then requeue itself with
               ``srun ... || [ $? -ne 138 ] || scontrol requeue $SLURM_JOB_ID``.
@@ -175,7 +175,7 @@ class StopSignals(_SignalHandler):
 
 
 class _Ending(SystemExit):
-    """Raised anywhere in the main thread; no ``Exception``, so that no handler for errors swallows it."""
+    """Raised anywhere in the main thread; not an ``Exception``, so that no error handler swallows it."""
 
     code: int
 
@@ -234,7 +234,7 @@ def _stopped(signum: int) -> Stopped:
 
 
 def _forget() -> None:
-    """In a forked process, let signals to it not reach the parent's thread, and restore the default handlers."""
+    """In a forked process, keep signals from the parent's thread, and restore the default handlers."""
     if _wakeups:
         before = signal.set_wakeup_fd(-1)
         if before not in _wakeups:

@@ -23,7 +23,7 @@ class TrainState:
     """Steps of this epoch that were skipped because something was not finite."""
     epoch: int | None = None
     epochs: int | None = None
-    """Epochs that the run was to have when it began; None if nobody said."""
+    """The number of epochs that the run began with; None if unknown."""
     epoch_step: int = 0
     """Updates done in this epoch."""
     epoch_steps: int | None = None

@@ -7,7 +7,7 @@
         _update           with the last micro-batch of a step: normalise, clip, update
     _between_steps        read the values of previous steps; stop, save, or examine a step that failed
 
-Nothing in it waits for the device: what the host must know of a step arrives one step later.
+Nothing in it waits for the device: the values that the host needs arrive one step later.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Trainer:
         self._generators, self._write = generators, write
         self._progress: Progress | None = None
         self._saved_at, self._batches_since = time.monotonic(), 0
-        self._unreached: set[str] = set()  # parameters that were warned of
+        self._unreached: set[str] = set()  # parameters that a warning has named
         # The micro-batches of this step, with the number of parts and the random state that each was computed with.
         self._done: list[tuple[MicroBatch, int, dict[str, torch.Tensor]]] = []
         self.use(ModuleWrapper(self.loss_module()))
@@ -131,7 +131,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Let a signal not end the evaluation inside this context: only ``fit`` has something to save."""
+        """Don't stop the evaluation inside this context after a signal: only ``fit`` has something to save."""
         signals, self.signals = self.signals, None
         try:
             yield
@@ -166,7 +166,7 @@ class Trainer:
     # ------------------------------------------------------------ an epoch
 
     def begin_fit(self, validates: bool) -> None:
-        """Begin a ``fit`` whose epochs end with a validation, or don't."""
+        """Begin a ``fit``; ``validates``: whether each epoch ends with a validation."""
         self.brain.open_step(self.state.optimizer_step + 1)
         self.buffers = Buffers(self.modules)
         self.state.first_step_checked, self.state.validates = False, validates
@@ -249,7 +249,7 @@ class Trainer:
             yield batch
 
     def _begin_step(self) -> None:
-        """Unfreeze what is due to train from this step on, and expect it to need more memory."""
+        """Unfreeze parameters that train from this step on, and expect them to need more memory."""
         step = self.state.optimizer_step
         if self.freezing.update(step):
             self.freezing.train()
@@ -435,7 +435,7 @@ class Trainer:
         self.memory.free()
 
     def try_step(self, batch: MicroBatch) -> bool:
-        """Take a step on a whole micro-batch; return False, with nothing left of it, if it ran out of memory."""
+        """Take a step on a whole micro-batch; undo it and return False if memory runs out."""
         try:
             self.memory.threads(self._forward_and_backward, batch, True)
             self._update()

@@ -220,7 +220,7 @@ def test_an_epoch_that_is_planned_anew_in_its_middle_goes_on_and_says_so(tmp_pat
         run(tmp_path, die_at=4)  # after 4 of 5 steps
     assert "Epoch 1 started with" not in caplog.text
     again = run(tmp_path, steps=steps)
-    assert f"Epoch 1 started with 5 steps and now has {steps}, " in caplog.text
+    assert f"Epoch 1 started with 5 steps and now has {steps}: " in caplog.text
     assert again.optimizer_step == in_all
 
 

@@ -1,4 +1,4 @@
-"""SpeechBrain's Checkpointer, made safe against crashes, damaged files and full disks."""
+"""SpeechBrain's Checkpointer, safe against crashes, damaged files and full disks."""
 
 from sbkit.train.checkpoint.checkpointer import Checkpointer
 

@@ -1,4 +1,4 @@
-"""SpeechBrain's Checkpointer, made safe: each checkpoint is complete or absent, and damaged ones are skipped."""
+"""SpeechBrain's Checkpointer, with safe writes: each checkpoint is complete or absent, and damaged ones are skipped."""
 
 from __future__ import annotations
 

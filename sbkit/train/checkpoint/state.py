@@ -31,9 +31,9 @@ from sbkit.train.checkpoint.files import CheckpointError
 
 T = TypeVar("T")
 Hook = Callable[..., Any]  # saves an object to a path, or loads it
-Recoverable = Any  # a module, an optimizer, or another object with a state dict or a hook of its own
+Recoverable = Any  # a module, an optimizer, or another object with a state dict or its own hook
 TENSORS = (torch_save, torch_save_once_per_node)  # hooks that only save a state dict
-_NOT_OPTIONS = ("params", "lr", "initial_lr")  # what of an optimizer's group is no option of the recipe
+_NOT_OPTIONS = ("params", "lr", "initial_lr")  # entries of a parameter group that are not options of the recipe
 MAX_NAMED = 5  # how many keys of each kind an error lists
 
 
@@ -140,7 +140,7 @@ def plain_numbers() -> Iterator[None]:
 def load_file(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:  # what was saved
     """Load a state from a file to the CPU; only tensors, numbers and containers, so no code can run.
 
-    lazily : read values when they are used, from a file that stays as it is until then
+    lazily : read values when they are used; the file must not change until then
     """
     try:
         with plain_numbers():
@@ -199,7 +199,7 @@ def load_state(obj: Recoverable, path: str | Path, name: str) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Load an optimizer's state dict; its options stay what they are, but for the rates that training came to."""
+    """Load an optimizer's state dict; its options don't change, except for the learning rates."""
     groups = [{**saved, **{name: value for name, value in own.items() if name in saved and name not in _NOT_OPTIONS}}
               for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)]
     needed = optimizer.defaults.keys() & optimizer.param_groups[0].keys()  # torch adds a default while it loads

@@ -1,4 +1,4 @@
-"""The end of a process of a failed run, or of a launcher that is gone: at once, after what is being written.
+"""Ends a process at once, after pending writes, if its run has failed or its launcher is gone.
 
 A collective that a failed rank never joins can't be cancelled, and leaving its process group waits for it: with NCCL,
 half an hour. So such a process skips Python's normal shutdown. Workers of a killed torchrun, which would train on
@@ -21,16 +21,16 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-#: A rank that hasn't answered for so long is named.
+#: Seconds without a heartbeat after which a rank is reported.
 SILENT_SECONDS = 60.0
 _PACKAGE = Path(__file__).parents[2]
 
 
 class Heartbeats:
-    """Counts of this rank's heartbeats and of those it looks at: rank 0 looks at all others, rank 1 at rank 0.
+    """Counts of the heartbeats of this rank and of those that it watches: rank 0 watches all others, rank 1 rank 0.
 
-    One thread exchanges them through the store. Another one compares times, since a store that is held by a stopped
-    rank doesn't answer either.
+    One thread exchanges them through the store. Another one compares times, since the store itself doesn't respond if
+    the rank that holds it is stopped.
     """
 
     _KEY = "sbkit/heartbeats"
@@ -47,7 +47,7 @@ class Heartbeats:
             threading.Thread(target=self._compare, name="heartbeats", daemon=True).start()
 
     def beat(self, store: Any) -> None:  # torch's stub of dist.Store lets set take no bytes
-        """Count a heartbeat of this rank, and look at the others', if it is time."""
+        """Count a heartbeat of this rank and read the others', if it is time."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self._interval
@@ -64,7 +64,7 @@ class Heartbeats:
 
     @classmethod
     def end(cls, store: Any, rank: int) -> None:  # as above
-        """Say that this rank leaves, and that nobody is to wait for its heartbeats."""
+        """Announce that this rank leaves and sends no more heartbeats."""
         store.set(f"{cls._KEY}/{rank}/end", b"1")
 
     def _compare(self) -> None:
@@ -163,7 +163,7 @@ atexit.register(_at_exit)
 
 # ------------------------------------------------------------ a launcher that is gone
 
-#: Seconds between looks at whether torchrun is there.
+#: Seconds between checks whether torchrun is running.
 POLL_SECONDS = 1.0
 #: Seconds for a checkpoint that is being written, and for a run that is already stopping.
 _LEAVING_SECONDS, _STOPPING_SECONDS = 5.0, 30.0

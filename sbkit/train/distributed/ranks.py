@@ -39,7 +39,7 @@ Store = Any  # torch's stub of dist.Store lets set take no bytes
 # Collectives only wait for ranks that do the same work, so a long wait means a dead rank.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 _POLL_SECONDS = 0.1
-# The first pause of a rank that waits for others, which are mostly there soon; each further one is longer.
+# The first pause while waiting for other ranks, which usually arrive soon; each further one is longer.
 _FIRST_PAUSE_SECONDS = 0.002
 # Time for a failed rank to print its message, before the launcher sees another rank exit and ends it.
 _GRACE_SECONDS = 3.0
@@ -154,7 +154,7 @@ def _fresh_store(store: Store, place: int, world: int) -> Store:
 
 
 def _wait_for_ranks(missing: Callable[[], list[int]], describe: bool) -> None:
-    """Wait until no rank is missing; who still is after a minute is told."""
+    """Wait until no rank is missing; after a minute, warn of those that are."""
     began = time.monotonic()
     while absent := missing():
         waited = time.monotonic() - began

@@ -1,9 +1,9 @@
-"""Training of large models: recomputing activations in backward, and dividing parameters over ranks (FSDP2).
+"""Training of large models: recomputing activations in backward, and sharding parameters over ranks (FSDP2).
 
 Both are keys of a recipe:
 
     activation_checkpointing: [ConformerEncoderLayer]   # class names, or paths such as model.1.encoder.layers.*
-    fsdp: True                                            # or such a list of layers, each gathered as one piece
+    fsdp: True                                            # or such a list of layers, each gathered as one unit
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrides: Overrides, *,
-         undivided: Sequence[str], search: bool, search_once: bool) -> ModuleWrapper:
+         unshardable: Sequence[str], search: bool, search_once: bool) -> ModuleWrapper:
     """Wrap all modules of a Brain as the recipe and the number of ranks require.
 
     keys, overrides : the recipe's keys, and the methods that it overrides
-    undivided : what else in the recipe needs parameters whole, as a message calls it
+    unshardable : what else in the recipe can't work with sharded parameters, for the message
     search, search_once : see ``DDPWrapper``
     """
     parallel.convert_batch_norm(loss_module.owned)
@@ -52,7 +52,7 @@ def wrap(loss_module: LossModule, device: torch.device, keys: TrainKeys, overrid
     if not keys.fsdp:
         return parallel.HookWrapper(loss_module) if overrides.fit_batch else DDPWrapper(loss_module, search,
                                                                                         search_once)
-    if others := [*(["a recipe's own fit_batch"] if overrides.fit_batch else []), *undivided]:
+    if others := [*(["a recipe's own fit_batch"] if overrides.fit_batch else []), *unshardable]:
         raise SbkitError(f"fsdp can't be used together with {others[0]}", hint="remove one of them")
     return Sharded(loss_module, device, keys.fsdp)
 
@@ -84,8 +84,8 @@ class Sharded(ModuleWrapper):
     """FSDP2 around the ``LossModule``: each rank holds a part of every parameter, gradient and optimizer state.
 
     The parameters of a block are gathered while it computes, so a block must be called (``layer(x)``). Parameters
-    outside of blocks can be used in any way, since it gathers them for the whole forward. Gradients are divided in each
-    backward, also within ``no_sync``: keeping whole ones until the last micro-batch would need too much memory.
+    outside of blocks can be used in any way, since it gathers them for the whole forward. Gradients are sharded in each
+    backward, also within ``no_sync``: keeping full ones until the last micro-batch would need too much memory.
     """
 
     def __init__(self, loss_module: LossModule, device: torch.device, wanted: LayerNames | Literal[True] = True):
@@ -96,11 +96,11 @@ class Sharded(ModuleWrapper):
         self.world = ranks.world_size()
         ranks.take_from_main([*loss_module.parameters(), *loss_module.buffers()])
         mesh = init_device_mesh(device.type, (self.world,))
-        pieces = repeated_layers(loss_module) if wanted is True else layers_called(loss_module.owned, wanted, "fsdp")
-        if not pieces:
+        units = repeated_layers(loss_module) if wanted is True else layers_called(loss_module.owned, wanted, "fsdp")
+        if not units:
             logger.warning("fsdp: there are no repeated layers, so all parameters are gathered as one unit")
-        for piece in reversed(pieces):  # inner ones first
-            fully_shard(piece, mesh=mesh)
+        for unit in reversed(units):  # inner ones first
+            fully_shard(unit, mesh=mesh)
         fully_shard(loss_module, mesh=mesh)
 
     @contextlib.contextmanager
@@ -108,34 +108,34 @@ class Sharded(ModuleWrapper):
         """Gather all parameters on every rank inside this context, so that ranks can evaluate independently."""
         from torch.distributed.fsdp import FSDPModule
 
-        pieces = [module for module in self.loss_module.modules() if isinstance(module, FSDPModule)]
-        for piece in pieces:
-            piece.set_reshard_after_forward(False, recurse=False)
-            piece.unshard()
+        units = [module for module in self.loss_module.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
         try:
             yield
         finally:
-            for piece in pieces:
-                piece.reshard()
-                piece.set_reshard_after_forward(piece is not self.module, recurse=False)
+            for unit in units:
+                unit.reshard()
+                unit.set_reshard_after_forward(unit is not self.module, recurse=False)
 
 
 def is_sharded(obj: object) -> bool:
-    """Return whether the parameters of a module or optimizer are divided over ranks."""
+    """Return whether the parameters of a module or optimizer are sharded over ranks."""
     if isinstance(obj, nn.Module):
-        return any(map(_is_part, obj.parameters()))
+        return any(map(_is_dtensor, obj.parameters()))
     if isinstance(obj, torch.optim.Optimizer):
-        return any(_is_part(p) for group in obj.param_groups for p in group["params"])
+        return any(_is_dtensor(p) for group in obj.param_groups for p in group["params"])
     return False
 
 
-def _is_part(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a ``DTensor``; without importing that, which a process without such tensors needn't."""
+def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Return whether a value is a ``DTensor``, without importing that class."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
 def save_unsharded(checkpointer: Checkpointer | None) -> None:
-    """Make checkpoints of divided parameters the same as those of undivided ones."""
+    """Make checkpoints of sharded parameters the same as those of full ones."""
     if checkpointer is None:
         return
     for name, obj in checkpointer.recoverables.items():
@@ -145,14 +145,14 @@ def save_unsharded(checkpointer: Checkpointer | None) -> None:
 
 
 def save_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str]) -> None:
-    """Write the state dict of the undivided object; all ranks must call it."""
+    """Write the full state dict of a sharded object; all ranks must call it."""
     state = full_value(obj.state_dict())
     if ranks.is_main():
         write_state(state, path)
 
 
 def load_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[str], end_of_epoch: bool = True) -> None:
-    """Load the state dict of the undivided object; all ranks must call it."""
+    """Load a full state dict into a sharded object; all ranks must call it."""
     del end_of_epoch
     state = load_file(path)
     if isinstance(obj, nn.Module):
@@ -165,14 +165,14 @@ def load_full(obj: nn.Module | torch.optim.Optimizer, path: str | os.PathLike[st
 
 
 def load_full_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load the state dict of an undivided module; if this one is divided, all ranks must call it."""
+    """Load a full state dict into a module; if it is sharded, all ranks must call it."""
     own = module.state_dict()
     module.load_state_dict({key: _sharded_like(value, own.get(key)) for key, value in state.items()}, strict=True)
 
 
 def full_value(value: object) -> object:
-    """Return a state with its divided tensors whole, on the CPU; all ranks must call it."""
-    if _is_part(value):
+    """Return a state with full tensors instead of sharded ones, on the CPU; all ranks must call it."""
+    if _is_dtensor(value):
         return value.full_tensor().cpu()
     if isinstance(value, dict):  # any class of it, which torch's tree_map would take for a value
         return {key: full_value(item) for key, item in value.items()}
@@ -182,8 +182,8 @@ def full_value(value: object) -> object:
 
 
 def _sharded_like(value: object, like: object) -> object:
-    """Divide a whole tensor as ``like`` is divided, if both have the same shape."""
-    if not _is_part(like) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+    """Shard a full tensor as ``like`` is sharded, if both have the same shape."""
+    if not _is_dtensor(like) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -40,7 +40,7 @@ from sbkit.train.monitor.waits import Contention
 MAX_BUCKETS = 6
 #: Steps that ``sbkit check --measure`` times, after one for warm-up, and its time limit in seconds.
 STEPS, MAX_SECONDS = 4, 60.0
-#: As many steps as an optimizer needs for all that it does only sometimes, and how often they are timed for the price.
+#: Steps in which an optimizer does all of its periodic work, such as Muon's, and how many such cycles are timed.
 CYCLE, CYCLES = 4, 3
 #: Memory of a run on a CPU besides its steps: for tables of the corpus and transcripts, and for each data worker.
 BASE_BYTES, WORKER_BYTES = 192 << 20, 128 << 20
@@ -104,7 +104,7 @@ def _quiet(name: str) -> Iterator[None]:
 def _durations(request: arguments.CommandLine, recipe: load.Recipe, folder: Path) -> np.ndarray:
     """Return the durations of the prepared corpus, if there is one, or all lengths up to the longest allowed.
 
-    folder : what the recipe was given for its output folder
+    folder : the temporary output folder of the recipe
     """
     corpus = recipe.keys.corpus
     if hasattr(corpus, "manifest_path"):
@@ -115,7 +115,7 @@ def _durations(request: arguments.CommandLine, recipe: load.Recipe, folder: Path
 
 
 def _in_output_folder(path: Path, folder: Path, request: arguments.CommandLine) -> Path:
-    """A path below ``folder`` as one below the output folder that the recipe itself names; any other as it is."""
+    """Return a path below ``folder`` as one below the recipe's own output folder, and any other unchanged."""
     if not path.is_relative_to(folder):
         return path
     root = read(request.path, request.overrides, Findings())
@@ -215,7 +215,7 @@ def _read_ahead(utterances: int, seconds: float, workers: int, sample_rate: int)
 def measurement(request: arguments.CommandLine, planned: bool = False) -> Callable[[], Measured]:
     """Return a function that times a few real steps at the planned size, for ``sbkit check --measure``.
 
-    planned : also steps as long as those of the run, which tell how long it takes
+    planned : also time steps of the run's size, to predict how long the run takes
     """
     def measure() -> Measured:
         device = devices.resolve(request.run_opts.device)
@@ -229,10 +229,9 @@ def measurement(request: arguments.CommandLine, planned: bool = False) -> Callab
 
 
 def _time_planned(trial: Trial) -> tuple[float, float]:
-    """Return the seconds for a second of audio in steps of one micro-batch of the run, without waiting for a core, and
-    the audio of these steps.
+    """Return the seconds per second of audio for a micro-batch of the run's size, and its audio in seconds.
 
-    The fastest cycle counts.
+    The fastest cycle counts, without the time spent waiting for a core.
     """
     batching = trial.batching
     audio = min(batching.update_seconds, batching.max_batch_seconds)

@@ -130,7 +130,7 @@ Value = torch.Tensor | float | None | Callable[[], "torch.Tensor | float | None"
 REDRAW_SECONDS = 0.5
 _WINDOW_SECONDS = 60.0  # period that speeds are averaged over
 _BAR_CELLS = ((100, 8), (50, 4))  # (columns of the terminal, least cells of the bar)
-_FIRST_STEPS = 10  # that wait for the first batches, which says nothing of those that follow
+_FIRST_STEPS = 10  # steps that wait for the first batches, and so aren't typical
 _SLOW_DATA = 0.1  # share of waiting for data that is coloured
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """What a logger is told of a run."""
+    """What loggers need to know of a run."""
 
     folder: Path
     values: Mapping[str, bool | int | float | str]
@@ -27,11 +27,11 @@ class Run(NamedTuple):
 
     @property
     def project(self) -> str:
-        """The name under which runs of an experiment stand together."""
+        """The name that groups the runs of an experiment."""
         return str(self.values.get("experiment") or "sbkit")
 
     def identity(self) -> str:
-        """The name that this run has, and keeps when it is resumed."""
+        """Return the id of this run, which it keeps when it is resumed."""
         path = self.folder / LOGGERS
         if not path.is_file() or not path.read_text().strip():
             path.write_text(uuid.uuid4().hex[:8] + "\n")
@@ -39,15 +39,15 @@ class Run(NamedTuple):
 
 
 class Logger(ABC):
-    """Sends numbers to one tool, which is opened with the first of them; what fails there never ends a run.
+    """Sends numbers to one tool, which is opened with the first number. An error there never ends a run.
 
-    A logger that fails is left out for the rest of the run, with a warning: metrics.jsonl has the same numbers.
+    A logger that fails is not used for the rest of the run, with a warning: metrics.jsonl has the same numbers.
     """
 
     module: ClassVar[str]
-    """What is imported for it."""
-    lets_wait: ClassVar[bool] = False
-    """Whether its own object lets numbers wait, which a killed run would lose, until it is flushed."""
+    """The module to import."""
+    buffers: ClassVar[bool] = False
+    """Whether the tool buffers numbers until it is flushed, which a killed run would lose."""
 
     def __init__(self, name: str, run: Run):
         self.name, self.run = name, run
@@ -64,8 +64,8 @@ class Logger(ABC):
         self._try(self._log, values, step, seconds)
 
     def flush(self) -> None:
-        """Send what waits."""
-        if self.lets_wait and self._open is not None:
+        """Send buffered numbers."""
+        if self.buffers and self._open is not None:
             self._try(self._open.flush)
 
     def close(self) -> None:
@@ -101,10 +101,10 @@ class Logger(ABC):
 
 
 class TensorBoard(Logger):
-    """Files in ``tensorboard/`` of the run's folder. After a full disk, another file goes on."""
+    """Files in ``tensorboard/`` of the run's folder. After a full disk, it continues in another file."""
 
     module = "torch.utils.tensorboard"
-    lets_wait = True
+    buffers = True
     _warned = False
 
     def _log(self, values: Mapping[str, float], step: int, seconds: float) -> None:
@@ -141,7 +141,7 @@ class Trackio(Logger):
 
 
 class WandB(Trackio):
-    """Weights & Biases, which sends from a process of its own; WANDB_MODE=offline keeps all in the run's folder."""
+    """Weights & Biases, which sends from its own process; WANDB_MODE=offline keeps all in the run's folder."""
 
     module = "wandb"
 
@@ -159,7 +159,7 @@ class MLflow(Logger):
     module = "mlflow"
 
     def __init__(self, name: str, run: Run):
-        # Each number is sent within a step: by its own settings a server that is silent would hold it for minutes.
+        # Numbers are sent within a step, and by default a server that doesn't answer would block it for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         super().__init__(name, run)

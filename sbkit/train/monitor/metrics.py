@@ -47,7 +47,7 @@ class MetricsLog(ResumableLog):
     def of(cls, keys: TrainKeys, values: Mapping[str, Any]) -> MetricsLog | None:
         """Make the log in a recipe's ``output_folder``; None without one.
 
-        values : the recipe's, by key, of which loggers are told the plain ones
+        values : the recipe's values by key; loggers get the plain ones
         """
         if keys.output_folder is None:
             return None
@@ -73,7 +73,7 @@ class MetricsLog(ResumableLog):
             each.flush()
 
     def close(self) -> None:
-        """Write all lines and end what loggers have begun."""
+        """Write all lines and close the loggers."""
         self.flush()
         for each in self._loggers:
             each.close()
