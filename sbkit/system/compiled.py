@@ -39,7 +39,7 @@ def run_compiler(command: list[str]) -> str:
 def cached_library(parts: Iterable[str], build: Callable[[Path], Path]) -> Path:
     """Return the path of a compiled library, from the cache or newly built.
 
-    parts : all that the library depends on: sources, flags, the compiler's version
+    parts : everything that the library depends on: sources, flags, the compiler's version
     build : compiles into an empty folder, and returns the library's path there
     """
     folder, key = _folder(), _digest("|".join(parts).encode())
@@ -74,7 +74,7 @@ def _folder() -> Path:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a cached library is intact and belongs to this user."""
+    """Return whether a cached library is intact and belongs to this user."""
     return _is_ours(path) and path.is_file() and _digest(path.read_bytes()) == path.stem.split("-")[1]
 
 

@@ -53,7 +53,7 @@ def _cell(value: object) -> str:
 
 
 def time_span(seconds: float) -> str:
-    """A time with two digits, in the unit in which a person would say it.
+    """Format a time with two digits, in a readable unit.
 
     >>> time_span(0.2772), time_span(75), time_span(1200), time_span(27 * 3600)
     ('0.28 s', '75 s', '20 min', '27 h')
@@ -64,7 +64,7 @@ def time_span(seconds: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """So many of something: 1 error, 2 errors."""
+    """Format a count with its noun: 1 error, 2 errors."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
@@ -80,7 +80,7 @@ def progress(iterable: Iterable[Any] | None = None, *, what: str, total: int | N
 
 
 class _Bar(tqdm):
-    """Looks as that of training (``StageDisplay``)."""
+    """A bar that looks like training's (``StageDisplay``)."""
 
     _due = 0.0  # when the next line is, without a terminal
 
@@ -107,17 +107,17 @@ class LastingStream(io.FileIO):
         self.lost, self._line = lost, b""
 
     def write(self, data: Any) -> int:  # whatever has bytes, as io's own
-        """Write as a file does, or keep the lines for the log."""
+        """Write to the file, or keep the lines for the log."""
         if not self.lost:
             try:
                 if (count := super().write(data)) is not None:
                     return count
             except OSError:
                 self.lost = True
-                with contextlib.suppress(OSError):  # so that C code and Python's end write somewhere, too
+                with contextlib.suppress(OSError):  # so that C code and Python's shutdown can write, too
                     silence(self.fileno())
         *lines, line = (self._line + bytes(data)).split(b"\n")
-        self._line = line[line.rfind(b"\r", 0, -1) + 1:][-_LONGEST_LINE:]  # of a bar, what it shows now
+        self._line = line[line.rfind(b"\r", 0, -1) + 1:][-_LONGEST_LINE:]  # of a progress bar, only its latest state
         if not getattr(_logging, "here", False):
             texts = (_CONTROL.sub("", line.decode("utf-8", "replace")).rstrip() for line in lines)
             LogFile.catch_up(*filter(None, texts))
@@ -126,12 +126,12 @@ class LastingStream(io.FileIO):
 
 _CONTROL = re.compile(r".*\r(?=.)|\x1b\[[0-9;?]*[A-Za-z]")
 _LONGEST_LINE = 1 << 16
-_unwritten: deque[str] = deque(maxlen=10_000)  # a script may have no log that would take them
+_unwritten: deque[str] = deque(maxlen=10_000)  # bounded, because a script may have no log to write them to
 _logging = threading.local()
 
 
 def silence(fd: int) -> None:
-    """Let a file descriptor write to nowhere."""
+    """Redirect a file descriptor to the null device."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != fd:
         os.dup2(nowhere, fd)
@@ -139,7 +139,7 @@ def silence(fd: int) -> None:
 
 
 def open_missing_streams() -> None:
-    """Open the standard streams that were closed at the start (``2>&-``): the next file would get their number."""
+    """Open standard streams that were closed at the start (``2>&-``), or the next file would get their number."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -151,7 +151,7 @@ def open_missing_streams() -> None:
 
 
 def outlast_terminal() -> None:
-    """Let this process go on when its terminal, or whoever reads its output, is gone."""
+    """Let this process continue if its terminal, or the reader of its output, is gone."""
     for fd, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is not None and stream is getattr(sys, f"__{name}__"):
@@ -187,10 +187,10 @@ def _nobody_reads_stderr() -> bool:
 
 
 class TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # has no arguments before Python 3.11
-    """Handler of the terminal, which leaves progress bars whole."""
+    """A log handler for the terminal that doesn't break progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, which the log has already if the terminal is gone."""
+        """Write a record; if the terminal is gone, the log has it already."""
         _logging.here = True
         try:
             tqdm.write(self.format(record), file=self.stream)
@@ -202,15 +202,15 @@ class TerminalHandler(logging.StreamHandler):  # type: ignore[type-arg]  # has n
 
 
 class TerminalFilter(logging.Filter):
-    """Filter for the terminal: all warnings, but only sbkit's own info; libraries' info goes to log.txt."""
+    """Filter for the terminal: all warnings, but only sbkit's info; libraries' info goes to log.txt."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the terminal shows a record."""
+        """Return whether the terminal shows a record."""
         return record.levelno >= logging.WARNING or record.name.startswith("sbkit")
 
 
 class LogFile(logging.FileHandler):
-    """Handler of log.txt. A full or broken disk loses lines, which is reported once, not with a traceback for each."""
+    """Handler of log.txt. Lines lost on a full or broken disk are reported once, without a traceback for each."""
 
     _warned = False
 
@@ -227,10 +227,10 @@ class LogFile(logging.FileHandler):
 
     @classmethod
     def catch_up(cls, *lines: str) -> None:
-        """Write lines that no logger has, and those that the terminal could not show, if there is such a file.
+        """Write lines that come from no logger, and those that the terminal could not show, if there is a log file.
 
-        What another thread keeps from being written now comes before the next record: this may be called where that one
-        waits for this one's output.
+        If another thread holds the handler's lock, they are written before the next record: waiting could deadlock,
+        because that thread may be writing to this stream.
         """
         _unwritten.extend(lines)
         for handler in logging.getLogger().handlers:
@@ -248,13 +248,13 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._warned:
             self._warned = True
-            # Not by sys.stderr, which may be what waits for this record.
+            # Not to sys.stderr, whose writer may be waiting for this record.
             write_now(f"warning: {disk.explain(refused, self.baseFilename)}; some of its lines are lost\n")
 
 
 @contextlib.contextmanager
 def logging_disabled(level: int) -> Iterator[None]:
-    """Log nothing of this level, or below it, within it."""
+    """Disable logging of this level and below inside this context."""
     before = logging.root.manager.disable
     logging.disable(level)
     try:
@@ -286,7 +286,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Iterator[IO[A
 
 
 def stored_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON object that sbkit itself wrote; it is empty if there is none, or if it is damaged."""
+    """Read a JSON object that sbkit wrote; return an empty one if the file is missing or damaged."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -11,17 +11,17 @@ MOUNT = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on, limited by a container's quota (``docker --cpus``, Kubernetes).
+    """Return the number of cores that this process may use, within a container's quota (``docker --cpus``, Kubernetes).
 
-    Libraries start a thread for each core they see; beyond its quota a process is paused, and its other threads wait.
-    Half a core counts as none: threads that share one wait for each other.
+    Libraries start a thread for each core they see; a process that exceeds its quota is paused. Half a core counts as
+    none, because threads that share one wait for each other.
     """
     seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([seen, *quotas()])))
 
 
 def thread_limit() -> int | None:
-    """The number of threads to request from a library that counts all cores of the machine; None if it counts right."""
+    """Return the number of threads for a library that counts all cores of the machine; None if that is right."""
     cores = usable_cores()
     return cores if cores < (os.cpu_count() or 1) else None
 
@@ -44,8 +44,8 @@ def quotas() -> Iterator[float]:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of this process's control group for ``cpu`` or ``memory``, and those of all its parents, each
-    with whether it is of version 2."""
+    """Yield the folder of this process's control group for ``cpu`` or ``memory``, and those of all its parents, and
+    whether they are of version 2."""
     v2_mount = MOUNT / "unified" if (MOUNT / "unified").is_dir() else MOUNT  # beside version 1, or alone
     for line in _read(GROUP).split("\n"):
         if line.count(":") < 2:

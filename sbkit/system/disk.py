@@ -1,4 +1,4 @@
-"""Disks: sums of files, syncing against power cuts, one message for full or broken disks, the user's cache folder."""
+"""Disks: checksums, syncing against power cuts, one message for full or broken disks, the user's cache folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HINT = "make room or raise the quota there, then run the same command again"
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file of any size, in hexadecimal."""
+    """Return the SHA-256 of a file of any size, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -75,7 +75,7 @@ def sync_file_system(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def disk_errors_as_user_error(path: str | os.PathLike[str], called: str = "") -> Iterator[None]:
-    """Say in one message which file a disk refused within this block.
+    """Raise disk errors inside this context as one ``SbkitError`` that names the file.
 
     path : the file that is written there, or the folder of several
     called : what the message calls it instead, if it may be a different file
@@ -94,7 +94,7 @@ def disk_errors_as_user_error(path: str | os.PathLike[str], called: str = "") ->
 
 @contextlib.contextmanager
 def writing_into(folder: str | os.PathLike[str], option: str) -> Iterator[None]:
-    """Say in one message that a folder can't be written into, and by which option another one is chosen."""
+    """Raise one error if a folder can't be written into, with the option that chooses another one."""
     try:
         with disk_errors_as_user_error(folder):
             yield
@@ -104,9 +104,9 @@ def writing_into(folder: str | os.PathLike[str], option: str) -> Iterator[None]:
 
 
 def refusal(error: BaseException) -> OSError | None:
-    """The OSError of a full, read-only or broken disk behind ``error``, if that is what it was.
+    """Return the OSError of a full, read-only or broken disk that caused ``error``, or None.
 
-    Libraries in Rust, such as safetensors, raise their own errors, which end with the kernel's number.
+    Libraries in Rust, such as safetensors, raise their own errors, which end with the kernel's error number.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -120,7 +120,7 @@ def refusal(error: BaseException) -> OSError | None:
 
 
 def explain(error: OSError, path: str | os.PathLike[str], needed: float | None = None, called: str = "") -> str:
-    """Describe what the disk refused and why, what was needed and what is free."""
+    """Describe a disk error: the file, the reason, the space needed and the space that is free."""
     what = "could not be read or written" if error.errno == errno.EIO else "could not be written"
     needs = "" if needed is None else f"it needs about {size(needed)}, "
     free = f"free in {os.fspath(path)}" if called else "free"
@@ -128,7 +128,7 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: float | None =
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise if a file can't be written here, before the work whose result it takes."""
+    """Raise if a file can't be written, before the work that produces it."""
     if path.is_dir():
         raise SbkitError(f"{path} is a folder", hint=f"name a file with {option}")
     there = next(folder for folder in path.absolute().parents if folder.exists())
@@ -139,7 +139,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def unwritable(path: Path, option: str, error: OSError) -> SbkitError:
-    """Say that the file which this option names couldn't be written."""
+    """Return the error for a file, named by this option, that can't be written."""
     return SbkitError(f"cannot write {path}: {error.strerror or error}", hint=f"choose another place with {option}")
 
 

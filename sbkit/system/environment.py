@@ -26,8 +26,8 @@ def version_of(package: str) -> str | None:
 
 
 def onnxruntimes() -> dict[str, str]:
-    """Return the installed builds of ONNX Runtime and their versions: those that write into the folder it is imported
-    from, where each overwrites what is there. More than one is a broken installation, whatever each was built for."""
+    """Return the installed builds of ONNX Runtime with their versions. They overwrite each other in the folder that is
+    imported, so more than one is a broken installation."""
     found: dict[str, dict[str, str]] = {}
     for each in metadata.distributions():  # in the order in which Python looks for modules
         names = each.read_text("top_level.txt")
@@ -37,7 +37,7 @@ def onnxruntimes() -> dict[str, str]:
 
 
 def check_torch_pair(torch: str | None = None, torchaudio: str | None = None) -> None:
-    """Raise if torch and torchaudio are of different minor releases: their binaries do not load together."""
+    """Raise if torch and torchaudio are of different minor releases, whose binaries do not load together."""
     torch = torch or version_of("torch")
     torchaudio = torchaudio or version_of("torchaudio")
     if torch is None or torchaudio is None:
@@ -101,7 +101,7 @@ def inventory() -> str:
 
 
 def command() -> str:
-    """The command that started this process, to repeat it in the same folder; torchrun's part is reconstructed."""
+    """Return the command that started this process, to repeat it in the same folder; torchrun's part is rebuilt."""
     args = [word for word in sys.orig_argv[1:] if word != "-u"]
     if args and os.path.basename(args[0]) == "sbkit":
         args[0] = "sbkit"

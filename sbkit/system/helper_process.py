@@ -19,20 +19,20 @@ _SWITCH = "PYTHONSAFEPATH"
 #: all, ``/pymp-xxxxxxxx/listener-xxxxxxxx`` are 32.
 _LONGEST_FOLDER = 75
 HOME = str(Path(__file__).resolve().parents[2])
-#: Only ``sys`` and ``runpy`` are imported before the path is right; "" stands for the working directory.
+#: Only ``sys`` and ``runpy`` are imported before the path is right; "" means the working directory.
 _RUN = ("import sys; sys.path[:] = [each for each in sys.path if each]; home, module = sys.argv[1:3]; "
         "del sys.argv[1:3]; home in sys.path or sys.path.insert(0, home); "
         "import runpy; runpy.run_module(module, run_name='__main__', alter_sys=True)")
 
 
 def command(module: str) -> list[str]:
-    """The command that runs one of sbkit's modules; append its arguments."""
+    """Return the command that runs one of sbkit's modules; append its arguments."""
     return [sys.executable, "-c", _RUN, HOME, module]
 
 
 def environment(names: Iterable[str] | None = None) -> dict[str, str]:
-    """This process's environment, or only the named variables and PYTHONPATH, without empty path entries, which would
-    stand for the working directory."""
+    """Return this process's environment, or only the named variables and PYTHONPATH, without empty path entries, which
+    mean the working directory."""
     passed = dict(os.environ) if names is None else {name: os.environ[name] for name in names if name in os.environ}
     path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     passed.pop("PYTHONPATH", None)
@@ -41,8 +41,8 @@ def environment(names: Iterable[str] | None = None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def without_working_directory() -> Iterator[None]:
-    """Context in which processes that multiprocessing starts (``spawn``, ``forkserver`` and their helpers) import
-    nothing from the working directory before they get this process's ``sys.path``.
+    """Keep processes that multiprocessing starts (``spawn``, ``forkserver`` and their helpers) inside this context from
+    importing from the working directory, before they get this process's ``sys.path``.
 
     Python 3.10 has no switch for that.
     """

@@ -17,12 +17,12 @@ _PORTS = range(20_000, 30_000)
 
 
 def ended_by(number: int) -> str:
-    """The name of the signal that ended a process; most real-time signals have none."""
+    """Return the name of the signal that ended a process, or its number: most real-time signals have no name."""
     return {each.value: each.name for each in signal.Signals}.get(number, f"signal {number}")
 
 
 def machine() -> str:
-    """An id of this machine since it was booted, the same in all its containers."""
+    """Return an id of this machine since it was booted, the same in all its containers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -30,7 +30,7 @@ def machine() -> str:
 
 
 def namespace() -> str:
-    """An id of the namespace of process numbers: a container has its own."""
+    """Return an id of the namespace of process numbers: a container has its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -38,7 +38,7 @@ def namespace() -> str:
 
 
 def born(pid: int) -> str | None:
-    """The start time of a process of this namespace, None if it is dead; its number alone may have been reused."""
+    """Return the start time of a process of this namespace, None if it is dead; its number may have been reused."""
     if os.path.isdir("/proc/self"):
         try:
             state, *rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -50,8 +50,8 @@ def born(pid: int) -> str | None:
 
 
 def session_seconds(session: int) -> tuple[float, float]:
-    """The seconds that the processes of a session (``os.setsid``) have computed, with their children that have ended,
-    and those for which their threads, as far as they live, have waited for a core that others had."""
+    """Return the CPU seconds of all processes of a session (``os.setsid``), including ended children, and the seconds
+    for which their running threads have waited for a core."""
     ticks = waited = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def session_seconds(session: int) -> tuple[float, float]:
 
 
 def free_port() -> int:
-    """Find a free port that the kernel, which assigns higher ones, gives to nobody else before it is used."""
+    """Return a free port below those that the kernel assigns, so that no other process gets it before it is used."""
     for port in random.Random().sample(_PORTS, len(_PORTS)):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("", port))
@@ -72,13 +72,13 @@ def free_port() -> int:
 
 
 def torchrun_environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """The environment that torchrun sets for each process of a job on this machine."""
+    """Return the environment that torchrun sets for each process of a job on this machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def job() -> str:
-    """An id of the torchrun job that this process belongs to, the same after a restart; empty without torchrun."""
+    """Return an id of this process's torchrun job, the same after a restart; empty without torchrun."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if run != "none":
         return run

@@ -1,4 +1,4 @@
-"""Names that had other names in an earlier release: understood for one release, with a line that says the new one."""
+"""Former names of arguments, methods and module attributes, accepted for one release with a warning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMER: Any = type("Former", (), {"__repr__": lambda self: "(a former name)"})()
 
 
 def renamed(module: str, **names: str) -> Callable[[str], Any]:
-    """Make a module's ``__getattr__``.
+    """Return a module's ``__getattr__`` for former names.
 
     names : the present name of each former one
     """
@@ -30,9 +30,9 @@ def renamed(module: str, **names: str) -> Callable[[str], Any]:
 
 
 def argument(owner: str, **values: Any) -> Any:  # of the argument's type
-    """Return the value of an argument that may have been given by its former name, which then counts.
+    """Return the value of an argument that may have been given by its former name.
 
-    values : that of the former name, and that of the present one
+    values : the value under the former name, and under the present one
     """
     (former, given), (present, value) = values.items()
     if given is FORMER:
@@ -42,7 +42,7 @@ def argument(owner: str, **values: Any) -> Any:  # of the argument's type
 
 
 def rename_methods(owner: type, **names: str) -> None:
-    """Give methods that a class defines by their former names the present ones."""
+    """Rename methods that a class defines by their former names."""
     for former, present in names.items():
         if former in vars(owner):
             warn_once(f"{owner.__name__}: the method {former} is now called {present}")
@@ -51,5 +51,5 @@ def rename_methods(owner: type, **names: str) -> None:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Log a line, once in the life of the process."""
+    """Log a warning once in this process."""
     logger.warning("%s", line)

@@ -1,4 +1,4 @@
-"""What values of JSON may be, so that none breaks a program or fills its memory, in the words of JSON Schema."""
+"""Schemas of JSON values, named as in JSON Schema, so that no value breaks a program or fills its memory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Boolean:
 
 
 class String(NamedTuple):
-    """Texts that can be written: JSON may escape half of a character."""
+    """Texts that can be encoded: JSON may escape half of a surrogate pair."""
 
     min_length: int = 1
     max_length: int = 1000
     pattern: str | None = None
     what: str = ""
-    """What messages call those that match the pattern."""
+    """How messages describe the pattern."""
 
     def __contains__(self, value: object) -> bool:
         return (isinstance(value, str) and self.min_length <= len(value) <= self.max_length
@@ -80,7 +80,7 @@ class Array(NamedTuple):
 
 
 class Object(NamedTuple):
-    """JSON's objects, of any values unless they are said."""
+    """JSON objects, with any values unless ``values`` is given."""
 
     values: Schema | None = None
     keys: Schema = String()
@@ -97,7 +97,7 @@ class Object(NamedTuple):
 
 
 class Record(NamedTuple):
-    """JSON's objects with these keys."""
+    """JSON objects with these keys."""
 
     of: dict[str, Schema]
     needed: bool = False
@@ -140,5 +140,5 @@ SHA256 = String(64, 64, "[0-9a-f]{64}", "a sha256 in hexadecimal")
 
 
 def value(allowed: Schema, **default: Any) -> Any:  # of the field's type, as dataclasses.field says too
-    """Declare a field, and what it may be; ``default`` is as for ``dataclasses.field``."""
+    """Declare a field and its allowed values; ``default`` is as for ``dataclasses.field``."""
     return dataclasses.field(**default, metadata={"allowed": allowed})

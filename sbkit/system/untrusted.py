@@ -1,4 +1,4 @@
-"""Reading of files that others made, regular ones alone and no more of them than a bound, and of standard input."""
+"""Reading of untrusted files, only regular ones of limited size, and of standard input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TextIO
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 
-#: No text packs better than this: a language model's shrinks to a fifth. Small ones may.
+#: No text compresses better than this (a language model's to a fifth), except small files.
 _MAX_PACKED, _PACKED_ANYHOW = 50, 16 << 20
 _MAX_ZEROS = 1 << 20
 
@@ -31,8 +31,8 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def open_handle(path: str | os.PathLike[str]) -> int:
-    """Do the same for a file descriptor, which the caller closes; a folder has one too."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe that nobody writes to is waited for
+    """Return a file descriptor of a file or folder, which the caller closes; anything else is an ``OSError``."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise it would wait for the writer of a pipe
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         os.close(handle)
@@ -41,7 +41,7 @@ def open_handle(path: str | os.PathLike[str]) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Read a regular file; one of more than ``max_bytes`` bytes is an ``OSError`` before anything of it is read."""
+    """Read a regular file; one of more than ``max_bytes`` bytes is an ``OSError`` before it is read."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -56,12 +56,12 @@ def read_text(path: str | os.PathLike[str], max_bytes: int) -> str:
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int) -> Any:  # whatever JSON holds
-    """Read JSON from a regular file of at most ``max_bytes`` bytes; whatever is wrong is an OSError or a ValueError."""
+    """Read JSON from a regular file of at most ``max_bytes`` bytes; any error is an OSError or a ValueError."""
     return parse_json(read_text(path, max_bytes))
 
 
 def parse_json(text: str | bytes) -> Any:  # whatever JSON holds
-    """Parse JSON, of which too deep a nesting is a ValueError like everything else."""
+    """Parse JSON; any error is a ValueError, including too deep a nesting."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -71,7 +71,7 @@ def parse_json(text: str | bytes) -> Any:  # whatever JSON holds
 def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Read a regular file and unpack it if it is gzip's; more than ``max_bytes`` bytes are an ``OSError``.
 
-    So is what is larger than a text can have been, as soon as that is known: a small file may unpack to terabytes.
+    The same holds for more than a text can unpack to, because a small file may unpack to terabytes.
     """
     data = read_bytes(path, max_bytes)
     if data[:2] != b"\x1f\x8b":
@@ -79,7 +79,7 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     if data.find(bytes(_MAX_ZEROS)) >= 0:  # which gzip would step over one by one
         raise OSError(errno.EINVAL, "its compressed data is damaged: it has a long run of zeros", os.fspath(path))
     left = min(max_bytes, max(_MAX_PACKED * len(data), _PACKED_ANYHOW))
-    text = io.BytesIO()  # whose value is no copy
+    text = io.BytesIO()  # its value is not a copy
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             while part := file.read(1 << 20):
@@ -94,10 +94,10 @@ def unpack(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def standard_input(what: str, hint: str) -> TextIO:
-    """Return standard input; raises if it is closed, or a terminal in which nobody would know that they should type.
+    """Return standard input; raise if it is closed or a terminal.
 
-    what : is read from it, such as ``audio``
-    hint : a command that gives it
+    what : what is read from it, such as ``audio``
+    hint : a command that provides it
     """
     if sys.stdin is None:
         raise SbkitError(f"- reads {what} from standard input, but standard input is closed", hint=hint)
