@@ -241,7 +241,7 @@ def test_every_bare_any_has_its_reason():
 
 
 FOREIGN = frozenset("""
-    _C _apply _asdict _create_fbank_matrix _ctc_loss _cuda_getArchFlags _dynamo _exit _fields _forward_hooks
+    _apply _asdict _create_fbank_matrix _ctc_loss _dynamo _exit _fields _forward_hooks
     _get_ddp_logging_data _get_precomputed_values _local_scalar_dense _patch_lang_tensor _pytree _replace
     _save_intra_epoch_ckpt _schema _shutdown_workers _speechbrain_iterator _statistics_dict _unique2 _version
 """.split())

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import run_folders
+import torch
 
 from sbkit.data.mixture import Mixture
 from sbkit.recipe import arguments, flops, load
@@ -77,6 +78,26 @@ def test_a_process_that_ends_without_a_word_is_an_error_with_the_last_words_of_i
     assert not well and error.code == "crash"
     assert error.message == "rank 1 ended with SIGABRT in stage 'validation'"
     assert error.suggestion.endswith("two | three | [ma] out of order")
+
+
+def test_a_process_that_crashes_is_named_with_its_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(rank.LAUNCHES, "export", lambda job, diary: os.abort())  # crashes
+    launch = run.Launch("export", {"folder": str(tmp_path)})
+    while not launch.is_over():
+        time.sleep(0.02)
+    [error] = errors_of(launch.close())
+    assert error.code == "crash" and error.message == "rank 0 ended with SIGABRT in stage 'start'"
+    assert Path(error.file).read_text().splitlines()[error.line - 1].endswith("# crashes")
+
+
+def test_a_card_for_which_torch_has_no_kernels_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+    diary = watch.Diary(tmp_path, "prepare", 0)
+    assert rank.prepare({}, diary) == 1
+    lines = map(json.loads, diary.path.read_text().splitlines())
+    [error] = errors_of([{"launch": "prepare", "rank": 0, **line} for line in lines])
+    assert error.code == "no-kernels" and "capability is 7.0" in error.message and error.message.endswith("sm_90")
 
 
 def test_a_launch_goes_well_only_if_each_process_says_so(tmp_path, monkeypatch):
