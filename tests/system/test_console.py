@@ -1,6 +1,7 @@
 """Output that nobody can read any more fails nobody, and is in the log once."""
 
 import logging
+import pkgutil
 import re
 import subprocess
 import sys
@@ -151,3 +152,8 @@ def test_a_long_bar_without_a_terminal_says_how_far_it_is(capsys, monkeypatch):
     half, last = capsys.readouterr().err.splitlines()
     assert re.match(r"measuring: 2/4 \(50 %\), \d\d:\d\d left, ", half)
     assert last.startswith("measuring: 2/4 (50 %), took ")
+
+
+def test_what_the_configuration_of_logs_names_exists():
+    names = re.findall(r"sbkit[\w.]+", Path(__file__).parents[2].joinpath("sbkit/runs/log-config.yaml").read_text())
+    assert len(names) == 3 and all(map(pkgutil.resolve_name, names))
