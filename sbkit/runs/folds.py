@@ -93,7 +93,7 @@ def train(fold: Fold, words: Sequence[str], corpus: Corpus, processes: int) -> N
         signal.signal(signal.SIGTERM, before)
     if code:
         raise SbkitError(f"the run of fold {fold.number} ended with code {code}: {fold.run}",
-                         hint="its messages above say why; then the same command resumes", exit_code=1)
+                         hint="its messages above say why; the same command resumes it", exit_code=1)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

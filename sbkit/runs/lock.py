@@ -140,7 +140,7 @@ class RunLock:
         while holder.lives is not False:
             waited = time.monotonic() - began
             if holder.lives and holder.facts.get("runs", True) and waited > self._patience(holder):
-                raise SbkitError(f"{self.folder} is held by another run: {holder}",
+                raise SbkitError(f"{self.folder} is in use by another run: {holder}",
                                  hint=f"wait for it, end it, or choose another place with {self.option}")
             if not told and waited > PATIENCE:
                 told = True

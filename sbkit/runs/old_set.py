@@ -53,7 +53,7 @@ def compare(brain: Brain, device: torch.device) -> None:
     if not known.is_worse(value):
         logger.info("After training: %s", known.describe(value))
     else:
-        why = "no mean of old and new weights saves it; a larger replay may"
+        why = "no mean of old and new weights prevents it; a larger replay may"
         try:
             known = _with_mean(known, folder, device, brain)
         except SbkitError as error:  # the source may be gone by now
@@ -75,7 +75,7 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
     keys = recipe.keys
     if mean is not None:
         if keys.init_from is None:
-            raise SbkitError(f"--mean {mean:g}: {keys.folder} began from nothing (init_from: null)",
+            raise SbkitError(f"--mean {mean:g}: {keys.folder} did not start from other weights (init_from: null)",
                              hint="leave it out")
         initial.MeanWithSource(brain).take(mean)
     if not isinstance(keys.corpus, Replay):
@@ -86,13 +86,13 @@ def guard(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: float | 
         if not accept_worse:
             raise
         print(f"the old test was not scored: {error.message}", file=sys.stderr)
-        return "What became of the old test is not known."
+        return "The result of the old test is unknown."
     said = known.describe(value)
     if known.is_worse(value):
         said = f"the model forgot: {said}"
         if not accept_worse:
             raise SbkitError(said, hint=f"{known.offer(keys.folder, keys.average_checkpoints)}; ".removeprefix("; ")
-                             + "--accept-worse exports it nevertheless")
+                             + "--accept-worse exports it anyway")
     print(said, file=sys.stderr)
     return f"{said[0].upper()}{said[1:]}."
 
@@ -102,8 +102,8 @@ def _old_rate(recipe: Recipe, brain: Brain, weights: tuple[str, int], mean: floa
     keys, folder = recipe.keys, recipe.keys.folder
     known = OldSet.read(folder)
     if known is None:
-        raise SbkitError(f"the run replays its source's corpus, and lacks {OLD_SET}: what its old test was before is "
-                         "unknown", hint="--accept-worse exports it nevertheless")
+        raise SbkitError(f"the run replays its source's corpus, but lacks {OLD_SET}: the old test's result before "
+                         "training is unknown", hint="--accept-worse exports it anyway")
     as_tested = mean is None and weights == (restore.BEST, keys.average_checkpoints)
     value = stored_json(folder / TESTED).get(f"{known.metric} {OLD}") if as_tested else None  # by the run's own test
     if value is None:
@@ -128,7 +128,7 @@ def _with_mean(known: OldSet, folder: Path, device: torch.device, tested: Brain)
     for share in SHARES:
         mean.take(share)
         rates[share] = [_score(recipe, brain, part, "dev").stats[known.metric] for part in (OLD, NEW)]
-    logger.info("Means with the weights of before, %s on the dev sets: %s", known.metric, "; ".join(
+    logger.info("Means with the initial weights, %s on the dev sets: %s", known.metric, "; ".join(
         f"{share:g} of the new weights: old {old:.2f}, new {new:.2f}" for share, (old, new) in rates.items()))
     best = (min if known.lower_is_better else max)(rates, key=lambda share: sum(rates[share]))
     mean.take(best)

@@ -159,8 +159,7 @@ def _transfer(module: nn.Module, name: str, path: str) -> None:
         raise SbkitError(f"{path} comes from a model of different sizes: {differing}",
                          hint="set the recipe's sizes to those it was trained with")
     module.load_state_dict(state, strict=False)
-    for what, left in (("has nothing for", own.keys() - set(shared)), ("has more than", state.keys() - set(shared))):
+    for what, left in ((f"lacks parameters of {name}", own.keys() - set(shared)),
+                       (f"has parameters that {name} lacks", state.keys() - set(shared))):
         if left and ranks.is_main():
-            some = sorted(left)[:_NAMED]
-            logger.warning("pretrainer: %s %s %s: %d parameters, such as %s", path, what, name, len(left),
-                           ", ".join(some))
+            logger.warning("pretrainer: %s %s: %d, such as %s", path, what, len(left), ", ".join(sorted(left)[:_NAMED]))

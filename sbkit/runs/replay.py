@@ -47,7 +47,7 @@ class Replay(Mixture):
     def _check_splits(self, found: Mapping[str, Mapping[str, Manifest]], needed: Sequence[str]) -> None:
         super()._check_splits(found, needed)
         if "test" in needed and "test" not in found[OLD]:
-            raise SbkitError(f"replay: {self.parts[OLD].source} has no test split, which shows what is forgotten",
+            raise SbkitError(f"replay: {self.parts[OLD].source} has no test split to measure forgetting on",
                              hint="name a run, or a corpus that has one: replay_from")
 
 
@@ -128,11 +128,11 @@ def problems(keys: TaskKeys) -> Iterator[Problem]:
     """What is wrong with the keys about replay."""
     if keys.replay is None:
         if keys.replay_from is not None:
-            yield Problem("replay_from", f"it is {keys.replay_from}, and replay doesn't say how much of that is heard",
+            yield Problem("replay_from", f"it is {keys.replay_from}, but replay, its share of every step, is not set",
                           "write replay: 0.2, or leave replay_from out")
         return
     if keys.init_from is None:
-        yield Problem("replay", f"it is {keys.replay:g}, and there is no model that has learnt something before",
+        yield Problem("replay", f"it is {keys.replay:g}, but the run starts from no trained model",
                       _began(keys) or "write init_from: RUN")
         return
     if not isinstance(keys.corpus, Replay):
@@ -146,5 +146,5 @@ def problems(keys: TaskKeys) -> Iterator[Problem]:
     recipe = (_run_of(keys) or Path(keys.init_from)) / RECIPE
     rate = load.tree(recipe).at("sample_rate") if recipe.is_file() else None
     if isinstance(rate, int) and rate != keys.sample_rate:
-        yield Problem("sample_rate", f"it is {keys.sample_rate}, and that of {keys.init_from} is {rate}: what it knew "
-                      "can't be kept at another rate", f"write sample_rate: {rate}, or leave replay out")
+        yield Problem("sample_rate", f"it is {keys.sample_rate}, but {keys.init_from} has {rate}: what it learnt is "
+                      "lost at another rate", f"write sample_rate: {rate}, or leave replay out")

@@ -168,7 +168,7 @@ def compare_corpus(recorded: Mapping[str, Any], manifests: Mapping[str, Manifest
             differ = (_unpacked(was[part], was["rows"])[:least] != _unpacked(now[part], now["rows"])[:least]).any(1)
             rows = np.flatnonzero(differ)
             what = "id, speaker or text" if part == "texts" else "audio"
-            wrong += [f"{split}, row {row + 1}: the {what} of {manifest.ids[row]} is another" for row in rows[:_NAMED]]
+            wrong += [f"{split}, row {row + 1}: the {what} of {manifest.ids[row]} differs" for row in rows[:_NAMED]]
             if len(rows) > _NAMED:
                 wrong.append(f"{split}: and the {what} of {len(rows) - _NAMED:,} more rows")
     if wrong:
@@ -210,9 +210,9 @@ def read(path: Path) -> dict[str, Any]:
     for number, (line, recorded) in enumerate(zip(lines, sums, strict=False), start=1):
         if _checksums([line]) != recorded:
             raise SbkitError(f"{path}: line {number} of its recipe was changed since the run: {shown(line.strip())}",
-                             hint="train it as a recipe of its own, or take the file as the run wrote it", exit_code=1)
+                             hint="train it as a new recipe, or use the file as the run wrote it", exit_code=1)
     if len(lines) != len(sums):
-        raise SbkitError(f"{path}: its recipe has {len(lines)} lines, and had {len(sums)}", exit_code=1)
+        raise SbkitError(f"{path}: its recipe has {len(lines)} lines instead of {len(sums)}", exit_code=1)
     return found
 
 
@@ -232,8 +232,8 @@ def places(texts: Mapping[str, str], given: Iterable[str]) -> list[str]:
             raise SbkitError(f"--set: the recorded recipe has no key {key}", hint=near and f"did you mean {near}?")
         was = texts[key]
         if re.fullmatch(r"[-+]?(\.?\d[\d_.]*(e[-+]?\d+)?|\.inf)|true|false|[\[{!].*", was):
-            raise SbkitError(f"--set {key}: it is {was}, and no place", exit_code=1,
-                             hint="a run is reproduced with the values that it had; train another with sbkit train")
+            raise SbkitError(f"--set {key}: it is {was}, not a path", exit_code=1,
+                             hint="a run is reproduced with its own values; train another one with sbkit train")
         words += [f"--{name}={place}{text[len(was):]}" for name, text in texts.items()
                   if name == key or (was not in ("", "null") and (text == was or text.startswith(f"{was}/")))]
     return words
@@ -291,9 +291,9 @@ def figures_of(folder: Path) -> dict[str, float]:
 
 
 #: Why a run may compute other figures than the recorded one, which can't be helped or can.
-RESUMED = "the run was resumed with another command, and what it had trained with before is not recorded"
-OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's paths) has to name what the recorded "
-                 "run had, and --to another folder; without these, code beside the recipe or sbkit's is another")
+RESUMED = "the run was resumed with another command, and its earlier values are not recorded"
+OTHER_WEIGHTS = ("--set init_from=PLACE (or encoder_source, or the pretrainer's paths) must name the recorded run's "
+                 "weights, and --to another folder; if it had none, the code of the recipe or of sbkit differs")
 
 
 def require_same(what: str, recorded: float, found: float, exact: bool, cause: str | None = None) -> None:
@@ -305,8 +305,8 @@ def require_same(what: str, recorded: float, found: float, exact: bool, cause: s
     if not same and not (math.isnan(recorded) and math.isnan(found)):
         within = "to the bit" if exact else f"within {100 * ROUNDING:.0f} %"
         if cause is None:
-            cause = "corpus, recipe and versions are those recorded, so sbkit's code is another" if exact else \
-                "of another device or version, rounding grows with the steps: compare the final figures (--full)"
+            cause = "corpus, recipe and versions are those recorded, so sbkit's code differs" if exact else \
+                "on another device or version, rounding grows with the steps: compare the final figures (--full)"
         raise SbkitError(f"{what} is {found!r}, recorded as {recorded!r}: not the same {within}", exit_code=1,
                          hint=cause)
 
@@ -320,8 +320,8 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
     weights : the hash of those that the recorded run began with, if known
     """
     if set(wanted) <= set(losses_of(folder)[0]) and (not to_the_end or (folder / TESTED).is_file()):
-        raise SbkitError(f"{folder} holds an earlier call's run, and nothing would be trained",
-                         hint="remove it or choose another --to; after the first steps --full goes on from there")
+        raise SbkitError(f"{folder} has the run of an earlier call, so nothing would be trained",
+                         hint="remove it or choose another --to; --full continues after the first steps")
     log = folder.parent / "train.log"
     found: dict[int, float] = {}
     with log.open("w") as out, progress(what="training", total=max(wanted), unit="step") as bar:
@@ -332,11 +332,11 @@ def train(command: Sequence[str], threads: int, folder: Path, wanted: Mapping[in
                 found, began = losses_of(folder)
                 other = None not in (began, weights) and began != weights
                 if other and exact and cause is None:
-                    raise SbkitError("the run begins with other weights than the recorded one", hint=OTHER_WEIGHTS,
+                    raise SbkitError("the run starts from other weights than the recorded one", hint=OTHER_WEIGHTS,
                                      exit_code=1)
                 for step in sorted(set(wanted) & set(found)):
                     require_same(f"the loss of step {step}", wanted[step], found[step], exact,
-                                 f"it began with other weights: {OTHER_WEIGHTS}" if other else cause)
+                                 f"it started from other weights: {OTHER_WEIGHTS}" if other else cause)
                     bar.update(step - bar.n)
                 if ended or (not to_the_end and set(wanted) <= set(found)):
                     break

@@ -80,8 +80,8 @@ def warn_unfinished(recipe: Recipe) -> None:
     if not begun.done or begun.finished >= epochs or (keys.folder / TESTED).exists():
         return
     newest = f"; its newest checkpoint, {begun.within} steps into epoch {begun.finished + 1}, is not validated, so " \
-        f"only --checkpoint {LAST} takes it" if begun.within else ""
-    logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. Its own command resumes it",
+        f"only --checkpoint {LAST} uses it" if begun.within else ""
+    logger.warning("%s has not finished: it has trained %d of %d epochs, %d steps%s. The same command resumes it",
                    keys.folder, begun.finished, epochs, begun.done, newest)
 
 
@@ -140,7 +140,7 @@ def order_of(checkpointer: Checkpointer, metric: Metric, checkpoint: str,
     asked : how to ask for the newest instead, for the message
     """
     if not checkpointer.list_checkpoints():
-        raise SbkitError(f"{checkpointer.checkpoints_dir} holds no checkpoint",
+        raise SbkitError(f"{checkpointer.checkpoints_dir} has no checkpoint",
                          hint="train it, or wait for its first checkpoint")
     order = metric.order if checkpoint == BEST else Order()
     if order and not any(metric.name in ckpt.meta for ckpt in checkpointer.list_checkpoints()):

@@ -68,9 +68,9 @@ def finished(keys: TaskKeys, request: CommandLine, guard: StartGuard) -> str:
         changes = [*guard.changes(), *_options_changed(was.get("options") or {}, now["options"])]
         if changes and not request.run_opts.test_only and \
                 steps_begun(keys.checkpointer, keys.epoch_counter).finished >= keys.epoch_counter.limit:
-            raise SbkitError(f"{folder} is finished, and this would change nothing of it: {'; '.join(changes)}",
-                             hint="choose another --output_folder; where the model stays the same, a larger "
-                                  "--number_of_epochs trains on, and --test_only tests with them")
+            raise SbkitError(f"{folder} is finished, so these changes would have no effect: {'; '.join(changes)}",
+                             hint="choose another --output_folder; if the model stays the same, a larger "
+                                  "--number_of_epochs trains on, and --test_only tests with the changes")
         return ""
     said = there.get("said", "done")
     where = f" ({folder / there['files'][0]})" if there.get("files") else ""

@@ -75,7 +75,7 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     brain.open_run(train.texts, steps)
     if test_only:
         if not brain.checkpointer.list_checkpoints():
-            raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} holds no checkpoint to test",
+            raise SbkitError(f"--test_only: {brain.checkpointer.checkpoints_dir} has no checkpoint to test",
                              hint="train first, or name the folder of a run with --output_folder")
         ranks.run_on_main(restore.warn_unfinished, recipe)
     try:
@@ -110,7 +110,7 @@ def _from_here_on(brain: Brain, guard: StartGuard, epochs: EpochCounter, resumed
     elif resumed and ranks.is_main():
         state = brain.train_state
         done = f", after {state.epoch_step} of its {state.epoch_steps} steps" if state.epoch_step else ""
-        logger.info("Going on with epoch %d of %d%s", epochs.current + 1, epochs.limit, done)
+        logger.info("Continuing with epoch %d of %d%s", epochs.current + 1, epochs.limit, done)
     _log_start(brain, changes if resumed and epochs.current < epochs.limit else [], begins=not resumed)
     guard.begins()
     yield from epochs

@@ -61,7 +61,7 @@ def test_stopped_in_an_epoch_it_ends_as_the_run_that_was_never_stopped(data, who
     stop_in_the_second_epoch(out, data)
     done = saved_step(out) - LENGTH
     said = train(out, data)
-    assert f"Going on with epoch 2 of 2, after {done} of its {LENGTH} steps" in said
+    assert f"Continuing with epoch 2 of 2, after {done} of its {LENGTH} steps" in said
     found = weights(out)
     assert all(torch.equal(value, found[name]) for name, value in whole[1].items())
 
@@ -80,5 +80,5 @@ def test_finished_and_extended_it_trains_to_its_end(data, whole):
     said = train(out, data)
     assert "All 2 epochs are trained, so only the test is left; a larger number_of_epochs trains on" in said
     assert saved_step(out) == 2 * LENGTH
-    assert "Going on with epoch 3 of 4\n" in train(out, data, number_of_epochs=4)
+    assert "Continuing with epoch 3 of 4\n" in train(out, data, number_of_epochs=4)
     assert saved_step(out) == 4 * LENGTH and trains_to_its_end(out, 4, before=2)

@@ -113,7 +113,7 @@ def test_once_it_has_a_checkpoint_a_run_does_without_its_source(source, data, tm
     recipe = (folder / "hyperparams.yaml").read_bytes()
     other = program(command, "train", *words(folder, data["en"], **{**keys, "init_from": source}), timeout=300)
     assert other.returncode == 2
-    assert f"init_from: it is {source}, and the run in {folder} was last started with" in other.stderr
+    assert f"init_from: it is {source}, but the run in {folder} was last started with" in other.stderr
     assert (folder / "hyperparams.yaml").read_bytes() == recipe
     for name, *more in (("evaluate", "--split", "test"), ("export", "--to", str(tmp_path / "out"), "--tolerance", "1",
                                                           "--formats", "speechbrain")):

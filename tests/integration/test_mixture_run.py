@@ -41,7 +41,7 @@ def test_a_part_is_added_to_a_run_that_is_resumed(tmp_path):
     parts["new"] = PART.format(tmp_path / "new", ", only: [train]")
     said = train(tmp_path, recipe(tmp_path, **parts), 2)
     assert "resumes with changed values" in said and "corpus.weights.new: nothing -> 1" in said
-    assert "trained on other text, but kept" in said and "Going on with epoch 2 of 2" in said
+    assert "trained on other text, but kept" in said and "Continuing with epoch 2 of 2" in said
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, second = ([line for line in lines if line["kind"] == "epoch" and line["epoch"] == epoch and name in line]
                      for epoch, name in ((1, "hours large"), (2, "hours new")))

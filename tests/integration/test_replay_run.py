@@ -117,7 +117,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit_though_its_source_is_gone(folde
     assert not (folder / "killed" / "tested.json").exists()
     shutil.rmtree(source)
     done = program(command, "train", *killed, timeout=300)
-    assert done.returncode == 0 and "Going on with epoch" in done.stdout + done.stderr, done.stderr[-2000:]
+    assert done.returncode == 0 and "Continuing with epoch" in done.stdout + done.stderr, done.stderr[-2000:]
     assert different(outcome(folder / "killed"), outcome(folder / "whole")) == []
     assert "no mean of old and new weights could be tried" in done.stdout + done.stderr, "that needs the source"
     was_killed, never_killed = (OldSet.read(folder / name) for name in ("killed", "whole"))

@@ -90,10 +90,10 @@ def test_the_record_of_a_finished_run_stays_what_made_it(started, tmp_path):
     before = record()
     code, added, said = started("--lr", "0.5")
     assert (code, added) == (2, (0, 0)) and record() == before and (out / "tested.json").exists()
-    assert (f"{out} is finished, and this would change nothing of it: lr, opt_class.lr, schedule.peak: "
-            "0.003 -> 0.5; choose another --output_folder; where the model stays the same, a larger") in said
+    assert (f"{out} is finished, so these changes would have no effect: lr, opt_class.lr, schedule.peak: "
+            "0.003 -> 0.5; choose another --output_folder; if the model stays the same, a larger") in said
     code, added, said = started("--precision", "bf16")
-    assert (code, added) == (2, (0, 0)) and "change nothing of it: precision: fp32 -> bf16" in said
+    assert (code, added) == (2, (0, 0)) and "so these changes would have no effect: precision: fp32 -> bf16" in said
     own = out / "evaluations" / "test_only"
     results = (out / "test_utterances.jsonl").read_bytes(), (out / "tested.json").read_bytes()
     for number, changed in enumerate((("--precision", "bf16"), ("--lr", "0.5")), 1):

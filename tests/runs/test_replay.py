@@ -101,7 +101,7 @@ def test_an_old_corpus_without_a_test_is_refused(run):
     for split in ("dev", "test"):
         (run.parent / "en" / f"{split}.csv").unlink()
     joint = replayed(keys(run.parent, init_from="owner/model", replay_from=str(run.parent / "en")))
-    with pytest.raises(SbkitError, match="en has no test split, which shows what is forgotten"):
+    with pytest.raises(SbkitError, match="en has no test split to measure forgetting on"):
         joint.prepare(show_progress=False, needed=("train", "dev", "test"))
 
 
@@ -116,7 +116,7 @@ def test_another_rate_is_refused(run):
     there = keys(run.parent, init_from=str(run), sample_rate=8000)
     there.corpus = replayed(there)
     (problem,) = problems(there)
-    assert problem.key == "sample_rate" and "it is 8000, and that of" in problem.message and "16000" in problem.hint
+    assert problem.key == "sample_rate" and "it is 8000, but " in problem.message and "16000" in problem.hint
 
 
 def test_other_rules_of_writing_are_refused(run):

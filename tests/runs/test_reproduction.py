@@ -66,13 +66,13 @@ def test_a_changed_byte_of_a_recording_is_named(manifest, tmp_path, monkeypatch,
     was = recorded(manifest)
     assert reproduction.compare_corpus(was, {"train": manifest}) == []
     flip(tmp_path / "2.wav")
-    with pytest.raises(SbkitError, match=r"train, row 3: the audio of clip2 is another"):
+    with pytest.raises(SbkitError, match=r"train, row 3: the audio of clip2 differs"):
         reproduction.compare_corpus(was, {"train": manifest})
 
 
 def test_a_changed_text_and_a_missing_row_are_named(manifest):
     was = recorded(manifest)
-    with pytest.raises(SbkitError, match=r"row 2: the id, speaker or text of clip1 is another"):
+    with pytest.raises(SbkitError, match=r"row 2: the id, speaker or text of clip1 differs"):
         reproduction.compare_corpus(was, {"train": manifest.replace(texts=["one", "tow", "three", "four"])})
     with pytest.raises(SbkitError, match=r"3 rows instead of 4(.|\n)*row 1: the id, speaker or text of clip1"):
         reproduction.compare_corpus(was, {"train": manifest.select([1, 2, 3])})
@@ -93,7 +93,7 @@ def test_any_changed_text_is_named(texts, data):
     before = Manifest(ids=list(map(str, range(rows))), durations=[1.0] * rows, texts=texts, wavs=["https://a/b"] * rows)
     row = data.draw(st.integers(0, rows - 1))
     other = data.draw(st.text(max_size=5).filter(lambda text: text != texts[row]))
-    with pytest.raises(SbkitError, match=f"row {row + 1}: the id, speaker or text of {row} is another"):
+    with pytest.raises(SbkitError, match=f"row {row + 1}: the id, speaker or text of {row} differs"):
         reproduction.compare_corpus(recorded(before), {"train": before.replace(
             texts=[*texts[:row], other, *texts[row + 1:]])})
 
@@ -104,7 +104,7 @@ def test_any_changed_text_is_named(texts, data):
     (lambda found: found.update(format=9), "has format 9, and this sbkit reads 1"),
     (lambda found: found["corpus"]["train"].update(texts="AAAA"), "is not what a run records"),
     (lambda found: found["recipe"].__setitem__(1, "lr: 0.5"), "line 2 of its recipe was changed since the run: 'lr"),
-    (lambda found: found["recipe"].pop(), "its recipe has 1 lines, and had 2"),
+    (lambda found: found["recipe"].pop(), "its recipe has 1 lines instead of 2"),
     (lambda found: found.pop("threads"), "it lacks a number of threads from 1 to 4096"),
     (lambda found: found.update(processes=10**9), "it lacks a number of processes from 1 to 4096"),
 ])
@@ -130,8 +130,8 @@ RECORDED = {"lr": "0.003", "layers": "4", "ema": "false", "betas": "[0.9, 0.98]"
     ("data_folder=/cv", ["--data_folder=/cv", "--corpus.source=/cv", "--corpus.exclude=/cv/bad.csv"]),
     ("corpus.data_root=/cv", ["--corpus.data_root=/cv"]), ("corpus.exclude=mine.csv", ["--corpus.exclude=mine.csv"]),
     ("older=/runs/one", ["--older=/runs/one"]),
-    ("lr=0.01", "--set lr: it is 0.003, and no place"), ("layers=5", "layers: it is 4, and no place"),
-    ("ema=true", "ema: it is false, and no place"), ("betas=[1]", "betas: it is "),
+    ("lr=0.01", "--set lr: it is 0.003, not a path"), ("layers=5", "layers: it is 4, not a path"),
+    ("ema=true", "ema: it is false, not a path"), ("betas=[1]", "betas: it is "),
     ("encoder=x", "encoder: it is !new"), ("init_from", "write KEY=PLACE"),
     ("init_form=x", "the recorded recipe has no key init_form; did you mean init_from")])
 def test_a_place_is_set_wherever_the_recipe_has_it_and_nothing_else_is(given, words):
@@ -153,7 +153,7 @@ def test_another_machine_is_compared_within_rounding(manifest):
     for found, exact in ((2.0 + 1e-12, True), (2.5, False), (float("nan"), False)):
         with pytest.raises(SbkitError, match=r"the loss is .*, recorded as 2.0: not the same"):
             reproduction.require_same("the loss", 2.0, found, exact)
-    with pytest.raises(SbkitError, match="what it had trained with before is not recorded"):
+    with pytest.raises(SbkitError, match="its earlier values are not recorded"):
         reproduction.require_same("the loss", 2.0, 2.5, exact=True, cause=reproduction.RESUMED)
 
 
@@ -176,13 +176,13 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     with lock.RunLock(tmp_path / "again"):
         assert main(again) == 2
     said = capsys.readouterr().err
-    assert f"again is held by another run: process {os.getpid()} " in said and "another place with --to\n" in said
+    assert f"again is in use by another run: process {os.getpid()} " in said and "another place with --to\n" in said
     assert main([*again, "--steps", "10"]) == 0
     said = capsys.readouterr().out
     assert "comparing the recorded losses of step 10\n" in said
     assert said.endswith("to the bit: the recorded loss of step 10\n") and "another command" not in said
     assert main([*again, "--steps", "10"]) == 2  # of an earlier call's losses nothing follows
-    assert "holds an earlier call's run" in capsys.readouterr().err
+    assert "has the run of an earlier call" in capsys.readouterr().err
     mine = tmp_path / "again" / "recipe.yaml"
     text = mine.read_text()
     mine.write_text(f"{text}# of another run\n")
@@ -196,7 +196,7 @@ def test_a_run_is_had_again_to_the_bit_and_a_changed_recording_is_refused(tmp_pa
     (tmp_path / "other.json").write_text(json.dumps(other))
     assert main(["reproduce", f"{tmp_path}/other.json", "--to", f"{tmp_path}/fourth", *again[4:]]) == 1
     said = capsys.readouterr().err
-    assert "the run begins with other weights than the recorded one" in said and "--set init_from=PLACE" in said
+    assert "the run starts from other weights than the recorded one" in said and "--set init_from=PLACE" in said
     recording = next(path for path in (tmp_path / "data").rglob("*.wav"))
     flip(recording)
     assert main(again) == 1

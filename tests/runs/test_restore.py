@@ -130,7 +130,7 @@ def test_nothing_but_the_model_is_taken_from_a_checkpoint_or_written(run):
     (lambda run: shutil.rmtree(run), "does not exist; name the output_folder"),
     (lambda run: (run / "hyperparams.yaml").unlink(), "is not a run: it has no hyperparams.yaml"),
     (lambda run: shutil.rmtree(run / "save") or (run / "save").mkdir(), "no tokenizer yet"),
-    (lambda run: [shutil.rmtree(each) for each in (run / "save").glob("CKPT*")], "holds no checkpoint"),
+    (lambda run: [shutil.rmtree(each) for each in (run / "save").glob("CKPT*")], "has no checkpoint"),
     (lambda run: [shutil.rmtree(run / "save" / f"CKPT+epoch{i}") for i in (1, 2, 3)], "--checkpoint last"),
     (lambda run: [(each / "model.ckpt").write_bytes(b"cut") for each in (run / "save").glob("CKPT*")],
      "no checkpoint in .* can be used"),
@@ -169,8 +169,8 @@ def test_a_run_that_still_trains_says_how_far_it_is_and_what_the_best_is_not(run
     state = yaml.safe_load((newest / "brain.ckpt").read_text())
     (newest / "counter.ckpt").write_text("2")
     for within, said in ((5, "1 of 12 epochs, 31 steps; its newest checkpoint, 5 steps into epoch 2, is not validated, "
-                             "so only --checkpoint last takes it. Its own command resumes it"),
-                         (0, "1 of 12 epochs, 31 steps. Its own command resumes it")):
+                             "so only --checkpoint last uses it. The same command resumes it"),
+                         (0, "1 of 12 epochs, 31 steps. The same command resumes it")):
         (newest / "brain.ckpt").write_text(yaml.safe_dump({**state, "optimizer_step": 31, "epoch_step": within}))
         recipe = restore.read_run(moved)
         caplog.clear()

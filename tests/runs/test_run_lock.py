@@ -68,7 +68,7 @@ def test_a_folder_that_a_run_holds_is_refused_in_one_line_and_free_again_after_i
         with pytest.raises(SbkitError) as refused, RunLock(tmp_path):
             pass
         line, year = str(refused.value), time.strftime("%Y")
-        assert line.startswith(f"{tmp_path} is held by another run: process {other.process.pid} on ")
+        assert line.startswith(f"{tmp_path} is in use by another run: process {other.process.pid} on ")
         assert f" since {year}-" in line and "\n" not in line and refused.value.exit_code == 2
         assert files(tmp_path) == before
         other.end()
@@ -143,7 +143,7 @@ def test_elsewhere_a_sign_of_life_counts_and_its_absence(tmp_path, monkeypatch, 
 
     thread = threading.Thread(target=beat)
     thread.start()
-    with pytest.raises(SbkitError, match="is held by another run"):
+    with pytest.raises(SbkitError, match="is in use by another run"):
         RunLock(tmp_path).__enter__()
     over.set()
     thread.join()
@@ -246,7 +246,7 @@ def test_a_holder_whose_folder_was_removed_goes_on(tmp_path, monkeypatch):
 def test_a_process_lives_that_holds_a_lock_which_cannot_be_seen_from_here(tmp_path, monkeypatch):
     monkeypatch.setattr(Lock, "acquire", lambda self, **how: None)
     written(tmp_path, locked=True)
-    with pytest.raises(SbkitError, match="is held by another run"):
+    with pytest.raises(SbkitError, match="is in use by another run"):
         RunLock(tmp_path).__enter__()
 
 

@@ -39,7 +39,7 @@ def test_the_report_says_what_will_be_taken(run, tmp_path):
     rows = {name: rest for name, *rest in report.sections["start"].rows}
     assert rows["CNN"][1:] == ["taken", ""] and rows["Transformer.decoder"][1:] == ["reinitialised", "init_leave"]
     assert rows["ctc_lin"][1:] == ["taken", "rows of tokens that both have"]
-    told = f"the run {run} (the mean of 1 checkpoint, and not of 5: there are no more)"
+    told = f"the run {run} (the mean of 1 checkpoint instead of 5: there are no more)"
     assert f"Start: from {told}" in report.text()
     values = json.loads(report.json())["sections"]["start"]["values"]
     assert values["from"] == told and {part["part"] for part in values["parts"]} == set(rows)

@@ -39,16 +39,16 @@ def tensors_in(path: Path, lazily: bool = False) -> dict[str, Any] | None:
         try:
             return load_safetensors(path)
         except (SafetensorError, OSError, ValueError) as error:
-            raise SbkitError(f"init_from: {path} is damaged or not whole: {error}", hint=_AGAIN) from error
+            raise SbkitError(f"init_from: {path} is damaged or incomplete: {error}", hint=_AGAIN) from error
     try:
         if not _is_torchs(path):
-            raise ValueError("it begins like none")
+            raise ValueError("its format is unknown")
         state = load_file(path, lazily=lazily)
     except SbkitError as error:
         raise SbkitError(f"init_from: {error.message}",
                          hint="save it as a state dict of tensors, best as .safetensors") from error
     except Exception as error:  # whatever torch says to a file that isn't its own, or is cut off
-        raise SbkitError(f"init_from: {path} is damaged, not whole, or no file of weights: {first_line(error)}",
+        raise SbkitError(f"init_from: {path} is damaged, incomplete, or not a file of weights: {first_line(error)}",
                          hint=_AGAIN) from error
     return _plain(state)
 

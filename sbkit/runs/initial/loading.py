@@ -58,7 +58,7 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
     given = [before for name, (before, _) in changed.items()
              if re.match(r"data_folder\b", name) and before != "nothing"]
     if given and changed.get("data_folder", ("", ""))[1] == "null":
-        raise SbkitError(f"data_folder: it is left out, and the run in {keys.folder} was last started with "
+        raise SbkitError(f"data_folder: it is missing, but the run in {keys.folder} was last started with "
                          f"{', '.join(given)}", hint="give it again, or start a new run in another --output_folder")
     elsewhere = {change for name, change in changed.items() if name not in SOURCES and name.isidentifier()}
     began = arguments_of({key: before for key, (before, _) in changed.items()})
@@ -71,7 +71,7 @@ def open_source(keys: TaskKeys, changed: Mapping[str, tuple[str, str]]) -> None:
                 Path(before).expanduser().resolve() != Path(now).expanduser().resolve()
         if other:
             same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
-            raise SbkitError(f"{key}: it is {now}, and the run in {keys.folder} was last started with {before}",
+            raise SbkitError(f"{key}: it is {now}, but the run in {keys.folder} was last started with {before}",
                              hint=f"resume it {same}, or start a new run in another --output_folder")
 
 
@@ -98,7 +98,7 @@ def filled(recipe: Recipe) -> set[int]:
     unsaved = [path for each, path in taken.items() if each in lost]
     if unsaved:
         raise SbkitError(f"init_from: {len(unsaved)} tensors, such as {unsaved[0]}, would be taken, but no checkpoint "
-                         "of this run holds them: once resumed, it would have those of its pretrainer",
+                         "of this run saves them: once resumed, it would use those of its pretrainer",
                          hint="name their part under the recoverables of the checkpointer, or under init_leave")
     return set(taken)
 
@@ -171,7 +171,7 @@ def _find_source(keys: TaskKeys) -> WeightSource:
     """The source, which is not the run itself."""
     assert keys.init_from is not None
     if Path(keys.init_from).resolve() == keys.folder.resolve():
-        raise SbkitError(f"init_from: {keys.init_from} is the folder of this very run",
+        raise SbkitError(f"init_from: {keys.init_from} is the folder of this run itself",
                          hint="the same command resumes a run; name another --output_folder to start a new one")
     source = source_of(keys)
     assert source is not None

@@ -78,11 +78,11 @@ class Match:
                 found = {path: name for path in self.own if (name := naming(path)) in self.theirs and name is not None}
                 best = max(best, found, key=len)
         if not self.theirs:
-            raise SbkitError(f"init_from: {self.source.description} holds no weights",
+            raise SbkitError(f"init_from: {self.source.description} has no weights",
                              hint="name another one, or its run")
         if not best:
-            raise SbkitError(f"init_from: nothing in {self.source.description} is named like a part of this model: it "
-                             f"has {_some(self.theirs)}, and here are {_some(map(self.parts.called, self.own))}",
+            raise SbkitError(f"init_from: no tensor of {self.source.description} has a name of this model's: it has "
+                             f"{_some(self.theirs)}, the model {_some(map(self.parts.called, self.own))}",
                              hint="is it a model of the same kind? its recipe's keys and this one's should be the same")
         return best
 
@@ -105,7 +105,7 @@ class Match:
         for pattern in leave:
             paths, names = self.parts.matching(pattern), beyond.matching(pattern)
             if not paths and not names:
-                raise SbkitError(f"init_leave: nothing is called {pattern!r}", hint=self.parts.suggestion(pattern))
+                raise SbkitError(f"init_leave: nothing is named {pattern!r}", hint=self.parts.suggestion(pattern))
             left |= paths
             there |= names
         return left, there
@@ -129,8 +129,8 @@ class Match:
                 raise SbkitError(f"init_from: {key} of {self.source.description} is another pretrained encoder "
                                  f"({there.source}) than this recipe's ({module.source}): "
                                  f"{listed(differing, limit=_FIELDS)}",
-                                 hint="give the recipe the encoder that it was trained from, or keep this one as it "
-                                      f'is pretrained: --init_leave "[{key}]"')
+                                 hint="give the recipe the encoder that it was trained from, or keep this one's "
+                                      f'pretrained weights: --init_leave "[{key}]"')
             self._check_language(key, module, there, paths)
             self._check_rest(module, paths)
 
@@ -143,8 +143,8 @@ class Match:
             if (there is None) != (module.conv is None):
                 key, kernel = self._key(above), 0 if there is None else there.shape[2]
                 raise SbkitError(f"init_from: {key} of {self.source.description} has {'a' if kernel else 'no'} "
-                                 f"convolution, and here it has {'none' if kernel else 'one'}",
-                                 hint=f"go on with that head: --head_kernel {kernel}; or with a new one: --init_leave "
+                                 f"convolution, but this recipe's has {'none' if kernel else 'one'}",
+                                 hint=f"keep that head: --head_kernel {kernel}; or start a new one: --init_leave "
                                       f'"[{key}]"')
 
     def _check_language(self, key: str, encoder: Encoder, there: Settings | None, paths: Iterable[str]) -> None:
@@ -153,9 +153,9 @@ class Match:
         taken = set(self.taken()).intersection(paths)
         if wanted in (None, had) or not any(".adapter_layer." in path for path in taken):
             return
-        whose = f"the adapters of {had}" if had else "adapters of its own"
+        whose = f"the adapters of {had}" if had else "its own adapters"
         raise SbkitError(
-            f"init_from: {key or 'the encoder'} of {self.source.description} has {whose}, and adapter_language is "
+            f"init_from: {key or 'the encoder'} of {self.source.description} has {whose}, but adapter_language is "
             f"{wanted}",
             hint=f"take those of {wanted} from {encoder.source}: --init_leave \"['*.adapter_layer.*']\"; or keep "
                  "these: --adapter_language null")
@@ -194,10 +194,10 @@ class Match:
     def _refuse_places(self, there: Iterable[str], above: str, paths: Sequence[str]) -> None:
         keys = {path.removeprefix(above).partition(".")[0]: self._key(path) for path in self.own
                 if path.startswith(above)}
-        raise SbkitError(f"init_from: {self.source.description} has numbers for its parts ({listed(sorted(there))}), "
+        raise SbkitError(f"init_from: {self.source.description} names its parts by numbers ({listed(sorted(there))}), "
                          f"and here {listed(f'{place} is {key}' for place, key in keys.items())}: it is unknown "
                          f"which of them is {listed(dict.fromkeys(map(self._key, paths)))}",
-                         hint="name the folder of its run, checkpoint or bundle, whose recipe tells it, or "
+                         hint="name the folder of its run, checkpoint or bundle, whose recipe has their names, or "
                               f"{self._leaving(paths)}")
 
     def _key(self, path: str) -> str:
@@ -245,7 +245,7 @@ class Match:
                                    TAKEN, "running statistics") for path, names in self.counted.items()]
         known = {*self.found.values(), *(name for names in self.counted.values() for name in names.values())}
         surplus = [ParameterOutcome(name, tensor.numel(), LEFT, "init_leave" if name in self.left_there else
-                                    "nothing here is called so") for name,
+                                    "not in this model") for name,
                    tensor in self.theirs.items() if name not in known]
         return [*fates, *surplus,
                 *(ParameterOutcome(name, 0, LEFT, why) for name, why in self.source.no_tensors.items())]
@@ -271,7 +271,7 @@ class Match:
         """rows : of tensors with a row for each token, as ``_rows`` gives them; None before the corpus is prepared"""
         own, name = self.own[path], self.parts.called(path)
         if path in self.left or path not in self.found:
-            why = "init_leave" if path in self.left else "it isn't there"
+            why = "init_leave" if path in self.left else "not in the source"
             if id(own) in self.pretrained:
                 return ParameterOutcome(name, own.numel(), KEPT, f"as pretrained: {why}")
             return ParameterOutcome(name, own.numel(), REINITIALISED, why)
@@ -283,7 +283,7 @@ class Match:
         if rows is None and self.source.has_tokenizer:
             return "rows of tokens that both have"
         if not rows or path not in rows:
-            return "rows as they lie: no tokenizer there"
+            return "rows in their order: the source has no tokenizer"
         count, known = len(rows[path]), sum(there >= 0 for there in rows[path])
         return f"for {known} of {count} tokens, {count - known} are reinitialised" if known < count else \
             f"for all {count} tokens"
@@ -313,7 +313,7 @@ class Match:
         wrong = [path for path in paths if len(self.theirs[self.found[path]]) != len(theirs.pieces)]
         if wrong:
             raise SbkitError(f"init_from: {self.parts.called(wrong[0])} of {self.source.description} has "
-                             f"{len(self.theirs[self.found[wrong[0]]])} rows, and its tokenizer "
+                             f"{len(self.theirs[self.found[wrong[0]]])} rows, but its tokenizer "
                              f"{len(theirs.pieces)} entries", hint=self._leaving(wrong))
         return theirs
 
@@ -332,7 +332,7 @@ class Match:
         told = [f"{self.parts.called(path)}: {_shape(self.theirs[self.found[path]])} there, {_shape(self.own[path])} "
                 "here" for path in wrong[:_LISTED]]
         more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-        raise SbkitError(f"init_from: {len(wrong)} tensors of {self.source.description} are of another shape:\n  "
+        raise SbkitError(f"init_from: {len(wrong)} tensors of {self.source.description} have another shape:\n  "
                          + "\n  ".join(told) + more,
                          hint=f"give the recipe the sizes that it was trained with, or {self._leaving(wrong)}")
 
@@ -345,7 +345,7 @@ class Match:
             children.setdefault(words[0], set()).add(words[1] if len(words) > 1 else "")
         near = dict.fromkeys(".".join(words[:2 if len(children[words[0]]) > 1 else 1]) for words in modules)
         names = near if len(near) <= _SHORT else dict.fromkeys(words[0] for words in modules)
-        return f'draw them anew: --init_leave "[{", ".join(names)}]"'
+        return f'reinitialise them: --init_leave "[{", ".join(names)}]"'
 
 
 def _heads(parts: ParameterGroups, paths: Iterable[str]) -> Iterator[str]:
@@ -408,8 +408,8 @@ def merge(theirs: dict[str, torch.Tensor], found: Mapping[str, str], modules: nn
             continue
         weight = theirs.get(f"{layer}.weight")
         if scale is None or weight is None:
-            missing = "the weight that it was added to" if weight is None else "a recipe that says how much it counts"
-            raise SbkitError(f"init_from: there is a LoRA for {layer}, and not {missing}",
+            missing = "the weight that it was added to" if weight is None else "a recipe with its scale"
+            raise SbkitError(f"init_from: the source has a LoRA for {layer}, but not {missing}",
                              hint="name the folder of the run that trained it")
         theirs[f"{layer}.weight"] = with_product(weight, theirs.pop(layer + _UP), theirs.pop(layer + _DOWN), scale)
         merged.add(f"{layer}.weight")

@@ -44,7 +44,7 @@ KINDS = "a run, a checkpoint, a bundle, a folder for EncoderASR, a CTC model of 
 _BUNDLE, _CONFIG, _MAX_BYTES = "sbkit bundle", "config.json", 1 << 24
 _WEIGHTS = "model.safetensors"  # of bundles that have them by their names in the recipe
 _TOKENIZERS = ("tokenizer.ckpt", "tokenizer.model")  # of bundles and of SpeechBrain's folders
-_OTHER = "it holds no tensors"
+_OTHER = "no tensors in its file"
 _SPECIAL = ("blank", "bos", "eos")
 #: What a SentencePiece model calls what a CTCTextEncoder has labels of its own for.
 _NAMES = {"unk": "<unk>", "bos": "<s>", "eos": "</s>"}
@@ -137,8 +137,8 @@ class WeightSource:
 
     def _unnamed(self, states: Mapping[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
         if any(BASE in state for state in states.values()):
-            raise SbkitError(f"init_from: {self.description} holds adapters without the model that they adapt: "
-                             "only the recipe of its run says how they belong together",
+            raise SbkitError(f"init_from: {self.description} has adapters but not the model that they adapt: "
+                             "only the recipe of its run says how they fit together",
                              hint="name the run's folder, or the checkpoint in it")
         states = {name: by_parts(self.files[name], state) for name, state in states.items()}
         return next(iter(states.values())) if len(states) == 1 else \
@@ -148,7 +148,7 @@ class WeightSource:
         if self.checkpointer is None:
             state = tensors_in(path, lazily=shapes)
             if state is None and len(self.files) == 1:
-                raise SbkitError(f"init_from: {path} holds no state dict of tensors",
+                raise SbkitError(f"init_from: {path} has no state dict of tensors",
                                  hint="save model.state_dict(), best as .safetensors")
             if state is None:
                 self.no_tensors[name] = _OTHER
@@ -174,7 +174,7 @@ class WeightSource:
         folders = [self.files[name].parent.parent, Path(self.names.base_folder(name))]
         path = next((found for folder in folders if (found := base_file(folder, hashed)).is_file()), None)
         if path is None:
-            raise SbkitError(f"init_from: {self.description} holds adapters, but the model that they were trained with "
+            raise SbkitError(f"init_from: {self.description} has adapters, but the model that they were trained with "
                              f"doesn't exist: {base_file(folders[0], hashed)}", hint="copy it from where the run was")
         return (tensors_in(path) or {}) if shapes else read_base(path, hashed)
 
@@ -261,7 +261,7 @@ def _run_of(path: Path) -> Path | None:
     if (path / RECIPE).is_file():
         tree = load.tree(path / RECIPE)
         if "checkpointer" in tree.value and tree.at("checkpointer") is None:
-            raise SbkitError(f"init_from: the run {path} saved nothing, since its recipe has checkpointer: null",
+            raise SbkitError(f"init_from: the run {path} saved nothing, because its recipe has checkpointer: null",
                              hint=f"name {KINDS}")
         return path if "checkpointer" in tree.value else None
     return path.parent if any(path.glob("CKPT+*")) and (path.parent / RECIPE).is_file() else None
@@ -271,7 +271,7 @@ def refuse_choice(path: Path, checkpoint: str, mean_of: int) -> None:
     """Refuse a choice of checkpoints in what isn't a run."""
     for key, asked, none in (("init_average", mean_of, 1), ("init_checkpoint", checkpoint, restore.BEST)):
         if asked != none:
-            raise SbkitError(f"{key}: {asked} is of a run's checkpoints, and init_from names no run but {path}",
+            raise SbkitError(f"{key}: {asked} selects a run's checkpoints, but init_from is {path}, which is no run",
                              hint=f"name the folder of the run, or leave {key} out")
 
 
@@ -279,10 +279,9 @@ def _no_source(folder: Path) -> SbkitError:
     """The error for a folder that is nothing to start from."""
     said = _config(folder)
     if said.get("format") == _BUNDLE:
-        return SbkitError(f"init_from: the bundle {folder} has graphs alone, and no weights that could train on",
-                          hint="name the run that it came from; a bundle with SpeechBrain's format, which sbkit export "
-                          "says whether a model has, would do as well")
-    return SbkitError(f"init_from: {folder} is none of what a run can start from", hint=f"name {KINDS}")
+        return SbkitError(f"init_from: the bundle {folder} has only graphs, and no weights that can be trained",
+                          hint="name the run that it was exported from, or a bundle in SpeechBrain's format")
+    return SbkitError(f"init_from: {folder} is nothing that a run can start from", hint=f"name {KINDS}")
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -301,7 +300,7 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightS
     tree = restore.moved_recipe(run / RECIPE, run)
     folder = Path(str(tree.at("checkpointer", "checkpoints_dir") or run / "save"))
     if not folder.is_dir():
-        raise SbkitError(f"init_from: the run {run} holds no checkpoint", hint="has it saved one yet?")
+        raise SbkitError(f"init_from: the run {run} has no checkpoint", hint="has it saved one yet?")
     checkpointer = Checkpointer(str(folder))
     order = restore.order_of(checkpointer, metric, checkpoint, requested=f"init_checkpoint: {restore.LAST}")
     if mean_of == 1:
@@ -309,7 +308,7 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightS
         said = "".join(f", {name} {value:.4g}" for name, value in chosen.meta.items() if name == metric.name)
         return _saved(f"the run {run} ({Path(chosen.path).name}{said})", chosen, tree, checkpointer)
     if checkpoint not in (restore.BEST, restore.LAST):
-        raise SbkitError(f"init_average is of the best or the last checkpoints, not of {checkpoint}")
+        raise SbkitError(f"init_average averages the best or the last checkpoints, not {checkpoint}")
     describe_mean = functools.partial(_mean, run, mean_of)
     there = min(mean_of, len(checkpointer.find_checkpoints(**order)))
     made = _saved(describe_mean(there), _chosen(checkpointer, checkpoint, order), tree, checkpointer)
@@ -319,7 +318,7 @@ def _of_run(run: Path, checkpoint: str, mean_of: int, metric: Metric) -> WeightS
 
 def _mean(run: Path, asked: int, count: int) -> str:
     """A run in words; of fewer checkpoints than were asked for all are taken, as ``average`` does."""
-    few = f", and not of {asked}: there are no more" if count < asked else ""
+    few = f" instead of {asked}: there are no more" if count < asked else ""
     return f"the run {run} (the mean of {count} checkpoint{'s' if count > 1 else ''}{few})"
 
 
@@ -332,7 +331,7 @@ def _of_checkpoint(path: Path, metric: Metric) -> WeightSource:
     files = {file.name.removesuffix(PARAMFILE_EXT): file for file in sorted(path.glob(f"*{PARAMFILE_EXT}"))}
     files = {name: file for name, file in files.items() if plain_state(file) is not None}
     if not files:
-        raise SbkitError(f"init_from: the checkpoint {path} holds no weights")
+        raise SbkitError(f"init_from: the checkpoint {path} has no weights")
     return WeightSource(f"the checkpoint {path}", files)
 
 
@@ -369,7 +368,7 @@ def _chosen(checkpointer: Checkpointer, checkpoint: str, order: Order) -> Checkp
         if reason is None:
             return each
         reasons.append(f"{Path(each.path).name}: {reason}")
-        logger.warning("init_from: passing over %s: %s", each.path, reason)
+        logger.warning("init_from: skipping %s: %s", each.path, reason)
     raise SbkitError(f"init_from: all checkpoints of {checkpointer.checkpoints_dir} are damaged: {'; '.join(reasons)}")
 
 
@@ -385,7 +384,7 @@ def _saved(description: str, chosen: Checkpoint, tree: Node, checkpointer: Check
     files = {name: Path(path) for name, path in chosen.paramfiles.items() if names.is_module(name) or
              names.averaged(name)}
     if not files:
-        raise SbkitError(f"init_from: {chosen.path} holds no weights that its recipe names under modules")
+        raise SbkitError(f"init_from: {chosen.path} has no weights that its recipe names under modules")
     roles = {role: place for role in _SPECIAL if isinstance(place := tree.at(f"{role}_index"), int)}
     tokenizer = _tokenizer_of_run(tree)
     found = tokenizer if tokenizer is not None and tokenizer.is_file() else None
@@ -422,7 +421,7 @@ def _of_speechbrain(folder: Path) -> WeightSource:
         try:
             held = {"encoder": Settings.of(inner)}
         except SbkitError as error:
-            logger.warning("init_from: whether the encoder of %s is of this recipe's kind is not known: %s", folder,
+            logger.warning("init_from: it is unknown whether the encoder of %s is the recipe's: %s", folder,
                            error.message)
     others = [name for name, file in files.items() if not names.is_module(name) and not looks_like_tensors(file)]
     return WeightSource(f"the {'bundle' if bundle else 'folder'} {folder}",
@@ -441,7 +440,7 @@ def _pretrainer(folder: Path) -> tuple[Node, dict[str, Node], dict[str, list[str
     tree = flatten(load.resolved(path, {}))
     loadables = tree.at("pretrainer", "loadables")
     if not isinstance(loadables, dict):
-        raise SbkitError(f"init_from: {path} is no run's, and has no pretrainer that says where weights are",
+        raise SbkitError(f"init_from: {path} is not of a run, and has no pretrainer that names weights",
                          hint=f"name {KINDS}")
     paths = (tree.at("pretrainer", "paths") or {}).items()
     said = {name: [Path(str(path.value)).name] for name, path in paths if path.value}

@@ -133,7 +133,7 @@ def test_what_only_the_recipe_knows_is_asked_for(run, english, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "lone")
     for path in (tmp_path / "lone", tmp_path / "lone" / "model.ckpt"):
         brain = target(tmp_path / "new", english, init_from=str(path))
-        with pytest.raises(SbkitError, match=r"holds adapters without the model .*; name the run's folder"):
+        with pytest.raises(SbkitError, match=r"has adapters but not the model .*; name the run's folder"):
             initial.load(brain)
 
 

@@ -144,9 +144,9 @@ def test_a_name_beside_folders_that_are_here_is_no_name_on_the_hub(tmp_path, mon
 
 def test_a_head_is_taken_with_its_convolution_or_not_at_all(english, tmp_path, caplog):
     model = published.make(tmp_path / "model", letters=SMALL)
-    with pytest.raises(SbkitError, match="has no convolution, and here it has one") as raised:
+    with pytest.raises(SbkitError, match="has no convolution, but this recipe's has one") as raised:
         begun(tmp_path, english, model, caplog, head_kernel=5)
     assert raised.value.hint == \
-        'go on with that head: --head_kernel 0; or with a new one: --init_leave "[ctc_lin]"'
+        'keep that head: --head_kernel 0; or start a new one: --init_leave "[ctc_lin]"'
     _, _, table = begun(tmp_path, english, model, caplog, head_kernel=5, init_leave=["ctc_lin"])
     assert any(row.startswith("ctc_lin ") and "reinitialised init_leave" in row for row in table)

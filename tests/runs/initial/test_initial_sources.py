@@ -64,7 +64,7 @@ def test_a_run_gives_the_checkpoint_that_is_asked_for(run, english, tmp_path, ca
 
 @pytest.mark.parametrize("count, best, said", [
     (2, (2, 3), "the mean of 2 checkpoints)"),
-    (9, (1, 2, 3), "the mean of 3 checkpoints, and not of 9: there are no more")])
+    (9, (1, 2, 3), "the mean of 3 checkpoints instead of 9: there are no more")])
 def test_a_run_gives_the_mean_of_several_and_tells_their_true_number(run, english, tmp_path, caplog, count, best, said):
     _, after, table = begun(tmp_path, english, caplog, init_from=str(run), init_average=count)
     theirs = [saved(run, f"epoch{epoch}")["3.w.weight"] for epoch in best]
@@ -74,7 +74,7 @@ def test_a_run_gives_the_mean_of_several_and_tells_their_true_number(run, englis
 def test_a_damaged_checkpoint_is_not_counted_in_the_mean(run, english, tmp_path, caplog):
     copied = with_a_damaged(run, "epoch3", tmp_path)
     _, _, table = begun(tmp_path, english, caplog, init_from=str(copied), init_average=3)
-    assert "the mean of 2 checkpoints, and not of 3: there are no more" in table
+    assert "the mean of 2 checkpoints instead of 3: there are no more" in table
 
 
 @pytest.mark.slow
@@ -132,15 +132,15 @@ def test_a_bundles_file_is_the_bundle(run, bundle, english, tmp_path, caplog, na
     assert all(torch.equal(after[f"model.{each}"], theirs[each]) for each in theirs
                if not each.startswith(("2.", "1.decoder.", "1.custom_tgt_module.")))
     assert torch.equal(before["model.2.w.weight"], after["model.2.w.weight"]) and "Starting from the file" in table
-    assert ("no tokenizer there" in table) == lone
+    assert ("the source has no tokenizer" in table) == lone
 
 
 def test_numbers_that_could_be_other_parts_are_refused(bundle, english, tmp_path, caplog):
     path = file_of(tmp_path, load_file(bundle / "model.safetensors"))  # as bundles once were
     error = refusal(english, tmp_path, path)
-    assert "has numbers for its parts (0, 1, 2), and here 0 is CNN, 1 is Transformer, 2 is seq_lin, 3 is ctc_lin: " \
+    assert "names its parts by numbers (0, 1, 2), and here 0 is CNN, 1 is Transformer, 2 is seq_lin, 3 is ctc_lin: " \
         "it is unknown which of them is seq_lin" in error.message
-    assert error.hint.startswith("name the folder of its run, checkpoint or bundle, whose recipe tells it, or ")
+    assert error.hint.startswith("name the folder of its run, checkpoint or bundle, whose recipe has their names, or ")
     assert "is seq_lin" in refusal(english, tmp_path, path, init_leave=["ctc_lin"]).message
     shutil.rmtree(tmp_path / "new")
     before, after, _ = begun(tmp_path, english, caplog, init_from=str(path), init_leave=["seq_lin"])
@@ -283,12 +283,12 @@ def test_what_is_not_there_is_told_before_the_corpus_is_prepared(english, tmp_pa
 
 
 @pytest.mark.parametrize("name, text, said", [
-    ("config.json", "{}", "is none of what a run can start from"),
-    ("config.json", "[" * 100_000, "is none of what a run can start from"),
-    ("hyperparams.yaml", "checkpointer: null\n", "since its recipe has checkpointer: null"),
-    ("config.json", json.dumps({"format": layout.FORMAT}), "has graphs alone, and no weights that could train on; name "
-                                                           "the run that it came from"),
-    ("hyperparams.yaml", "lr: 3\n", "has no pretrainer that says where weights are")])
+    ("config.json", "{}", "is nothing that a run can start from"),
+    ("config.json", "[" * 100_000, "is nothing that a run can start from"),
+    ("hyperparams.yaml", "checkpointer: null\n", "because its recipe has checkpointer: null"),
+    ("config.json", json.dumps({"format": layout.FORMAT}), "has only graphs, and no weights that can be trained; name "
+                                                           "the run that it was exported from"),
+    ("hyperparams.yaml", "lr: 3\n", "has no pretrainer that names weights")])
 def test_a_folder_that_has_no_weights_for_a_run(english, tmp_path, name, text, said):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / name).write_text(text)
@@ -307,7 +307,7 @@ def test_a_run_without_the_checkpoint(run, english, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(run / "hyperparams.yaml", bare)
-    assert "holds no checkpoint" in refusal(english, tmp_path, bare).message
+    assert "has no checkpoint" in refusal(english, tmp_path, bare).message
 
 
 @pytest.mark.parametrize("asked", [{"init_average": 5}, {"init_checkpoint": "last"}])
@@ -315,7 +315,7 @@ def test_one_checkpoint_leaves_nothing_to_choose(run, english, tmp_path, asked):
     (folder,) = run.glob("save/*epoch2*")
     error = refusal(english, tmp_path, folder, **asked)
     (key, value), = asked.items()
-    assert error.message == f"{key}: {value} is of a run's checkpoints, and init_from names no run but {folder}"
+    assert error.message == f"{key}: {value} selects a run's checkpoints, but init_from is {folder}, which is no run"
 
 
 class Ruin:
@@ -343,7 +343,7 @@ def test_a_file_that_is_damaged_or_half_written(run, english, tmp_path, name):
     else:
         path.write_text("" if name.startswith("empty") else "no weights at all")
     error = refusal(english, tmp_path, path)
-    assert str(path) in error.message and "not whole" in error.message and error.hint
+    assert str(path) in error.message and "incomplete" in error.message and error.hint
 
 
 @pytest.mark.slow
@@ -367,7 +367,7 @@ def test_one_layer_of_another_shape_is_an_error_that_says_how_to_leave_it(run, e
     error = refusal(english, tmp_path, run, n_mels=40, **{"Transformer": {"input_size": 40}})
     assert "Transformer.custom_src_module" in error.message
     named = ["CNN.convblock_0", "CNN.convblock_1", "Transformer.custom_src_module"]
-    assert error.hint.endswith(f'draw them anew: --init_leave "[{", ".join(named)}]"')
+    assert error.hint.endswith(f'reinitialise them: --init_leave "[{", ".join(named)}]"')
     shutil.rmtree(tmp_path / "new")
     _, _, table = begun(tmp_path, english, caplog, init_from=str(run), n_mels=40, Transformer={"input_size": 40},
                           init_leave=named)
@@ -379,7 +379,7 @@ def test_another_vocabulary_where_the_source_has_no_tokenizer(run, tmp_path, cap
     error = refusal(data, tmp_path, path)
     assert "has no tokenizer, so it is unknown which token each row stands for" in error.message
     assert "ctc_lin.w.weight: " in error.message
-    assert error.hint == "draw them anew: --init_leave \"[Transformer.custom_tgt_module, seq_lin, ctc_lin]\""
+    assert error.hint == "reinitialise them: --init_leave \"[Transformer.custom_tgt_module, seq_lin, ctc_lin]\""
     shutil.rmtree(tmp_path / "new")
     _, _, table = begun(tmp_path, data, caplog, init_from=str(path),
                         init_leave=["ctc_lin", "seq_lin", "Transformer.custom_tgt_module"])
@@ -393,19 +393,19 @@ def test_rows_that_nobody_knows_are_taken_as_they_lie_and_that_is_said(run, engl
     _, after, table = begun(tmp_path, english, caplog, init_from=str(copied))
     assert torch.equal(after["model.3.w.weight"], saved(run, "epoch2")["3.w.weight"])
     told = [line.split(maxsplit=3)[3] for line in table.splitlines() if line.split()[:1] == ["ctc_lin"]]
-    assert told == ["rows as they lie: no tokenizer there"]
+    assert told == ["rows in their order: the source has no tokenizer"]
     (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert f"names the tokenizer {tokenizer}, which doesn't exist" in warning
 
 
 def test_a_model_of_which_nothing_fits(english, tmp_path):
     error = refusal(english, tmp_path, file_of(tmp_path, {"bert.layer.weight": torch.ones(3)}))
-    assert "is named like a part of this model: it has bert.layer.weight, and here are CNN." in error.message
+    assert "has a name of this model's: it has bert.layer.weight, the model CNN." in error.message
 
 
 def test_a_pattern_that_fits_nothing(run, english, tmp_path):
     error = refusal(english, tmp_path, run, init_leave=["ctc_line"])
-    assert error.message == "init_leave: nothing is called 'ctc_line'" and error.hint == "did you mean ctc_lin?"
+    assert error.message == "init_leave: nothing is named 'ctc_line'" and error.hint == "did you mean ctc_lin?"
 
 
 def test_a_folder_that_lacks_a_file_of_its_recipe(bundle, english, tmp_path):
@@ -433,7 +433,7 @@ def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, no
     with pytest.raises(SbkitError) as refused:
         initial.open_source(keys, {"lr": ("1", "2"), **gone, key: (before, now)})
     said = now.replace("nothing", "null")
-    assert refused.value.message == f"{key}: it is {said}, and the run in {tmp_path} was last started with {before}"
+    assert refused.value.message == f"{key}: it is {said}, but the run in {tmp_path} was last started with {before}"
     began = f"{'--init_from runs/b ' if gone else ''}--{key} {before}"
     same = f"without --{key}" if before == "null" else f"with {began} (the source need not exist any more)"
     assert refused.value.hint == f"resume it {same}, or start a new run in another --output_folder"
@@ -446,7 +446,7 @@ def test_a_run_that_began_goes_on_from_no_other_source(tmp_path, key, before, no
 def test_a_run_that_began_does_not_go_on_by_the_default_corpus(tmp_path, changed, given):
     with pytest.raises(SbkitError) as refused:
         initial.open_source(SimpleNamespace(checkpointer=BEGUN, folder=tmp_path, init_from=None), changed)
-    assert refused.value.message == (f"data_folder: it is left out, and the run in {tmp_path} was last started with "
+    assert refused.value.message == (f"data_folder: it is missing, but the run in {tmp_path} was last started with "
                                      f"{given}")
 
 

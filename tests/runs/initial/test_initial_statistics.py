@@ -59,12 +59,12 @@ def test_an_encoderasr_folder_gives_its_statistics(folder, norm, english, tmp_pa
     assert own.count == norm.count
     assert torch.equal(own.glob_mean, norm.glob_mean) and torch.equal(own.glob_std, norm.glob_std)
     assert "normalize 161 taken running statistics" in rows
-    assert "labels 0 left there it holds no tensors" in rows
+    assert "labels 0 left there no tensors in its file" in rows
 
 
 def test_where_nothing_counts_them_they_are_left_there(folder, english, tmp_path, caplog):
     own, rows = begun(tmp_path, english, caplog, init_from=str(folder))
-    assert own.count == 0 and "normalize 161 left there nothing here is called so" in rows
+    assert own.count == 0 and "normalize 161 left there not in this model" in rows
 
 
 def test_what_is_named_counts_anew(folder, english, tmp_path, caplog):

@@ -162,7 +162,7 @@ def test_adapters_of_another_language_are_not_taken_in_its_place(english, tmp_pa
     language_adapter(source, "deu", 9.0)
     run = kept(tmp_path / "fra", english, encoder_source=source, adapter_language="fra")
     Encoder(source, run / "save", adapter_language="fra").keep()
-    with pytest.raises(SbkitError, match="has the adapters of fra, and adapter_language is deu") as caught:
+    with pytest.raises(SbkitError, match="has the adapters of fra, but adapter_language is deu") as caught:
         begun(tmp_path / "refused", english, run, encoder_source=source, adapter_language="deu")
     leave = ["*.adapter_layer.*"]
     assert str(leave) in caught.value.hint
