@@ -1,4 +1,4 @@
-"""Replaces SpeechBrain's layers by faster equivalents, anywhere in a model."""
+"""Replaces SpeechBrain's layers with faster equivalents, anywhere in a model."""
 
 from __future__ import annotations
 

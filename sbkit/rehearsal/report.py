@@ -65,7 +65,7 @@ def assemble(recipe: str, found: Sequence[Line], count: int, card: Card, seconds
 
 
 def _findings(found: Sequence[Line]) -> list[Line]:
-    """The findings of all ranks, without duplicates; of errors that end a launch, only the first."""
+    """Return the findings of all ranks, without duplicates; of errors that end a launch, only the first."""
     kept: dict[tuple[Any, ...], Line] = {}
     for line in sorted((line for line in found if "finding" in line), key=lambda line: line.get("at", float("inf"))):
         each = line["finding"] | {"stage": _report_stage(line["launch"], line["finding"]["stage"])}

@@ -47,7 +47,7 @@ def average(
         if len(used) == n:
             break
         path = ckpt.paramfiles.get(recoverable)
-        reason = damage(Path(ckpt.path)) if path is not None else f"it holds nothing for {recoverable!r}"
+        reason = damage(Path(ckpt.path)) if path is not None else f"it has no state for {recoverable!r}"
         if reason is not None:
             logger.warning("Leaving %s out of the average: %s", ckpt.path, reason)
             continue

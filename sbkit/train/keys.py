@@ -18,7 +18,7 @@ class TrainKeys(Keys):
 
     output_folder: str | None = key("where checkpoints, metrics.jsonl and the report go", None)
     seed: int | None = key("the random seed of training", 0, Range(whole=True))
-    accelerate: bool = key("replace SpeechBrain's layers by faster equivalents with the same outputs", True)
+    accelerate: bool = key("replace SpeechBrain's layers with faster equivalents with the same outputs", True)
     tf32: bool = key("use TF32 on a GPU, as SpeechBrain does; features and spectra stay exact unless compiled", True)
     ema: Any = key(  # an EMA, whose module imports this one
         "a sbkit.train.averaging.EMA: a moving average of the weights that is validated and tested", None)
@@ -47,6 +47,6 @@ class TrainKeys(Keys):
 
 @dataclass(kw_only=True)
 class ScriptKeys(TrainKeys):
-    """Keys of a Brain in a script of one's own; a task always evaluates in shares."""
+    """Keys of a Brain in a script without a task; a task always evaluates in shares."""
 
     share_validation: bool = key("divide ordinary datasets among ranks in validation and test", False)

@@ -104,7 +104,7 @@ def length(loader: DataSource) -> int | None:
 def first_batch(loader: object, step: int) -> int:
     """Return the batch that a loader starts with when ``step`` batches of the epoch are done; 0 if it can't resume.
 
-    SpeechBrain's loaders resume if they are among the checkpointer's recoverables, as those made by a Brain are.
+    SpeechBrain's loaders resume if they are among the checkpointer's recoverables, as those that a Brain makes are.
     """
     if isinstance(loader, LoopedLoader):
         first = loader.step
@@ -126,7 +126,7 @@ def on_device(batches: Iterable[Any], loader: object, device: str) -> Iterable[A
 
 
 def resolve_loader(brain: sb.Brain, dataset: DataSource, stage: Stage, kwargs: dict[str, Any]) -> DataSource:
-    """Return the loader for a stage: the one given, or one made from the given dataset."""
+    """Return the loader for a stage: the given one, or one for the given dataset."""
     planned = stage is Stage.TRAIN and is_plan_driven(dataset)
     if planned and brain.checkpointer is not None and hasattr(dataset, "load_state_dict"):
         brain.checkpointer.add_recoverable("loader", LoaderCounts(dataset), optional_load=True)

@@ -29,7 +29,7 @@ _TINY = 1e-30
 
 
 class Muon(Optimizer):
-    """Updates each matrix by its orthogonalised momentum (Muon), and all else as AdamW does.
+    """Updates each matrix by its orthogonalised momentum (Muon), and everything else as AdamW does.
 
     Every direction of a matrix then learns at the same rate, also those in which its gradient is small. Ranks share the
     work: each orthogonalises some of the matrices for all.
@@ -40,7 +40,7 @@ class Muon(Optimizer):
         The modules whose matrices learn by Muon: weights of linear layers, of attention and of convolutions over all
         channels. Leave out output layers over tokens; embeddings are always left out.
     lr : float
-        The learning rate, of all.
+        The learning rate of all parameters.
     update_rms : float
         The root mean square of a matrix's update, as a multiple of the rate.
     momentum : float
@@ -153,7 +153,7 @@ def _with_defaults(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
 
 
 def _matrices(modules: Sequence[nn.Module]) -> set[int]:
-    """Return the identities of the weights within modules that multiply vectors; those of embeddings are left out."""
+    """Return the ids of weight matrices within modules, without embeddings."""
     if not isinstance(modules, (list, tuple)) or not all(isinstance(module, nn.Module) for module in modules):
         raise SbkitError(f"modules is {modules!r}, which is not a list of modules",
                          hint="write modules: [!ref <Transformer>]")
@@ -179,7 +179,7 @@ def orthogonalise(weights: Sequence[torch.Tensor], results: Sequence[torch.Tenso
     """Write each weight, orthogonalised, into its result if ``keep`` is 1.
 
     It is scaled to a root mean square of 1. Matrices of one size, wide or tall, are computed together. Each is computed
-    by one rank, so that all ranks have the same bits, whatever their processors.
+    by one rank, so that all ranks get the same bits even on different processors.
     """
     sizes: dict[tuple[torch.device, int, int], list[int]] = {}
     for index, weight in enumerate(weights):

@@ -89,8 +89,7 @@ def pick(run_opts: RunOptions, hparams: Mapping[str, Any] | None, name: str) -> 
 
 
 def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Module]:
-    """Return the modules without those that are null; raise an error for what is no module or has no usable name.
-    """
+    """Return the modules without null ones; raise an error for objects of other types and for unusable names."""
     checked = {key: module for key, module in (modules or {}).items() if module is not None}
     for key, module in checked.items():
         if isinstance(module, torch.nn.Module):
@@ -106,7 +105,7 @@ def check_modules(modules: Mapping[str, Any] | None) -> dict[str, torch.nn.Modul
     for key in checked:
         if not isinstance(key, str) or not key or "." in key or hasattr(torch.nn.ModuleDict(), key):
             raise SbkitError(f"modules: '{key}' can't be the name of a module",
-                             hint="choose a word without dots that is no method of torch.nn.ModuleDict")
+                             hint="choose a word without dots that is not a method of torch.nn.ModuleDict")
     return checked
 
 

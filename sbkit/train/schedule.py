@@ -12,7 +12,7 @@ from sbkit.system.renamed import FORMER, argument
 
 Shape = Literal["cosine", "linear", "noam", "constant"]
 
-#: The limit of ``max_lr_at_chance`` is lifted between these scores of a model, of which 0 is chance and 1 is no loss.
+#: The limit of ``max_lr_at_chance`` is lifted between these scores of a model; 0 is chance, 1 is a loss of 0.
 LIFTED = (0.1, 0.4)
 
 

@@ -267,7 +267,7 @@ class Checkpointer(stock.Checkpointer):
         disk_error = None
         for name, obj in self.recoverables.items():
             path = folder / f"{name}{PARAMFILE_EXT}"
-            hook: Any = hook_for(  # SpeechBrain's, called with what it saves
+            hook: Any = hook_for(  # SpeechBrain's have different arguments
                 obj, self.custom_save_hooks.get(name), stock.DEFAULT_SAVE_HOOKS, "save")
             if pending is not None:
                 pending.names[name] = path.name
@@ -504,9 +504,9 @@ class Checkpointer(stock.Checkpointer):
                 load_recoverable(obj, name, file, hook, checkpoint.meta.get("end-of-epoch", True))
             elif self._is_required(name):
                 raise CheckpointError(
-                    f"the checkpoint {path} holds nothing for {name!r}, only for "
+                    f"the checkpoint {path} has no state for {name!r}, only for "
                     f"{', '.join(sorted(checkpoint.paramfiles)) or 'nothing'}",
                     hint=f"add {name!r} with optional_load=True to continue without its state",
                 )
             elif not self.allow_partial_load:
-                logger.warning("%s holds nothing for %r, which keeps its initial state", path, name)
+                logger.warning("%s has no state for %r, which keeps its initial state", path, name)

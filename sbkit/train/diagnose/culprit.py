@@ -243,7 +243,7 @@ def load_batches(path: Path, device: torch.device | str) -> list[dict[str, Any]]
             return found
     except SbkitError:
         raise
-    except Exception as error:  # whatever a damaged file makes of torch's reader
+    except Exception as error:  # torch raises all kinds for a damaged file
         raise SbkitError(f"{path} can't be read: {first_line(error)}", hint="was it written by this sbkit?") from error
 
 

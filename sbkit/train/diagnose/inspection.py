@@ -195,12 +195,12 @@ class Inspection:
 def examine(brain: sb.Brain, kept: KeptBatch, step: int, scale: float = 1.0) -> Inspection:
     """Run a batch forward and backward as in training, but without DDP, and inspect it.
 
-    Nothing is changed: buffers, gradients and random generators are restored. The same computations run whatever is
-    found, because layers may communicate with other ranks (synchronised normalisation).
+    Nothing is changed: buffers, gradients and random generators are restored. The same computations run for every
+    result, because layers may communicate with other ranks (synchronised normalisation).
 
     brain : has ``modules``, ``device``, ``training_ctx``, ``compute_forward`` and ``compute_objectives``
     step : the number of the step, from 1, on which what the Brain computes may depend
-    scale : what the loss is multiplied by
+    scale : factor of the loss
     """
     modules = brain.modules
     inputs = {name: measure(tensor) for name, tensor in tensors_in(kept.batch)}
@@ -230,7 +230,7 @@ def run_utterances_alone(brain: sb.Brain, kept: Sequence[KeptBatch], found: Sequ
     with _unchanged(brain, step) as state:
         for batch, losses, row in [*alone, *((kept[0], [], 0) for _ in range(others))]:
             losses.append(_loss_alone(brain, batch, row))
-            state.restore()  # what it has done to statistics would spoil the others'
+            state.restore()  # so that its statistics don't affect the other utterances
             state.save()
 
 

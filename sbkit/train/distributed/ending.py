@@ -109,7 +109,7 @@ _scheduled: tuple[int, int] | None = None  # the process and its exit code
 
 
 def let_finish(thread: threading.Thread) -> None:
-    """Wait for this thread at the end of the process, whatever ends it."""
+    """Wait for this thread at the end of the process, even after an error."""
     _writing.add(thread)
 
 
@@ -202,7 +202,7 @@ def exit_if_orphaned() -> None:
 def exit_with_error(reason: str) -> None:
     """Log the reason and end this process within seconds, leaving time for a checkpoint that is being written."""
     if not _leaving.acquire(blocking=False):
-        threading.Event().wait()  # until the thread that came first ends the process
+        threading.Event().wait()  # another thread is already ending the process
     late = threading.Timer(_LEAVING_SECONDS + 1, os._exit, (1,))  # in case the log's disk or terminal blocks
     late.daemon = True
     late.start()

@@ -262,7 +262,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def shortened(missing: set[str], modules: nn.Module, warned: Collection[str] = ()) -> list[str]:
     """Return names of parameters; a module whose trainable ones are all among them is named as a whole.
 
-    warned : parameters that don't count, since they were named before
+    warned : parameters that don't count, because an earlier warning has named them
     """
     if not missing:
         return []
@@ -278,7 +278,7 @@ def shortened(missing: set[str], modules: nn.Module, warned: Collection[str] = (
 def warn_unreached(modules: nn.Module, recipe: Mapping[str, Any], warned: set[str]) -> None:
     """Warn of parameters without a gradient after the first backward, with their names in the recipe.
 
-    warned : those that were warned of before, which are left out, and to which these are added
+    warned : the parameters of earlier warnings, which are not named again; updated here
     """
     unreached = {name for name, p in modules.named_parameters() if p.requires_grad and p.grad is None}
     names = shortened(unreached - warned, modules, warned)

@@ -397,7 +397,7 @@ def end_together() -> NoReturn:
 
 
 def is_alone() -> bool:
-    """Return whether there is nobody to communicate with: one process, or work of only the main process."""
+    """Return whether this process must not communicate: it is the only one, or only the main process is working."""
     return ddp_prevent_block() or world_size() == 1
 
 

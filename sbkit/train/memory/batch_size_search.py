@@ -132,7 +132,7 @@ def rehearse(found: BatchSize, fits: Callable[[int, float], bool]) -> BatchSize:
 def summary(trial: Trial, found: BatchSize) -> str:
     """Return a table of the result, and the recommended value, as text."""
     rows = [[f"up to {edge:.1f} s", n, f"{n * edge:.0f}"] for edge, n in zip(found.edges, found.fits, strict=True)]
-    shown = table(["utterances", "fit at once", "seconds"], rows)
+    shown = table(["utterance length", "utterances that fit", "seconds"], rows)
     where = f"{trial.device_name} with {found.gib:g} GiB, {trial.brain.precision}"
     if not found.seconds:
         return (f"{shown}\n{where}: not even one of the longest utterances fits: try activation_checkpointing, or a "

@@ -23,7 +23,7 @@ _RELEASE = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 1 << 20
 _SHAPES, _SHAPES_IF_BOUNDED = "384", "128"
 #: What to do about a process that runs out of memory because of its limit.
 LIMIT_HINT = "raise the limit of this process (ulimit -d, ulimit -v)"
-#: Files of a control group that say its limit and what it uses, and the entry of memory.stat for what is not needed.
+#: Files of a control group with its limit and its usage, and the entry of memory.stat for reclaimable file caches.
 _OF_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _OF_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 

@@ -78,7 +78,7 @@ def open_trial(request: arguments.CommandLine, device: torch.device) -> Iterator
     """Build the recipe's Brain in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="sbkit-tune-") as folder:
         recipe = load.open_recipe(load.load(request.path, {**request.overrides, "output_folder": folder}), request.path)
-        model = batch_size.model_of(recipe.keys.modules)  # before a Brain replaces layers by faster equivalents
+        model = batch_size.model_of(recipe.keys.modules)  # before a Brain replaces layers with faster equivalents
         brain = recipe.brain(request.run_opts, output_folder=None, schedule=None, checkpointer=None,
                              freeze=frozen_for_good(recipe.keys.freeze))
         brain.on_fit_start()

@@ -1,4 +1,4 @@
-"""Where else a run's numbers go: TensorBoard, Weights & Biases, MLflow and trackio, each of which is an extra."""
+"""Loggers for a run's numbers: TensorBoard, Weights & Biases, MLflow and trackio, each an optional dependency."""
 
 from __future__ import annotations
 

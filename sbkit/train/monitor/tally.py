@@ -54,7 +54,7 @@ class DeviceMean:
         self._sums += torch.where(torch.isfinite(total), torch.stack([total, count.to(total).reshape(())]), 0.0)
 
     def value(self, over_ranks: bool = False) -> float:
-        """Return the mean of this rank, or of all; nan if nothing was counted, as of clips too short for a loss."""
+        """Return the mean of this rank, or of all; nan if nothing was counted, such as clips too short for a loss."""
         total, count = (ranks.sum_across(self._sums) if over_ranks else self._sums).tolist()
         return total / count if count else math.nan
 

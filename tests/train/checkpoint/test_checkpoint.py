@@ -329,10 +329,10 @@ def test_what_the_checkpoint_lacks_is_said_unless_optional(tmp_path, caplog):
     Run(tmp_path).epoch()
     other = Run(tmp_path)
     other.checkpointer.add_recoverable("ema", torch.nn.Linear(1, 1))
-    with pytest.raises(SbkitError, match=r"holds nothing for 'ema', only for counter, model, optimizer"):
+    with pytest.raises(SbkitError, match=r"has no state for 'ema', only for counter, model, optimizer"):
         other.recovered()
     other.checkpointer.add_recoverable("ema", torch.nn.Linear(1, 1), optional_load=True)
-    assert other.recovered() is not None and "holds nothing for 'ema', which keeps its initial state" in caplog.text
+    assert other.recovered() is not None and "has no state for 'ema', which keeps its initial state" in caplog.text
 
 
 def test_code_in_a_file_is_never_run(tmp_path):
