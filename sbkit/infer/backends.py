@@ -16,28 +16,28 @@ import numpy as np
 
 from sbkit.errors import SbkitError, first_line
 from sbkit.export import layout
-from sbkit.infer.device import Device, DeviceChoice, Placement, Unmet, for_eight_bits, open_on
+from sbkit.infer.device import Device, DeviceChoice, DeviceUnavailable, Placement, device_for_int8, open_on
 from sbkit.infer.onnx_session import Interface, open_session
 from sbkit.system.cores import limit_torch_threads, thread_limit, usable_cores
 
 if TYPE_CHECKING:
     import torch
 
-#: A program's module, or what torch.compile made of it.
+#: A program's module, compiled or not.
 Program = Callable[..., Any]
-#: Modes of torch.compile; those with CUDA graphs work only within the thread that runs the result.
+#: Modes of torch.compile; those with CUDA graphs work only in the thread that runs the module.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-_SHAPES = 64  # number of shapes that a module may be compiled for before torch gives up
+_SHAPES = 64  # shapes that a module may be compiled for before torch gives up
 
 
 def open_graph(path: Path, model: str, device: DeviceChoice, threads: int | None, interface: Interface,
                compile_mode: str | None = None, spin: bool = True) -> Backend:
-    """Open a graph of a bundle on the requested device, or raise; the one way in which a graph is opened. It is to run
-    in the thread that opens it.
+    """Open a graph of a bundle on the requested device, or raise. All graphs are opened here, in the thread that runs
+    them.
 
-    model : the format that the file is in, ``onnx``, ``int8`` or ``torch``
-    interface : what the graph takes and gives; its examples are run on the device before that counts as used
+    model : the file's format, ``onnx``, ``int8`` or ``torch``
+    interface : the graph's inputs and outputs; its examples are run on the device as a test
     spin : as for ``open_session``
     """
     if model == layout.TORCH:
@@ -51,31 +51,31 @@ class Onnx:
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
                  spin: bool = True):
         threads = threads or thread_limit()
-        where, eight_bits = for_eight_bits(wanted) if model == layout.INT8 else (wanted, "")
-        proven, why = open_on(where, lambda device: open_session(path, device, threads, interface, spin))
-        self._session, self._names = proven.session, list(interface.inputs)
+        choice, int8_note = device_for_int8(wanted) if model == layout.INT8 else (wanted, "")
+        opened, reason = open_on(choice, lambda device: open_session(path, device, threads, interface, spin))
+        self._session, self._names = opened.session, list(interface.inputs)
         self.metadata: Mapping[str, str] = self._session.get_modelmeta().custom_metadata_map
-        """What the file says of itself."""
+        """The file's own metadata."""
         width = self._session.get_outputs()[0].shape[-1]
         self.width = width if isinstance(width, int) else None
-        """Size of the first output's last dimension, if the file gives it."""
+        """Size of the first output's last dimension, if the file has it."""
         self.running = Placement(
-            wanted.text, proven.device, proven.provider, model, path.name, threads or usable_cores(),
-            {"onnxruntime": proven.version},
-            "; ".join(filter(None, (eight_bits or why, proven.note))), proven.operators)
+            wanted.text, opened.device, opened.provider, model, path.name, threads or usable_cores(),
+            {"onnxruntime": opened.version},
+            "; ".join(filter(None, (int8_note or reason, opened.note))), opened.operators)
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
-        """Map the graph's inputs, in their order, to its outputs."""
+        """Map the graph's inputs to its outputs, both in order."""
         return self._session.run(None, dict(zip(self._names, inputs, strict=True)))
 
     def free(self) -> None:
-        """Do nothing: its arena serves later runs of this session, and shrinks only within a run."""
+        """Do nothing: the session's arena is reused by later runs, and shrinks only during a run."""
 
 
 class Torch:
-    """Runs a ``torch.export`` program, optionally compiled, as ``Onnx`` does its own.
+    """Runs a ``torch.export`` program, optionally compiled, with the interface of ``Onnx``.
 
-    A program is code: load only bundles that you trust. Files that could contain a pickle are refused unread.
+    A program is code: load only bundles that you trust. Files that may contain a pickle are not loaded.
     """
 
     width: int | None = None
@@ -83,27 +83,27 @@ class Torch:
 
     def __init__(self, path: Path, model: str, wanted: DeviceChoice, threads: int | None, interface: Interface,
                  compile_mode: str | None):
-        refuse_pickles(path)
+        check_no_pickles(path)
         import torch
 
         from sbkit.nn import attention_kernel, tf32
 
         attention_kernel.leave_cudnn()
         tf32.allow_tf32(False)  # as for ONNX Runtime
-        _use_fake_tensors_first()
+        _keep_fake_tensors_alive()
         if threads:
             torch.set_num_threads(threads)
         else:
             limit_torch_threads()
         self._torch = torch
-        (module, self._device), why = open_on(wanted, lambda device: self._proven(path, device, interface))
-        self._module: Program = compiled(module, compile_mode) if compile_mode else module
+        (module, self._device), reason = open_on(wanted, lambda device: self._load(path, device, interface))
+        self._module: Program = compile_module(module, compile_mode) if compile_mode else module
         self.running = Placement(
             wanted.text, str(self._device), f"torch.compile {compile_mode}" if compile_mode else "torch.export", model,
-            path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, why)
+            path.name, torch.get_num_threads(), {"torch": str(torch.__version__)}, reason)
 
     def __call__(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
-        # Copied here: with CUDA graphs the next run overwrites what this one returned.
+        # Copied because with CUDA graphs the next run overwrites these outputs.
         return [each.detach().to("cpu", copy=True).numpy() for each in self._run(self._module, self._device, inputs)]
 
     def free(self) -> None:
@@ -116,34 +116,35 @@ class Torch:
             found = module(*(self._torch.from_numpy(each).to(device) for each in inputs))
         return found if isinstance(found, tuple) else (found,)
 
-    def _proven(self, path: Path, wanted: Device, interface: Interface) -> tuple[torch.nn.Module, torch.device]:
-        """Load the program onto a device, make one inference, and look where that ran."""
-        device = _found(wanted)
-        program = _loaded(path)
+    def _load(self, path: Path, wanted: Device, interface: Interface) -> tuple[torch.nn.Module, torch.device]:
+        """Load the program onto a device, run it once, and check that it ran there."""
+        device = torch_device(wanted)
+        program = _load_program(path)
         try:
-            module = moved(program, device).module()
+            module = move_program(program, device).module()
             found = self._run(module, device, list(interface.inputs.values()))
             for each in found:
-                each.to("cpu")  # where a failed kernel is noticed
-        except Unmet:
+                each.to("cpu")  # raises if a kernel failed
+        except DeviceUnavailable:
             raise
         except Exception as error:
             if wanted.gpu is None:
                 raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
-            raise Unmet(f"an inference of {path.name} failed there: {first_line(error)}") from error
-        where = {str(each.device) for each in (*module.parameters(), *module.buffers(), *found)}
-        if where != {str(device)}:
-            raise Unmet(f"torch {self._torch.__version__} has parts of {path.name} on {' and '.join(sorted(where))}")
+            raise DeviceUnavailable(f"an inference of {path.name} failed there: {first_line(error)}") from error
+        devices = {str(each.device) for each in (*module.parameters(), *module.buffers(), *found)}
+        if devices != {str(device)}:
+            raise DeviceUnavailable(
+                f"torch {self._torch.__version__} has parts of {path.name} on {' and '.join(sorted(devices))}")
         return module, device
 
 
 Backend = Onnx | Torch
 
 
-def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:
-    """Move a program to another device than it was traced on: weights, constants, and devices named by its nodes.
+def move_program(program: torch.export.ExportedProgram, device: torch.device) -> torch.export.ExportedProgram:
+    """Move a program to a device: weights, constants, and devices in its nodes.
 
-    ``module().to(device)`` would move only the weights. torch's own pass before 2.9 leaves out nested modules.
+    ``module().to(device)`` would move only the weights. torch's own pass before 2.9 skips nested modules.
     """
     import torch
     from torch.export.passes import move_to_device_pass
@@ -153,12 +154,13 @@ def moved(program: torch.export.ExportedProgram, device: torch.device) -> torch.
              for node in part.graph.nodes for value in (*node.args, *node.kwargs.values())
              if isinstance(value, torch.device)}
     if kinds - {device.type}:
-        raise Unmet(f"torch {torch.__version__} leaves part of the model on {', '.join(kinds - {device.type})}",
-                    hint="pip install 'torch>=2.9,<2.12', or use --model onnx")
+        raise DeviceUnavailable(f"torch {torch.__version__} leaves part of the model on "
+                                f"{', '.join(kinds - {device.type})}",
+                                hint="pip install 'torch>=2.9,<2.12', or use --model onnx")
     return program
 
 
-def compiled(module: torch.nn.Module, mode: str) -> Callable[..., Any]:
+def compile_module(module: torch.nn.Module, mode: str) -> Callable[..., Any]:
     """Compile a module with ``torch.compile``, in the thread that will run it."""
     if mode not in COMPILE_MODES:
         raise SbkitError(f"unknown compile mode {mode!r}", hint=f"use {', '.join(COMPILE_MODES)}")
@@ -176,10 +178,10 @@ def compiled(module: torch.nn.Module, mode: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _use_fake_tensors_first() -> None:
-    """Let a thread that never ends be the first to use torch's fake tensors.
+def _keep_fake_tensors_alive() -> None:
+    """Use torch's fake tensors first in a thread that never ends.
 
-    If that one, which loads a program, has ended, torch 2.11 crashes in a later load or backward of any thread.
+    If the thread that used them first has ended, torch 2.11 crashes in a later load or backward of any thread.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -187,7 +189,7 @@ def _use_fake_tensors_first() -> None:
         try:
             with FakeTensorMode():
                 pass
-        finally:  # an error must not leave the caller waiting
+        finally:  # also after an error, so that the caller doesn't hang
             used.set()
         threading.Event().wait()
 
@@ -196,11 +198,11 @@ def _use_fake_tensors_first() -> None:
     used.wait()
 
 
-def _loaded(path: Path) -> torch.export.ExportedProgram:
+def _load_program(path: Path) -> torch.export.ExportedProgram:
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about read-only buffers, which nobody writes to
+        warnings.simplefilter("ignore")  # about read-only buffers, which are never written
         try:
             return torch.export.load(path)
         except Exception as error:
@@ -208,24 +210,24 @@ def _loaded(path: Path) -> torch.export.ExportedProgram:
                              hint="is the file complete? export it again") from error
 
 
-def _found(wanted: Device) -> torch.device:
-    """Look for a device of torch's; raises ``Unmet`` if it isn't there."""
+def torch_device(wanted: Device) -> torch.device:
+    """Return torch's device, or raise ``DeviceUnavailable``."""
     import torch
 
     if wanted.gpu is None:
         return torch.device("cpu")
     if torch.version.cuda is None and torch.version.hip is None:
-        raise Unmet(f"this torch ({torch.__version__}) was built without CUDA",
-                    hint="pytorch.org says how to install one with it; --device cpu needs no GPU")
+        raise DeviceUnavailable(f"this torch ({torch.__version__}) was built without CUDA",
+                                hint="pytorch.org says how to install one with it; --device cpu needs no GPU")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted.gpu >= count:
-        raise Unmet(f"torch {torch.__version__} sees {count or 'no'} CUDA device{'' if count == 1 else 's'}",
-                    hint="nvidia-smi lists them; --device cpu needs no GPU")
+        raise DeviceUnavailable(f"torch {torch.__version__} sees {count or 'no'} CUDA device"
+                                f"{'' if count == 1 else 's'}", hint="nvidia-smi lists them; --device cpu needs no GPU")
     return torch.device("cuda", wanted.gpu)
 
 
-def refuse_pickles(path: Path) -> None:
-    """Refuse a .pt2 file that contains anything that loading would unpickle."""
+def check_no_pickles(path: Path) -> None:
+    """Raise if a .pt2 file contains anything that loading would unpickle."""
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():

@@ -1,8 +1,8 @@
-"""Bases of engines, which run one graph of a bundle in one worker thread, and of loaded bundles, which have one.
+"""Base classes of engines, which run one graph of a bundle in one worker thread, and of loaded bundles.
 
 torch 2.11 keeps the state of CUDA graphs in the thread that first imports ``torch._inductor.cudagraph_trees``; a
-model compiled in one thread and run in another finds none. A single thread for everything avoids this, and the same
-problem with any other library's per-thread state: imports, compilation, warm-up and runs all happen there.
+model compiled in one thread can't use it in another. So imports, compilation, warm-up and runs all happen in a single
+thread, which also avoids problems with other libraries' per-thread state.
 """
 
 from __future__ import annotations
@@ -31,71 +31,70 @@ from sbkit.infer.onnx_session import Interface
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_SHOWN = 160  # characters of a difference, of which the beginning and the end are told
+_SHOWN = 160  # characters of a difference that a message shows
 _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Worker:
-    """Runs calls one after another in a thread of its own; any thread may submit them.
+    """Runs calls one after another in its thread; any thread may submit them.
 
-    ``ThreadPoolExecutor`` takes none after a script's last line, where its threads and pools may still go on.
+    ``ThreadPoolExecutor`` accepts no calls after a script's last line, when other threads may still submit some.
     """
 
     def __init__(self, name: str):
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, self._calls.put, None)  # also if nobody called close()
+        self._end = weakref.finalize(self, self._calls.put, None)  # also without a call of close()
 
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:  # what the call takes and gives
-        """Queue a call; its future can be cancelled before its turn. Raises if the worker was closed."""
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:  # arguments and result of the call
+        """Queue a call; its future can be cancelled until it starts. Raises if the worker was closed."""
         if not self._end.alive:
-            raise closed()
+            raise closed_error()
         future: Future[Any] = Future()
         self._calls.put((future, call, args))
         return future
 
     def close(self) -> None:
-        """End the thread after the calls that were submitted; a call may do this too."""
+        """End the thread after the submitted calls; may be called in the thread itself."""
         self._end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
 
 def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (taken := calls.get()) is not None:
-        future, call, args = taken
+    while (item := calls.get()) is not None:
+        future, call, args = item
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call(*args))
             except BaseException as error:
                 future.set_exception(error)
-        del taken, future, call, args  # which would stay in memory until the next call
+        del item, future, call, args  # they would stay in memory until the next call
     while not calls.empty():  # submitted while another thread closed it
         if (late := calls.get()) is not None:
             late[0].cancel()
 
 
 class ModelFailed(SbkitError):
-    """An error of the runtime while a graph ran."""
+    """The runtime failed while it ran a graph."""
 
 
 class BundleEngine(ABC):
     """Holds one graph of a bundle, opened and warmed up in a worker; if that fails, the worker ends.
 
-    What a derived class does in ``worker`` runs the graph with :meth:`compute`. Give it one graph: what takes two has
-    two engines.
+    Subclasses run the graph with :meth:`compute`, in ``worker``. A model of two graphs has two engines.
 
     folder : a bundle
-    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first other one that the bundle has
+    model : ``onnx``, ``int8`` or ``torch``, which can run code; ``auto`` takes the first of the others in the bundle
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; raises if it is unavailable
-    threads : CPU threads of one run; None for all that this process may use
+    threads : CPU threads of one run; None: all that this process may use
     compile : a mode of ``torch.compile``, for ``model="torch"``
     """
 
     config: Bundle
     kind: ClassVar[str] = "model"
-    """What the graph is called in messages."""
+    """The graph's name in messages."""
     thread: ClassVar[str] = "sbkit-model"
     """The worker's name."""
     spin: ClassVar[bool] = True
@@ -105,9 +104,9 @@ class BundleEngine(ABC):
                  threads: int | None = None, compile: str | None = None):
         self.folder, self.threads, self.compile = Path(folder), threads, compile
         self.fault: str | None = None
-        """The error that broke the device, if any; only a new process helps then."""
+        """The error that broke the device, if any; then only a new process helps."""
         self.backend: Backend | None = None
-        """What runs the graph; another may take its place. None once closed."""
+        """It runs the graph, and may be replaced. None once closed."""
         self._read()
         models = self._models()
         model = formats.choose(self.folder, models, model, self.kind)
@@ -129,11 +128,11 @@ class BundleEngine(ABC):
     @property
     def _ready(self) -> Backend:
         if self.backend is None:
-            raise closed()
+            raise closed_error()
         return self.backend
 
     def close(self) -> None:
-        """Release the model, once what was asked for is done."""
+        """Release the model after the submitted calls."""
         self.worker.close()
         self.backend = None
 
@@ -159,22 +158,22 @@ class BundleEngine(ABC):
         self._warm_up(path)
 
     def _compare(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Refuse a file that says of itself something else than config.json says."""
-        for name, mine in self.config.onnx_metadata().items():
-            if (theirs := metadata.get(name, mine)) != mine:
-                raise SbkitError(f"{path} was exported with {name} {_short(theirs)}, but {layout.CONFIG} says "
-                                 f"{_short(mine)}", hint="do both come from the same export? export it again")
+        """Raise if the file's metadata differs from config.json."""
+        for name, expected in self.config.onnx_metadata().items():
+            if (actual := metadata.get(name, expected)) != expected:
+                raise SbkitError(f"{path} was exported with {name} {_short(actual)}, but {layout.CONFIG} says "
+                                 f"{_short(expected)}", hint="do both come from the same export? export it again")
 
     @abstractmethod
     def _interface(self) -> Interface:
-        """What the graph must take and give."""
+        """The inputs and outputs that the graph must have."""
 
     @abstractmethod
     def _warm_up(self, path: Path) -> None:
-        """Run what will be asked for once, and raise if the graph of this file can't be right."""
+        """Run the graph once as it will be used, and raise if its output can't be right."""
 
     def compute(self, *inputs: np.ndarray) -> Sequence[np.ndarray]:
-        """Run the graph once; after a fault of the device, never again."""
+        """Run the graph once; raises without running it after a fault of the device."""
         if self.fault is not None:
             raise SbkitError(f"the device failed earlier ({self.fault})",
                              hint="restart the process: the device stays broken")
@@ -187,21 +186,21 @@ class BundleEngine(ABC):
             if not is_out_of_memory(error):
                 raise ModelFailed(f"{self.folder}: the model failed: {first_line(error)}",
                                   hint="is the file complete? export it again") from error
-            why = f"out of memory on {self.running.device}: {first_line(error)}"
-            traceback.clear_frames(error.__traceback__)  # which hold what has been computed so far
+            message = f"out of memory on {self.running.device}: {first_line(error)}"
+            traceback.clear_frames(error.__traceback__)  # frees what was computed so far
         self._ready.free()
-        raise OutOfMemory(why, hint="give it shorter audio or text, or smaller batches")
+        raise OutOfMemory(message, hint="give it shorter audio or text, or smaller batches")
 
 
 class BatchEngine(BundleEngine):
-    """Runs the graph on batches that are given to it."""
+    """Runs the graph on submitted batches."""
 
-    def submit(self, batch: Sequence[Any]) -> Future[Any]:  # what the derived class's graph takes and gives
-        """Queue a batch; the future gives a result for each of its items, and can be cancelled before its turn."""
+    def submit(self, batch: Sequence[Any]) -> Future[Any]:  # inputs and outputs of the subclass's graph
+        """Queue a batch; the future has a result for each item, and can be cancelled until it runs."""
         return self.worker.submit(self._run, list(batch))
 
     def _run(self, batch: list[Any]) -> list[Any]:  # as for ``submit``
-        """Run a batch, or each of its items by itself where its outputs would depend on the others."""
+        """Run a batch, or each item by itself if its outputs would depend on the others."""
         if not self.config.batching:
             return [self.run_batch([each])[0] for each in batch]
         return self.run_batch(batch) if batch else []
@@ -211,17 +210,16 @@ class BatchEngine(BundleEngine):
         """Run the graph on a batch that was submitted."""
 
 
-def padded(parts: Sequence[np.ndarray], least: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Put parts [N, ...] into one array [B, ``least`` or more, ...], padded with zeros, and their lengths into one [B].
-    """
+def pad(parts: Sequence[np.ndarray], min_length: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Pad parts [N, ...] with zeros to one array [B, ``min_length`` or more, ...]; returns it and the lengths [B]."""
     lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    batch = np.zeros((len(parts), max(least, int(lengths.max())), *parts[0].shape[1:]), dtype=parts[0].dtype)
+    batch = np.zeros((len(parts), max(min_length, int(lengths.max())), *parts[0].shape[1:]), dtype=parts[0].dtype)
     for row, part in zip(batch, parts, strict=True):
         row[: len(part)] = part
     return batch, lengths
 
 
-def closed() -> SbkitError:
+def closed_error() -> SbkitError:
     return SbkitError("the model was closed", hint="load it again")
 
 
@@ -232,11 +230,8 @@ def _short(text: str) -> str:
 E = TypeVar("E", bound=BundleEngine)
 
 
-class Loaded(Generic[E]):
-    """A loaded bundle, which any number of threads may call.
-
-    engine : runs it
-    """
+class LoadedBundle(Generic[E]):
+    """A loaded bundle, which any number of threads may call."""
 
     def __init__(self, engine: E):
         self.engine = engine

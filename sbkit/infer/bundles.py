@@ -1,4 +1,4 @@
-"""Bundles as tasks need them while a corpus is prepared: a codec that encodes, a recogniser that aligns."""
+"""Bundles that tasks use to prepare a corpus: a codec that encodes, a recogniser that aligns."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from sbkit.infer.model import Model, load
 
 
 class Aligner:
-    """A recogniser that tells when it heard what is known to have been said.
+    """Aligns recordings with their known texts.
 
-    model : is closed with it
+    model : a recogniser, closed together with this
     """
 
     def __init__(self, model: Model):
         self._model, self._config = model, model.engine.config
-        used = (self._config.models[model.running.model], layout.TOKENS)  # README.md and others differ each time
+        used = (self._config.models[model.running.model], layout.TOKENS)  # other files differ with each export
         hashes = [self._config.files.get(name, {}).get("sha256") for name in used]
         self.fingerprint = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
     def align(self, signals: Sequence[np.ndarray], sample_rate: int, texts: Sequence[str]) -> list[Alignment | str]:
-        """Return for waveforms [S] and their texts what was heard when, or why that can't be told."""
+        """Align waveforms [S] with their texts; a text that can't be aligned gives the reason."""
         rate = self._config.sample_rate
         scores = self._model.engine.run([signal if rate == sample_rate else resample(signal, sample_rate, rate)
                                          for signal in signals])
-        return [self._one(found, text) for found, text in zip(scores, texts, strict=True)]
+        return [self._align(each, text) for each, text in zip(scores, texts, strict=True)]
 
-    def _one(self, scores: np.ndarray, text: str) -> Alignment | str:
+    def _align(self, scores: np.ndarray, text: str) -> Alignment | str:
         import torch
 
         from sbkit.decode.greedy import align
@@ -61,11 +61,11 @@ class BundleLoader:
     """Opens bundles on the CPU."""
 
     def codec(self, folder: str) -> CodecModel:
-        found = load(folder, device="cpu")
-        if not isinstance(found, CodecModel):
-            found.close()
+        model = load(folder, device="cpu")
+        if not isinstance(model, CodecModel):
+            model.close()
             raise SbkitError(f"{folder} is not a codec", hint="name a bundle that was exported from hparams/codec.yaml")
-        return found
+        return model
 
     def aligner(self, folder: str) -> Aligner:
         """Open a recogniser that aligns."""
@@ -77,20 +77,20 @@ class BundleLoader:
         return Aligner(model)
 
     def recogniser(self, folder: str, sample_rate: int) -> Callable[[Sequence[np.ndarray]], list[str]]:
-        """Open a recogniser; returns what transcribes waveforms [S] at this rate."""
+        """Open a recogniser; returns a function that transcribes waveforms [S] at this rate."""
         model = self._model(folder)
         rate = model.engine.config.sample_rate
 
-        def heard(signals: Sequence[np.ndarray]) -> list[str]:
+        def transcribe(signals: Sequence[np.ndarray]) -> list[str]:
             audio = [signal if rate == sample_rate else resample(signal, sample_rate, rate) for signal in signals]
             return [transcript.text for transcript in model.transcribe(list(audio))]
 
-        return heard
+        return transcribe
 
     @staticmethod
     def _model(folder: str) -> Model:
-        found = load(folder, device="cpu")
-        if not isinstance(found, Model):
-            found.close()
+        model = load(folder, device="cpu")
+        if not isinstance(model, Model):
+            model.close()
             raise SbkitError(f"{folder} is not a recogniser", hint="name a bundle that was exported from one")
-        return found
+        return model

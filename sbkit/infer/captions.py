@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TextIO
 from sbkit.decode.spans import Word
 from sbkit.infer.lines import LineMessages, TranscriptLine
 
-#: What a terminal is told: weak letters, usual ones, to erase from the cursor on.
-_DIM, _USUAL, _ERASE_BELOW = "\x1b[2m", "\x1b[0m", "\x1b[J"
+#: Terminal codes: dim, normal, erase from the cursor on.
+_DIM, _NORMAL, _ERASE_BELOW = "\x1b[2m", "\x1b[0m", "\x1b[J"
 _WIDE = {"W": 2, "F": 2}
 _NO_CELL = ("Mn", "Me", "Cf")  # marks on a letter, and joiners
 
@@ -22,7 +22,7 @@ _NO_CELL = ("Mn", "Me", "Cf")  # marks on a letter, and joiners
 class Captions(ABC):
     """Shows the lines of one stream.
 
-    out : where to
+    out : the output
     """
 
     def __init__(self, out: TextIO):
@@ -30,14 +30,14 @@ class Captions(ABC):
 
     @abstractmethod
     def show(self, line: TranscriptLine) -> None:
-        """Show a line as it stands now."""
+        """Show a line's current state."""
 
     def end(self, seconds: float) -> None:
-        """Say that the stream is over, after so many seconds; most have nothing to say then."""
+        """Show that the stream ended after ``seconds``; by default nothing."""
         return
 
     def close(self) -> None:
-        """Leave the output fit for others, wherever the stream is; where whole lines are written, it is."""
+        """End an unfinished line; by default there is none."""
         return
 
 
@@ -45,7 +45,7 @@ class Plain(Captions):
     """Writes each line of text once it is complete.
 
     text : joins words
-    out : where to
+    out : the output
     """
 
     def __init__(self, text: Callable[[Sequence[Word]], str], out: TextIO):
@@ -53,36 +53,36 @@ class Plain(Captions):
         self._text = text
 
     def show(self, line: TranscriptLine) -> None:
-        if line.over:
+        if line.complete:
             self._out.write(self._text(line.settled) + "\n")
             self._out.flush()
 
 
 class Json(Captions):
-    """Writes a JSON object in a line for each change: ``partial``, ``final``, and ``end`` at last."""
+    """Writes a line of JSON for each change: ``partial`` or ``final``, and ``end`` at the end."""
 
     def __init__(self, text: Callable[[Sequence[Word]], str], out: TextIO):
         super().__init__(out)
         self._messages = LineMessages(text)
 
     def show(self, line: TranscriptLine) -> None:
-        if (message := self._messages.of(line)) is not None:
+        if (message := self._messages.message(line)) is not None:
             self._write(message)
 
     def end(self, seconds: float) -> None:
         self._write({"type": "end", "duration": round(seconds, 3)})
 
-    def _write(self, facts: dict[str, Any]) -> None:
-        self._out.write(json.dumps(facts, ensure_ascii=False) + "\n")
+    def _write(self, message: dict[str, Any]) -> None:
+        self._out.write(json.dumps(message, ensure_ascii=False) + "\n")
         self._out.flush()
 
 
 class TerminalCaptions(Captions):
-    """Rewrites the line in progress in a terminal, with what may change in it dim. Lines that are complete stay.
+    """Rewrites the line in progress in a terminal, with words that may change in dim letters.
 
-    Rows of settled words stay too, so that only the last few rows are ever rewritten.
+    Only rows that have words that may change are rewritten.
 
-    space : stands between words
+    space : the separator of words
     out : the terminal
     """
 
@@ -90,21 +90,21 @@ class TerminalCaptions(Captions):
         super().__init__(out)
         self._space = space
         self._dims = not os.environ.get("NO_COLOR")
-        self._kept = 0  # words of the line that are in rows that stay
-        self._drawn = [""]  # the rows below those
+        self._kept = 0  # words in rows that are final
+        self._drawn = [""]  # the rows after those
 
     def show(self, line: TranscriptLine) -> None:
         words, settled = [word.text for word in line.words[self._kept :]], len(line.settled) - self._kept
         rows = _rows(words, self._space, max(2, shutil.get_terminal_size().columns - 1))
         self._draw([self._row(row, settled) for row in rows])
-        if line.over:
+        if line.complete:
             self._out.write("\n")
             self._kept, self._drawn = 0, [""]
         else:
-            stay = max((i for i, row in enumerate(rows) if i and row[0].begins and row[0].word < settled), default=0)
-            if stay:
-                self._kept += rows[stay][0].word
-                self._drawn = self._drawn[stay:]
+            final = max((i for i, row in enumerate(rows) if i and row[0].begins and row[0].word < settled), default=0)
+            if final:
+                self._kept += rows[final][0].word
+                self._drawn = self._drawn[final:]
         self._out.flush()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class TerminalCaptions(Captions):
             if self._dims and not dim and piece.word >= settled:
                 text, dim = text + _DIM, True
             text += piece.text
-        return text + _USUAL * dim
+        return text + _NORMAL * dim
 
 
 class _CaptionPart(NamedTuple):
@@ -138,7 +138,7 @@ class _CaptionPart(NamedTuple):
 
 
 def _rows(words: Sequence[str], space: str, width: int) -> list[list[_CaptionPart]]:
-    """Break words into rows of so many cells."""
+    """Break words into rows of ``width`` cells."""
     rows: list[list[_CaptionPart]] = [[]]
     used = 0
     for number, word in enumerate(words):
@@ -153,7 +153,7 @@ def _rows(words: Sequence[str], space: str, width: int) -> list[list[_CaptionPar
 
 
 def _parts(word: str, width: int) -> list[str]:
-    """Split a word into parts that fit into a row."""
+    """Split a word into parts of at most ``width`` cells."""
     parts = [""]
     for character in word:
         shown = "\ufffd" if unicodedata.category(character) == "Cc" else character

@@ -1,7 +1,7 @@
 """Cuts audio of any length at pauses into chunks for a model; keeps one chunk in memory at a time.
 
-If nobody pauses during a whole chunk, the cut goes through speech: then both chunks include some seconds beyond it,
-and each contributes only the frames on its own side.
+If a chunk has no pause, the cut goes through speech: then both chunks include some seconds beyond it, and each
+contributes only the frames on its side.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Step in seconds at which loudness is measured, and the shortest pause, over which it is averaged.
+#: Seconds between measurements of loudness, and over which they are averaged: the shortest pause.
 _STEP, _PAUSE = 0.01, 0.2
 #: A pause is this much quieter than the loud parts of its chunk (dB) ...
 _BELOW = 25.0
-#: ... and is looked for in the second half of a chunk.
+#: ... and must be in the second half of it.
 _FROM = 0.5
 #: Seconds included beyond a cut through speech.
 CONTEXT_SECONDS = 1.5
@@ -23,41 +23,40 @@ CONTEXT_SECONDS = 1.5
 
 @dataclass
 class Chunk:
-    """A signal [S] and which frames of its output to use: skip ``skip``, then take ``keep`` (None: all)."""
+    """A signal [S], and which frames of its output to use: ``keep`` of them after ``skip`` (None: all)."""
 
     signal: np.ndarray
     skip: int
     keep: int | None
-    goes_on: bool = False
-    """Whether it ends within speech, which the next chunk continues."""
+    continues: bool = False
+    """Whether it ends within speech, which continues in the next chunk."""
 
 
 def cut(blocks: Iterable[np.ndarray], rate: int, frame_samples: int, chunk_seconds: float) -> Iterator[Chunk]:
     """Cut blocks [S] of a recording into chunks of at most ``chunk_seconds``.
 
-    Cuts are aligned with the model's frames, so that the kept frames of all chunks, concatenated, are the frames of
-    the recording.
+    Cuts are aligned with the model's frames, so that the kept frames of all chunks are the frames of the recording.
     """
     size = max(int(chunk_seconds * rate) // frame_samples, 4) * frame_samples
     context = min(-(-int(CONTEXT_SECONDS * rate) // frame_samples), size // frame_samples // 4) * frame_samples
     waiting: list[np.ndarray] = []
-    held = heard = 0  # samples pending, and those at their start whose frames were already returned
+    pending = done = 0  # samples in ``waiting``, and those at its start whose frames were returned
     for block in blocks:
         waiting.append(block)
-        held += len(block)
-        while held > size:
+        pending += len(block)
+        while pending > size:
             signal = np.concatenate(waiting)
-            length, beyond = _best_cut(signal[heard:size], rate, frame_samples, context)
-            end = heard + length
-            yield Chunk(signal[: end + beyond], heard // frame_samples, length // frame_samples, beyond > 0)
+            length, beyond = _best_cut(signal[done:size], rate, frame_samples, context)
+            end = done + length
+            yield Chunk(signal[: end + beyond], done // frame_samples, length // frame_samples, beyond > 0)
             first = max(end - beyond, 0)
-            waiting, held, heard = [signal[first:]], len(signal) - first, end - first
-    if held > heard:
-        yield Chunk(np.concatenate(waiting), heard // frame_samples, None)
+            waiting, pending, done = [signal[first:]], len(signal) - first, end - first
+    if pending > done:
+        yield Chunk(np.concatenate(waiting), done // frame_samples, None)
 
 
 def _best_cut(signal: np.ndarray, rate: int, frame_samples: int, context: int) -> tuple[int, int]:
-    """Find the samples before the cut, a multiple of a frame, and how many beyond it to include."""
+    """Return the number of samples before the cut, in whole frames, and how many beyond it to include."""
     length, pause = _quietest(signal, rate, frame_samples)
     if pause:
         return length, 0
@@ -65,7 +64,7 @@ def _best_cut(signal: np.ndarray, rate: int, frame_samples: int, context: int) -
 
 
 def _quietest(signal: np.ndarray, rate: int, frame_samples: int) -> tuple[int, bool]:
-    """Find the samples before the quietest point of the second half, in whole frames, and whether it is a pause."""
+    """Return the samples before the quietest point of the second half, in whole frames, and whether it is a pause."""
     step = round(_STEP * rate)
     count = len(signal) // step
     power = np.square(signal[: count * step].reshape(count, step)).mean(axis=1)
@@ -75,7 +74,7 @@ def _quietest(signal: np.ndarray, rate: int, frame_samples: int) -> tuple[int, b
     total = np.concatenate([[0.0], np.cumsum(power, dtype=np.float64)])
     smooth = (total[width:] - total[:-width]) / width  # mean of steps i to i + width
     first = int(len(smooth) * _FROM)
-    # Among equally quiet points (digital silence), the last makes the longest chunk.
+    # Of equally quiet points (digital silence), the last gives the longest chunk.
     late = smooth[first:]
     place = first + len(late) - 1 - int(np.argmin(late[::-1]))
     loud = np.quantile(smooth, 0.95)

@@ -1,4 +1,4 @@
-"""The Python API of a codec: load a bundle, turn recordings into codes and codes into sound."""
+"""The Python API of a codec: load a bundle, encode recordings and decode their codes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from numpy.typing import ArrayLike
 from sbkit.codes import Books, InvalidCode
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import Loaded
+from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.codec_engine import CodecEngine, CodeEngine, SoundEngine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.recordings import Recording, Source
 
-#: Seconds that a codec is given at once, besides what decides the frames at both ends.
+#: Seconds of a recording in one run, without the context at both ends.
 PIECE_SECONDS = 30.0
-#: The longest recording of a codec that looks at all of it.
+#: Maximum length of a recording for a codec without a bounded context.
 MAX_SECONDS = 600.0
 #: Seconds in one batch, with padding.
 BATCH_SECONDS = 60.0
 
 
 class CodecChunk(NamedTuple):
-    """Frames ``begin`` to ``end`` of a recording, of which ``first`` to ``last`` are kept."""
+    """Frames ``begin`` to ``end`` of a recording; the output of ``first`` to ``last`` is kept."""
 
     source: int  # number of the recording
     begin: int
@@ -36,7 +36,7 @@ class CodecChunk(NamedTuple):
 
 
 def too_long(frames: int, config: layout.CodecConfig) -> SbkitError | None:
-    """Say that a recording of so many frames can't be given to a codec that looks at all of it."""
+    """Return an error if a recording of this many frames is too long for a codec without a bounded context."""
     seconds = frames * config.stride / config.sample_rate
     if config.context is not None or seconds <= MAX_SECONDS:
         return None
@@ -44,38 +44,37 @@ def too_long(frames: int, config: layout.CodecConfig) -> SbkitError | None:
                       f"{MAX_SECONDS:g} s", hint="split it")
 
 
-def pieces(source: int, frames: int, config: layout.CodecConfig) -> list[CodecChunk]:
-    """Cut a recording of so many frames into pieces."""
-    at_once = max(1, round(PIECE_SECONDS * config.sample_rate / config.stride))
+def chunks(source: int, frames: int, config: layout.CodecConfig) -> list[CodecChunk]:
+    """Cut a recording of this many frames into chunks."""
+    size = max(1, round(PIECE_SECONDS * config.sample_rate / config.stride))
     context = config.context
-    if frames <= at_once or context is None:
+    if frames <= size or context is None:
         return [CodecChunk(source, 0, frames, 0, frames)] if frames else []
-    return [CodecChunk(source, max(0, first - context), min(frames, first + at_once + context), first,
-                       min(frames, first + at_once)) for first in range(0, frames, at_once)]
+    return [CodecChunk(source, max(0, first - context), min(frames, first + size + context), first,
+                       min(frames, first + size)) for first in range(0, frames, size)]
 
 
 def batches(parts: Sequence[CodecChunk], config: layout.CodecConfig) -> list[list[CodecChunk]]:
-    """Put pieces of about the same length together."""
-    most = BATCH_SECONDS * config.sample_rate / config.stride
-    made: list[list[CodecChunk]] = []
-    for piece in sorted(parts, key=lambda each: each.begin - each.end):  # the longest is the first of its batch
-        if made and (len(made[-1]) + 1) * (made[-1][0].end - made[-1][0].begin) <= most:
-            made[-1].append(piece)
+    """Batch chunks of similar length."""
+    max_frames = BATCH_SECONDS * config.sample_rate / config.stride
+    result: list[list[CodecChunk]] = []
+    for chunk in sorted(parts, key=lambda each: each.begin - each.end):  # the longest is the first of its batch
+        if result and (len(result[-1]) + 1) * (result[-1][0].end - result[-1][0].begin) <= max_frames:
+            result[-1].append(chunk)
         else:
-            made.append([piece])
-    return made
+            result.append([chunk])
+    return result
 
 
-class CodecModel(Loaded[CodeEngine]):
+class CodecModel(LoadedBundle[CodeEngine]):
     """A loaded codec, which any number of threads may call.
 
     >>> codec = sbkit.infer.load("bundle")                # doctest: +SKIP
     >>> [codes] = codec.encode(["clip.mp3"])              # doctest: +SKIP
     >>> [samples] = codec.decode([codes])                 # doctest: +SKIP
 
-    The graphs hold some seconds at a time: longer recordings are cut into pieces that overlap by as much as decides a
-    frame, so that codes and samples are those of the whole. Only what is given and what is returned is as long as
-    the recordings are.
+    The graphs process some seconds at a time: longer recordings are cut into chunks with the context that frames
+    need, so that codes and samples are the same as for the whole recording.
 
     engine : computes codes
     sounds : computes samples
@@ -87,16 +86,16 @@ class CodecModel(Loaded[CodeEngine]):
 
     @property
     def books(self) -> Books:
-        """Its codebooks, which shards of codes are compared with."""
+        """Its codebooks."""
         return self.engine.books
 
     def encode(self, audio: Sequence[Source]) -> list[np.ndarray]:
-        """Compute the codes [T, Q] int64 of each recording, which do not depend on the others.
+        """Compute the codes [T, Q] int64 of each recording, independent of the others.
 
         audio : paths, bytes of files, binary files, which are resampled, or float samples [S] at :attr:`sample_rate`
 
         Raises ``sbkit.data.audio.AudioError`` for the first recording that can't be read, and ``InvalidCode`` for the
-        first of which the graph makes something else than codes.
+        first for which the graph's output is in no codebook.
         """
         _check_list(audio, "encode", "recordings")
         signals = [Recording.of(each, f"recording {number}").samples(self.sample_rate)
@@ -109,23 +108,23 @@ class CodecModel(Loaded[CodeEngine]):
         return codes
 
     def encode_each(self, signals: Sequence[np.ndarray]) -> list[np.ndarray | SbkitError]:
-        """Compute the codes [T, Q] int64 of each waveform [S], or say what is wrong with that one.
+        """Compute the codes [T, Q] int64 of each waveform [S], or an error.
 
-        One has an error if it is too long for a codec that looks at all of it, or if it is so far from speech that
-        what the graph makes of it is in no codebook (``InvalidCode``).
+        It is an error if a waveform is too long for a codec without a bounded context, or so unlike speech that the
+        graph's output is in no codebook (``InvalidCode``).
         """
         stride = self.engine.config.stride
         frames = [-(-len(signal) // stride) for signal in signals]
-        refused = [too_long(count, self.engine.config) for count in frames]
-        kept = [number for number, error in enumerate(refused) if error is None]
+        errors = [too_long(count, self.engine.config) for count in frames]
+        kept = [number for number, error in enumerate(errors) if error is None]
         codes = iter(self._run(self.engine, [signals[number] for number in kept], [frames[number] for number in kept],
                                stride, 1))
-        return [error or self._coded(next(codes)) for error in refused]
+        return [error or self._checked_codes(next(codes)) for error in errors]
 
     def decode(self, codes: Sequence[ArrayLike]) -> list[np.ndarray]:
-        """Compute the samples [T * stride] float32 of each recording's codes [T, Q], which do not depend on the others.
+        """Compute the samples [T * stride] float32 of each recording's codes [T, Q], independent of the others.
 
-        Raises ``InvalidCode`` for the first id that is not in its codebook, before any graph is run.
+        Raises ``InvalidCode`` for the first id that is not in its codebook, before any graph runs.
         """
         _check_list(codes, "decode", "codes")
         checked = [self._checked(each, number) for number, each in enumerate(codes)]
@@ -138,7 +137,7 @@ class CodecModel(Loaded[CodeEngine]):
         super().close()
         self.sounds.close()
 
-    def _coded(self, codes: np.ndarray) -> np.ndarray | SbkitError:
+    def _checked_codes(self, codes: np.ndarray) -> np.ndarray | SbkitError:
         try:
             return self.engine.checked(codes)
         except InvalidCode as error:
@@ -154,26 +153,26 @@ class CodecModel(Loaded[CodeEngine]):
                              f"{list(found.shape)}")
         return found
 
-    def _run(self, engine: CodecEngine, given: list[np.ndarray], frames: list[int], per_frame: int, made: int,
+    def _run(self, engine: CodecEngine, given: list[np.ndarray], frames: list[int], per_frame: int, out_per_frame: int,
              ) -> list[np.ndarray]:
-        """Run a graph on recordings, piece by piece.
+        """Run a graph on recordings, chunk by chunk.
 
-        per_frame, made : how many samples or codes of a recording a frame takes, and how many of a result it makes
+        per_frame, out_per_frame : rows of the input and of the output per frame
         """
         config = engine.config
-        parts = [piece for number, count in enumerate(frames) for piece in pieces(number, count, config)]
+        parts = [chunk for number, count in enumerate(frames) for chunk in chunks(number, count, config)]
         groups = batches(parts, config)
         futures = [engine.submit([given[each.source][each.begin * per_frame : each.end * per_frame] for each in group])
                    for group in groups]
         found: list[list[tuple[CodecChunk, np.ndarray]]] = [[] for _ in given]
         try:
             for group, future in zip(groups, futures, strict=True):
-                for piece, result in zip(group, future.result(), strict=True):
-                    kept = result[(piece.first - piece.begin) * made : (piece.last - piece.begin) * made]
-                    found[piece.source].append((piece, kept))
+                for chunk, result in zip(group, future.result(), strict=True):
+                    first, last = chunk.first - chunk.begin, chunk.last - chunk.begin
+                    found[chunk.source].append((chunk, result[first * out_per_frame : last * out_per_frame]))
         finally:
             for future in futures:
-                future.cancel()  # those behind one that failed
+                future.cancel()  # those after one that failed
         return [np.concatenate([kept for _, kept in sorted(each, key=lambda part: part[0])]) if each
                 else np.zeros(0, np.float32) for each in found]
 

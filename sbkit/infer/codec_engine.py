@@ -1,4 +1,4 @@
-"""Engines that run the two graphs of a codec, each in one worker thread, for any number of calling threads."""
+"""Engines that run a codec's two graphs, each in one worker thread, for any number of calling threads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from sbkit.codes import Books
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BatchEngine, padded
+from sbkit.infer.bundle_engine import BatchEngine, pad
 from sbkit.infer.onnx_session import Interface
 
-_AGAIN = "do its files come from the same export? export it again"
-_EXAMPLE = 25  # frames to prove with that a graph runs
+_HINT = "do its files come from the same export? export it again"
+_EXAMPLE_FRAMES = 25  # of the test input
 
 
 class CodecEngine(BatchEngine):
@@ -31,63 +31,63 @@ class CodecEngine(BatchEngine):
     # ------------------------------------------------------------------ within the worker
 
     @abstractmethod
-    def _part(self) -> np.ndarray:
-        """Make a part to prove with that the graph runs."""
+    def _example(self) -> np.ndarray:
+        """Make a part to test the graph with."""
 
     def _warm_up(self, path: Path) -> None:
-        self._run([self._part()])  # what it gives is looked at
+        self._run([self._example()])  # checks its output
 
 
 class CodeEngine(CodecEngine):
-    """Computes codes [T, Q] of samples [S] float32, which nobody has checked: of samples that nothing was trained on
-    they may be in no codebook."""
+    """Computes codes [T, Q] of samples [S] float32. They are not checked: for samples unlike the training data they
+    may be in no codebook."""
 
     def checked(self, codes: np.ndarray) -> np.ndarray:
         """Return the codes [T, Q] of a recording as int64, or raise ``InvalidCode``."""
         return self.books.check(codes, f"the output of {self.running.file}")
 
     def _interface(self) -> Interface:
-        return Interface(dict(zip(layout.INPUTS, self._padded([self._part()]), strict=True)), layout.CODES)
+        return Interface(dict(zip(layout.INPUTS, self._pad([self._example()]), strict=True)), layout.CODES)
 
-    def _part(self) -> np.ndarray:
-        return np.zeros(_EXAMPLE * self.config.stride, np.float32)
+    def _example(self) -> np.ndarray:
+        return np.zeros(_EXAMPLE_FRAMES * self.config.stride, np.float32)
 
     def _warm_up(self, path: Path) -> None:
-        [codes] = self._run([self._part()])
+        [codes] = self._run([self._example()])
         self.books.check(codes, f"the output of {path.name}")
 
-    def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return padded(parts, self.config.min_samples)
+    def _pad(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        return pad(parts, self.config.min_samples)
 
     def run_batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        codes, frames = self.compute(*self._padded(parts))
+        codes, frames = self.compute(*self._pad(parts))
         expected = [-(-len(part) // self.config.stride) for part in parts]
         if frames.tolist() != expected or codes.ndim != 3 or len(codes) != len(parts) or codes.shape[1] < max(expected):
-            raise SbkitError(f"the codec output {frames.tolist()} frames instead of {expected}", hint=_AGAIN)
+            raise SbkitError(f"the codec output {frames.tolist()} frames instead of {expected}", hint=_HINT)
         return [row[:count].copy() for row, count in zip(codes, expected, strict=True)]  # not a view of the batch
 
 
 class SoundEngine(CodecEngine):
-    """Computes samples [T * stride] float32 from -1 to 1 of codes [T, Q] int64, which somebody checked."""
+    """Computes samples [T * stride] float32 from -1 to 1 of codes [T, Q] int64, which must be valid."""
 
     def _models(self) -> Mapping[str, str]:
         return self.config.decoders
 
     def _interface(self) -> Interface:
-        return Interface(dict(zip(layout.CODES, self._padded([self._part()]), strict=True)), layout.INPUTS)
+        return Interface(dict(zip(layout.CODES, self._pad([self._example()]), strict=True)), layout.INPUTS)
 
-    def _part(self) -> np.ndarray:
-        return np.tile(np.array(self.config.books, np.int64) - 1, (_EXAMPLE, 1))  # the last entry of each book
+    def _example(self) -> np.ndarray:
+        return np.tile(np.array(self.config.books, np.int64) - 1, (_EXAMPLE_FRAMES, 1))  # the last entry of each book
 
-    def _padded(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return padded(parts, self.config.min_frames)
+    def _pad(self, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        return pad(parts, self.config.min_frames)
 
     def run_batch(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        signals, lengths = self.compute(*self._padded(parts))
+        signals, lengths = self.compute(*self._pad(parts))
         expected = [len(part) * self.config.stride for part in parts]
         if lengths.tolist() != expected or signals.ndim != 2 or len(signals) != len(parts) \
                 or signals.shape[1] < max(expected):
-            raise SbkitError(f"the codec output {lengths.tolist()} samples instead of {expected}", hint=_AGAIN)
+            raise SbkitError(f"the codec output {lengths.tolist()} samples instead of {expected}", hint=_HINT)
         sounds = [row[:count].clip(-1.0, 1.0) for row, count in zip(signals, expected, strict=True)]
         if not all(np.isfinite(sound).all() for sound in sounds):
             raise SbkitError("the codec output samples that are not numbers", hint="was it trained to the end?")
@@ -95,5 +95,5 @@ class SoundEngine(CodecEngine):
 
 
 def books_of(config: layout.CodecConfig) -> Books:
-    """Return the codebooks that a bundle's codes are of."""
+    """Return a bundle's codebooks."""
     return Books(tuple(config.books), config.sample_rate / config.stride, config.sample_rate, config.codec)

@@ -1,5 +1,5 @@
-"""Decoders of what a recogniser gives: the best label of every frame, a search with language model and hot words, and
-a transducer's search with the two further graphs of its bundle. They need no torch."""
+"""Decoders of a recogniser's output: greedy, beam search with a language model and hot words, and both for transducers,
+with the two other graphs of their bundle. They need no torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from sbkit.infer.onnx_session import Interface, open_session
 if TYPE_CHECKING:
     from sbkit.decode.token_search import TokenSearch
 
-#: The number of rows in an example; a graph takes any number.
+#: Rows of an example; graphs take any number.
 _ROWS = 2
-Kept = Any  # what a decoder keeps of a stretch, which only that decoder reads
+Kept = Any  # a decoder's data of a stretch, which only that decoder reads
 
 
 class DecodedTokens(NamedTuple):
@@ -40,16 +40,16 @@ class DecodedTokens(NamedTuple):
 
 
 class Decoder(ABC):
-    """Keeps compact data of each stretch of a recording, and decodes once the recording is complete."""
+    """Keeps compact data of each stretch of a recording, and decodes them when the recording is complete."""
 
     at_once: int
-    """How many recordings are best decoded together."""
+    """How many recordings to decode together."""
     joins = False
-    """Whether a word may continue past the end of a stretch; otherwise :meth:`keep` adds its number of frames."""
+    """Whether words may continue in the next stretch; if not, :meth:`keep` also returns the number of frames."""
 
     @abstractmethod
     def keep(self, log_probs: np.ndarray) -> Kept:
-        """Reduce a stretch [T, V] that ends in a pause to what decoding needs."""
+        """Reduce a stretch [T, V] that ends in a pause to the data that decoding needs."""
 
     @abstractmethod
     def tokens(self, recordings: Sequence[Sequence[Kept]]) -> list[list[DecodedTokens]]:
@@ -59,17 +59,17 @@ class Decoder(ABC):
         return int(kept[1])
 
     def after(self, stretches: Sequence[Kept], frame: int) -> list[Kept]:
-        """The part of stretches from ``frame`` on: their end, or a token's start if stretches are joined."""
+        """The part of stretches from ``frame`` on: the end of one, or a token's start if stretches are joined."""
         ends = accumulate(map(self.frames, stretches))
         return [each for each, end in zip(stretches, ends, strict=True) if end > frame]
 
     @abstractmethod
     def stream(self) -> StreamSearch:
-        """Make the search of one stream, fed with log-probabilities as they come."""
+        """Make the search of one stream."""
 
 
 class Greedy(Decoder):
-    """Greedy decoding: the best label of every frame."""
+    """Greedy decoding."""
 
     at_once = 1
     joins = True
@@ -139,7 +139,7 @@ Stretch = tuple[TokenSpans, int]
 
 
 class GreedyTransducer(Decoder):
-    """Greedy decoding of a transducer; each stretch begins like an utterance."""
+    """Greedy decoding of a transducer; each stretch starts like an utterance."""
 
     at_once = 1
 
@@ -150,16 +150,16 @@ class GreedyTransducer(Decoder):
         return TransducerSearch(self._joint).feed([log_probs])[0], len(log_probs)
 
     def tokens(self, recordings: Sequence[Sequence[Stretch]]) -> list[list[DecodedTokens]]:
-        return [_one_after_another(stretches) for stretches in recordings]
+        return [_with_offsets(stretches) for stretches in recordings]
 
     def stream(self) -> TransducerStream:
         return TransducerStream(self._spelling, self._joint)
 
 
-class Searched:
-    """A stretch of a transducer's states, until it is searched; then its tokens."""
+class LazySpans:
+    """A stretch of a transducer's states until it is searched, then its tokens."""
 
-    found: TokenSpans
+    spans: TokenSpans
 
     def __init__(self, states: np.ndarray):
         self.states: np.ndarray | None = states
@@ -180,37 +180,37 @@ class BeamTransducer(Decoder):
         self._states = States
         self._search.joint = joint
         self._lock = threading.Lock()
-        self._waiting: list[Searched] = []
+        self._waiting: list[LazySpans] = []
 
-    def keep(self, log_probs: np.ndarray) -> tuple[Searched, int]:
-        """Keep a stretch's states, until there are many: they take much more memory than tokens."""
+    def keep(self, log_probs: np.ndarray) -> tuple[LazySpans, int]:
+        """Keep a stretch's states until there are several, which are then searched: tokens take much less memory."""
         if not np.isfinite(log_probs).all():
-            raise not_a_number()  # here, since a later search is of others' too
-        stretch = Searched(log_probs)
+            raise not_a_number()  # here, because a later search is also of others
+        stretch = LazySpans(log_probs)
         with self._lock:
             self._waiting.append(stretch)
-            several = self._waiting[:] if len(self._waiting) >= self.at_once else []
-        self._find(several)
+            batch = self._waiting[:] if len(self._waiting) >= self.at_once else []
+        self._search_all(batch)
         return stretch, len(log_probs)
 
-    def tokens(self, recordings: Sequence[Sequence[tuple[Searched, int]]]) -> list[list[DecodedTokens]]:
-        self._find([each for stretches in recordings for each, _ in stretches])
-        return [_one_after_another([(each.found, frames) for each, frames in stretches]) for stretches in recordings]
+    def tokens(self, recordings: Sequence[Sequence[tuple[LazySpans, int]]]) -> list[list[DecodedTokens]]:
+        self._search_all([each for stretches in recordings for each, _ in stretches])
+        return [_with_offsets([(each.spans, frames) for each, frames in stretches]) for stretches in recordings]
 
     def stream(self) -> StreamSearch:
         return self._search.stream(self._spelling)
 
-    def _find(self, stretches: Sequence[Searched]) -> None:
-        """Search stretches together; if two threads search the same one, they find the same."""
+    def _search_all(self, stretches: Sequence[LazySpans]) -> None:
+        """Search stretches together; two threads that search the same one get the same result."""
         todo = [(each, states) for each in stretches if (states := each.states) is not None]
         with self._lock:
             self._waiting = [each for each in self._waiting if each not in stretches]
         found = self._search.search(self._states([states for _, states in todo]))
         for (each, _), [best, *_] in zip(todo, found, strict=True):
-            each.found, each.states = best.spans, None
+            each.spans, each.states = best.spans, None
 
 
-def _one_after_another(stretches: Sequence[Stretch]) -> list[DecodedTokens]:
+def _with_offsets(stretches: Sequence[Stretch]) -> list[DecodedTokens]:
     ends = accumulate(frames for _, frames in stretches)
     return [DecodedTokens(end - frames, spans) for end, (spans, frames) in zip(ends, stretches, strict=True)]
 
@@ -224,27 +224,28 @@ def _search(kind: type[S], vocabulary: Vocabulary, options: Mapping[str, Any]) -
         search = kind(vocabulary.symbols, blank_id=config.blank_id, separator=config.word_separator, **options)
     except TypeError as error:
         raise SbkitError(f"beam search: {error}") from None
-    search.load()  # reports problems with the files now
+    search.load()  # raises errors of its files now
     return search
 
 
 def _transducer(vocabulary: Vocabulary, search: Mapping[str, Any] | None) -> Decoder:
     config = vocabulary.config
-    assert isinstance(config, TransducerConfig) and vocabulary.folder is not None, "of a bundle of this kind"
+    assert isinstance(config, TransducerConfig) and vocabulary.folder is not None, "the vocabulary of a bundle"
     joint = _joint(vocabulary.folder, config)
     return BeamTransducer(vocabulary, joint, search) if search else GreedyTransducer(vocabulary, joint)
 
 
 def _joint(folder: Path, config: TransducerConfig) -> GraphJoint:
-    """Open the prediction and the joint network of a bundle, on the CPU: they take one frame after the other."""
+    """Open a bundle's prediction and joint network on the CPU, because they process one frame at a time."""
     tokens, states = np.zeros((_ROWS, config.context), np.int64), np.zeros((_ROWS, config.joint_size), np.float32)
-    decoder = _opened(folder / config.decoder, config, Interface({"tokens": tokens}, ["predicted"]), config.joint_size)
-    joiner = _opened(folder / config.joiner, config, Interface({"encoded": states, "predicted": states}, ["scores"]),
-                     config.vocabulary)
+    decoder = _open_graph(folder / config.decoder, config, Interface({"tokens": tokens}, ["predicted"]),
+                          config.joint_size)
+    joiner = _open_graph(folder / config.joiner, config,
+                         Interface({"encoded": states, "predicted": states}, ["scores"]), config.vocabulary)
     return GraphJoint(decoder, joiner, config.vocabulary, config.context, config.blank_id)
 
 
-def _opened(path: Path, config: TransducerConfig, interface: Interface, width: int) -> Callable[..., np.ndarray]:
+def _open_graph(path: Path, config: TransducerConfig, interface: Interface, width: int) -> Callable[..., np.ndarray]:
     formats.check_file(path, config)
     session = open_session(path, Device(), 1, interface, spin=False).session
 
@@ -258,7 +259,7 @@ def _opened(path: Path, config: TransducerConfig, interface: Interface, width: i
     return run
 
 
-#: What makes the decoder of each kind of recogniser, given its vocabulary and the options of a search, if any.
+#: Makes the decoder of each kind of recogniser from its vocabulary and a search's options, if any.
 DECODERS: ByKind[Callable[[Vocabulary, Mapping[str, Any] | None], Decoder]] = ByKind({
     Config: lambda vocabulary, search: Beam(vocabulary, search) if search else Greedy(vocabulary),
     TransducerConfig: _transducer})

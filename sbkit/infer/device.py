@@ -1,4 +1,4 @@
-"""The device that a model runs on, or why it can't: no silent fallback to the CPU."""
+"""The device that a model runs on. There is no silent fallback to the CPU."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Device:
 
 @dataclass
 class Placement:
-    """What was requested, and what actually runs."""
+    """The requested device, and where and how the model runs."""
 
-    asked: str
+    requested: str
     device: str
     provider: str
     model: str
@@ -55,47 +55,47 @@ class Placement:
     threads: int
     versions: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    """Why ``auto`` chose this device, and what differs from what one may expect of it."""
+    """Why ``auto`` chose this device, and anything unusual about it."""
     operators: dict[str, int] = field(default_factory=dict)
-    """How many operators of the graph each provider runs, where the library tells: on a GPU, the CPU has those that
+    """How many operators of the graph each provider runs, if the library reports it; on a GPU, the CPU runs those that
     compute shapes."""
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        asked = "" if self.asked == self.device else f", requested: {self.asked}"
+        requested = "" if self.requested == self.device else f", requested: {self.requested}"
         threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
         shared = (f" with {self.operators.get(self.provider, 0)} of {sum(self.operators.values())} operators"
                   if len(self.operators) > 1 else "")
-        return (f"{self.file} on {self.device} ({self.provider}{shared}, {threads}, {versions}{asked}"
+        return (f"{self.file} on {self.device} ({self.provider}{shared}, {threads}, {versions}{requested}"
                 f"{f'; {self.note}' if self.note else ''})")
 
 
-class Unmet(SbkitError):
+class DeviceUnavailable(SbkitError):
     """Why a device can't be used, as a clause: ``torch sees no CUDA device``."""
 
 
 def open_on(choice: DeviceChoice, attempt: Callable[[Device], T]) -> tuple[T, str]:
-    """Open something on the requested device or raise; returns it, and why ``auto`` took the device that it took.
+    """Open a model on the requested device or raise; returns it, and the reason for ``auto``'s choice.
 
-    attempt : opens it on a device, makes one inference there and reads back where that ran. It raises ``Unmet`` where
-        any of this shows that the device can't be used, and any other error where no other device would help.
+    attempt : opens it on a device, runs it once and checks where it ran. It raises ``DeviceUnavailable`` if the device
+        can't be used, and another error if no other device would help.
     """
     if choice.kind == "cpu":
         return attempt(Device()), ""
     try:
         return attempt(Device(choice.index)), "" if choice.explicit_gpu else "a test inference on CUDA succeeded"
-    except Unmet as unmet:
+    except DeviceUnavailable as error:
         if choice.explicit_gpu:
-            raise SbkitError(f"{choice.text} was requested, but {unmet.message}", hint=unmet.hint) from unmet
-        why = unmet.message
-    return attempt(Device()), why
+            raise SbkitError(f"{choice.text} was requested, but {error.message}", hint=error.hint) from error
+        reason = error.message
+    return attempt(Device()), reason
 
 
-def for_eight_bits(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:
-    """The device for a model with 8-bit products, and why: ONNX Runtime has no CUDA kernels for them.
+def device_for_int8(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:
+    """The device for a model with 8-bit products, and a note: ONNX Runtime has no CUDA kernels for them.
 
     ``DynamicQuantizeLinear`` has none at all, and ``MatMulInteger`` none for the unsigned bytes that it outputs: with
-    CUDA each product would copy its input to the CPU, compute there, and copy the result back.
+    CUDA each product would be computed on the CPU, with copies to and from it.
     """
     if wanted.explicit_gpu:
         raise SbkitError(f"{wanted.text} was requested, but ONNX Runtime computes 8-bit products only on the CPU",
@@ -105,11 +105,11 @@ def for_eight_bits(wanted: DeviceChoice) -> tuple[DeviceChoice, str]:
 
 
 class OutOfMemory(SbkitError):
-    """Raised where a run needs more memory than the device has left; smaller ones go on."""
+    """A run needed more memory than the device has left; smaller runs still work."""
 
 
 def fault(error: Exception) -> str | None:
-    """The device's fault that an error of a run tells of, after which only a new process helps; None: another error,
+    """Return the device's fault if that caused an error, after which only a new process helps; None for other errors,
     such as a lack of memory."""
     if is_out_of_memory(error):
         return None

@@ -17,7 +17,7 @@ from sbkit.infer.bundle_engine import BatchEngine
 from sbkit.infer.formats import AUTO
 from sbkit.infer.onnx_session import Interface
 
-#: Shapes for which a compiled model has a graph; batches are padded to the next one.
+#: Shapes that a model is compiled for by default; batches are padded to the next one.
 _SECONDS, _BATCHES = (2.0, 5.0, 10.0, 20.0, 30.0), (1, 4, 16)
 
 
@@ -35,17 +35,17 @@ class Engine(BatchEngine):
 
     def __init__(self, folder: str | Path, model: str = AUTO, device: str = AUTO, threads: int | None = None,
                  compile: str | None = None, buckets: Sequence[tuple[int, float]] | None = None):
-        self._asked, self._buckets = buckets, list[tuple[int, int]]()
+        self._requested_buckets, self._buckets = buckets, list[tuple[int, int]]()
         super().__init__(folder, model, device, threads, compile)
 
     def _read(self) -> None:
         self.config = Config.read(self.folder)
         self.vocabulary = Vocabulary.read(self.folder, self.config)
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ calls
 
     def run(self, signals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Map waveforms [S] to log-probabilities [T, V], each with its own T; waits for its turn."""
+        """Map waveforms [S] to log-probabilities [T, V], each with its own T."""
         return self.submit(signals).result()
 
     def submit(self, signals: Sequence[np.ndarray]) -> Future[Any]:
@@ -59,12 +59,12 @@ class Engine(BatchEngine):
 
     def _warm_up(self, path: Path) -> None:
         self._check_width(path)
-        self._buckets = self._shapes(self._asked) if self.compile else []
+        self._buckets = self._shapes(self._requested_buckets) if self.compile else []
         for utterances, samples in self._buckets or [(1, self.config.sample_rate // 2)]:
             self._run([np.zeros(samples, dtype=np.float32)] * utterances)
 
-    def _at_once(self) -> float:
-        """The length in seconds of the longest usual signal."""
+    def _usual_seconds(self) -> float:
+        """The length of the longest usual signal."""
         return self.config.chunk_seconds
 
     def _interface(self) -> Interface:
@@ -83,13 +83,13 @@ class Engine(BatchEngine):
         longest = max(self.config.min_samples, *map(len, signals))
         rows, samples = self._bucket(len(signals), longest)
         batch = np.zeros((rows, samples), dtype=np.float32)
-        lengths = np.ones(rows, dtype=np.int64)  # rows that only pad a bucket have length 1
+        lengths = np.ones(rows, dtype=np.int64)  # rows that only fill a bucket have length 1
         for i, signal in enumerate(signals):
             batch[i, : len(signal)] = signal
             lengths[i] = len(signal)
-        return self._apart(self.compute(batch, lengths), len(signals))
+        return self._split(self.compute(batch, lengths), len(signals))
 
-    def _apart(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+    def _split(self, found: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
         log_probs, frames = found
         if log_probs.ndim != 3 or frames.ndim != 1 or min(len(log_probs), len(frames)) < count:
             raise SbkitError(f"the model outputs {list(log_probs.shape)} and {list(frames.shape)} for {count} signals",
@@ -103,14 +103,14 @@ class Engine(BatchEngine):
 
     def _shapes(self, buckets: Sequence[tuple[int, float]] | None) -> list[tuple[int, int]]:
         if buckets is None:
-            longest = max(self._at_once(), _SECONDS[0])
+            longest = max(self._usual_seconds(), _SECONDS[0])
             seconds = [*(each for each in _SECONDS if each < longest), longest]
             buckets = [(rows, each) for rows in (_BATCHES if self.config.batching else (1,)) for each in seconds]
         rate = self.config.sample_rate
         return sorted((rows, max(round(seconds * rate), self.config.min_samples)) for rows, seconds in buckets)
 
     def _bucket(self, rows: int, samples: int) -> tuple[int, int]:
-        """The shape that a batch is padded to: its own, or the smallest bucket that it fits in."""
+        """The shape to pad a batch to: its own, or the smallest bucket that it fits in."""
         if not self._buckets:
             return rows, samples
         fitting = [(r, s) for r, s in self._buckets if r >= rows and s >= samples]

@@ -1,4 +1,4 @@
-"""Takes noise out of recordings and streams with an exported enhancer, piece by piece."""
+"""Removes noise from recordings and streams with an exported enhancer, piece by piece."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BatchEngine, Loaded
+from sbkit.infer.bundle_engine import BatchEngine, LoadedBundle
 from sbkit.infer.onnx_session import Interface
 from sbkit.infer.recordings import Recording, Source
 
-#: Seconds of a recording that are enhanced at once.
+#: Seconds of a recording in one run.
 PIECE_SECONDS = 4.0
 State = list[np.ndarray]
-#: Frames [T, hop] float32 of a stream, and the state after those before.
+#: Frames [T, hop] float32 of a stream, and the state before them.
 Piece = tuple[np.ndarray, State]
 
 
@@ -33,7 +33,7 @@ class EnhanceEngine(BatchEngine):
         return self.config.streams
 
     def state(self) -> State:
-        """Make the state before the first sample of a stream."""
+        """Make the state at the start of a stream."""
         return [np.zeros(part["shape"], part["type"]) for part in self.config.state.values()]
 
     # ------------------------------------------------------------------ within the worker
@@ -48,15 +48,15 @@ class EnhanceEngine(BatchEngine):
         return Interface(inputs, ("enhanced", *(f"next_{name}" for name in self.config.state)))
 
     def _warm_up(self, path: Path) -> None:
-        self._run([self._example()])  # what it gives is looked at
+        self._run([self._example()])  # checks its output
 
     def _run(self, pieces: list[Piece]) -> list[tuple[np.ndarray, State]]:
-        """Run pieces of one length together: a state is that after all frames of a batch."""
+        """Run pieces of the same length together, because the state is the one after all frames of the batch."""
         found: dict[int, tuple[np.ndarray, State]] = {}
         for count in {len(frames) for frames, _ in pieces}:
-            alike = [i for i, (frames, _) in enumerate(pieces) if len(frames) == count]
-            for some in [alike] if self.config.batching else [[i] for i in alike]:
-                found.update(zip(some, self.run_batch([pieces[i] for i in some]), strict=True))
+            same = [i for i, (frames, _) in enumerate(pieces) if len(frames) == count]
+            for batch in [same] if self.config.batching else [[i] for i in same]:
+                found.update(zip(batch, self.run_batch([pieces[i] for i in batch]), strict=True))
         return [found[i] for i in range(len(pieces))]
 
     def run_batch(self, pieces: list[Piece]) -> list[tuple[np.ndarray, State]]:
@@ -72,46 +72,46 @@ class EnhanceEngine(BatchEngine):
 
 
 class LiveEnhancer:
-    """A stream that is enhanced as its samples come, to as many as it has; ``feed`` them, then ``finish``.
+    """Enhances a stream as its samples come; the output is as long as the input. ``feed`` samples, then ``finish``.
 
-    seconds : so much is enhanced at once, besides the rest that :meth:`finish` gives; less is rounded up to a frame
+    seconds : the length of a piece that is enhanced at once, at least a frame
     """
 
     def __init__(self, engine: EnhanceEngine, seconds: float):
         config = engine.config
         self._engine, self._state, self._hop = engine, engine.state(), config.hop
         self._size = max(1, round(seconds * config.sample_rate / config.hop)) * config.hop
-        self._kept = np.zeros(0, np.float32)
+        self._buffer = np.zeros(0, np.float32)
         self._skip = self._delay = config.delay
-        self._owed = 0  # samples that came and were not given yet
+        self._pending = 0  # samples that came and were not returned yet
 
     def feed(self, samples: np.ndarray) -> np.ndarray:
-        """Take samples [N] at the model's rate, any number of them; returns those [M] that are ready."""
-        self._kept = np.concatenate([self._kept, np.asarray(samples, np.float32)])
-        self._owed += len(samples)
+        """Take any number of samples [N] at the model's rate; returns the enhanced samples [M] that are ready."""
+        self._buffer = np.concatenate([self._buffer, np.asarray(samples, np.float32)])
+        self._pending += len(samples)
         ready = [np.zeros(0, np.float32)]
-        while len(self._kept) >= self._size:
-            piece, self._kept = self._kept[: self._size], self._kept[self._size:]
-            ready.append(self._enhanced(piece))
+        while len(self._buffer) >= self._size:
+            piece, self._buffer = self._buffer[: self._size], self._buffer[self._size:]
+            ready.append(self._enhance(piece))
         return np.concatenate(ready)
 
     def finish(self) -> np.ndarray:
-        rest, self._kept = self._kept, np.zeros(0, np.float32)
-        if not self._owed:
+        rest, self._buffer = self._buffer, np.zeros(0, np.float32)
+        if not self._pending:
             return rest
-        return self._enhanced(np.pad(rest, (0, self._delay + -(len(rest) + self._delay) % self._hop)))
+        return self._enhance(np.pad(rest, (0, self._delay + -(len(rest) + self._delay) % self._hop)))
 
-    def _enhanced(self, samples: np.ndarray) -> np.ndarray:
-        """Enhance a piece, note the next state, and return the samples [N] that are to be heard."""
+    def _enhance(self, samples: np.ndarray) -> np.ndarray:
+        """Enhance a piece, keep the next state, and return the samples [N] without the model's delay."""
         [(sound, self._state)] = self._engine.submit([(samples.reshape(-1, self._hop), self._state)]).result()
         skipped = min(self._skip, len(sound))
         self._skip -= skipped
-        sound = sound[skipped : skipped + self._owed]
-        self._owed -= len(sound)
+        sound = sound[skipped : skipped + self._pending]
+        self._pending -= len(sound)
         return sound.clip(-1.0, 1.0)
 
 
-class EnhancerModel(Loaded[EnhanceEngine]):
+class EnhancerModel(LoadedBundle[EnhanceEngine]):
     """A loaded enhancer, which any number of threads may call.
 
     >>> model = sbkit.infer.load("bundle")                # doctest: +SKIP
@@ -119,14 +119,14 @@ class EnhancerModel(Loaded[EnhanceEngine]):
     """
 
     def enhance(self, audio: Source) -> np.ndarray:
-        """Return a recording's samples [S] float32 at :attr:`sample_rate` without their noise.
+        """Return a recording's samples [S] float32 at :attr:`sample_rate` without noise.
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at :attr:`sample_rate`
         """
         return np.concatenate(list(self.blocks(Recording.of(audio).blocks(self.sample_rate))))
 
     def blocks(self, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the samples of a recording that comes in blocks [S], some seconds at a time."""
+        """Enhance a recording that comes in blocks [S], some seconds at a time."""
         stream = self.stream(PIECE_SECONDS)
         for block in blocks:
             yield stream.feed(block)
@@ -135,7 +135,7 @@ class EnhancerModel(Loaded[EnhanceEngine]):
     def stream(self, seconds: float = 0.0) -> LiveEnhancer:
         """Begin a stream.
 
-        seconds : how much is enhanced at once; by default each frame as soon as it is there
+        seconds : the length of a piece that is enhanced at once; by default one frame
         """
         return LiveEnhancer(self.engine, seconds)
 

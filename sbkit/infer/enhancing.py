@@ -1,4 +1,4 @@
-"""The command ``sbkit enhance``: recordings of any length to files of sound without their noise."""
+"""The command ``sbkit enhance``: removes noise from recordings of any length."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sbkit.infer.inputs import collect, lengths
 from sbkit.infer.recordings import Recording
 from sbkit.infer.resynthesis import file_names
 from sbkit.infer.sound_file import SoundWriter
-from sbkit.infer.transcription import LEFT_OUT
+from sbkit.infer.transcription import SOME_FAILED
 from sbkit.system import disk
 from sbkit.system.console import atomic_write, progress, time_span
 
 
 @dataclass(frozen=True)
 class EnhanceRequest(ModelRequest):
-    """What to enhance, and where to.
+    """What to enhance, and the output folder.
 
     files : files, folders, manifests, ``-``
-    to : the folder of what becomes of them
-    overwrite : redo recordings whose files exist
+    to : the output folder
+    overwrite : redo recordings whose output exists
     schemes : URL schemes allowed in manifests
     """
 
@@ -45,7 +45,7 @@ def enhance(request: EnhanceRequest) -> int:
     layout.EnhancerConfig.read(request.bundle)
     recordings = collect(request.files, schemes=request.schemes)
     paths = [request.to / f"{name}.wav" for name in file_names(each.id for each in recordings)]
-    _check_place(request.to, recordings, paths)
+    _check_output(request.to, recordings, paths)
     waiting = [(recording, path) for recording, path in zip(recordings, paths, strict=True)
                if request.overwrite or not path.exists()]
     if len(waiting) < len(recordings):
@@ -70,25 +70,26 @@ def enhance(request: EnhanceRequest) -> int:
                     print(f"{recording.name}: {recording.warning}", file=sys.stderr)
     for each in errors:
         print(f"left out: {each}", file=sys.stderr)
-    took = time.perf_counter() - began
-    factor = f" (real-time factor {took / seconds:.4f})" if seconds else ""
-    print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {time_span(took)}{factor}")
-    return LEFT_OUT if errors else 0
+    elapsed = time.perf_counter() - began
+    factor = f" (real-time factor {elapsed / seconds:.4f})" if seconds else ""
+    print(f"{request.to}: {len(waiting) - len(errors)} recordings, {seconds:.1f} s; it took {time_span(elapsed)}"
+          f"{factor}")
+    return SOME_FAILED if errors else 0
 
 
-def _check_place(to: Path, recordings: Sequence[Recording], paths: Sequence[Path]) -> None:
-    """Refuse a place that is no folder, and one where a recording would be overwritten by its enhanced copy."""
+def _check_output(to: Path, recordings: Sequence[Recording], paths: Sequence[Path]) -> None:
+    """Raise if the output isn't a folder, or if a recording would be overwritten."""
     if to.exists() and not to.is_dir():
         raise SbkitError(f"{to} is a file", hint="--to must be a folder for the enhanced recordings")
-    there = {path.resolve() for path in paths if path.exists()}
+    existing = {path.resolve() for path in paths if path.exists()}
     for recording in recordings:
-        if isinstance(recording.audio, str) and Path(recording.audio).resolve() in there:
+        if isinstance(recording.audio, str) and Path(recording.audio).resolve() in existing:
             raise SbkitError(f"{recording.audio} would be overwritten by its enhanced copy",
                              hint="choose another folder with --to")
 
 
 def _write(model: EnhancerModel, recording: Recording, path: Path) -> Iterator[float]:
-    """Write a recording's file, and yield the seconds of each part of it."""
+    """Write an enhanced recording; yields the seconds of each part."""
     rate = model.sample_rate
     with atomic_write(path, "wb") as file, contextlib.closing(SoundWriter(file, "wav", rate)) as writer:
         for samples in model.blocks(recording.blocks(rate)):

@@ -1,4 +1,4 @@
-"""The format of a bundle's model that is run, and its file."""
+"""Chooses the format of a bundle's model to run, and checks its file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEEDS = {layout.ONNX: "onnxruntime", layout.INT8: "onnxruntime", layout.TORCH: 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """Which of a bundle's models a command runs, and where: as for ``BundleEngine``."""
+    """A command's options for the model to run, as for ``BundleEngine``."""
 
     model: str = AUTO
     device: str = AUTO
@@ -31,33 +31,33 @@ def choose(folder: Path, models: Mapping[str, str], model: str, kind: str = "mod
 
     folder : the bundle
     models : the file of each format that it has
-    model : the format that was asked for; ``auto``: the first that an installed package runs, and never ``torch``,
-        because opening a program of torch can run what its author wrote
-    kind : what the files are called in messages
+    model : the requested format; ``auto``: the first that an installed package runs, except ``torch``, because
+        opening a torch.export program can run its author's code
+    kind : the model's name in messages
     """
-    there = [name for name in _FORMATS if name in models]
-    usable = [name for name in there if util.find_spec(_NEEDS[name])]
+    available = [name for name in _FORMATS if name in models]
+    usable = [name for name in available if util.find_spec(_NEEDS[name])]
     if model == AUTO:
-        data = [name for name in usable if name != layout.TORCH]
-        if not data and there == [layout.TORCH]:
+        safe = [name for name in usable if name != layout.TORCH]
+        if not safe and available == [layout.TORCH]:
             raise SbkitError(f"{folder} has its {kind} only as a torch.export program ({models[layout.TORCH]}), which "
                              "can run any code",
                              hint="if you trust its author, choose it: --model torch, or model='torch' in Python")
-        if not data:
+        if not safe:
             raise SbkitError(f"no installed package can run the {kind} in {folder} "
-                             f"({', '.join(there) or 'it has none'})", hint="pip install onnxruntime")
-        return data[0]
+                             f"({', '.join(available) or 'it has none'})", hint="pip install onnxruntime")
+        return safe[0]
     if model not in _FORMATS:
         raise SbkitError(f"unknown model format {model!r}", hint=f"use {', '.join((AUTO, *_FORMATS))}")
-    if model not in there:
-        raise SbkitError(f"{folder} has no {model} {kind}", hint=f"it has {', '.join(there) or 'none'}")
+    if model not in available:
+        raise SbkitError(f"{folder} has no {model} {kind}", hint=f"it has {', '.join(available) or 'none'}")
     if model not in usable:
         raise SbkitError(f"the {model} {kind} needs {_NEEDS[model]}", hint=f"pip install {_NEEDS[model]}")
     return model
 
 
 def check_file(path: Path, config: layout.Bundle) -> None:
-    """Report a missing or truncated file, before a library complains about protobufs."""
+    """Raise if a file is missing or truncated, before a library complains about protobufs."""
     expected = config.files.get(path.name, {}).get("bytes")
     try:
         with untrusted.open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""Bundles whose model gives tensors: recordings in, named arrays and the best label out."""
+"""Bundles whose model outputs tensors: from recordings to named arrays and the best label."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import Loaded
+from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.engine import Engine
 from sbkit.infer.recordings import Recording, Source
 from sbkit.infer.sound_file import SoundWriter
 
-#: Longest recording in seconds: a model that maps a whole recording to one result holds all of it.
+#: Longest recording in seconds: these models take whole recordings.
 MAX_SECONDS = 600.0
-#: Longest recording in seconds that a model is compiled for.
+#: Longest recording in seconds that a model is compiled for by default.
 USUAL_SECONDS = 20.0
-_DIGITS = 7  # that a float32 has
+_DIGITS = 7  # of a float32
 
 
 @dataclass
@@ -33,19 +33,19 @@ class Output:
     label: str | None = None
     """The label of the largest value of the first output, if the bundle has labels."""
     lengths: Mapping[str, str] = field(default_factory=dict)
-    """For each output that has a length of its own, the output that gives it."""
+    """For each output of variable length, the output that has its lengths."""
 
     @property
     def size(self) -> int:
         return sum(each.size for each in self.outputs.values())
 
     def facts(self) -> dict[str, Any]:
-        """Everything as JSON has it."""
+        """The label and all outputs, for JSON."""
         label = {} if self.label is None else {"label": self.label}
         return label | {name: _rounded(value) for name, value in self.outputs.items()}
 
     def wav(self, rate: int, samples: float) -> bytes:
-        """The first output as a WAV file, if it can be sound: about as many samples as the recording has."""
+        """The first output as a WAV file, if it is as long as the recording's ``samples``, within 10 %."""
         name, signal = next(iter(self.outputs.items()))
         if signal.ndim != 1 or not np.issubdtype(signal.dtype, np.floating) or not (
                 name in self.lengths and abs(len(signal) - samples) <= 1 + 0.1 * samples):
@@ -58,7 +58,7 @@ class Output:
 
 
 def _rounded(value: np.ndarray) -> Any:  # numbers, or lists of them
-    """Turn an array into lists of numbers with as many digits as they have."""
+    """Turn an array into lists of numbers, rounded to float32's precision."""
     if not np.issubdtype(value.dtype, np.floating):
         return value.tolist()
     return [_rounded(each) for each in value] if value.ndim else float(f"{value:.{_DIGITS}g}")
@@ -70,11 +70,11 @@ class GraphEngine(Engine):
     config: layout.GraphConfig  # type: ignore[assignment]  # another kind of bundle
 
     def run(self, signals: Sequence[np.ndarray]) -> list[Any]:
-        """Map waveforms [S] to arrays by name; waits for its turn."""
+        """Map waveforms [S] to arrays by name."""
         return self.submit(signals).result()
 
     def output(self, outputs: dict[str, np.ndarray]) -> Output:
-        """Name what the largest value of the first output stands for."""
+        """Add the label of the first output's largest value."""
         labels = self.config.labels
         first = outputs[self.config.outputs[0]]
         return Output(outputs, labels[int(first.argmax())] if labels else None, self.config.lengths)
@@ -82,7 +82,7 @@ class GraphEngine(Engine):
     def _read(self) -> None:
         self.config = layout.GraphConfig.read(self.folder)
 
-    def _at_once(self) -> float:
+    def _usual_seconds(self) -> float:
         return USUAL_SECONDS
 
     def _check_width(self, path: Path) -> None:
@@ -91,18 +91,18 @@ class GraphEngine(Engine):
             raise SbkitError(f"{path} outputs {width} values, but {layout.CONFIG} has {len(labels)} labels",
                              hint="do both come from the same export?")
 
-    def _apart(self, found: Sequence[np.ndarray], count: int) -> list[Any]:
+    def _split(self, found: Sequence[np.ndarray], count: int) -> list[Any]:
         named = dict(zip(self.config.outputs, found, strict=True))
         lengths = self.config.lengths
         return [{name: value[row, : int(named[lengths[name]][row])] if name in lengths else value[row]
                  for name, value in named.items()} for row in range(count)]
 
 
-class GraphModel(Loaded[GraphEngine]):
+class GraphModel(LoadedBundle[GraphEngine]):
     """A loaded model, which any number of threads may call."""
 
     def run(self, audio: Source | list[Source]) -> Output | list[Output]:
-        """Run the model on a recording of any format, or on a list; the results keep the order.
+        """Run the model on a recording of any format, or on a list of them, with results in the same order.
 
         audio : a path, the bytes of a file, a binary file, or float samples [S] at the model's rate
         """

@@ -37,7 +37,7 @@ from sbkit.infer.formats import ModelRequest
 from sbkit.infer.inputs import STDIN, collect
 from sbkit.infer.pipeline import Done, Options, Pipeline
 from sbkit.infer.recordings import Recording
-from sbkit.infer.transcription import LEFT_OUT, claim, print_first
+from sbkit.infer.transcription import SOME_FAILED, claim, print_first
 from sbkit.score.calibration import MIN_UTTERANCES, Calibration, reliability, word_accuracy
 from sbkit.score.run_files import MANIFESTS, RECIPE
 from sbkit.system import disk, untrusted
@@ -330,7 +330,7 @@ def _write(request: LabelRequest, path: Path, calibration: Calibration, errors: 
             line = {"audio_filepath": json.loads(key)[0], "reason": UNREADABLE, "detail": problem}
             rest.write(json.dumps(line, ensure_ascii=False) + "\n")
     _report(request, rows, hours, sure, errors)
-    return LEFT_OUT if errors else 0
+    return SOME_FAILED if errors else 0
 
 
 def _rows(heard: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float | None]]:

@@ -12,14 +12,14 @@ from sbkit.decode.streaming import StreamResult
 
 @dataclass(frozen=True)
 class TranscriptLine:
-    """A line as it stands now."""
+    """The current state of a line."""
 
     settled: list[Word]
-    """Words that stay."""
+    """Words that are final."""
     partial: list[Word]
-    """Words after them that may change."""
-    over: bool
-    """Whether it is complete; then there is another one after it."""
+    """Words after them, which may change."""
+    complete: bool
+    """Whether the line has ended; the next words begin another one."""
 
     @property
     def words(self) -> list[Word]:
@@ -27,29 +27,29 @@ class TranscriptLine:
 
 
 class Lines:
-    """Gathers what is heard of a stream into lines.
+    """Collects a stream's results into lines.
 
-    longest : seconds after which a line ends in which nobody pauses, so that what is kept of a stream is bounded
+    longest : seconds after which a line without a pause ends, to bound memory
     """
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
         self._settled: list[Word] = []
 
-    def add(self, heard: StreamResult) -> list[TranscriptLine]:
-        """Return the lines that changed: the one that ends here, if one does, and the one in progress."""
-        self._settled += heard.settled
+    def add(self, result: StreamResult) -> list[TranscriptLine]:
+        """Return the lines that changed: the one that ended, if any, and the one in progress."""
+        self._settled += result.settled
         changed = []
-        if self._settled and (heard.endpoint or self._settled[-1].end - self._settled[0].start >= self._longest):
+        if self._settled and (result.endpoint or self._settled[-1].end - self._settled[0].start >= self._longest):
             changed.append(TranscriptLine(self._settled, [], True))
             self._settled = []
-        if heard.partial or not changed:
-            changed.append(TranscriptLine(list(self._settled), heard.partial, False))
+        if result.partial or not changed:
+            changed.append(TranscriptLine(list(self._settled), result.partial, False))
         return changed
 
 
 class LineMessages:
-    """Makes the JSON objects of a stream's lines: of one that is over, and of the one in progress if it changed.
+    """Makes the JSON objects of a stream's lines: of a complete one, and of the one in progress if it changed.
 
     text : joins words
     """
@@ -58,11 +58,11 @@ class LineMessages:
         self._text = text
         self._shown = ("", "")
 
-    def of(self, line: TranscriptLine) -> dict[str, Any] | None:
-        """Return the object of a line; None where nothing is new."""
+    def message(self, line: TranscriptLine) -> dict[str, Any] | None:
+        """Return the object of a line; None if nothing is new."""
         words, settled, text = line.words, self._text(line.settled), self._text(line.words)
         start = {"start": round(words[0].start, 3)} if words else {}
-        if line.over:
+        if line.complete:
             self._shown = ("", "")
             return {"type": "final", **start, "end": round(words[-1].end, 3), "text": text,
                     "words": [{"word": word.text, **word.facts()} for word in words]}

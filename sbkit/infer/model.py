@@ -12,7 +12,7 @@ from typing import Any, overload
 from sbkit.decode.hotwords import phrase_boosts
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import Loaded
+from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.codec import codec
 from sbkit.infer.decoding import Decoder, decoder
 from sbkit.infer.engine import Engine
@@ -28,7 +28,7 @@ from sbkit.infer.voice import Voice
 from sbkit.infer.voice_engine import VoiceEngine
 
 
-class Model(Loaded[Engine]):
+class Model(LoadedBundle[Engine]):
     """A loaded recogniser, which any number of threads may call.
 
     engine : runs the model
@@ -89,7 +89,7 @@ class Model(Loaded[Engine]):
     def _stream_engine(self) -> StreamEngine:
         if self._streams is None:
             engine, running = self.engine, self.engine.running
-            self._streams = StreamEngine(engine.folder, running.model, running.asked, engine.threads)
+            self._streams = StreamEngine(engine.folder, running.model, running.requested, engine.threads)
         return self._streams
 
     def _decoder(self, search: dict[str, Any]) -> Decoder:

@@ -1,4 +1,4 @@
-"""What is expected of a graph, and sessions of ONNX Runtime on the requested device, proven by one inference."""
+"""The expected interface of a graph, and ONNX Runtime sessions, tested by running once on the requested device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from sbkit.errors import SbkitError, first_line
-from sbkit.infer.device import Device, Unmet
+from sbkit.infer.device import Device, DeviceUnavailable
 from sbkit.system.environment import onnxruntimes
 
 
 @dataclass(frozen=True)
 class Interface:
-    """The inputs of a graph, in their order and each with an example to prove with that it runs, and its outputs."""
+    """A graph's inputs in order, each with an example to test it with, and its outputs."""
 
     inputs: Mapping[str, np.ndarray]
     outputs: Sequence[str]
@@ -33,49 +33,49 @@ class Interface:
 
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
-#: cuDNN picks an algorithm by heuristics rather than trying all of them for each new length; fp32 sums stay fp32,
-#: because TF32 would round the quiet bands of the features, which are part of the graph, to 10 bits.
+#: cuDNN picks algorithms by heuristics instead of trying all for each new length. TF32 is off because it would round
+#: the quiet bands of the features, which are part of the graph, to 10 bits.
 _CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
 _RECORD_PROVIDERS = "session.record_ep_graph_assignment_info"  # ignored before 1.24
 _LIBRARIES = ("are the CUDA and cuDNN libraries of this onnxruntime-gpu installed? "
               "pip install 'onnxruntime-gpu[cuda,cudnn]' installs them")
 
-#: From this version on, weights are only read from files in the model's folder; what the name of such a file follows, a
-#: text of 8 bytes, which protobuf takes as 08, 88 00, 88 80 00 and so on.
-_CHECKS_WEIGHTS, _WEIGHTS_BESIDE = (1, 24), re.compile(rb"(?:\x08|\x88\x80*\x00)location")
+#: From this version on, ONNX Runtime reads weights only from files in the model's folder. The pattern finds
+#: names of such files: after a string of 8 bytes, whose length protobuf accepts as 08, 88 00, 88 80 00 and so on.
+_CHECKS_WEIGHTS, _WEIGHT_FILE = (1, 24), re.compile(rb"(?:\x08|\x88\x80*\x00)location")
 
 Session = Any  # onnxruntime.InferenceSession, which has no types
 
 
 @dataclass
-class Proven:
-    """A session that has made an inference on its device."""
+class OpenedSession:
+    """A session that has run on its device."""
 
     session: Session
     device: str
     provider: str
     version: str
     operators: dict[str, int]
-    """How many operators of the graph each provider runs, if this version of ONNX Runtime tells."""
+    """How many operators of the graph each provider runs, if this version of ONNX Runtime reports it."""
     note: str = ""
-    """What differs from what was asked of the device."""
+    """Anything unusual about the device."""
 
 
-def open_session(path: Path, device: Device, threads: int | None, interface: Interface, spin: bool = True) -> Proven:
-    """Open a session on a device and make one inference there.
+def open_session(path: Path, device: Device, threads: int | None, interface: Interface, spin: bool = True
+                 ) -> OpenedSession:
+    """Open a session on a device and run it once.
 
-    spin : its threads wait for each other actively, which is fastest for one run and takes twice the processor time of
-        many small ones
+    spin : threads busy-wait for each other, which is fastest for one run and doubles the CPU time of many small ones
 
-    Its device is read back, before and after the inference: a provider whose libraries are missing is still in the
-    list of available ones, and a session made with it runs on the CPU without an error. The operators are counted: a
-    session may have the provider and give it nothing to do.
+    The session's device is checked before and after the run: a provider whose libraries are missing is still listed as
+    available, and a session with it runs on the CPU without an error. Operators are counted because a session may have
+    the provider and run nothing on it.
     """
     runtime = load_runtime()
     if device.gpu is not None:
         _check_has_cuda(runtime)
         if hasattr(runtime, "preload_dlls"):
-            runtime.preload_dlls()  # CUDA and cuDNN as installed by pip, which the loader doesn't find
+            runtime.preload_dlls()  # CUDA and cuDNN from pip, which the loader doesn't find
     session = _new_session(runtime, path, device, _settings(runtime, threads, spin))
     _check_device(session, device)
     interface.check(path, [each.name for each in session.get_inputs()], [each.name for each in session.get_outputs()])
@@ -83,22 +83,23 @@ def open_session(path: Path, device: Device, threads: int | None, interface: Int
         session.run(None, dict(interface.inputs))
     except Exception as error:
         if device.gpu is not None:
-            raise Unmet(f"an inference of {path.name} failed there: {first_line(error)}", hint=_LIBRARIES) from error
+            raise DeviceUnavailable(f"an inference of {path.name} failed there: {first_line(error)}",
+                                    hint=_LIBRARIES) from error
         raise SbkitError(f"{path} can't be run: {first_line(error)}", hint="export it again") from error
     _check_device(session, device)
     operators = _operators(session)
     note = ""
     if device.gpu is not None:
         if operators and CUDA not in operators:
-            raise Unmet(f"onnxruntime runs all operators of {path.name} on {' and '.join(operators)}",
-                        hint="it has no CUDA kernels for them; use --device cpu")
+            raise DeviceUnavailable(f"onnxruntime runs all operators of {path.name} on {' and '.join(operators)}",
+                                    hint="it has no CUDA kernels for them; use --device cpu")
         if session.get_provider_options()[CUDA].get("use_tf32") != "0":
             note = f"onnxruntime {runtime.__version__} computes with TF32 (10 bits), which can't be turned off"
-    return Proven(session, str(device), session.get_providers()[0], runtime.__version__, operators, note)
+    return OpenedSession(session, str(device), session.get_providers()[0], runtime.__version__, operators, note)
 
 
 def load_runtime() -> ModuleType:
-    """Import the one ONNX Runtime there is; raises if two builds share its folder, or one was removed from there."""
+    """Import ONNX Runtime; raises if two builds are in its folder, or one was removed from there."""
     builds = list(onnxruntimes())
     if len(builds) > 1:
         raise SbkitError(f"{' and '.join(builds)} are both installed, and each overwrote files of the other",
@@ -114,8 +115,8 @@ def load_runtime() -> ModuleType:
 def _check_has_cuda(runtime: ModuleType) -> None:
     if CUDA not in runtime.get_available_providers():
         build = next(iter(onnxruntimes()), "onnxruntime")
-        raise Unmet(f"this {build} ({runtime.__version__}) has no CUDA",
-                    hint=f"pip uninstall -y {build}; pip install onnxruntime-gpu; or use --device cpu")
+        raise DeviceUnavailable(f"this {build} ({runtime.__version__}) has no CUDA",
+                                hint=f"pip uninstall -y {build}; pip install onnxruntime-gpu; or use --device cpu")
 
 
 def _settings(runtime: ModuleType, threads: int | None, spin: bool) -> Any:  # onnxruntime.SessionOptions
@@ -134,22 +135,22 @@ def _new_session(runtime: ModuleType, path: Path, device: Device,
     providers: list[Any] = [CPU]  # names, or pairs of a name and options
     if device.gpu is not None:
         providers.insert(0, (CUDA, {"device_id": str(device.gpu), **_CUDA_OPTIONS}))
-    _refuse_foreign_weights(runtime, path)
+    _check_weight_files(runtime, path)
     try:
         return runtime.InferenceSession(str(path), settings, providers=providers, enable_fallback=0)
     except Exception as error:
         if device.gpu is not None:
-            raise Unmet(f"{path.name} can't be opened there: {first_line(error)}") from error
+            raise DeviceUnavailable(f"{path.name} can't be opened there: {first_line(error)}") from error
         raise SbkitError(f"{path} can't be loaded: {first_line(error)}",
                          hint="is the file complete? export it again") from error
 
 
-def _refuse_foreign_weights(runtime: ModuleType, path: Path) -> None:
-    """Refuse a model that names files of weights where this ONNX Runtime doesn't check that they lie beside it."""
+def _check_weight_files(runtime: ModuleType, path: Path) -> None:
+    """Raise if a model names files of weights and this ONNX Runtime doesn't check that they are in its folder."""
     if tuple(map(int, runtime.__version__.split(".")[:2])) >= _CHECKS_WEIGHTS or not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if _WEIGHTS_BESIDE.search(data):
+        if _WEIGHT_FILE.search(data):
             raise SbkitError(f"{path} has its weights in other files, and onnxruntime {runtime.__version__} "
                              "would read any file of this machine that a model names",
                              hint="pip install 'onnxruntime>=1.24', which takes Python 3.11 or later")
@@ -162,10 +163,10 @@ def _check_device(session: Session, device: Device) -> None:
             raise SbkitError(f"cpu was requested, but onnxruntime took {provider}")
         return
     if provider != CUDA:
-        raise Unmet(f"onnxruntime fell back to {provider}", hint=_LIBRARIES)
+        raise DeviceUnavailable(f"onnxruntime fell back to {provider}", hint=_LIBRARIES)
     number = session.get_provider_options()[CUDA].get("device_id")
     if number != str(device.gpu):
-        raise Unmet(f"onnxruntime took cuda:{number}", hint="nvidia-smi lists the GPUs of this machine")
+        raise DeviceUnavailable(f"onnxruntime took cuda:{number}", hint="nvidia-smi lists the GPUs of this machine")
 
 
 def _operators(session: Session) -> dict[str, int]:

@@ -199,5 +199,5 @@ def batch_seconds(device: str) -> float:
 
 
 def _move(index: int, heard: dict[int, Assembly], ready: dict[int, Assembly]) -> None:
-    if heard[index].whole:
+    if heard[index].complete:
         ready[index] = heard.pop(index)

@@ -17,7 +17,7 @@ from sbkit.infer.formats import ModelRequest
 from sbkit.infer.graph_model import GraphEngine, GraphModel, Output
 from sbkit.infer.inputs import below, collect, refuse_meeting
 from sbkit.infer.recordings import Recording
-from sbkit.infer.transcription import LEFT_OUT
+from sbkit.infer.transcription import SOME_FAILED
 from sbkit.system.console import atomic_write, progress, time_span
 
 #: Numbers of a recording that the screen takes; more belong into files.
@@ -72,7 +72,7 @@ def run(request: RunRequest) -> int:
     where = f" -> {request.output}" if request.output is not None else ""
     print(f"{len(recordings) - errors} of {len(recordings)} recordings, {audio:.1f} s of audio in "
           f"{time_span(time.perf_counter() - began)}{where}", file=sys.stderr)
-    return LEFT_OUT if errors else 0
+    return SOME_FAILED if errors else 0
 
 
 def _line(recording: Recording, made: Output) -> str:

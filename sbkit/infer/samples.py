@@ -1,4 +1,4 @@
-"""What a stream takes as samples: checked before anything is changed by them, mono, at the model's rate."""
+"""Samples of a stream: checked, converted to floats, and resampled to the model's rate."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import soxr
 
 from sbkit.errors import SbkitError, first_line, shown
 
-#: Rates in hertz that are resampled.
+#: Rates in hertz that can be resampled.
 MIN_RATE, MAX_RATE = 8_000, 192_000
-#: Samples go from -1 to 1. Beyond this they are no sound that clipped, but numbers of another scale.
+#: Samples go from -1 to 1. Values above this are not clipping, but another scale.
 _LOUDEST = 100.0
 
 
-def whole(value: object) -> int | None:
-    """Return a whole number, which may be written as 320.0; None for anything else."""
+def as_int(value: object) -> int | None:
+    """Return a whole number, such as 320 or 320.0, as an int; None for anything else."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, (float, np.floating)) and value.is_integer():
@@ -27,8 +27,8 @@ def whole(value: object) -> int | None:
     return None
 
 
-def checked(given: object) -> np.ndarray:
-    """Return the next samples [N] of a stream as an array, floats from -1 to 1, or int16; refuse what can't be them."""
+def check_samples(given: object) -> np.ndarray:
+    """Return samples [N] as an array of floats from -1 to 1, or int16; raises if they can't be samples."""
     samples = _array(given)
     if samples.ndim != 1:
         raise SbkitError(f"a piece of a stream has the shape {[*samples.shape]}, but must be one channel's [N]",
@@ -39,20 +39,20 @@ def checked(given: object) -> np.ndarray:
     if samples.dtype.kind != "f":
         raise SbkitError(f"a piece of a stream has samples of type {samples.dtype}, but they must be floats from -1 to "
                          "1, or int16", hint="for 16-bit PCM: np.frombuffer(data, np.int16)")
-    most = max(samples.max(), -samples.min()) if len(samples) else 0.0
-    if not np.isfinite(most):
+    peak = max(samples.max(), -samples.min()) if len(samples) else 0.0
+    if not np.isfinite(peak):
         raise SbkitError("a piece of a stream holds values that are not finite (NaN or infinite)",
                          hint="skip it, or replace them by zeros: the stream is unchanged")
-    if most > _LOUDEST:
-        raise SbkitError(f"a piece of a stream has samples of up to {most:.4g}, but floats go from -1 to 1",
+    if peak > _LOUDEST:
+        raise SbkitError(f"a piece of a stream has samples of up to {peak:.4g}, but floats go from -1 to 1",
                          hint="divide 16-bit samples by 32768, or give them as int16")
     return samples
 
 
-def pieces_of(given: object) -> Iterable[Any]:
-    """Return the pieces of a stream: those that come, or the only one, be it right or wrong."""
-    alone = not isinstance(given, Iterable) or isinstance(given, (np.ndarray, str, bytes, bytearray))
-    return cast("Iterable[Any]", [given] if alone else given)
+def as_pieces(given: object) -> Iterable[Any]:
+    """Return an iterable of a stream's pieces; anything else is the only piece, valid or not."""
+    single = not isinstance(given, Iterable) or isinstance(given, (np.ndarray, str, bytes, bytearray))
+    return cast("Iterable[Any]", [given] if single else given)
 
 
 def _array(given: object) -> np.ndarray:
@@ -84,9 +84,9 @@ def as_floats(samples: np.ndarray) -> np.ndarray:
     return samples.astype(np.float32, copy=False)
 
 
-def rate_of(value: object) -> int:
-    """Return the rate of a stream; refuse what can't be one."""
-    rate = whole(value)
+def check_rate(value: object) -> int:
+    """Return a stream's rate as an int; raises if it is invalid."""
+    rate = as_int(value)
     if rate is None or not MIN_RATE <= rate <= MAX_RATE:
         raise SbkitError(f"a stream's rate is {shown(value)} Hz, but must be a whole number from {MIN_RATE} to "
                          f"{MAX_RATE}")
@@ -94,13 +94,14 @@ def rate_of(value: object) -> int:
 
 
 class Resampler:
-    """Brings the samples of one stream to the model's rate, as they come.
+    """Resamples one stream to the model's rate, as samples come.
 
-    rate, own : of the samples, and of the model
+    rate : the samples'
+    own : the model's
     """
 
     def __init__(self, rate: int, own: int):
-        self.rate, self._own = rate_of(rate), own
+        self.rate, self._own = check_rate(rate), own
         self.reset()
 
     def reset(self) -> None:
@@ -108,9 +109,9 @@ class Resampler:
             if self.rate != self._own else None
 
     def __call__(self, samples: np.ndarray, last: bool = False) -> np.ndarray:
-        """Take the next samples [N] float32, and return those [M] that are ready.
+        """Take the next samples [N] float32; returns the resampled ones [M] that are ready.
 
-        last : nothing comes after them
+        last : they are the last ones
         """
         if self._stream is None:
             return samples

@@ -1,4 +1,4 @@
-"""One stream, heard as its samples come: ``for heard in model.stream()(microphone): ...``."""
+"""One stream, transcribed as its samples come: ``for result in model.stream()(microphone): ...``."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from sbkit.infer.stream_engine import StreamEngine
 
 
 class Stream:
-    """Hears one stream. What it hears doesn't depend on how the samples are cut into pieces; memory, and time per
-    second of audio, don't depend on how long it goes on.
+    """Transcribes one stream. Results don't depend on how the samples are split into arrays; memory, and time per
+    second of audio, don't depend on the stream's length.
 
     >>> stream = model.stream()                                                   # doctest: +SKIP
-    >>> for heard in stream(microphone):                                          # doctest: +SKIP
-    ...     print(stream.text(heard.settled), "|", stream.text(heard.partial))
+    >>> for result in stream(microphone):                                         # doctest: +SKIP
+    ...     print(stream.text(result.settled), "|", stream.text(result.partial))
 
-    Streams of one engine share its steps, each fed by a thread of its own.
+    Streams of one engine share its batches; feed each of them in its own thread.
 
-    engine : steps it
-    decoder : makes its search
-    chunk : milliseconds that are heard at once, one of ``engine.chunks``; None: the one in their middle
-    rate : samples per second of what it is fed; None: the model's
+    engine : runs the model
+    decoder : makes the stream's search
+    chunk : milliseconds that are decoded at once, one of ``engine.chunks``; None: the middle one
+    rate : the samples per second that it is fed; None: the model's
     """
 
     def __init__(self, engine: StreamEngine, decoder: Decoder, chunk: int | None = None, rate: int | None = None):
         self._engine, self._decoder, self._chunk = engine, decoder, chunk
         own = engine.config.sample_rate
         self._resampler = Resampler(own if rate is None else rate, own)
-        self._session = self._opened()
+        self._session = self._open()
 
-    def _opened(self) -> Session:
+    def _open(self) -> Session:
         return self._engine.open(self._decoder.stream(), self._chunk)
 
     @property
@@ -47,23 +47,23 @@ class Stream:
 
     @property
     def chunk_seconds(self) -> float:
-        """Seconds that are heard at once: words come that late, and the time of a step later."""
+        """Seconds that are decoded at once: the delay of words, without the time of a step."""
         return self._session.chunk_seconds
 
     def __call__(self, samples: np.ndarray | Iterable[np.ndarray]) -> Iterator[StreamResult]:
-        """Hear a fresh stream from its first sample to its end: an array [N], or arrays as they come, such as those of
-        a microphone. Each is heard before the next one is asked for."""
+        """Transcribe a new stream from start to end: an array [N], or an iterable of arrays, such as a microphone's.
+        Each array is decoded before the next one is taken."""
         self.reset()
-        for piece in pieces.pieces_of(samples):
+        for piece in pieces.as_pieces(samples):
             yield from self._feed(piece)
         yield from self._finish()
 
     def feed(self, samples: np.ndarray, rate: int | None = None) -> list[StreamResult]:
-        """Hear the next samples [N], any number of them: floats from -1 to 1, or int16.
+        """Transcribe the next samples [N], any number of them: floats from -1 to 1, or int16.
 
-        Returns what is new: nothing until a chunk is complete. Refused samples leave the stream as it was.
+        Returns new results, none until a chunk is complete. Invalid samples leave the stream unchanged.
 
-        rate : checked, where the samples know theirs: it can't change within a stream
+        rate : the samples' rate, if known: raises if it isn't the stream's
         """
         if rate is not None and rate != self.rate:
             raise SbkitError(f"this stream has {self.rate} samples per second, and these are at {rate}: the rate can't "
@@ -71,35 +71,35 @@ class Stream:
         return list(self._feed(samples))
 
     def finish(self) -> list[StreamResult]:
-        """Hear what is left: the stream ends here. Then :meth:`reset` begins another one."""
+        """Transcribe the rest: the stream ends here. Then :meth:`reset` begins another one."""
         return list(self._finish())
 
     def reset(self) -> None:
-        """Begin a fresh stream, wherever this one is."""
+        """Begin a new stream, even if this one hasn't ended."""
         self._session.close()
         self._resampler.reset()
-        self._session = self._opened()
+        self._session = self._open()
 
     def text(self, words: Sequence[Word]) -> str:
         return self._engine.vocabulary.text(words)
 
     def _feed(self, samples: np.ndarray) -> Iterator[StreamResult]:
-        samples = pieces.checked(samples)  # all of it, before any of it is heard
-        self._session.refuse_more()
+        samples = pieces.check_samples(samples)  # all of them, before any are decoded
+        self._session.check_open()
         size = max(1, round(self.chunk_seconds * self.rate))
         for start in range(0, len(samples), size):
-            yield from self._heard(self._resampler(pieces.as_floats(samples[start : start + size])))
+            yield from self._decode(self._resampler(pieces.as_floats(samples[start : start + size])))
 
     def _finish(self) -> Iterator[StreamResult]:
-        self._session.refuse_more()
-        yield from self._heard(self._resampler(np.zeros(0, np.float32), last=True))
+        self._session.check_open()
+        yield from self._decode(self._resampler(np.zeros(0, np.float32), last=True))
         self._session.finish()
-        yield from self._taken()
+        yield from self._results()
 
-    def _heard(self, samples: np.ndarray) -> Iterator[StreamResult]:
+    def _decode(self, samples: np.ndarray) -> Iterator[StreamResult]:
         self._session.feed(samples)
-        yield from self._taken()
+        yield from self._results()
 
-    def _taken(self) -> Iterator[StreamResult]:
+    def _results(self) -> Iterator[StreamResult]:
         while self._session.busy:
             yield from self._session.take()

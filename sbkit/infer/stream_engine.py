@@ -18,18 +18,19 @@ from sbkit.export.layout import Config, Streaming
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.export.windows import Window
 from sbkit.infer import formats
-from sbkit.infer.bundle_engine import BundleEngine, Worker, closed
+from sbkit.infer.bundle_engine import BundleEngine, Worker, closed_error
 from sbkit.infer.device import OutOfMemory
 from sbkit.infer.onnx_session import Interface
-from sbkit.infer.samples import whole
+from sbkit.infer.samples import as_int
 from sbkit.infer.session import Session, State
 
 
 class StreamEngine(BundleEngine):
-    """Hears many streams at once.
+    """Transcribes many streams at once.
 
-    A step takes all streams whose next chunk is complete, as many as fit; those that become complete meanwhile are in
-    the next one. So a stream waits for no other stream's speaker, and a busy machine makes larger batches.
+    A step batches the streams whose next chunk is complete, up to ``max_streams``; chunks that become complete
+    meanwhile are in the next step. So a stream never waits for samples of another, and a busy machine uses larger
+    batches.
 
     >>> engine = StreamEngine("bundle")                                   # doctest: +SKIP
     >>> session = engine.open(GreedyStream(engine.vocabulary.spelling))   # doctest: +SKIP
@@ -38,8 +39,8 @@ class StreamEngine(BundleEngine):
 
     folder : a bundle that has a graph for streams
     model, device, threads : as for ``BundleEngine``
-    max_streams : streams in one step: more take a CPU as long each, and all wait for the last of them
-    stepped : is called with the number of streams after each step, in the worker thread
+    max_streams : streams in one step; more would not be faster on a CPU, and all would wait longer
+    on_step : is called with the number of streams after each step, in the worker thread
     """
 
     config: Config
@@ -47,11 +48,11 @@ class StreamEngine(BundleEngine):
     kind, thread, spin = "graph for streams", "sbkit-streams", False
 
     def __init__(self, folder: str | Path, model: str = formats.AUTO, device: str = formats.AUTO,
-                 threads: int | None = None, max_streams: int = 16, stepped: Callable[[int], None] | None = None):
-        self.max_streams, self._stepped = max_streams, stepped
-        self._began: float | None = None  # the current step
+                 threads: int | None = None, max_streams: int = 16, on_step: Callable[[int], None] | None = None):
+        self.max_streams, self._on_step = max_streams, on_step
+        self._step_began: float | None = None
         self._lock = threading.Lock()
-        self._line: deque[Session] = deque()  # streams whose turn comes, the first of them next
+        self._queue: deque[Session] = deque()  # streams that wait for a step
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._closed = False
         super().__init__(folder, model, device, threads)
@@ -64,84 +65,84 @@ class StreamEngine(BundleEngine):
                              hint="train with hparams/streaming.yaml (sbkit new FOLDER --task streaming writes it) and "
                                   "export that run; a model trained in chunks gets it when it is exported again")
         self.streaming = self.config.streaming
-        # Kept for all steps: fresh memory of this size would be zeroed by the system each time.
+        # Reused by all steps: the system would zero new memory of this size each time.
         self._states = [np.zeros((self.max_streams, *part["shape"]), part["type"])
                         for part in self.streaming.state.values()]
 
     def _models(self) -> Mapping[str, str]:
         return self.streaming.models
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ calls
 
     @property
     def chunks(self) -> dict[int, int]:
-        """The chunks that the model was trained for: milliseconds, and output frames of each."""
+        """The chunk sizes that the model was trained for: milliseconds, and output frames of each."""
         return {round(1000 * self.config.frame_seconds * size): size for size in self.streaming.chunks}
 
     def open(self, search: StreamSearch, chunk: int | None = None,
-             on_heard: Callable[[], None] | None = None) -> Session:
+             on_result: Callable[[], None] | None = None) -> Session:
         """Begin a stream.
 
-        search : decodes it, and nothing else: ``Decoder.stream()`` makes one
-        chunk : milliseconds of a chunk, one of :attr:`chunks`; None: the one in their middle
-        on_heard : as for ``Session``
+        search : decodes this stream only; ``Decoder.stream()`` makes one
+        chunk : milliseconds of a chunk, one of :attr:`chunks`; None: the middle one
+        on_result : as for ``Session``
         """
-        session = Session(self.config, self.frames_of(chunk), self.state(), search, self.enter, on_heard)
+        session = Session(self.config, self.frames_of(chunk), self.state(), search, self.enqueue, on_result)
         with self._lock:
             if self._closed:
-                raise closed()
+                raise closed_error()
             self._sessions.add(session)
         return session
 
     def state(self) -> State:
-        """Make the state of a stream that begins."""
+        """Make the state at the start of a stream."""
         return [np.zeros(part.shape[1:], part.dtype) for part in self._states]
 
     def frames_of(self, chunk: object) -> int:
-        """The output frames of a chunk of so many milliseconds; refuse what the model wasn't trained for."""
+        """Return a chunk's output frames; raises if the model wasn't trained for it."""
         chunks = self.chunks
         if chunk is None:
             return sorted(chunks.values())[len(chunks) // 2]
-        size, there = whole(chunk), ", ".join(map(str, chunks))
+        size, known = as_int(chunk), ", ".join(map(str, chunks))
         if size is None:
             raise SbkitError(f"a chunk must be a whole number of milliseconds, not {shown(chunk)}",
-                             hint=f"the model was trained for {there}")
+                             hint=f"the model was trained for {known}")
         if size not in chunks:
             raise SbkitError(f"the model wasn't trained for chunks of {shown(size)} ms",
-                             hint=f"it was trained for {there}")
+                             hint=f"it was trained for {known}")
         return chunks[size]
 
     @property
     def busy_seconds(self) -> float:
         """How long the current step has been running; 0 if there is none."""
-        began = self._began
+        began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """Release the model; the streams that are open end by an error, and no other begins."""
+        """Release the model; open streams end with an error."""
         with self._lock:
             self._closed = True
             sessions = list(self._sessions)
         for session in sessions:
-            session.fail(closed())
+            session.fail(closed_error())
         super().close()
         if "_searcher" in self.__dict__:
             self._searcher.close()
 
-    def enter(self, session: Session) -> None:
+    def enqueue(self, session: Session) -> None:
         with self._lock:
-            self._line.append(session)
-            first = len(self._line) == 1
-        if not first:  # a turn is waiting already
+            self._queue.append(session)
+            first = len(self._queue) == 1
+        if not first:  # a step is submitted already
             return
         try:
-            self.worker.submit(self._turn)
+            self.worker.submit(self._next_step)
         except SbkitError as error:  # it was closed meanwhile
             session.fail(error)
 
     @cached_property
     def _searcher(self) -> Worker:
-        """The thread of searches that take long, so that others' chunks don't wait for them."""
+        """The thread of slow searches, so that other streams' chunks don't wait for them."""
         return Worker("sbkit-search")
 
     # ------------------------------------------------------------------ within the worker
@@ -157,8 +158,8 @@ class StreamEngine(BundleEngine):
         samples = self.config.window(min(self.streaming.chunks))
         self.step([Window(np.zeros(samples, np.float32), 0)], [self.state()])
 
-    def _turn(self) -> None:
-        """Take one step of the streams in the line whose chunks have the size of the first one's."""
+    def _next_step(self) -> None:
+        """Run one step for the queued streams whose chunks are as large as the first one's."""
         sessions, windows = [], []
         for session in self._take():
             window = session.next()
@@ -172,39 +173,39 @@ class StreamEngine(BundleEngine):
 
     def _take(self) -> list[Session]:
         with self._lock:
-            line, self._line = self._line, deque()
+            queue, self._queue = self._queue, deque()
             taken: list[Session] = []
-            for session in line:
-                fits = session.chunk == line[0].chunk and len(taken) < self.max_streams
-                (taken if fits else self._line).append(session)
-            more = bool(self._line)
+            for session in queue:
+                fits = session.chunk == queue[0].chunk and len(taken) < self.max_streams
+                (taken if fits else self._queue).append(session)
+            more = bool(self._queue)
         if more:
-            self.worker.submit(self._turn)
+            self.worker.submit(self._next_step)
         return taken
 
     def take_step(self, sessions: list[Session], windows: list[Window]) -> None:
         try:
-            self._began = time.monotonic()
+            self._step_began = time.monotonic()
             found = self.step(windows, [session.state for session in sessions])
         except Exception as error:
-            alone = len(sessions) == 1 or not isinstance(error, OutOfMemory)
+            fatal = len(sessions) == 1 or not isinstance(error, OutOfMemory)
             for session, window in zip(sessions, windows, strict=True):
-                if alone:
+                if fatal:
                     session.fail(error)
                 else:
                     self.take_step([session], [window])
             return
         finally:
-            self._began = None
-        if self._stepped is not None:
-            self._stepped(len(sessions))
+            self._step_began = None
+        if self._on_step is not None:
+            self._on_step(len(sessions))
         for session, log_probs in zip(sessions, found, strict=True):
             self._search(session, log_probs)
 
     def step(self, windows: Sequence[Window], states: Sequence[State]) -> list[np.ndarray]:
-        """Compute log-probabilities [T, V] of each stream, and change its state to the next.
+        """Compute log-probabilities [T, V] of each stream, and update its state.
 
-        windows : of chunks of one size
+        windows : of chunks of the same size
         """
         streams = len(windows)
         for batch, parts in zip(self._states, zip(*states, strict=True), strict=True):
@@ -223,7 +224,7 @@ class StreamEngine(BundleEngine):
         for row, state in enumerate(states):
             for part, batch in zip(state, after, strict=True):
                 part[...] = batch[row]
-        # Copies: a view would keep the whole batch in memory for as long as one stream's search waits.
+        # Copies: a view would keep the whole batch in memory until the slowest search is done.
         return [row[:count].copy() for row, count in zip(log_probs, counts.tolist(), strict=True)]
 
     def _search(self, session: Session, log_probs: np.ndarray | None) -> None:

@@ -25,7 +25,7 @@ from sbkit.system.console import atomic_write, counted, progress, time_span
 
 #: File in a folder of transcripts that records what made them.
 MADE_BY = ".sbkit-transcribe.json"
-LEFT_OUT = 1  # exit code if some recordings could not be read
+SOME_FAILED = 1  # exit code if some recordings could not be read
 _ARGUMENTS = {"bundle": "BUNDLE", "shards": "--shard", "hot_words": "--hot-word"}  # where the name is another
 _SHOWN = 20  # number of errors shown on the screen
 
@@ -109,7 +109,7 @@ def _run(engine: Engine, recordings: list[Recording], request: TranscribeRequest
     _summary(len(recordings), sum(seconds_of), seconds, errors, warnings, request)
     if any(recording.reference for recording, _ in heard):
         _score(heard)
-    return LEFT_OUT if errors else 0
+    return SOME_FAILED if errors else 0
 
 
 def _summary(count: int, audio: float, seconds: float, errors: list[Done], warnings: list[str],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from sbkit.errors import SbkitError, shown
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import Loaded
+from sbkit.infer.bundle_engine import LoadedBundle
 from sbkit.infer.sentences import Phrase, Script
 from sbkit.infer.speech import Speech, joined, pauses, spoken
 from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
@@ -14,7 +14,7 @@ from sbkit.infer.voice_engine import SpeechInput, VoiceEngine
 SLOWEST, FASTEST = 0.25, 4.0
 
 
-class Voice(Loaded[VoiceEngine]):
+class Voice(LoadedBundle[VoiceEngine]):
     """A loaded voice, which any number of threads may call."""
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 from sbkit.data.pronunciation import pronunciation
 from sbkit.errors import SbkitError
 from sbkit.export import layout
-from sbkit.infer.bundle_engine import BatchEngine, ModelFailed, padded
+from sbkit.infer.bundle_engine import BatchEngine, ModelFailed, pad
 from sbkit.infer.onnx_session import Interface
 
 #: One symbol, in the first voice and at its own speed.
@@ -86,7 +86,7 @@ class VoiceEngine(BatchEngine):
                              hint=f"do it and {layout.CONFIG} come from the same export? export it again") from error
 
     def run_batch(self, lines: list[SpeechInput]) -> list[SpeechOutput]:
-        text, lengths = padded([np.array(line.ids, dtype=np.int64) for line in lines])
+        text, lengths = pad([np.array(line.ids, dtype=np.int64) for line in lines])
         speaker = np.array([line.speaker for line in lines], dtype=np.int64)
         speed = np.array([line.speed for line in lines], dtype=np.float32)
         found = self.compute(text, lengths, speaker, speed)

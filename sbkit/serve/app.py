@@ -304,7 +304,7 @@ def _count(state: State, rooms: RequestSlots, floor: LiveSessions) -> None:
     gauge("signals_waiting", "Signals waiting for a batch.", ["model"], by_model(lambda each: each.batcher.waiting))
     gauge("model_device", "1, with the requested device and the one that is used.",
           ["model", "file", "asked", "device", "provider"],
-          lambda: [((each.name, used.file, used.asked, used.device, used.provider), 1.0)
+          lambda: [((each.name, used.file, used.requested, used.device, used.provider), 1.0)
                    for each in state.registry or () for used in each.placements])
     gauge("device_fault", "1 if the device is broken.", ["model"], by_model(lambda each: float(bool(each.fault))))
 

@@ -30,7 +30,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from sbkit.errors import shown
 from sbkit.export.vocabulary import Vocabulary
 from sbkit.infer.lines import LineMessages
-from sbkit.infer.samples import rate_of
+from sbkit.infer.samples import check_rate
 from sbkit.serve.access import REQUEST_ID
 from sbkit.serve.clients import Shares, address
 from sbkit.serve.errors import ApiError, failed, invalid, missing_model, refused_for, too_late, unsupported
@@ -150,9 +150,10 @@ class SendQueue:
     def put(self, news: News) -> None:
         """Tell lines that are over, and the line that goes on if it changed."""
         for line in news.lines:
-            if (message := self._messages.of(line)) is not None:
+            if (message := self._messages.message(line)) is not None:
                 heard = round(news.heard, 3)
-                self._add(message if line.over else message | {"start": message.get("start", heard), "heard": heard})
+                self._add(message if line.complete
+                          else message | {"start": message.get("start", heard), "heard": heard})
 
     def end(self, last: dict[str, Any]) -> None:
         """Send a last message; :meth:`run` ends after it."""
@@ -266,4 +267,4 @@ async def _start(wire: Wire, registry: Registry) -> tuple[ServedModel, int, int 
         with refused_for("chunk_ms"):
             served.streams.frames_of(chunk)
     with refused_for("sample_rate"):
-        return served, rate_of(first.get("sample_rate")), chunk
+        return served, check_rate(first.get("sample_rate")), chunk

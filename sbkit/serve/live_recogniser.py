@@ -134,7 +134,7 @@ class ChunkRecogniser(LiveRecogniser):
             self._moved.set()
             if heard:
                 return self._as_news(heard)
-            if self._session.over:
+            if self._session.finished:
                 return None
             await self._wait()
 
@@ -149,7 +149,7 @@ class ChunkRecogniser(LiveRecogniser):
     def _as_news(self, heard: Sequence[StreamResult]) -> News:
         changed = [line for each in heard for line in self._lines.add(each)]
         self._heard = heard[-1].seconds
-        return News([line for line in changed if line.over or line is changed[-1]], self._heard)
+        return News([line for line in changed if line.complete or line is changed[-1]], self._heard)
 
     def close(self) -> None:
         self._session.close()

@@ -79,7 +79,7 @@ class ServedModel(Served):
         threads = options.threads or max(1, usable_cores() - 1)  # one is left for the connections
         try:
             return StreamEngine(folder, model, options.device, threads,
-                                stepped=metrics.steps.labels(self.name).observe, **rows)
+                                on_step=metrics.steps.labels(self.name).observe, **rows)
         except BaseException:
             self.engine.close()
             raise
@@ -213,7 +213,7 @@ def recognise(served: ServedModel, blocks: Iterable[np.ndarray], job: Job, audio
         heard.add(number, chunk, job.result(future), served.frame_samples, served.decoder)
         audio.done(heard.samples / served.config.sample_rate)
         new, heard.stretches = heard.stretches, []
-        settling.more(new)
+        settling.add(new)
         report()
 
     def report() -> None:

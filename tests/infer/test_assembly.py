@@ -38,7 +38,7 @@ def test_it_is_what_decoding_everything_at_the_end_says(labels, data, separator,
     stretches = [how.keep(part) for part in np.split(log_probs(labels), cuts) if len(part)]
     settling, shown = StableWords(how, known), []
     for each in stretches:
-        settling.more([each])
+        settling.add([each])
         assert settling.words[: len(shown)] == shown, "what was settled changed"
         shown = list(settling.words)
     settling.end()
@@ -68,7 +68,7 @@ def test_hours_cost_what_their_parts_cost(labels):
     how.tokens = counted
     settling = StableWords(how, known)
     for _ in range(100):
-        settling.more([kept])
+        settling.add([kept])
     settling.end()
     assert looked <= 4 * 100 * 500
 

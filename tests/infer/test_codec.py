@@ -13,7 +13,7 @@ import sbkit.infer
 from sbkit.codes import InvalidCode
 from sbkit.data.audio import AudioError
 from sbkit.errors import SbkitError
-from sbkit.infer.codec import BATCH_SECONDS, CodecChunk, CodecModel, batches, pieces
+from sbkit.infer.codec import BATCH_SECONDS, CodecChunk, CodecModel, batches, chunks
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_a_long_recording_is_given_to_the_graphs_in_pieces(codec, monkeypatch):
 def test_pieces_keep_each_frame_once_and_all_that_decides_it(monkeypatch, frames, context):
     monkeypatch.setattr("sbkit.infer.codec.PIECE_SECONDS", 2.0)
     config = codecs.CodecConfig(sample_rate=16_000, codec=codecs.HASH, books=[2], stride=320, context=context)
-    cut = pieces(7, frames, config)
+    cut = chunks(7, frames, config)
     assert [at for each in cut for at in range(each.first, each.last)] == list(range(frames))
     for each in cut:
         assert each.source == 7 and each.end - each.begin <= 100 + 2 * context

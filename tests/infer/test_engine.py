@@ -210,7 +210,7 @@ def test_cuda_graphs_live_in_the_worker_alone():
 
         def import_first():
             import torch
-            return backends.compiled(torch.nn.Identity(), "reduce-overhead") is not None
+            return backends.compile_module(torch.nn.Identity(), "reduce-overhead") is not None
 
         assert worker.submit(import_first).result()
         from torch._inductor import cudagraph_trees
@@ -238,7 +238,7 @@ def test_a_compiled_model_is_warmed_up_in_every_bucket_and_batches_are_padded_to
         return call(self, signals, lengths)
 
     monkeypatch.setattr(backends.Torch, "__call__", recorded)
-    monkeypatch.setattr(backends, "compiled", lambda module, mode: module)
+    monkeypatch.setattr(backends, "compile_module", lambda module, mode: module)
     buckets = [(1, 1.0), (4, 1.0), (1, 3.0)]
     with Engine(bundle, model="torch", device="cpu", compile="default", buckets=buckets) as engine:
         assert sorted(shapes) == [(1, 16000), (1, 48000), (4, 16000)]
@@ -324,11 +324,11 @@ def test_what_could_be_unpickled_is_never_read(tmp_path, entry, payload):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(entry, payload)
     with pytest.raises(SbkitError):
-        backends.refuse_pickles(path)
+        backends.check_no_pickles(path)
 
 
 def test_a_program_of_this_torch_has_no_pickle_in_it(bundle):
-    backends.refuse_pickles(bundle / "model.pt2")
+    backends.check_no_pickles(bundle / "model.pt2")
     with zipfile.ZipFile(bundle / "model.pt2") as archive:
         assert not [name for name in archive.namelist() if archive.read(name)[:2] in (b"\x80\x02", b"\x80\x04", b"PK")]
 

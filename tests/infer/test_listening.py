@@ -253,15 +253,15 @@ def test_a_line_without_a_pause_ends_after_a_while():
     lines, over = Lines(60.0), []
     for second in range(200):
         word = Word(str(second), second, second + 1, 1.0)
-        over += [line for line in lines.add(StreamResult([word], [], False, second + 1.0)) if line.over]
+        over += [line for line in lines.add(StreamResult([word], [], False, second + 1.0)) if line.complete]
     assert [len(line.words) for line in over] == [60, 60, 60]
 
 
 def test_an_end_after_such_a_line_is_no_empty_line():
     lines, word = Lines(60.0), Word("a", 0.0, 61.0, 1.0)
-    assert [line.over for line in lines.add(StreamResult([word], [], False, 61.0))] == [True]
+    assert [line.complete for line in lines.add(StreamResult([word], [], False, 61.0))] == [True]
     (line,) = lines.add(StreamResult([], [], True, 62.0))
-    assert not line.over and line.words == []
+    assert not line.complete and line.words == []
 
 
 # ---------------------------------------------------------------------- the microphone

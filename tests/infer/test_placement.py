@@ -66,7 +66,7 @@ def test_cuda_on_a_cpu_runtime_is_refused(opened, wanted):
 
 def test_auto_on_a_cpu_runtime_says_so(opened):
     with opened(device="auto") as engine:
-        assert (where(engine), engine.running.asked) == (ON_THE_CPU, "auto")
+        assert (where(engine), engine.running.requested) == (ON_THE_CPU, "auto")
         assert "no CUDA" in engine.running.note and "requested: auto" in str(engine.running)
     with opened(device="cpu") as engine:
         assert engine.running.note == "" and "requested" not in str(engine.running)
@@ -87,7 +87,7 @@ def test_cuda_that_cannot_be_used_is_refused_with_the_reason(opened, monkeypatch
 def test_auto_takes_the_cpu_where_cuda_cannot_be_used_and_says_why(bundle, monkeypatch, runtime):
     runtimes.use(monkeypatch, runtime)
     with Engine(bundle, device="auto") as engine:
-        assert (where(engine), engine.running.asked) == (ON_THE_CPU, "auto")
+        assert (where(engine), engine.running.requested) == (ON_THE_CPU, "auto")
         assert engine.running.note == runtimes.BROKEN[runtime].format(file="model.onnx")
         assert engine.running.note in str(engine.running)
         assert engine.fault is None
@@ -155,7 +155,7 @@ def test_eight_bits_by_themselves_go_to_the_cpu_and_say_why(eight_bits, monkeypa
     runtimes.use(monkeypatch, runtimes.OnCuda)
     with Engine(eight_bits, device="auto") as engine:
         assert runtimes.OnCuda.asked == ["CPUExecutionProvider"]
-        assert (where(engine), engine.running.asked) == (ON_THE_CPU, "auto")
+        assert (where(engine), engine.running.requested) == (ON_THE_CPU, "auto")
         assert engine.running.note == "8-bit products run only on the CPU"
 
 
@@ -243,8 +243,8 @@ class Stays(torch.nn.Module):
 
 
 def test_a_program_that_stays_on_the_cpu_is_refused(bundle, monkeypatch):
-    monkeypatch.setattr(backends, "_found", lambda device: torch.device("cpu" if device.gpu is None else "meta"))
-    monkeypatch.setattr(backends, "moved", lambda program, _: Stays())
+    monkeypatch.setattr(backends, "torch_device", lambda device: torch.device("cpu" if device.gpu is None else "meta"))
+    monkeypatch.setattr(backends, "move_program", lambda program, _: Stays())
     with pytest.raises(SbkitError, match=r"cuda was requested, but torch .* has parts of model.pt2 on cpu"):
         torch_backend(bundle, "cuda")
 
@@ -256,7 +256,7 @@ def there():
 
 
 def test_a_program_runs_on_another_device_than_it_was_traced_on(bundle, there):
-    module = backends.moved(torch.export.load(bundle / "model.pt2"), there).module()
+    module = backends.move_program(torch.export.load(bundle / "model.pt2"), there).module()
     found = module(torch.zeros(3, 9 * bundles.FRAME, device=there), torch.zeros(3, dtype=torch.long, device=there))
     assert [(each.device.type, list(each.shape)) for each in found] == [
         ("meta", [3, 10, len(bundles.PIECES)]), ("meta", [3])]

@@ -70,7 +70,7 @@ def test_a_recording_that_cannot_be_read_is_left_out_and_named(bundle, clips, ca
 
 
 @pytest.mark.parametrize("words, told", [
-    (["--format", "wav"], "--output FOLDER"), (["--format", "mp3"], "'mp3' is none of npz, wav, json"),
+    (["--format", "wav"], "--output FOLDER"), (["--format", "mp3"], "'mp3' is not one of npz, wav, json"),
     (["--format", "wav", "--output", "out"], "level [2] is not audio"),
 ])
 def test_formats_that_do_not_fit_are_refused(bundle, clips, words, told, capsys, monkeypatch, tmp_path):

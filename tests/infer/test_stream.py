@@ -261,7 +261,7 @@ def test_an_hour_takes_the_memory_and_the_time_per_chunk_of_a_minute(model, rate
     for _ in range(minutes):
         words.append(sum(len(heard.settled) for heard in stream.feed(minute)))
         session = stream._session
-        sizes.append(size_of(session.state, session.search, session._windows, session._waiting, session._heard))
+        sizes.append(size_of(session.state, session.search, session._windows, session._waiting, session._results))
     assert max(words) - min(words) < 5 and min(words) > 50
     assert max(sizes[-6:]) < 1.1 * max(sizes[:6]) < 100_000, sizes
 

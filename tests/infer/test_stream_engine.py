@@ -97,7 +97,7 @@ def test_streams_at_different_places_each_hear_their_own(engine):
             signal = signal[size:]
             time.sleep(rng.random() / 500)
         session.finish()
-        return words(session), session.over
+        return words(session), session.finished
 
     with ThreadPoolExecutor(len(texts)) as pool:
         assert list(pool.map(hear, range(len(texts)))) == [(text, True) for text in texts]
@@ -131,13 +131,13 @@ def test_feeding_waits_for_no_step(engine, monkeypatch):
     assert 2.5 < session.waiting_seconds < 3.2 and session.take(0.01) == [] and session.busy
     held.go.set()
     words(session)
-    assert session.over and not session.waiting_seconds and session.seconds == pytest.approx(3.2)
+    assert session.finished and not session.waiting_seconds and session.seconds == pytest.approx(3.2)
 
 
 def test_one_that_goes_away_in_mid_step_disturbs_nobody(engine, monkeypatch):
     held = Held(engine, monkeypatch)
     told = []
-    gone = engine.open(greedy(engine), 160, on_heard=lambda: told.append(1))
+    gone = engine.open(greedy(engine), 160, on_result=lambda: told.append(1))
     stays = engine.open(greedy(engine), 160)
     for session in (gone, stays):
         session.feed(bundles.say("abc def"))
@@ -217,8 +217,8 @@ def test_a_beam_search_with_hot_words_hears_with_the_others(engine):
 def test_an_event_loop_is_told_when_something_was_heard(engine):
     async def listen():
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        session, heard = said(engine, "abc def", on_heard=lambda: loop.call_soon_threadsafe(news.set)), []
-        while not session.over or session.busy:
+        session, heard = said(engine, "abc def", on_result=lambda: loop.call_soon_threadsafe(news.set)), []
+        while not session.finished or session.busy:
             await asyncio.wait_for(news.wait(), 10)
             news.clear()
             heard += session.take(0)
@@ -231,7 +231,7 @@ def test_a_listener_that_fails_ends_its_own_stream(engine):
     def gone():
         raise RuntimeError("Event loop is closed")
 
-    session = engine.open(greedy(engine), 160, on_heard=gone)
+    session = engine.open(greedy(engine), 160, on_result=gone)
     session.feed(bundles.say("abc"))
     assert words(said(engine, "abc")) == "abc"
     with pytest.raises(RuntimeError, match="loop is closed"):
@@ -240,17 +240,17 @@ def test_a_listener_that_fails_ends_its_own_stream(engine):
 
 def test_a_stream_is_over_once_its_last_words_are_taken(engine):
     settled = threading.Event()
-    session = engine.open(greedy(engine), on_heard=lambda: session._over and settled.set())
+    session = engine.open(greedy(engine), on_result=lambda: session._finished and settled.set())
     session.feed(bundles.say("abc"))
     session.finish()
-    assert settled.wait(10) and not session.over and session.busy
-    assert words(session) == "abc" and session.over
+    assert settled.wait(10) and not session.finished and session.busy
+    assert words(session) == "abc" and session.finished
 
 
 def test_nothing_follows_the_end(engine):
     session = engine.open(greedy(engine))
     session.finish()
-    assert words(session) == "" and session.over
+    assert words(session) == "" and session.finished
     for call in (lambda: session.feed(np.zeros(1, np.float32)), session.finish):
         with pytest.raises(SbkitError, match="the stream has ended: it takes no more samples"):
             call()
@@ -297,7 +297,7 @@ def test_closing_the_engine_releases_the_graph(bundle):
 def test_a_stream_that_gets_in_line_as_the_engine_closes_is_told(bundle, monkeypatch):
     engine = StreamEngine(bundle, device="cpu")
     session = engine.open(greedy(engine), 160)
-    monkeypatch.setattr(session, "_enter", lambda this: (engine.close(), engine.enter(this)))
+    monkeypatch.setattr(session, "_enqueue", lambda this: (engine.close(), engine.enqueue(this)))
     session.feed(bundles.say("abc"))
     with pytest.raises(SbkitError, match="the model was closed; load it again"):
         session.take(5)
@@ -305,7 +305,7 @@ def test_a_stream_that_gets_in_line_as_the_engine_closes_is_told(bundle, monkeyp
 
 def test_steps_are_counted_for_whoever_asks(bundle):
     steps = []
-    with StreamEngine(bundle, device="cpu", stepped=steps.append) as engine:
+    with StreamEngine(bundle, device="cpu", on_step=steps.append) as engine:
         session = engine.open(greedy(engine), 640)
         session.feed(np.zeros(3 * 16 * bundles.FRAME, np.float32))
         session.finish()

@@ -120,7 +120,7 @@ def test_sessions_in_shared_steps_hear_what_each_hears_alone(server):
     with ThreadPoolExecutor(len(texts)) as pool:
         together = [pool.submit(heard, server, bundles.say(text), chunk_ms=(160, 320)[i % 2])
                     for i, text in enumerate(texts)]
-        serving.until(lambda: len(streams(server)._line) == len(texts))
+        serving.until(lambda: len(streams(server)._queue) == len(texts))
         go.set()
         assert [settled(each.result()) for each in together] == alone
     rows, count = (after - old for after, old in zip(steps(server), before, strict=True))

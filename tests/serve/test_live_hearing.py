@@ -30,7 +30,7 @@ class EndsBehindTheBack(Session):
 
     def take(self, timeout=None):
         found = super().take(timeout)
-        if not found and self._ended and not self._over:
+        if not found and self._ended and not self._finished:
             self.decode(None)
         return found
 
@@ -49,7 +49,7 @@ def test_last_words_that_are_settled_between_two_looks_are_told(config):
         hearing.finish()
         lines = []
         while (news := await hearing.news()) is not None:
-            lines += [[word.text for word in line.words] for line in news.lines if line.over]
+            lines += [[word.text for word in line.words] for line in news.lines if line.complete]
         return lines
 
     assert asyncio.run(told()) == [["hello"]]

@@ -17,7 +17,7 @@ from torch import nn
 from sbkit.errors import SbkitError
 from sbkit.export import graph, runners
 from sbkit.export.exported import INPUTS
-from sbkit.infer.backends import moved
+from sbkit.infer.backends import move_program
 from sbkit.nn.accelerate import accelerate
 from sbkit.nn.causal import CausalFrontEnd
 from sbkit.nn.global_norm import GlobalNorm
@@ -186,7 +186,7 @@ def test_every_runtime_says_what_the_recogniser_says(name, made):
 
 def moves_whole(program):
     """Assert that on another device nothing of it is left behind."""
-    elsewhere = moved(program, torch.device("meta")).module()
+    elsewhere = move_program(program, torch.device("meta")).module()
     found = elsewhere(torch.zeros(2, 30_000, device="meta"), torch.zeros(2, dtype=torch.long, device="meta"))
     assert {each.device.type for each in (*elsewhere.state_dict().values(), *found)} == {"meta"}
 
@@ -196,7 +196,7 @@ def moves_whole(program):
 def test_a_program_says_on_a_card_what_the_recogniser_says(name, tmp_path):
     model = recognizer(**VARIANTS[name])
     graph.write_torch(recogniser.trace(recogniser.Graph(model)), tmp_path / "m.pt2")
-    module = moved(torch.export.load(tmp_path / "m.pt2"), torch.device("cuda", 0)).module()
+    module = move_program(torch.export.load(tmp_path / "m.pt2"), torch.device("cuda", 0)).module()
     signal = torch.from_numpy(sound(24_001))[None]
     with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
         expected = model.outputs(signal, torch.tensor([24_001]))[0]
