@@ -125,12 +125,12 @@ def _results(request: EvaluateRequest, recipe: Recipe, brain: Task, name: str, p
 def _print_results(results: Sequence[CheckpointResult], request: EvaluateRequest) -> int:
     from sbkit.score.run_files import REPORT
 
-    columns = [name for name, _ in results[0].results.lines_of_table()[0]]
+    columns = [name for name, _ in results[0].results.table_rows()[0]]
     rows = []
     for result, facts, *_ in results:  # values that lines share are only in the first of them
         shared = [facts["checkpoint"].removesuffix(request.label()), facts["utterances"], facts["hours"]]
         factor = f"{facts['real_time_factor']:.4f}"
-        for line in result.lines_of_table():
+        for line in result.table_rows():
             rows.append([*shared, *(value for _, value in line), factor])
             shared, factor = [""] * len(shared), ""
     print(table(["checkpoint", "utterances", "hours", *columns, "real-time factor"], rows))

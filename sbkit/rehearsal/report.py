@@ -13,7 +13,7 @@ from sbkit.rehearsal.cards import Card
 from sbkit.rehearsal.run import RANKS, Line
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.report import charts
-from sbkit.score.report.page import filled
+from sbkit.score.report.page import fill_template
 from sbkit.score.report.sections import section
 
 GIB = 2**30
@@ -175,8 +175,8 @@ def write_html(report: Report, path: Path) -> None:
     """Write the report as an HTML page, with a chart of a step's memory."""
     parts = []
     for name, each in report.sections.items():
-        head = tag("tr", [tag("th", column, class_="said") for column in each.columns])
-        rows = [tag("tr", [tag("td", str(cell), class_="said") for cell in row]) for row in each.rows]
+        head = tag("tr", [tag("th", column, class_="text") for column in each.columns])
+        rows = [tag("tr", [tag("td", str(cell), class_="text") for cell in row]) for row in each.rows]
         table = tag("table", tag("thead", head), tag("tbody", rows), class_="plain")
         content: list[Markup | None] = [tag("div", table, class_="scroll")]
         if name == "memory":
@@ -188,7 +188,7 @@ def write_html(report: Report, path: Path) -> None:
             parts.append(section("findings", "Findings", tag("ul", items)))
     head = tag("header", tag("p", "sbkit check --as", class_="over"), tag("h1", report.recipe))
     foot = tag("footer", "Not tested without a GPU: ", "; ".join(report.notes))
-    path.write_text(filled(report.recipe, text(head, tag("main", parts), foot)), encoding="utf-8")
+    path.write_text(fill_template(report.recipe, text(head, tag("main", parts), foot)), encoding="utf-8")
 
 
 def _chart(timeline: Line) -> Markup | None:

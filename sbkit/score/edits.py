@@ -25,10 +25,10 @@ EQUAL, INSERTION, DELETION, SUBSTITUTION = "=IDS"
 _INSERT, _DELETE, _DIAGONAL = 1, 2, 3
 
 # A path through the table is encoded as one number: its edits, then its last step, then its substitutions. The
-# smallest number is the preferred path.
+# smallest number is that of the preferred path.
 _AN_EDIT, _A_STEP, _SUBSTITUTIONS = 1 << 34, 1 << 32, (1 << 32) - 1
 _STEPS = 3 * _A_STEP
-_FAR = 1 << 60  # unreachable
+_UNREACHABLE = 1 << 60
 
 _AT_ONCE = 10_000  # pairs whose tokens are encoded at once
 _FRONT = 100_000  # cells of all fronts in memory at once
@@ -78,15 +78,15 @@ def _count(references: Sequence[_Coded], hypotheses: Sequence[_Coded], longer: n
     # edits = substitutions + |longer| + 2 * (insertions that are balanced by a deletion elsewhere), which is an upper
     # bound of the substitutions. The lower bound is the distance in which a substitution costs two.
     substitutions = edits - abs(longer)
-    some = np.flatnonzero(substitutions > 1)
-    least = _distances(_pick(references, some), _pick(hypotheses, some), 2) - edits[some]
-    some = some[least < substitutions[some]]
-    references, hypotheses = _without_common_start(_pick(references, some), _pick(hypotheses, some))
+    unclear = np.flatnonzero(substitutions > 1)
+    least = _distances(_pick(references, unclear), _pick(hypotheses, unclear), 2) - edits[unclear]
+    unclear = unclear[least < substitutions[unclear]]
+    references, hypotheses = _without_common_start(_pick(references, unclear), _pick(hypotheses, unclear))
     order = np.argsort(_lengths(references), kind="stable")
     at_once = max(1, _FRONT // max(map(len, references), default=1))
     for start in range(0, len(order), at_once):
         group = order[start:start + at_once]
-        which = some[group]
+        which = unclear[group]
         substitutions[which] = _preferred(_pick(references, group), _pick(hypotheses, group), edits[which])
     insertions = (edits - substitutions + longer) // 2
     return EditCounts(insertions, insertions - longer, substitutions)
@@ -120,12 +120,12 @@ def align(references: Sequence[Tokens], hypotheses: Sequence[Tokens]) -> list[st
     >>> align([["a", "b", "c"]], [["a", "x", "c", "d"]])
     ['=S=I']
     """
-    ways = [""] * len(references)
+    alignments = [""] * len(references)
     for group in _groups(references, hypotheses):
-        found = _ways(_pick(references, group), _pick(hypotheses, group))
-        for i, way in zip(group, found, strict=True):
-            ways[i] = way
-    return ways
+        found = _alignments(_pick(references, group), _pick(hypotheses, group))
+        for i, alignment in zip(group, found, strict=True):
+            alignments[i] = alignment
+    return alignments
 
 
 def _pick(items: Sequence[_Item], which: Sequence[int] | np.ndarray) -> list[_Item]:
@@ -189,15 +189,15 @@ class _Front(NamedTuple):
 
     number: int
     cells: slice  # over i
-    ways: np.ndarray  # [cells, B] the preferred path to each
+    paths: np.ndarray  # [cells, B] the preferred path to each
 
     @property
     def steps(self) -> np.ndarray:
-        return self.ways // _A_STEP & 3
+        return self.paths // _A_STEP & 3
 
     @property
     def substitutions(self) -> np.ndarray:
-        return self.ways & _SUBSTITUTIONS
+        return self.paths & _SUBSTITUTIONS
 
 
 def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -> Iterator[_Front]:
@@ -209,8 +209,8 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -
     (rows, batch), columns = ref.shape, len(hyp)
     hyp = hyp[::-1]
     # One extra, unreachable row on either side.
-    ways = np.full((3, rows + 3, batch), _FAR, dtype=np.int64)
-    ways[0, 1] = 0
+    paths = np.full((3, rows + 3, batch), _UNREACHABLE, dtype=np.int64)
+    paths[0, 1] = 0
     for number in range(1, rows + columns + 1):
         first = max(0, number - columns, (number - insertions + 1) // 2)
         end = min(rows, number, (number + deletions) // 2) + 1
@@ -218,19 +218,19 @@ def _fronts(ref: np.ndarray, hyp: np.ndarray, deletions: int, insertions: int) -
             return
         now, before, earlier = number % 3, (number - 1) % 3, (number - 2) % 3
         here, above = slice(first + 1, end + 1), slice(first, end)
-        diagonal = ways[earlier, above] + _DIAGONAL * _A_STEP
+        diagonal = paths[earlier, above] + _DIAGONAL * _A_STEP
         low, high = max(first, 1), min(end, number)  # there are no diagonal steps into the first row and column
         differ = ref[low - 1:high - 1] != hyp[columns - number + low:columns - number + high]
         diagonal[low - first:high - first] += differ * (_AN_EDIT + 1)
-        least = np.minimum(diagonal, ways[before, above] + (_AN_EDIT + _DELETE * _A_STEP))
-        np.minimum(least, ways[before, here] + (_AN_EDIT + _INSERT * _A_STEP), out=least)
-        ways[now, here] = least & ~_STEPS
-        ways[now, first] = ways[now, end + 1] = _FAR  # the cells next to them hold values of an earlier front
+        least = np.minimum(diagonal, paths[before, above] + (_AN_EDIT + _DELETE * _A_STEP))
+        np.minimum(least, paths[before, here] + (_AN_EDIT + _INSERT * _A_STEP), out=least)
+        paths[now, here] = least & ~_STEPS
+        paths[now, first] = paths[now, end + 1] = _UNREACHABLE  # the cells next to them hold values of an earlier front
         yield _Front(number, above, least)
 
 
 def _preferred(references: Sequence[_Coded], hypotheses: Sequence[_Coded], edits: np.ndarray) -> np.ndarray:
-    """The number of substitutions in the preferred alignment of each pair, [B], given its number of ``edits`` [B]."""
+    """Return the substitutions in the preferred alignment of each pair, [B], given its number of ``edits`` [B]."""
     rows, columns = (np.array([len(text) for text in side]) for side in (references, hypotheses))
     longer = columns - rows
     result = np.zeros(len(rows), dtype=np.int64)
@@ -242,7 +242,7 @@ def _preferred(references: Sequence[_Coded], hypotheses: Sequence[_Coded], edits
     return result
 
 
-def _ways(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> list[str]:
+def _alignments(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> list[str]:
     """The preferred alignment of each pair, from the table of steps, walked back for all pairs at once."""
     i, j = (np.array([len(text) for text in side]) for side in (references, hypotheses))
     batch, longest = len(i), i.max() + j.max()
@@ -250,7 +250,7 @@ def _ways(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> list[st
     ref, hyp = _encode(references, hypotheses)
     for front in _fronts(ref, hyp, len(ref), len(hyp)):
         table[front.number, front.cells] = front.steps
-    way = np.zeros((batch, longest), dtype=np.uint8)
+    steps = np.zeros((batch, longest), dtype=np.uint8)
     names = np.frombuffer(b"\0IDS", dtype=np.uint8)
     active = np.flatnonzero(i + j)
     for back in range(longest - 1, -1, -1):
@@ -261,7 +261,7 @@ def _ways(references: Sequence[_Coded], hypotheses: Sequence[_Coded]) -> list[st
         diagonal = np.flatnonzero(step == _DIAGONAL)
         same = ref[row[diagonal], active[diagonal]] == hyp[column[diagonal], active[diagonal]]
         name[diagonal[same]] = ord(EQUAL)
-        way[active, back] = name
+        steps[active, back] = name
         i[active], j[active] = row, column
         active = active[(row + column) > 0]
-    return [row.tobytes().lstrip(b"\0").decode() for row in way]
+    return [row.tobytes().lstrip(b"\0").decode() for row in steps]

@@ -1,4 +1,4 @@
-"""How sure a metric is: what it would have been on other recordings of the same kind, for any task's metric."""
+"""Confidence intervals of any task's metric, by bootstrap over the recordings of its test set."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 
 from sbkit.errors import SbkitError
 from sbkit.score.metric import Metric
-from sbkit.score.rates import some
+from sbkit.score.rates import first_few
 from sbkit.score.significance import RunComparison, bounds
 
 logger = logging.getLogger(__name__)
 
 FEWEST, MOST, SECONDS = 100, 1000, 20.0
-"""Times that rows are drawn: fewer give no interval, and drawing ends after this many seconds."""
+"""Bootstrap samples: fewer give no interval, and sampling ends after this many seconds."""
 
 
 @dataclass
 class MetricEstimate:
-    """A metric on a test set, on each of its recordings alone, and on as many recordings drawn from it."""
+    """A metric on a test set, on each of its recordings alone, and on bootstrap samples of them."""
 
     name: str
     lower_is_better: bool
@@ -32,14 +32,14 @@ class MetricEstimate:
     ids: list[str]
     """Of the recordings, sorted."""
     values: list[float] = field(default_factory=list)
-    """The metric of each recording alone; empty if it can't be had of one, as an equal error rate can't."""
+    """The metric of each recording alone; empty if one recording has none, as with an equal error rate."""
     drawn: list[float] = field(default_factory=list)
-    """The metric of recordings drawn with replacement: which ones follows from their number alone, so that those of
-    two runs on the same test set are pairs."""
+    """The metric of each bootstrap sample. Which recordings are drawn depends only on their number, so samples of two
+    runs on the same test set are paired."""
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The bounds within which 95 % of the drawn values are."""
+        """The 95 % interval: the bounds within which 95 % of the drawn values lie."""
         return bounds(np.array(self.drawn)) if len(self.drawn) >= FEWEST else None
 
     def __str__(self) -> str:
@@ -55,9 +55,9 @@ class MetricEstimate:
 
 def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]], Mapping[str, float]],
              ) -> MetricEstimate | None:
-    """Compute a metric of rows that don't depend on each other, and how sure it is; None if ``stats`` lacks it.
+    """Compute a metric of independent rows, and its interval; None if ``stats`` lacks it.
 
-    A ``stats`` that can't take one row, or rows that are drawn, leaves out what would follow from that.
+    If ``stats`` fails on a single row, or on rows drawn with replacement, the values that need it are left out.
     """
     def value_of(some_rows: Sequence[Any]) -> float:
         value = float(stats(some_rows)[metric.name])
@@ -71,7 +71,7 @@ def estimate(metric: Metric, rows: Sequence[Any], stats: Callable[[Sequence[Any]
     end, rng = time.monotonic() + SECONDS, np.random.default_rng(0)
     try:
         found.values = [value_of([row]) for row in rows]
-    except Exception as error:  # the task's own code, asked for something that a test can do without
+    except Exception as error:  # the task's own code, for values that a test doesn't need
         logger.debug("%s of one recording: %r", metric.name, error)
     try:
         while len(found.drawn) < MOST and time.monotonic() < end:
@@ -88,7 +88,7 @@ def compare(a: MetricEstimate, b: MetricEstimate) -> RunComparison:
     if a.name != b.name:
         raise SbkitError(f"one run has {a.name}, the other {b.name}", hint="compare runs of the same task")
     if alone := sorted(set(a.ids) ^ set(b.ids)):
-        raise SbkitError(f"{len(alone)} recordings were scored in one run only: {some(alone)}",
+        raise SbkitError(f"{len(alone)} recordings were scored in one run only: {first_few(alone)}",
                          hint="compare runs on the same corpus")
     pairs = min(len(a.drawn), len(b.drawn))
     if pairs < FEWEST:

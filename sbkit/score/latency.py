@@ -1,4 +1,4 @@
-"""Live transcripts: how long after a word's end it stands in the text for good, and how often words change."""
+"""Live transcripts: how long after a word's end it is final, and how often words change."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ LATE = 95
 """The percentile of latencies that is reported beside their mean."""
 
 
-class Shown(NamedTuple):
-    """What was seen of one utterance's transcript while it grew."""
+class LiveTranscript(NamedTuple):
+    """An utterance's transcript, and how it changed while it grew."""
 
     text: str  # the last one
     changed: int  # words that were shown and replaced later
-    latencies: tuple[float, ...]  # seconds from the end of each right word until it stood there for good
+    latencies: tuple[float, ...]  # seconds from the end of each correct word until it no longer changed
 
 
 def follow(before: Tokens, after: Tokens) -> tuple[list[int | None], int]:
     """Find which word of ``before`` each word of ``after`` is, None for a new one, and how many of ``before`` changed.
 
-    A word that goes on is new, but what it was did not change: ``at`` that becomes ``attic``.
+    A word that is continued is new, but its beginning did not change: ``at`` that becomes ``attic``.
 
     >>> follow(["an", "at"], ["an", "attic", "room"]), follow(["an", "at"], ["an", "odd", "room"])
     (([0, None, None], 0), ([0, None, None], 1))
     """
-    if " ".join(after).startswith(" ".join(before)):  # it only grew: the last word may go on, and no other is touched
+    if " ".join(after).startswith(" ".join(before)):  # it only grew: at most the last word is continued
         stays = sum(old == new for old, new in zip(before, after, strict=False))
         return [*range(stays), *[None] * (len(after) - stays)], 0
-    [way] = edits.align([before], [after])
+    [alignment] = edits.align([before], [after])
     same: list[int | None] = []
     changed = old = 0
-    for step in way:
+    for step in alignment:
         if step in (EQUAL, SUBSTITUTION, INSERTION):
             same.append(old if step == EQUAL else None)
         if step == DELETION or (step == SUBSTITUTION and not after[len(same) - 1].startswith(before[old])):
@@ -53,7 +53,7 @@ def stable_words(texts: Sequence[Tokens]) -> tuple[list[int], int]:
     """Follow words through texts that are shown one after the other.
 
     Returns for each word of the last text the number of the text since which it has stood there, and how many words
-    changed on the way.
+    changed on the alignment.
     """
     since: list[int] = []
     changed = 0
@@ -64,38 +64,39 @@ def stable_words(texts: Sequence[Tokens]) -> tuple[list[int], int]:
     return since, changed
 
 
-def shown(texts: Sequence[str], times: Sequence[float], reference: Tokens, ends: Sequence[float] | None) -> Shown:
-    """Summarise what was seen of an utterance.
+def live_transcript(texts: Sequence[str], times: Sequence[float], reference: Tokens,
+                    ends: Sequence[float] | None) -> LiveTranscript:
+    """Summarise the texts that were shown for an utterance.
 
     texts : what was shown, one text after the other; at least one
     times : when each was shown, in seconds
-    reference : the words that were said
-    ends : when each of these ended, in seconds; None if that isn't known, and then nothing is measured
+    reference : the words of the reference
+    ends : when each of these ended, in seconds; None if unknown: no latency is measured
     """
     split = [text.split() for text in texts]
     since, changed = stable_words(split)
     latencies: list[float] = []
     if ends is not None:
-        [way] = edits.align([reference], [split[-1]])
-        said = heard = 0
-        for step in way:
+        [alignment] = edits.align([reference], [split[-1]])
+        reference_words = words = 0
+        for step in alignment:
             if step == EQUAL:
-                latencies.append(times[since[heard]] - ends[said])
-            said += step != INSERTION
-            heard += step != DELETION
-    return Shown(texts[-1], changed, tuple(latencies))
+                latencies.append(times[since[words]] - ends[reference_words])
+            reference_words += step != INSERTION
+            words += step != DELETION
+    return LiveTranscript(texts[-1], changed, tuple(latencies))
 
 
 @dataclass(frozen=True)
 class LiveRates:
-    """A test heard in chunks of one size, or as a whole."""
+    """Rates of a test that was transcribed in chunks of one size, or as whole utterances."""
 
     chunk: int | None
     """Milliseconds; None for whole utterances."""
     WER: float
     WER_interval: tuple[float, float]
     latency: float | None
-    """Mean of all right words in seconds; None if none could be measured."""
+    """Mean over all correct words in seconds; None if none could be measured."""
     latency_p95: float | None
     measured: int
     """Number of these words."""
@@ -116,13 +117,15 @@ class LiveRates:
 COLUMNS = ("chunk", "WER %", "95 % interval", "latency s", f"{LATE} % within s", "changed %")
 
 
-def rates(chunk: int | None, said: Sequence[tuple[str, str]], seen: Sequence[Shown]) -> LiveRates:
-    """Score a test; ``said`` has the id and the reference of each utterance, none of them empty."""
+def rates(chunk: int | None, references: Sequence[tuple[str, str]],
+          transcripts: Sequence[LiveTranscript]) -> LiveRates:
+    """Score a test; ``references`` has the id and the reference of each utterance, none of them empty."""
     words = ErrorRates("word")
-    words.add([name for name, _ in said], [reference for _, reference in said], [one.text for one in seen])
-    latencies = np.array([each for one in seen for each in one.latencies])
-    final = sum(len(one.text.split()) for one in seen)
+    words.add([name for name, _ in references], [reference for _, reference in references],
+              [one.text for one in transcripts])
+    latencies = np.array([each for one in transcripts for each in one.latencies])
+    final = sum(len(one.text.split()) for one in transcripts)
     return LiveRates(
         chunk, words.rate, interval(words), float(latencies.mean()) if len(latencies) else None,
         float(np.percentile(latencies, LATE)) if len(latencies) else None, len(latencies),
-        100 * sum(one.changed for one in seen) / max(1, final))
+        100 * sum(one.changed for one in transcripts) / max(1, final))

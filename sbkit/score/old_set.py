@@ -1,4 +1,4 @@
-"""What a model made of the test of what it had learnt before, and whether it is worse by now."""
+"""The initial model's score on the test of its own corpus, and whether a fine-tuned model is worse on it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from sbkit.score.run_files import OLD_SET
 from sbkit.system.console import atomic_write
 
 OLD = "old"
-"""The part of a run's test that is the old one, whose figures end with it: "WER old"."""
+"""The name of the old test among the parts of a run's test: "WER old"."""
 
 
 @dataclass
 class OldSet:
-    """What the source's weights made of the old test, in a file of the run's folder.
+    """The score of the initial weights on the old test, stored in the run's folder.
 
     metric, lower_is_better : of the task
     before, interval : the metric of these weights, and its bounds; without an interval the metric twice
-    share, old, new : of the mean of weights that saves the old set: what the new ones count, and the metric on both
-        tests; None if there is no such mean
+    share, old, new : for a mean of new and initial weights that restores the old score: the share of the new ones, and
+        the metric on both tests; None if there is no such mean
     """
 
     metric: str
@@ -43,7 +43,7 @@ class OldSet:
 
     @classmethod
     def read(cls, folder: Path) -> OldSet | None:
-        """Read it; None if the run has none."""
+        """Read it from a run's folder; None if the run has none."""
         try:
             return cls(**json.loads((folder / OLD_SET).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -64,9 +64,9 @@ class OldSet:
                 f"{self.before:.2f} ({low:.2f} to {high:.2f})")
 
     def offer(self, run: Path, average: int = 1) -> str:
-        """How to export the mean that saves the old set; empty if there is none.
+        """Describe how to export the mean that restores the old score; empty if there is none.
 
-        average : of how many checkpoints the new weights in it are the mean
+        average : how many checkpoints the new weights are the mean of
         """
         several = f" --average {average}" if average > 1 else ""
         return "" if self.share is None else (

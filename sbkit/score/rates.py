@@ -18,15 +18,15 @@ GAP = "<eps>"  # placeholder for a missing token in an alignment, as in SpeechBr
 
 
 class Confusion(NamedTuple):
-    """``reference`` was heard as ``hypothesis``; one of them is empty for a deletion or an insertion."""
+    """``reference`` was recognised as ``hypothesis``; one of them is empty for a deletion or an insertion."""
 
     reference: str
     hypothesis: str
-    count: int  # type: ignore[assignment]  # hides a tuple method that nobody calls
+    count: int  # type: ignore[assignment]  # hides a tuple method that is never called
 
 
 class ErrorRates:
-    """Collects references and hypotheses and scores them all at once when a number is asked for.
+    """Collects references and hypotheses, and scores them all at once when a rate is read.
 
     >>> rates = ErrorRates()
     >>> rates.add(["a", "b"], ["the cat sat", "on a mat"], ["the cat", "on the mat"])
@@ -119,18 +119,18 @@ class ErrorRates:
         """Each utterance's alignment as steps ``=``, ``S``, ``D``, ``I`` (see ``edits.align``)."""
         wrong = np.flatnonzero(self.edits).tolist()
         references, hypotheses = self.references, self.hypotheses
-        ways = [EQUAL * len(reference) for reference in references]
-        found = align([references[i] for i in wrong], [hypotheses[i] for i in wrong])
-        for i, way in zip(wrong, found, strict=True):
-            ways[i] = way
-        return ways
+        found = [EQUAL * len(reference) for reference in references]
+        differing = align([references[i] for i in wrong], [hypotheses[i] for i in wrong])
+        for i, alignment in zip(wrong, differing, strict=True):
+            found[i] = alignment
+        return found
 
     def confusions(self, limit: int = 50) -> list[Confusion]:
-        """Pairs of confused words, the most frequent first."""
+        """Return the most frequent edits as pairs of words, the most frequent first."""
         found: Counter[tuple[str, str]] = Counter()
-        for reference, hypothesis, way in zip(self.references, self.hypotheses, self.alignments(), strict=True):
-            if way.count(EQUAL) < len(way):
-                found.update((ref, hyp) for step, ref, hyp in aligned(reference, hypothesis, way) if step != EQUAL)
+        for row in zip(self.references, self.hypotheses, self.alignments(), strict=True):
+            if set(row[-1]) != {EQUAL}:
+                found.update((ref, hyp) for step, ref, hyp in aligned(*row) if step != EQUAL)
         ranked = sorted(found.items(), key=lambda item: (-item[1], item[0]))
         return [Confusion(*pair, times) for pair, times in ranked[:limit]]
 
@@ -140,41 +140,41 @@ class ErrorRates:
             out.write(_HEAD.format(**self.summary()))
             rows = zip(self.ids, self.references, self.hypotheses, np.stack(self.counts, axis=1).tolist(),
                        self.alignments(), strict=True)
-            for id_, reference, hypothesis, counts, way in rows:
+            for id_, reference, hypothesis, counts, alignment in rows:
                 out.write(_RULE + _UTTERANCE.format(
                     id_, 100 * sum(counts) / len(reference), sum(counts), len(reference), *counts))
-                out.write(_picture(reference, hypothesis, way))
+                out.write(_picture(reference, hypothesis, alignment))
 
 
-def aligned(reference: Tokens, hypothesis: Tokens, way: str) -> Iterator[tuple[str, str, str]]:
+def aligned(reference: Tokens, hypothesis: Tokens, alignment: str) -> Iterator[tuple[str, str, str]]:
     """Yield an alignment as (step, reference token, hypothesis token), with an empty string for a missing token."""
     i = j = 0
-    for step in way:
+    for step in alignment:
         ref = "" if step == INSERTION else reference[i]
         hyp = "" if step == DELETION else hypothesis[j]
         i, j = i + (step != INSERTION), j + (step != DELETION)
         yield step, ref, hyp
 
 
-def some(ids: Sequence[str], limit: int = 5) -> str:
+def first_few(ids: Sequence[str], limit: int = 5) -> str:
     """Format the first few ids for a message."""
     return ", ".join(map(str, ids[:limit])) + (f" and {len(ids) - limit} more" if len(ids) > limit else "")
 
 
 def _refuse(ids: Sequence[str], what: str, hint: str) -> None:
     if ids:
-        raise SbkitError(f"{len(ids)} utterance{'s have' if len(ids) > 1 else ' has'} {what}: {some(ids)}",
+        raise SbkitError(f"{len(ids)} utterance{'s have' if len(ids) > 1 else ' has'} {what}: {first_few(ids)}",
                          hint=hint)
 
 
-def _picture(reference: Tokens, hypothesis: Tokens, way: str) -> str:
+def _picture(reference: Tokens, hypothesis: Tokens, alignment: str) -> str:
     """Reference, steps and hypothesis under each other."""
-    if way.count(EQUAL) == len(way):
+    if alignment.count(EQUAL) == len(alignment):
         steps = [EQUAL.center(len(token)) for token in reference]
         refs = hyps = reference
     else:
         columns = [
-            (ref or GAP, step, hyp or GAP) for step, ref, hyp in aligned(reference, hypothesis, way)]
+            (ref or GAP, step, hyp or GAP) for step, ref, hyp in aligned(reference, hypothesis, alignment)]
         widths = [max(map(len, column)) for column in columns]
         refs, steps, hyps = (
             [cell.center(width) for cell, width in zip(line, widths, strict=True)]

@@ -44,7 +44,7 @@ class SoundSample(NamedTuple):
 
 @dataclass
 class Player:
-    """Recordings that a report lets one hear side by side: title, remark, and the recordings."""
+    """Recordings that a report plays side by side: title, remark, and the recordings."""
 
     title: str
     remark: str
@@ -64,11 +64,11 @@ class Results:
     tables: list[Table] = field(default_factory=list)
     """Tables for the report."""
     players: list[Player] = field(default_factory=list)
-    """What the report lets one hear; whoever writes the results fills it."""
+    """Recordings for the report to play; set when the results are written."""
     estimate: MetricEstimate | None = field(default=None, kw_only=True)
-    """How sure the metric is, and what it is of each recording."""
+    """The metric's interval, and its value for each recording."""
     parts: dict[str, Results] = field(default_factory=dict, kw_only=True)
-    """Those of each part of a mixture."""
+    """The results of each part of a mixture."""
 
     def check(self) -> None:
         """Raise if there is nothing to report."""
@@ -77,11 +77,11 @@ class Results:
 
     def headline(self) -> str:
         """The numbers on one line."""
-        return ", ".join([*(self._said(name) for name in self.stats), counted(self.utterances, "utterance")])
+        return ", ".join([*(self._formatted(name) for name in self.stats), counted(self.utterances, "utterance")])
 
-    def _said(self, name: str) -> str:
-        sure = self.estimate is not None and name == self.estimate.name
-        return str(self.estimate) if sure else f"{name} {self.stats[name]:.4g}"
+    def _formatted(self, name: str) -> str:
+        has_interval = self.estimate is not None and name == self.estimate.name
+        return str(self.estimate) if has_interval else f"{name} {self.stats[name]:.4g}"
 
     def lines(self) -> list[str]:
         """Lines for the screen, below the headline."""
@@ -89,19 +89,19 @@ class Results:
 
     def facts(self) -> dict[str, Any]:
         """The content of an evaluation's result.json: the numbers and their uncertainty."""
-        sure = self.estimate
-        return {**self.stats, **({f"{sure.name}_interval": sure.interval} if sure and sure.interval else {})}
+        known = self.estimate
+        return {**self.stats, **({f"{known.name}_interval": known.interval} if known and known.interval else {})}
 
     def columns(self) -> list[tuple[str, Any]]:
         """The columns of ``sbkit evaluate``'s table."""
-        return [(name, self._said(name).removeprefix(f"{name} ")) for name in self.stats]
+        return [(name, self._formatted(name).removeprefix(f"{name} ")) for name in self.stats]
 
-    def lines_of_table(self) -> list[list[tuple[str, Any]]]:
-        """The lines of that table, with the same columns; one, unless a test was heard in several ways."""
+    def table_rows(self) -> list[list[tuple[str, Any]]]:
+        """The rows of that table, with the same columns; several if a test was run with several chunk sizes."""
         return [self.columns()]
 
     def figures(self, name: str) -> Mapping[str, float]:
-        """The figures of this name that ``--max`` limits, by what they are of; none if there are none."""
+        """The figures of this name that ``--max`` limits, by what they belong to; empty if there are none."""
         return {"": self.stats[name]} if name in self.stats else {}
 
     def files(self, of: str = "") -> list[str]:
@@ -109,7 +109,7 @@ class Results:
         return [f"{of}{'_' if of else ''}results.json"]
 
     def where(self, folder: Path, of: str = "") -> str:
-        """A line that says which file to look at."""
+        """A line that names the file with all numbers."""
         return f"all numbers: {folder / self.files(of)[0]}"
 
     def write(self, folder: Path, manifest: Manifest, of: str = "") -> None:
@@ -135,7 +135,7 @@ def describe_unread(split: str, unread: Mapping[str, str], read: int) -> str:
     >>> describe_unread("test", {"b": "b.wav: no such file"}, 1999)
     '1 of 2,000 test utterances could not be read and is not scored: b.wav: no such file'
     """
-    some = "; ".join(list(unread.values())[:NAMED])
+    first = "; ".join(list(unread.values())[:NAMED])
     more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
     return (f"{len(unread):,} of {read + len(unread):,} {split} utterances could not be read and "
-            f"{'is' if len(unread) == 1 else 'are'} not scored: {some}{more}")
+            f"{'is' if len(unread) == 1 else 'are'} not scored: {first}{more}")

@@ -1,4 +1,4 @@
-"""The names of the files and folders in a run's output folder that several rooms use.
+"""The names of the files and folders in a run's output folder that several packages use.
 
 The recipe says where checkpoints, the tokenizer and the log of epochs go (``save`` and ``train_log.txt`` in all shipped
 recipes), and ``log-config.yaml`` says where the log goes: ``log.txt``.
@@ -7,18 +7,18 @@ recipes), and ``log-config.yaml`` says where the log goes: ``log.txt``.
 RECIPE = "hyperparams.yaml"
 """SpeechBrain's name for the resolved recipe."""
 METRICS = "metrics.jsonl"
-HEARD = "test_utterances.jsonl"
+TEST_UTTERANCES = "test_utterances.jsonl"
 MANIFESTS = "manifests"
 PREPARED = f"{MANIFESTS}/prepare_report.json"
 EVALUATIONS, CORPORA = "evaluations", "corpora"
 """Contains a folder per result of ``sbkit evaluate``, and one for the corpora prepared for it."""
-RESULT, EVALUATED = "result.json", "utterances.jsonl"
-"""File in the folder of an evaluation."""
-NUMBERS = "test_results.json"
+RESULT, UTTERANCES = "result.json", "utterances.jsonl"
+"""Files in the folder of an evaluation."""
+TEST_RESULTS = "test_results.json"
 """Results of a task that has only numbers and tables; in an evaluation's folder without ``test_``."""
 REPORT = "report.html"
 OLD_SET = "old_set.json"
-"""What a run that replays made of its source's test before it trained, and the mean of weights that it offers."""
+"""For a run that replays: the initial model's score on its own test, and a mean of weights that restores it."""
 CULPRITS, TENSORBOARD = "culprits", "tensorboard"
 LOGGERS = "loggers.txt"
 """Holds the name of this run in the tools of ``loggers``."""

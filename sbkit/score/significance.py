@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 
 from sbkit.errors import SbkitError
-from sbkit.score.rates import ErrorRates, some
+from sbkit.score.rates import ErrorRates, first_few
 
 NORMAL_FROM = 10_000  # utterances
 RESAMPLES, PAIRED_RESAMPLES = 2000, 10_000
@@ -98,29 +98,29 @@ def _refuse_other_references(a: ErrorRates, b: ErrorRates) -> None:
                          hint="compare runs on the same corpus")
     if alone:
         were = "utterances were" if len(alone) > 1 else "utterance was"
-        raise SbkitError(f"{len(alone)} {were} scored in one run only: {some(alone)}",
+        raise SbkitError(f"{len(alone)} {were} scored in one run only: {first_few(alone)}",
                          hint="compare runs on the same corpus")
     changed = [name for name, reference in ours.items() if list(reference) != list(theirs[name])]
     if changed:
         differ = "utterances differ in their" if len(changed) > 1 else "utterance differs in its"
-        raise SbkitError(f"{len(changed)} {differ} reference: {some(changed)}",
+        raise SbkitError(f"{len(changed)} {differ} reference: {first_few(changed)}",
                          hint="both runs need the same text rules")
 
 
 def _drawn_rates(edits: np.ndarray, lengths: np.ndarray, resamples: int) -> np.ndarray:
-    """The rates, in per cent, of as many utterances drawn with replacement, [resamples]."""
+    """Return the rates in per cent of bootstrap samples, which have as many utterances, [resamples]."""
     rng, columns, size = np.random.default_rng(0), np.stack([edits, lengths]), len(edits)
     at_once = max(1, _AT_ONCE // size)
     found = []
     for start in range(0, resamples, at_once):
         drawn = rng.integers(size, size=(min(at_once, resamples - start), size), dtype=np.int32)
-        wrong, said = columns[:, drawn].sum(axis=2)
-        found.append(wrong / said)
+        errors, words = columns[:, drawn].sum(axis=2)
+        found.append(errors / words)
     return 100 * np.concatenate(found)
 
 
 def bounds(values: np.ndarray) -> tuple[float, float]:
-    """The quantiles between which 95 % of values are."""
+    """Return the quantiles between which 95 % of the values lie."""
     tail = (1 - _CONFIDENCE) / 2
     low, high = np.quantile(values, [tail, 1 - tail])
     return float(low), float(high)

@@ -35,16 +35,17 @@ def join(rows: Iterable[Any], manifest: Manifest) -> Iterator[ScoredUtterance]: 
     """Join each row (id, reference, hypothesis, confidence) with the manifest's facts; every id must be in it."""
     place = {name: i for i, name in enumerate(manifest.ids)}
     for row in rows:
-        said = manifest.row(place[row.id])
-        sure = None if row.confidence is None else round(row.confidence, 4)
-        yield ScoredUtterance(row.id, row.reference, row.hypothesis, sure, round(said.duration, 3), said.wav,
-                    said.start, said.speaker, {name: value for name, value in said.meta.items() if value})
+        listed = manifest.row(place[row.id])
+        confidence = None if row.confidence is None else round(row.confidence, 4)
+        yield ScoredUtterance(
+            row.id, row.reference, row.hypothesis, confidence, round(listed.duration, 3), listed.wav, listed.start,
+            listed.speaker, {name: value for name, value in listed.meta.items() if value})
 
 
-def write(path: str | os.PathLike[str], heard: Iterable[ScoredUtterance]) -> None:
+def write(path: str | os.PathLike[str], utterances: Iterable[ScoredUtterance]) -> None:
     """Write one JSON object per line."""
     with atomic_write(path) as out:
-        for one in heard:
+        for one in utterances:
             out.write(json.dumps(asdict(one), ensure_ascii=False) + "\n")
 
 

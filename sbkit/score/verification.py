@@ -13,8 +13,8 @@ from sbkit.errors import SbkitError, shown
 #: The share of trials of one speaker that minDCF assumes, as VoxCeleb's challenges do; a miss costs as much as a false
 #: alarm.
 P_TARGET = 0.01
-#: Trials are made of this many recordings at most, which are 2 million.
-MOST_RECORDINGS = 2000
+#: Trials are all_pairs of this many recordings at most, which are 2 million.
+MAX_RECORDINGS = 2000
 
 
 class Trials(NamedTuple):
@@ -65,12 +65,12 @@ def rates(scores: np.ndarray, same: np.ndarray, p_target: float = P_TARGET, time
                  float(cost.min()) / min(p_target, 1 - p_target), float(thresholds[after]))
 
 
-def made(speakers: Sequence[str]) -> Trials:
-    """Make trials of all pairs of recordings ``[N]`` whose speakers are known; of so many, evenly spread, if there are
-    more."""
+def all_pairs(speakers: Sequence[str]) -> Trials:
+    """Make trials of all pairs of recordings ``[N]`` whose speakers are known; of at most ``MAX_RECORDINGS``, evenly
+    spread."""
     known = np.flatnonzero(np.array([bool(each) for each in speakers], bool))
-    if len(known) > MOST_RECORDINGS:
-        known = known[np.linspace(0, len(known) - 1, MOST_RECORDINGS).astype(int)]
+    if len(known) > MAX_RECORDINGS:
+        known = known[np.linspace(0, len(known) - 1, MAX_RECORDINGS).astype(int)]
     first, second = (known[side] for side in np.triu_indices(len(known), 1))
     names = np.unique(np.asarray(speakers, object).astype(str), return_inverse=True)[1]
     return Trials(first, second, names[first] == names[second])
@@ -97,7 +97,7 @@ def read_list(path: str | Path) -> list[tuple[bool, str, str]]:
     return found
 
 
-def listed(trials: Sequence[tuple[bool, str, str]], ids: Sequence[str]) -> tuple[Trials, int]:
+def from_list(trials: Sequence[tuple[bool, str, str]], ids: Sequence[str]) -> tuple[Trials, int]:
     """Find the recordings of a list among ids, with or without a suffix; returns the trials that have both, and how
     many others there are."""
     place: Mapping[str, int] = {name: number for number, name in enumerate(ids)}

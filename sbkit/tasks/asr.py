@@ -18,7 +18,7 @@ from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.recipe.parts import flattened
 from sbkit.runs import initial
-from sbkit.score.latency import Shown
+from sbkit.score.latency import LiveTranscript
 from sbkit.system.console import atomic_write
 from sbkit.tasks.keys import RecogniserKeys, TaskKeys
 from sbkit.tasks.learning_notices import LearningNotices, Notice, Setup
@@ -55,7 +55,7 @@ class TranscribedUtterance(NamedTuple):
     hypothesis: str
     confidence: float | None = None  # 0 to 1; None for an empty hypothesis, or if the task has none
     nbest: Sequence[Choice] = ()  # a search's, best first
-    live: Sequence[Shown] = ()  # what a listener saw of it, for each chunk size of an evaluation
+    live: Sequence[LiveTranscript] = ()  # what a listener saw of it, for each chunk size of an evaluation
 
 
 class ASR(Task):

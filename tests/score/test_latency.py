@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sbkit.score.latency import LiveRates, Shown, follow, rates, shown, stable_words
+from sbkit.score.latency import LiveRates, LiveTranscript, follow, live_transcript, rates, stable_words
 
 WORDS = st.sampled_from(["a", "at", "attic", "an", "odd", "room"])
 TEXTS = st.lists(WORDS, max_size=5)
@@ -29,7 +29,7 @@ def test_a_word_is_the_same_wherever_it_moves():
 
 
 def grown(text):
-    """All texts that a display of whole words, which never takes one back, may have shown."""
+    """All texts that a display of whole words, which never takes one back, may have live_transcript."""
     return st.lists(st.integers(0, len(text)), max_size=6).map(
         lambda cuts: [*(text[:cut] for cut in sorted(cuts)), text])
 
@@ -75,12 +75,12 @@ def test_each_word_before_is_kept_goes_on_or_has_changed(before, after):
 
 def test_latency_is_of_right_words_and_from_their_ends():
     texts, times = ["the", "the od", "the odd rum", "the odd room"], [0.64, 1.28, 1.92, 2.1]
-    seen = shown(texts, times, ["the", "old", "odd", "room"], [0.5, 1.0, 1.25, 2.0])
-    assert seen == Shown("the odd room", 1, pytest.approx((0.14, 0.67, 0.1)))
+    seen = live_transcript(texts, times, ["the", "old", "odd", "room"], [0.5, 1.0, 1.25, 2.0])
+    assert seen == LiveTranscript("the odd room", 1, pytest.approx((0.14, 0.67, 0.1)))
 
 
 def test_without_the_ends_of_words_nothing_is_measured():
-    assert shown(["a", "b"], [1.0, 2.0], ["b"], None) == Shown("b", 1, ())
+    assert live_transcript(["a", "b"], [1.0, 2.0], ["b"], None) == LiveTranscript("b", 1, ())
 
 
 @given(st.lists(WORDS, min_size=1, max_size=6), st.lists(st.floats(0.1, 2.0), min_size=6, max_size=6),
@@ -88,15 +88,15 @@ def test_without_the_ends_of_words_nothing_is_measured():
 def test_what_is_shown_later_is_late_by_as_much(words, steps, later):
     times = [sum(steps[:n + 1]) for n in range(len(words))]
     texts = [" ".join(words[:n + 1]) for n in range(len(words))]
-    early = shown(texts, times, words, times)
-    late = shown(texts, [time + later for time in times], words, times)
+    early = live_transcript(texts, times, words, times)
+    late = live_transcript(texts, [time + later for time in times], words, times)
     assert early.latencies == pytest.approx([0.0] * len(words))
     assert late.latencies == pytest.approx([later] * len(words))
 
 
 def test_the_rates_of_a_test():
     said = [("one", "a b c d"), ("two", "e")]
-    seen = [Shown("a b c x", 3, (0.1, 0.2, 0.3)), Shown("e", 0, (1.0,))]
+    seen = [LiveTranscript("a b c x", 3, (0.1, 0.2, 0.3)), LiveTranscript("e", 0, (1.0,))]
     found = rates(640, said, seen)
     assert (found.WER, found.latency, found.measured, found.changed) == (20.0, pytest.approx(0.4), 4, 60.0)
     assert found.latency_p95 == pytest.approx(0.3 + 0.85 * 0.7), "between the last two of four"
@@ -105,6 +105,6 @@ def test_the_rates_of_a_test():
 
 
 def test_where_no_word_was_right_there_is_no_latency():
-    found = rates(None, [("one", "a")], [Shown("", 0, ())])
+    found = rates(None, [("one", "a")], [LiveTranscript("", 0, ())])
     assert isinstance(found, LiveRates) and found.latency is None and found.latency_p95 is None
     assert found.facts()["chunk"] == found.row()[0] == "whole" and found.changed == 0.0

@@ -13,7 +13,7 @@ from speechbrain.utils import metric_stats
 
 from sbkit.errors import SbkitError
 from sbkit.score import verification
-from sbkit.score.verification import listed, made, rates, read_list
+from sbkit.score.verification import all_pairs, from_list, rates, read_list
 
 
 def shares(scores, same, threshold):
@@ -70,22 +70,22 @@ def test_without_trials_of_both_kinds_there_is_no_rate(same):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from(["", "anna", "ben", "carla"]), max_size=12))
 def test_trials_are_all_pairs_of_those_who_are_known(speakers):
-    found = made(speakers)
+    found = all_pairs(speakers)
     pairs = [(i, j) for i in range(len(speakers)) for j in range(i + 1, len(speakers)) if speakers[i] and speakers[j]]
     assert list(zip(found.first.tolist(), found.second.tolist(), strict=True)) == pairs
     assert found.same.tolist() == [speakers[i] == speakers[j] for i, j in pairs]
 
 
 def test_many_recordings_are_thinned_evenly(monkeypatch):
-    monkeypatch.setattr(verification, "MOST_RECORDINGS", 10)
-    found = made([f"s{i // 10}" for i in range(100)])
+    monkeypatch.setattr(verification, "MAX_RECORDINGS", 10)
+    found = all_pairs([f"s{i // 10}" for i in range(100)])
     assert len(found.same) == 45 and {0, 99} <= {*found.first.tolist(), *found.second.tolist()}
 
 
 def test_a_list_is_read_and_its_recordings_are_found_with_or_without_a_suffix(tmp_path):
     path = tmp_path / "veri_test.txt"
     path.write_text("1 id1/a/1.wav id1/b/2.wav\n\n0 id1/a/1.wav id2/a/1.wav\n0 id1/a/1 gone.wav\n")
-    found, missing = listed(read_list(path), ["id1/a/1", "id1/b/2", "id2/a/1.wav"])
+    found, missing = from_list(read_list(path), ["id1/a/1", "id1/b/2", "id2/a/1.wav"])
     assert [each.tolist() for each in found] == [[0, 0], [1, 2], [True, False]] and missing == 1
 
 

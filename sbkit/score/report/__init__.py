@@ -1,4 +1,4 @@
-"""report.html: what a run does, what it gets wrong, and what to fix next, as one page."""
+"""report.html: a run's training, its errors, and what to fix next, on one page."""
 
 from sbkit.score.report.page import write_report
 

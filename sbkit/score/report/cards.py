@@ -20,15 +20,15 @@ from sbkit.score.utterances import ScoredUtterance
 from sbkit.system.console import counted
 
 _RATE = 16_000
-_COMPRESSION = 0.8  # variable bit rate, some 37 kbit/s for speech at 16 kHz
+_COMPRESSION = 0.8  # variable bit rate, about 37 kbit/s for speech at 16 kHz
 _LONGEST = 120.0  # seconds of one recording
 Recording = ScoredUtterance | SoundSample | Utterance
 
 
 class AudioEmbedder:
-    """Makes data URIs until ``megabytes`` are used up, then gives the reason why there is none.
+    """Makes data URIs of recordings until ``megabytes`` are used up.
 
-    owned : whether a recording belongs to the run: a page is shown to others, and a run's results may name any file
+    owned : whether a recording belongs to the run. Pages are shared, and a run's results may name any file
     remote : which URLs may be opened
     """
 
@@ -39,7 +39,7 @@ class AudioEmbedder:
         self._embedded: set[str] = set()
 
     def player(self, one: Recording) -> Markup:
-        """Make a player, or say why there is none; a recording is embedded once, however often it is shown."""
+        """Make a player, or a remark why there is none; a recording that is shown twice is embedded once."""
         if one.id in self._embedded:  # the page's script copies it from the player that has it
             return tag("audio", controls=True, preload="none", data_same=one.id)
         uri, why_not = self.get(one)
@@ -62,9 +62,9 @@ class AudioEmbedder:
                             bitrate_mode="VARIABLE", compression_level=_COMPRESSION)
         except AudioError as error:
             return None, f"the recording can't be read: {error.cause}"
-        except ValueError as error:  # no path has zeros, or halves of surrogate pairs
+        except ValueError as error:  # paths can't contain zeros or lone surrogates
             return None, f"not embedded: its path is invalid ({error})"
-        except soundfile.LibsndfileError as error:  # some are built without MP3
+        except soundfile.LibsndfileError as error:  # it may be built without MP3
             return None, f"not embedded: {error}"
         uri = "data:audio/mpeg;base64," + base64.b64encode(encoded.getvalue()).decode()
         if len(uri) > self.left:
@@ -81,12 +81,11 @@ _NOTHING = "·"  # placeholder for a missing word in an alignment
 def card(results: ScoredRun, clips: AudioEmbedder, index: int, *remarks: str,
          other: tuple[Tokens, str, str] | None = None) -> Markup:
     """Make a card of an utterance from its index, remarks about it, and another run's (words, alignment, name)."""
-    one = results.heard[index]
-    reference, heard = results.words.references[index], results.words.hypotheses[index]
-    here = diff(reference, heard, results.ways[index])
+    one, reference = results.utterances[index], results.words.references[index]
+    words = diff(reference, results.words.hypotheses[index], results.alignments[index])
     if other is not None:
-        here = text(tag("p", other[2], class_="side"), diff(reference, other[0], other[1]),
-                    tag("p", "this run", class_="side"), here)
+        words = text(tag("p", other[2], class_="side"), diff(reference, other[0], other[1]),
+                     tag("p", "this run", class_="side"), words)
     edits, length = int(results.edits[index]), int(results.lengths[index])
     facts = [f"{counted(edits, 'error')} in {counted(length, 'word')}", f"{one.duration:.1f} s"]
     if one.confidence is not None:
@@ -95,14 +94,14 @@ def card(results: ScoredRun, clips: AudioEmbedder, index: int, *remarks: str,
     if one.speaker:
         facts.append(f"speaker {short(one.speaker)}")
     below = tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts")
-    return tag("article", here, clips.player(one), *(tag("p", remark, class_="remark") for remark in remarks), below,
+    return tag("article", words, clips.player(one), *(tag("p", remark, class_="remark") for remark in remarks), below,
                class_="utterance")
 
 
-def diff(reference: Tokens, heard: Tokens, way: str) -> Markup:
+def diff(reference: Tokens, hypothesis: Tokens, alignment: str) -> Markup:
     """Lay out both texts as pairs of words, the reference's above."""
-    pairs = [tag("span", tag("span", said or _NOTHING), " ", tag("span", word or _NOTHING), class_=_CLASSES[step])
-             for step, said, word in aligned(reference, heard, way)]
+    pairs = [tag("span", tag("span", ref or _NOTHING), " ", tag("span", hyp or _NOTHING), class_=_CLASSES[step])
+             for step, ref, hyp in aligned(reference, hypothesis, alignment)]
     return tag("p", [text(pair, " ") for pair in pairs], class_="diff", dir="auto")
 
 
@@ -112,7 +111,7 @@ def short(name: str, limit: int = 12) -> str:
 
 
 def most_wrong(results: ScoredRun, count: int, without: Sequence[int] = ()) -> list[int]:
-    """The utterances with the most errors beyond what their length makes likely.
+    """Return the utterances with the most errors beyond what is expected for their length.
 
     Sorted by rate alone, utterances of one word would come first.
     """

@@ -25,15 +25,15 @@ from sbkit.score.rates import ErrorRates
 from sbkit.score.results import Player, SoundSample
 from sbkit.score.run_files import (
     CORPORA,
-    EVALUATED,
     EVALUATIONS,
-    HEARD,
     MANIFESTS,
     METRICS,
-    NUMBERS,
     PREPARED,
     RECIPE,
     RESULT,
+    TEST_RESULTS,
+    TEST_UTTERANCES,
+    UTTERANCES,
 )
 from sbkit.score.utterances import ScoredUtterance
 from sbkit.system import untrusted
@@ -45,23 +45,23 @@ _MAX_BYTES = 1 << 30  # of a file of a run
 class ScoredRun:
     """Scored utterances and their error rates in the same order; utterances without a reference are left out."""
 
-    heard: list[ScoredUtterance]
+    utterances: list[ScoredUtterance]
     words: ErrorRates = field(init=False)
     characters: ErrorRates = field(init=False)
 
     def __post_init__(self) -> None:
-        self.heard = [one for one in self.heard if one.reference.split()]
+        self.utterances = [one for one in self.utterances if one.reference.split()]
         self.words, self.characters = ErrorRates("word"), ErrorRates("character")
         for rates in (self.words, self.characters):
-            rates.add([one.id for one in self.heard], [one.reference for one in self.heard],
-                      [one.hypothesis for one in self.heard])
+            rates.add([one.id for one in self.utterances], [one.reference for one in self.utterances],
+                      [one.hypothesis for one in self.utterances])
 
     def __len__(self) -> int:
-        return len(self.heard)
+        return len(self.utterances)
 
     @property
     def hours(self) -> float:
-        return sum(one.duration for one in self.heard) / 3600
+        return sum(one.duration for one in self.utterances) / 3600
 
     @cached_property
     def edits(self) -> np.ndarray:
@@ -79,7 +79,7 @@ class ScoredRun:
         return int(self.edits.sum()), int(self.lengths.sum())
 
     @cached_property
-    def ways(self) -> list[str]:
+    def alignments(self) -> list[str]:
         """Each utterance's alignment (see ``edits.align``)."""
         return self.words.alignments()
 
@@ -126,49 +126,48 @@ class RunData:
 
     @cached_property
     def parts(self) -> dict[str, ScoredRun]:
-        """The results of each part of a mixture by its name; those of another corpus have none."""
+        """The results of each part of a mixture by name; of another corpus, all by the name ""."""
         if self.results is None or self.prepared is None or self.prepared["source"]["kind"] != "mixture":
             return {} if self.results is None else {"": self.results}
         found: dict[str, list[ScoredUtterance]] = {}
-        for one in self.results.heard:
+        for one in self.results.utterances:
             found.setdefault(one.meta.get("corpus", ""), []).append(one)
-        return {part: ScoredRun(some) for part, some in found.items()}
+        return {part: ScoredRun(rows) for part, rows in found.items()}
 
     @cached_property
     def prepared_parts(self) -> dict[str, dict[str, Any]]:
-        """How each part of a mixture was prepared, by its name; empty for another corpus, and if that is gone."""
+        """The preparation report of each part of a mixture by name; empty for another corpus, or if they are gone."""
         names = ((self.prepared or {}).get("options") or {}).get("parts") or {}
         found = {name: _json(self.run / MANIFESTS / name / Path(PREPARED).name) for name in names}
         return {name: part for name, part in found.items() if part is not None}
 
     @cached_property
-    def heard(self) -> dict[str, tuple[float, float]]:
-        """The hours of each part of a mixture that training heard, and how often it went through them; those of the
-        last epoch count."""
+    def training_audio(self) -> dict[str, tuple[float, float]]:
+        """The hours of audio of each part of a mixture in training so far, and how many passes through the part."""
         return {key.removeprefix("hours "): (hours, epoch[key.replace("hours", "epochs", 1)])
                 for epoch in self.epochs for key, hours in epoch.items() if key.startswith("hours ")}
 
     @property
-    def replayed(self) -> str:
-        """What the parts of a run are that replays what its source had learnt; empty if it doesn't."""
+    def replay_note(self) -> str:
+        """What the parts of a run with replay are; empty for other runs."""
         return "" if OldSet.read(self.run) is None else (
             "Part new is the data of this run. Part old is data that its initial model was trained on, replayed so "
             "that the model doesn't forget it.")
 
     def key(self, name: str) -> str:
-        """The value of a recipe's key as its text; empty if it has none."""
+        """The value of a recipe's key as text; empty if it has none."""
         return plain_values(self.recipe).get(name, "")
 
     @cached_property
     def old_test(self) -> tuple[OldSet, float] | None:
-        """What the test of what a run replays was before, and what it is; None if it replays nothing."""
+        """The score on the old test before a run with replay, and the metric after it; None for other runs."""
         known = OldSet.read(self.run)
         value = None if known is None else self.tested.get(f"test_{known.metric} {OLD}")
         return None if known is None or value is None else (known, value)
 
     @cached_property
-    def words(self) -> frozenset[str]:
-        """All words of the transcripts that the run learnt from; none if its manifest is gone."""
+    def training_words(self) -> frozenset[str]:
+        """All words of the training transcripts; none if the manifest is gone."""
         path = self.run / MANIFESTS / "train.csv"
         texts = read_delimited(path, only={"wrd"}).find("wrd") if path.is_file() else None
         if texts is None or not len(texts):
@@ -216,23 +215,23 @@ def rate(value: float, digits: int = 2) -> str:
     return f"{value:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
-def read(run: str | Path, heard: str | Path | None = None) -> RunData:
-    """Read a run's folder; ``heard`` is where its test utterances are, if not in the usual place.
+def read(run: str | Path, utterances_file: str | Path | None = None) -> RunData:
+    """Read a run's folder; ``utterances_file`` has its test utterances, if they are not in the usual place.
 
     An evaluation's folder works too: it gives the evaluated run, with the evaluation's scores.
     """
     folder = Path(run)
     if (folder / RESULT).is_file():
-        numbers = _json(folder / NUMBERS.removeprefix("test_")) or {}
-        return replace(read(_run_of(folder), folder / EVALUATED), folder=folder, scored=_json(folder / RESULT) or {},
+        numbers = _json(folder / TEST_RESULTS.removeprefix("test_")) or {}
+        return replace(read(_run_of(folder), folder / UTTERANCES), folder=folder, scored=_json(folder / RESULT) or {},
                        **_numbers(numbers, folder))
     if not (folder / METRICS).is_file() and not (folder / RECIPE).is_file():
         missing = f"is not a run: it has no {METRICS} and no {RECIPE}" if folder.is_dir() else "does not exist"
         raise SbkitError(f"{folder} {missing}", hint="name the output_folder of a run")
     lines = _metrics(folder / METRICS)
-    heard = Path(heard) if heard is not None else folder / HEARD
-    rows = utterances.read(heard) if heard.is_file() else []
-    numbers = _json(folder / NUMBERS) or {}
+    utterances_file = Path(utterances_file) if utterances_file is not None else folder / TEST_UTTERANCES
+    rows = utterances.read(utterances_file) if utterances_file.is_file() else []
+    numbers = _json(folder / TEST_RESULTS) or {}
     return RunData(
         folder=folder, run=folder, steps=[line for line in lines if line["kind"] == "step"], epochs=_epochs(lines),
         starts=[line for line in lines if line["kind"] == "run"],
@@ -244,15 +243,15 @@ def read(run: str | Path, heard: str | Path | None = None) -> RunData:
 
 
 def _numbers(numbers: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What ``Results.write`` has written, as fields of ``RunData``."""
-    said = numbers.get("estimate")
+    """The content of a file by ``Results.write``, as fields of ``RunData``."""
+    estimate = numbers.get("estimate")
     return {"stats": numbers.get("stats", {}), "tables": numbers.get("tables", []),
-            "players": _players(numbers, folder), "estimate": said and MetricEstimate(**said),
+            "players": _players(numbers, folder), "estimate": estimate and MetricEstimate(**estimate),
             "recordings": [Utterance(**each) for each in numbers.get("recordings", [])]}
 
 
 def _players(numbers: Mapping[str, Any], folder: Path) -> list[Player]:
-    """The players of results, with recordings that lie below their folder found there, wherever it is now."""
+    """The players of results; recordings in the results' folder are found even if it was moved."""
     return [Player(each["title"], each["remark"],
                    [SoundSample(**{**sound, "wav": _below(folder, sound["wav"])}) for sound in each["sounds"]],
                    each.get("among_worst", False))

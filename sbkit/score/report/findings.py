@@ -12,8 +12,8 @@ from sbkit.score.old_set import OLD
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
 from sbkit.score.report.groups import UtteranceGroup, breakdown
 
-#: The page's note on how far to trust this.
-HONESTLY = (
+#: The page's note on how far to trust suspected labels.
+SUSPECTS_NOTE = (
     "A heuristic: nobody has listened to these yet. The model is fairly confident of its hypothesis here, and the "
     "transcript differs from it much more than usual at this confidence. Possible reasons: a wrong transcript, a "
     "recording that was cut off, a name or number written in another way, or a mistake that the model is confident "
@@ -22,12 +22,12 @@ HONESTLY = (
 _EXCESS = 0.2  # share of the characters beyond what is usual at that confidence
 _SURE = 0.25  # share of utterances, those with the lowest confidence, that are never suspected
 _NEIGHBOURS = 100
-_LEAST = 20  # utterances needed to tell what is usual
-_RARELY_SILENT = 0.05  # if the model hears nothing more often than this, it tells nothing about the labels
+_LEAST = 20  # utterances needed to know what is usual
+_RARELY_SILENT = 0.05  # empty hypotheses that are more frequent than this say nothing about the labels
 
 #: Texts shown if there are no suspects.
 NONE_SUSPECTED = "None: no transcript differs from its hypothesis much more than usual at the model's confidence."
-NOT_TOLD = f"Not checked: this needs at least {_LEAST} utterances with a known confidence."
+NOT_CHECKED = f"Not checked: this needs at least {_LEAST} utterances with a known confidence."
 
 
 class SuspectLabel(NamedTuple):
@@ -43,14 +43,14 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
     if not can_judge(results):
         return []
     errors = np.minimum(results.character_rates, 1.0)
-    sure = np.array([np.nan if one.confidence is None else one.confidence for one in results.heard])
-    known = np.flatnonzero(~np.isnan(sure))
-    order = known[np.argsort(sure[known], kind="stable")]
+    confidence = np.array([np.nan if one.confidence is None else one.confidence for one in results.utterances])
+    known = np.flatnonzero(~np.isnan(confidence))
+    order = known[np.argsort(confidence[known], kind="stable")]
     usual = _running_median(errors[order], min(_NEIGHBOURS, max(_LEAST, len(order) // 4)))
-    least = np.quantile(sure[known], _SURE)
+    least = np.quantile(confidence[known], _SURE)
     found = [SuspectLabel(int(i), float(errors[i]), float(median)) for i, median in zip(order, usual, strict=True)
-             if sure[i] >= least and errors[i] - median >= _EXCESS]
-    silent = [SuspectLabel(i, 1.0, 0.0) for i, one in enumerate(results.heard) if not one.hypothesis.split()]
+             if confidence[i] >= least and errors[i] - median >= _EXCESS]
+    silent = [SuspectLabel(i, 1.0, 0.0) for i, one in enumerate(results.utterances) if not one.hypothesis.split()]
     if len(silent) <= _RARELY_SILENT * len(results):
         found += silent
     return sorted(found, key=lambda suspect: suspect.usual - suspect.error)
@@ -58,7 +58,7 @@ def suspects(results: ScoredRun) -> list[SuspectLabel]:
 
 def can_judge(results: ScoredRun) -> bool:
     """Whether there are enough utterances to tell what is usual."""
-    return sum(one.confidence is not None for one in results.heard) >= _LEAST
+    return sum(one.confidence is not None for one in results.utterances) >= _LEAST
 
 
 def _running_median(values: np.ndarray, width: int) -> np.ndarray:
@@ -73,17 +73,17 @@ MOST = 7
 _WORSE = 1.15  # times the rate of all others: a group with a higher rate is reported
 _WORTH = 0.03  # least share of all errors that is reported
 _WAITING = 0.1  # least share of a step spent waiting for data that is reported
-_LOST = 60.0  # least seconds of waiting that are reported: nobody speeds up a run that waited for less
-_DEAF = 90.0  # CER in per cent from which single errors tell nothing: one that only guesses letters comes to it
-_BY_HEART = 0.8  # of the loss on dev: a training loss below it is that of data learnt by heart
-_STILL = 0.05  # of the training loss over two epochs: what falls less stands still
+_LOST = 60.0  # least seconds of waiting that are reported: less isn't worth speeding up
+_RECOGNISES_NOTHING = 90.0  # CER in per cent from which single errors say nothing: that of guessed letters
+_OVERFIT = 0.8  # times the loss on dev: a training loss below it means overfitting
+_PLATEAU = 0.05  # of the training loss over two epochs: it must fall by more
 _LEFT_OUT = 0.02  # least share of rows left out that is reported
 
 
 class RunFinding(NamedTuple):
     """A finding; ``weight`` is roughly its share of the errors (or the time), ``place`` the section that shows it.
 
-    points : of WER that it could give at most, if that can be said
+    points : by how much fixing it could lower the WER at most, if known
     """
 
     weight: float
@@ -97,7 +97,7 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
     """List what stands out in a run, the most important first."""
     forgot = list(_forgot(run))
     found = [*_warnings(run), *forgot, *_training(run), *_data(run)]
-    if run.results is not None and run.results.characters.rate >= _DEAF:
+    if run.results is not None and run.results.characters.rate >= _RECOGNISES_NOTHING:
         found += _recognises_nothing(run, run.results)
     elif run.results is not None and run.results.edits.sum():
         found += [*_labels(run.results, suspects), *_groups(run.results, {OLD} if forgot else ()),
@@ -106,7 +106,7 @@ def findings(run: RunData, suspects: Sequence[SuspectLabel] = ()) -> list[RunFin
 
 
 def _warnings(run: RunData) -> Iterator[RunFinding]:
-    """Yield the warnings of training, before all else: what was not learnt explains the rest."""
+    """Yield the warnings of training, before all else: a model that learnt nothing explains the rest."""
     for line in run.warnings:
         advice = "; ".join(line.get("advice") or ())
         when = "" if line.get("at_end") else f"Reported at step {line.get('step', 0):,}. "
@@ -115,7 +115,7 @@ def _warnings(run: RunData) -> Iterator[RunFinding]:
 
 
 def _forgot(run: RunData) -> Iterator[RunFinding]:
-    """Yield that a model is worse on what it had learnt before this run."""
+    """Yield that a model is worse on the old test than before this run."""
     known, value = run.old_test or (None, math.nan)
     if known is not None and known.is_worse(value):
         average = run.key("average_checkpoints")
@@ -125,7 +125,7 @@ def _forgot(run: RunData) -> Iterator[RunFinding]:
 
 
 def _recognises_nothing(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
-    """Yield that next to nothing was heard, unless training was warned of it and said what to try."""
+    """Yield that almost nothing is recognised, unless a warning of training reports it already."""
     if not run.warnings:
         yield RunFinding(
             3.0, f"The model recognises almost nothing: CER {rate(results.characters.rate, 1)}",
@@ -145,7 +145,7 @@ def _labels(results: ScoredRun, suspects: Sequence[SuspectLabel]) -> Iterator[Ru
 
 
 def _groups(results: ScoredRun, known: Collection[str]) -> Iterator[RunFinding]:
-    """Yield the groups that stand out; ``known``: parts of a mixture of which another finding says more."""
+    """Yield the groups that stand out; ``known``: parts of a mixture that another finding covers."""
     found = breakdown(results)
     total = results.totals[0]
     for kind, groups in {"duration": found.durations, **found.values}.items():
@@ -196,7 +196,7 @@ def _kinds(results: ScoredRun) -> Iterator[RunFinding]:
         yield RunFinding(
             insertions / total - 0.3, f"Words are inserted: {percent(insertions / total)} of the errors are insertions",
             "Usual reasons: noise, a second speaker, or incomplete transcripts.", "words")
-    silent = sum(not one.hypothesis.split() for one in results.heard)
+    silent = sum(not one.hypothesis.split() for one in results.utterances)
     if silent > 0.02 * len(results):
         yield RunFinding(
             silent / len(results), f"The hypothesis of {silent} utterances is empty",
@@ -207,9 +207,9 @@ def _words(results: ScoredRun) -> Iterator[RunFinding]:
     first = results.words.confusions(1)
     total = int(results.edits.sum())
     if first and first[0].count >= max(3, _WORTH * total):
-        said, heard, count = first[0]
-        what = (f"“{said}” is recognised as “{heard}”" if said and heard
-                else f"“{said}” is deleted" if said else f"“{heard}” is inserted")
+        ref, hyp, count = first[0]
+        what = (f"“{ref}” is recognised as “{hyp}”" if ref and hyp
+                else f"“{ref}” is deleted" if ref else f"“{hyp}” is inserted")
         yield RunFinding(
             count / total, f"{what} {count} times", f"That is {percent(count / total)} of the errors.", "words")
 
@@ -240,30 +240,30 @@ def _training(run: RunData) -> Iterator[RunFinding]:
 
 
 def _fit(run: RunData) -> Iterator[RunFinding]:
-    """Yield whether the model learns its training data by heart, or is too small to learn them."""
+    """Yield whether the model overfits, or is too small for its training data."""
     losses = [(epoch["epoch"], epoch["train_loss"], epoch["valid_loss"]) for epoch in run.epochs
               if epoch.get("train_loss") is not None and epoch.get("valid_loss")]
     if len(losses) < 4:
         return
     (_, before, _), (_, train, valid) = losses[-3], losses[-1]
     best, _, least = min(losses, key=lambda each: each[2])
-    said = f"In the last epoch the loss is {train:.2f} in training and {valid:.2f} on dev"
-    if train < before and best < losses[-2][0] and train < _BY_HEART * valid:
+    losses_now = f"In the last epoch the loss is {train:.2f} in training and {valid:.2f} on dev"
+    if train < before and best < losses[-2][0] and train < _OVERFIT * valid:
         yield RunFinding(
             0.1, "More data or augmentation would help more than a larger model",
-            f"{said}, where it was lowest ({least:.2f}) in epoch {best}: the model overfits now.", "curves")
-    elif train > valid and before - train < _STILL * before:
+            f"{losses_now}, where it was lowest ({least:.2f}) in epoch {best}: the model overfits now.", "curves")
+    elif train > valid and before - train < _PLATEAU * before:
         yield RunFinding(
             0.1, "A larger model would help more than more data",
-            f"{said}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.", "curves")
+            f"{losses_now}, and over the last two epochs it fell by {percent((before - train) / before, 1)}.", "curves")
 
 
 def _non_words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
-    """Yield how much of what was heard is no word: a language model would hear another."""
-    known = run.words | {word for one in results.heard for word in one.reference.split()}
-    unknown = [word for one in results.heard for word in one.hypothesis.split() if word not in known]
+    """Yield how many errors are non-words, which a language model would avoid."""
+    known = run.training_words | {word for one in results.utterances for word in one.reference.split()}
+    unknown = [word for one in results.utterances for word in one.hypothesis.split() if word not in known]
     total, words = results.totals
-    if run.words and len(unknown) > _WORTH * total:
+    if run.training_words and len(unknown) > _WORTH * total:
         share = min(1.0, len(unknown) / total)
         yield RunFinding(
             share, f"{percent(share)} of the errors are non-words",
@@ -273,7 +273,7 @@ def _non_words(run: RunData, results: ScoredRun) -> Iterator[RunFinding]:
 
 
 def _waiting(run: RunData) -> Iterator[RunFinding]:
-    """Yield what training waited for, if that was long enough for somebody to care."""
+    """Yield what training waited for, if it was long enough to matter."""
     data = _waited([(epoch["time_shares"].get("data", 0.0), epoch.get("train_seconds") or 0.0) for epoch in run.epochs
                     if epoch.get("time_shares")])
     if data:

@@ -60,7 +60,7 @@ def breakdown(results: ScoredRun) -> Breakdown:
 
 def by_duration(results: ScoredRun) -> list[UtteranceGroup]:
     """Group utterances by duration; empty groups are left out."""
-    durations = np.array([one.duration for one in results.heard])
+    durations = np.array([one.duration for one in results.utterances])
     bins = np.searchsorted(EDGES, durations, side="right") - 1
     groups = []
     for i in np.unique(bins):
@@ -70,11 +70,11 @@ def by_duration(results: ScoredRun) -> list[UtteranceGroup]:
 
 
 def columns(results: ScoredRun) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The corpus columns with more than one value, name -> N values, and those that divide as one of these does."""
+    """Return the corpus columns with more than one value, name -> N values, and columns that give the same groups."""
     found: dict[str, list[str]] = {}
     alike: dict[str, list[str]] = {}
-    for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.heard for key in one.meta)]):
-        values = [one.meta.get(name, "") for one in results.heard]
+    for name in dict.fromkeys(["accent", "age", "gender", *(key for one in results.utterances for key in one.meta)]):
+        values = [one.meta.get(name, "") for one in results.utterances]
         count = len(set(values))
         same = next((name for name, other in found.items()
                      if len(set(other)) == count == len({*zip(values, other, strict=True)})), None)
@@ -102,7 +102,7 @@ def by_value(results: ScoredRun, values: Sequence[str], name: str = "") -> list[
 
 def by_speaker(results: ScoredRun) -> list[UtteranceGroup]:
     """Group by speaker, highest rate first; empty if the corpus names no speaker or only one."""
-    speakers = np.array([one.speaker for one in results.heard], dtype=object)
+    speakers = np.array([one.speaker for one in results.utterances], dtype=object)
     names = [name for name in dict.fromkeys(speakers) if name]
     if len(names) < 2:
         return []
@@ -118,7 +118,7 @@ def by_speaker(results: ScoredRun) -> list[UtteranceGroup]:
 def _group(label: str, results: ScoredRun, which: np.ndarray, bounds: bool = True) -> UtteranceGroup:
     inside, words = results.edits[which], results.lengths[which]
     low, high = interval_of(inside, words) if bounds and len(inside) >= LEAST else (None, None)
-    wrong, said = int(inside.sum()), int(words.sum())
-    all_wrong, all_said = results.totals
-    rest = 100 * (all_wrong - wrong) / (all_said - said) if all_said > said else None
-    return UtteranceGroup(label, len(inside), said, wrong, low, high, rest)
+    wrong, total = int(inside.sum()), int(words.sum())
+    all_wrong, all_words = results.totals
+    rest = 100 * (all_wrong - wrong) / (all_words - total) if all_words > total else None
+    return UtteranceGroup(label, len(inside), total, wrong, low, high, rest)

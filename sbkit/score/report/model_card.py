@@ -1,6 +1,6 @@
-"""A model card: the README.md of a run, and what that of its bundle says of training, for the Hugging Face Hub too.
+"""Model cards: the README.md of a run, and the training part of a bundle's README.md, as the Hugging Face Hub reads it.
 
-It has no paths of the machine that trained, since it is made to be shown.
+They contain no paths of the training machine, because they are meant to be published.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 README = "README.md"
 _MAX_BYTES = 1 << 20  # of another model's card
 _SOURCES = {"encoder_source": "a pretrained encoder", "init_from": "weights of an earlier model"}
-_OURS = 'library_name: "sbkit"'  # by which a card of sbkit's begins
+_OURS = 'library_name: "sbkit"'  # the first line of a card by sbkit
 _FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
 
 
 def write(run: RunData) -> None:
-    """Write the README.md of a run's folder, unless somebody else wrote the one that is there."""
+    """Write the README.md of a run's folder, unless there is one that sbkit didn't write."""
     path = run.folder / README
     if not path.exists() or path.read_bytes().startswith(f"---\n{_OURS}".encode()):
         with atomic_write(path) as file:
@@ -50,16 +50,16 @@ def of_run(run: RunData) -> str:
 
 def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpoint: str = "best",
               mean_of: int = 1, mean: float | None = None, facts: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Complete the README of a bundle by what its run's folder says, with figures of the bundle's own weights only.
+    """Complete a bundle's README with facts from its run's folder, and with figures of the bundle's own weights only.
 
-    pipeline_tag : what the Hub calls its task, if it has a name for it
-    checkpoint, mean_of : which of the run's was exported
-    mean : what it counts in a mean with the weights that the run began with; None: it is exported alone
-    facts : the name of that checkpoint, of how many there were, and what became of what the run replayed
+    pipeline_tag : the Hub's name of its task, if it has one
+    checkpoint, mean_of : the exported checkpoint, and the number of checkpoints that were averaged
+    mean : the share of these weights in a mean with the initial ones; None: they are exported alone
+    facts : the name of that checkpoint, the number of checkpoints there were, and the result on the old test
     """
     try:
         run = data.read(folder)
-    except SbkitError as error:  # of its log or its test: the model is compared and whole
+    except SbkitError as error:  # in its log or test results: the bundle itself is complete
         logger.warning("The bundle's model card has nothing of its training: %s", error.message)
         return readme
     for each in run.warnings:
@@ -77,7 +77,7 @@ def of_bundle(readme: str, folder: str | Path, pipeline_tag: str | None, checkpo
 
 def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None, tested: int,
                  facts: Mapping[str, Any]) -> tuple[str, str]:
-    """The table of figures of other weights than the run tested, empty without any, and where they are from or why."""
+    """The table of figures of weights that the run didn't test, empty if unknown, and a remark on their origin."""
     known = OldSet.read(run.folder)
     if mean is not None:
         if known is None or (checkpoint, mean_of, mean) != ("best", tested, known.share):
@@ -92,7 +92,7 @@ def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None
             if (there["checkpoint"], there["checkpoints"][0]) == (label, facts.get("checkpoint")) and \
                     there["corpus"] is None and there["manifest"].endswith(f"/{MANIFESTS}/test.csv"):  # the run's own
                 return _figures(data.read(path.parent)), ", which `sbkit evaluate` tested: these are its figures"
-        except (SbkitError, OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged, or an older one's
+        except (SbkitError, OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged, or old
             logger.warning("The bundle's model card leaves out %s, which can't be read", path)
     words = "RUN" + f" --checkpoint {checkpoint}" * (checkpoint != "best") + f" --average {mean_of}" * (mean_of > 1)
     return "", (f", whose figures are not recorded: `sbkit evaluate {words}` measures them, and the next export shows "
@@ -100,8 +100,8 @@ def _own_figures(run: RunData, checkpoint: str, mean_of: int, mean: float | None
 
 
 def _checkpoints(chosen: str, mean_of: int, mean: float | None = None) -> str:
-    said = f"the checkpoint `{chosen}`" if mean_of == 1 else f"the mean of {mean_of} checkpoints (`{chosen}`)"
-    return said if mean is None else f"{mean:g} of {said} and {1 - mean:g} of the weights that the run began with"
+    name = f"the checkpoint `{chosen}`" if mean_of == 1 else f"the mean of {mean_of} checkpoints (`{chosen}`)"
+    return name if mean is None else f"{mean:g} of {name} and {1 - mean:g} of the initial weights"
 
 
 def _front(run: RunData, pipeline_tag: str | None = None) -> str:
@@ -111,7 +111,7 @@ def _front(run: RunData, pipeline_tag: str | None = None) -> str:
     values: dict[str, object] = {"tags": ["sbkit", "speechbrain"]}
     if re.fullmatch(r"[a-z]{2,3}", language):
         values["language"] = language
-    if len(licences) == 1 and "" not in licences:  # of one alone it would be said of both
+    if len(licences) == 1 and "" not in licences:  # the licence of one may not hold for both
         values["license"] = licences.pop()
     if on_hub:
         values["base_model"] = on_hub
@@ -122,8 +122,8 @@ def _front(run: RunData, pipeline_tag: str | None = None) -> str:
 
 def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
     parts = []
-    if said := [*filter(None, (figures, *remarks))]:
-        parts += ["## Figures", *said]
+    if shown := [*filter(None, (figures, *remarks))]:
+        parts += ["## Figures", *shown]
     if run.prepared:
         parts += ["## Trained and tested on", *_corpora(run, run.prepared)]
     if started := _started_from(run):
@@ -137,7 +137,7 @@ def _sections(run: RunData, figures: str, *remarks: str) -> list[str]:
 
 
 def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
-    """What the corpus is; of a mixture what each part is, and how much of it was heard."""
+    """Describe the corpus; for a mixture, each part and how much of it training used."""
     def much(part: Mapping[str, Any], split: str) -> str:
         entry = part["splits"].get(split)
         return f"{entry['kept']:,} ({time_span(3600 * entry['hours'])})" if entry else ""
@@ -145,15 +145,15 @@ def _corpora(run: RunData, prepared: Mapping[str, Any]) -> list[str]:
     if not run.prepared_parts:
         return [_source(prepared), _table(("split", "recordings"), [(split, much(prepared, split))
                                                                     for split in prepared["splits"]])]
-    rows, whole = [], sum(hours for hours, _ in run.heard.values())
+    rows, whole = [], sum(hours for hours, _ in run.training_audio.values())
     for name, part in run.prepared_parts.items():
-        hours, times = run.heard.get(name, (0.0, 0.0))
+        hours, times = run.training_audio.get(name, (0.0, 0.0))
         rows.append((name, _source(part), part["options"].get("language") or "",
                      *(much(part, split) for split in SPLITS),
                      f"{time_span(3600 * hours)}, {times:.1f} times, {100 * hours / whole:.0f} % of the audio"
                      if whole else ""))
-    said = [f"{run.replayed} Its share of every step (replay) is {run.key('replay')}."] if run.replayed else []
-    return [*said, _table(("part", "corpus", "language", *SPLITS, "audio in training"), rows)]
+    note = [f"{run.replay_note} Its share of every step (replay) is {run.key('replay')}."] if run.replay_note else []
+    return [*note, _table(("part", "corpus", "language", *SPLITS, "audio in training"), rows)]
 
 
 def _source(prepared: Mapping[str, Any]) -> str:
@@ -162,7 +162,7 @@ def _source(prepared: Mapping[str, Any]) -> str:
 
 
 def _figures(run: RunData) -> str:
-    """The table of what the test gave, each with the interval that is 95 % sure."""
+    """Make the table of test results with their 95 % intervals."""
     rows: list[tuple[str, ...]] = []
     for part, results in run.parts.items():
         for name, rates in (("WER", results.words), ("CER", results.characters)):
@@ -199,7 +199,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _started_from(run: RunData) -> list[tuple[str, str, str]]:
-    """What the run started from: what each is, its name, and its licence where a card of it is on this machine."""
+    """What the run started from: kind, name and, if its card is on this machine, licence of each."""
     return [(what, name, _licence(name)) for key, what in _SOURCES.items() if (name := run.key(key))]
 
 
@@ -210,14 +210,14 @@ def _on_hub(name: str) -> bool:
 def _licence(name: str) -> str:
     card = Path(name).expanduser() / README
     if _on_hub(name):
-        from huggingface_hub import try_to_load_from_cache  # it reads its environment when it is imported
+        from huggingface_hub import try_to_load_from_cache  # its import reads environment variables
 
         repository, _, revision = name.partition("@")
         cached = try_to_load_from_cache(repository, README, revision=revision or None)
-        card = Path(cached) if isinstance(cached, str) else card  # else it isn't known, or known that there is none
+        card = Path(cached) if isinstance(cached, str) else card  # otherwise unknown, or known not to exist
     try:
         front = _FRONT_MATTER.match(untrusted.read_text(card, _MAX_BYTES))
-    except (OSError, ValueError):  # there is none, or it is none
+    except (OSError, ValueError):  # no card, or not a text
         return ""
-    said = re.search(r"^license: *\"?([\w.-]+)\"?", front[1], re.MULTILINE) if front else None
-    return said[1] if said else ""
+    licence = re.search(r"^license: *\"?([\w.-]+)\"?", front[1], re.MULTILINE) if front else None
+    return licence[1] if licence else ""

@@ -1,4 +1,4 @@
-"""report.html: a single file that shows what a run does, what it gets wrong, and what to fix next."""
+"""report.html: a single file with a run's training, its errors, and what to fix next."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _page(data: RunData, other: RunData | None, compared: RunComparison | None, 
     if other is not None and compared is not None:
         parts["against"] = (compared_recordings if results is None else comparison)(
             data, other, compared, clips, count // 4)
-    parts["first"] = sections.standing_out(findings(data, suspected))
+    parts["first"] = sections.findings_list(findings(data, suspected))
     parts["curves"] = sections.training(data, other)
     parts["results"] = sections.tables(data)
     parts["listen"] = sections.players(data, clips)
@@ -109,10 +109,10 @@ def _page(data: RunData, other: RunData | None, compared: RunComparison | None, 
     head = tag("header", tag("p", over, class_="over"), tag("h1", title), sections.tiles(data))
     made = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     foot = tag("footer", f"Made by sbkit {sbkit.__version__} on {made}. This page needs no network.")
-    return filled(title, text(head, links, tag("main", list(there.values())), foot))
+    return fill_template(title, text(head, links, tag("main", list(there.values())), foot))
 
 
-def filled(title: str, body: Markup, template_file: Path = _PAGE) -> str:
+def fill_template(title: str, body: Markup, template_file: Path = _PAGE) -> str:
     """Fill a template. Only the template's own script may run, whatever a transcript contains."""
     template = template_file.read_text(encoding="utf-8")
     found = _SCRIPT.search(template)
@@ -133,8 +133,8 @@ def comparison(run: RunData, other: RunData, words: RunComparison, clips: AudioE
     ours, before = run.results, other.results
     assert ours is not None and before is not None, "write_report refuses runs without results"
     characters = compare(before.characters, ours.characters)
-    place = {one.id: i for i, one in enumerate(before.heard)}
-    theirs = np.array([place[one.id] for one in ours.heard])
+    place = {one.id: i for i, one in enumerate(before.utterances)}
+    theirs = np.array([place[one.id] for one in ours.utterances])
     change = ours.edits - before.edits[theirs]
     order = np.argsort(change, kind="stable")
     better = [int(i) for i in order if change[i] < 0]
@@ -143,7 +143,7 @@ def comparison(run: RunData, other: RunData, words: RunComparison, clips: AudioE
     table = _compared_table(words, dataclasses.replace(characters, name="CER"))
 
     def listed(title: str, indices: list[int]) -> Markup | None:
-        cards = [card(ours, clips, i, other=(before.words.hypotheses[theirs[i]], before.ways[theirs[i]],
+        cards = [card(ours, clips, i, other=(before.words.hypotheses[theirs[i]], before.alignments[theirs[i]],
                                              "the other run")) for i in indices[:count]]
         return sections.listed(title, cards, len(indices))
 

@@ -16,7 +16,7 @@ from sbkit.score.report import charts, groups
 from sbkit.score.report.cards import AudioEmbedder, card, most_wrong, short
 from sbkit.score.report.charts import Series
 from sbkit.score.report.data import RunData, ScoredRun, percent, rate
-from sbkit.score.report.findings import HONESTLY, NONE_SUSPECTED, NOT_TOLD, RunFinding, SuspectLabel, can_judge
+from sbkit.score.report.findings import NONE_SUSPECTED, NOT_CHECKED, SUSPECTS_NOTE, RunFinding, SuspectLabel, can_judge
 from sbkit.score.report.groups import UtteranceGroup
 from sbkit.score.results import Player
 from sbkit.score.significance import RATES, interval
@@ -65,10 +65,10 @@ def tiles(run: RunData) -> Markup:
     """Show the most important numbers."""
     cells = []
     if run.results is not None:
-        heard_in = "".join(f", {chunk_size.named(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
+        chunk = "".join(f", {chunk_size.named(each['chunk'])}" for each in run.scored.get("chunks", ())[:1])
         for part, results in run.parts.items():
             of, (low, high) = part and f" of {part}", interval(results.words)
-            cells += [_tile(f"Word error rate{of}{heard_in}", rate(results.words.rate),
+            cells += [_tile(f"Word error rate{of}{chunk}", rate(results.words.rate),
                             f"{low:.2f} to {high:.2f} (95\N{NO-BREAK SPACE}%)", big=True),
                       _tile(f"Character error rate{of}", rate(results.characters.rate),
                             "{:.2f} to {:.2f}".format(*interval(results.characters)))]
@@ -79,9 +79,9 @@ def tiles(run: RunData) -> Markup:
             _tile("Test set", time_span(run.results.hours * 3600),
                   f"{counted(len(run.results), 'utterance')}, {summary['num_scored_tokens']} words"),
         ]
-    sure = run.estimate
+    estimate = run.estimate
     for name, value in run.stats.items():
-        between = sure.interval if sure is not None and sure.name == name else None
+        between = estimate.interval if estimate is not None and estimate.name == name else None
         title = name[:1].upper() + name[1:].replace("_", " ")  # "Mel distance", but STOI as it is
         cells.append(_tile(title, f"{value:.4g}", "on the test set" if between is None else
                            f"{between[0]:.4g} to {between[1]:.4g} (95\N{NO-BREAK SPACE}%)", big=name != "loss"))
@@ -113,7 +113,7 @@ def _tile(name: str, value: str, more: str, big: bool = False) -> Markup:
     return tag("div", tag("h3", name), tag("strong", value), tag("p", more), class_="tile big" if big else "tile")
 
 
-def standing_out(found: Sequence[RunFinding]) -> Markup | None:
+def findings_list(found: Sequence[RunFinding]) -> Markup | None:
     """List the findings, each with a link to the section that shows it."""
     if not found:
         return None
@@ -146,12 +146,12 @@ def training(run: RunData, other: RunData | None) -> Markup | None:
     ]
     drawn = [each for each in drawn if each is not None]
     lead = "Dashed: the other run." if other is not None and (other.steps or other.epochs) else None
-    return section("curves", "Training", tag("div", drawn, class_="charts"), _heard(run), lead=lead) if drawn else None
+    return section("curves", "Training", tag("div", drawn, class_="charts"), _audio(run), lead=lead) if drawn else None
 
 
 def _on_dev(run: RunData, curve: Callable[[str, str, int], list[Series]],
             ticks: list[tuple[float, str]]) -> list[Markup | None]:
-    """Chart what validations gave: WER and CER in one, or each number with a curve for each part of a mixture."""
+    """Chart validation results: WER and CER in one, or each number with a curve for each part of a mixture."""
     names = sorted({key.removeprefix("valid_") for epoch in run.epochs for key in epoch if key.startswith("valid_")}
                    - {"loss", "unread"}, key=lambda name: (name != "WER", name != "CER", name))
     parts = {name: found for name in names if (found := [each for each in names if each.startswith(f"{name} ")])}
@@ -171,12 +171,12 @@ def _on_dev(run: RunData, curve: Callable[[str, str, int], list[Series]],
             for title, series in shown.items()]
 
 
-def _heard(run: RunData) -> Markup | None:
-    """How much of each part of a mixture training heard, and how often it went through it."""
+def _audio(run: RunData) -> Markup | None:
+    """Show how much audio of each part of a mixture training used, and how many passes through it."""
     rows = [tag("tr", tag("th", part, scope="row"), tag("td", time_span(3600 * hours)), tag("td", f"{times:.1f}"))
-            for part, (hours, times) in run.heard.items()]
+            for part, (hours, times) in run.training_audio.items()]
     head = [tag("th", name) for name in ("part of the mixture", "audio in training", "passes")]
-    return text(table(head, rows), run.replayed and tag("p", run.replayed, class_="note")) if rows else None
+    return text(table(head, rows), run.replay_note and tag("p", run.replay_note, class_="note")) if rows else None
 
 
 def _curve(run: RunData, key: str, name: str, colour: int, other: bool = False) -> list[Series]:
@@ -215,9 +215,10 @@ def tables(run: RunData) -> Markup | None:
         return None
     shown = []
     for each in run.tables:
-        said = [None if _are_numbers([row[i] for row in each["rows"]]) else "said" for i in range(len(each["columns"]))]
-        head = [tag("th", str(name), class_=kind) for name, kind in zip(each["columns"], said, strict=True)]
-        lines = [tag("tr", [tag("td", _plain(value), class_=kind) for value, kind in zip(row, said, strict=True)])
+        kinds = [None if _are_numbers([row[i] for row in each["rows"]]) else "text"
+                 for i in range(len(each["columns"]))]
+        head = [tag("th", str(name), class_=kind) for name, kind in zip(each["columns"], kinds, strict=True)]
+        lines = [tag("tr", [tag("td", _plain(value), class_=kind) for value, kind in zip(row, kinds, strict=True)])
                  for row in each["rows"]]
         shown += [tag("h3", each["title"]), table(head, lines),
                   each.get("remark") and tag("p", each["remark"], class_="lead")]
@@ -225,12 +226,12 @@ def tables(run: RunData) -> Markup | None:
 
 
 def _are_numbers(column: Sequence[object]) -> bool:
-    """Whether a column has only numbers, with or without a unit, which are easier to compare when they end alike."""
+    """Whether a column has only numbers, with or without a unit: these are aligned to the right."""
     return all(re.match(r"[-+−]?[\d.]|$", str(value)) for value in column)
 
 
 def players(run: RunData, clips: AudioEmbedder) -> Markup | None:
-    """Show what the task lets one hear, the recordings of each entry side by side."""
+    """Show the players of the task, the recordings of each entry side by side."""
     shown = [_player(each, clips) for each in run.players if not each.among_worst]
     return section("listen", "Listen", tag("div", shown, class_="cards")) if shown else None
 
@@ -285,7 +286,7 @@ def _table(title: str, rows: Sequence[UtteranceGroup], before: Sequence[Utteranc
 
 
 def confused(results: ScoredRun) -> Markup | None:
-    """Show the words most often confused, missed and inserted."""
+    """Show the most frequent substitutions, deletions and insertions."""
     pairs = results.words.confusions(100_000)
     if not pairs:
         return None
@@ -296,15 +297,15 @@ def confused(results: ScoredRun) -> Markup | None:
         ("Insertions", [pair for pair in pairs if not pair.reference], counts.insertions.sum()),
     ]
     total, most = int(counts.edits.sum()), pairs[0].count
-    lists = [_words(f"{name}: {count} ({percent(count / total)})", some, most) for name, some, count in kinds if some]
+    lists = [_words(f"{name}: {count} ({percent(count / total)})", each, most) for name, each, count in kinds if each]
     return section("words", "Most confused words", tag("div", lists, class_="charts three"))
 
 
 def _words(title: str, pairs: Sequence[Confusion], limit: int) -> Markup:
     lines = []
-    for said, heard, count in pairs[:WORDS_SHOWN]:
-        both = [tag("bdi", said), tag("span", " → ", class_="dim"), tag("bdi", heard)] if said and heard else tag(
-            "bdi", said or heard)
+    for ref, hyp, count in pairs[:WORDS_SHOWN]:
+        both = [tag("bdi", ref), tag("span", " → ", class_="dim"), tag("bdi", hyp)] if ref and hyp else tag(
+            "bdi", ref or hyp)
         width = f"--share:{100 * count / limit:.0f}%"
         lines.append(tag("li", tag("span", both), tag("span", f"{count} ×", class_="dim"), style=width))
     return tag("figure", tag("figcaption", title), tag("ol", lines, class_="words"))
@@ -323,8 +324,8 @@ def worst(results: ScoredRun, clips: AudioEmbedder, count: int, suspects: Sequen
 
 
 def worst_recordings(run: RunData, estimate: MetricEstimate, clips: AudioEmbedder, count: int) -> Markup | None:
-    """Show the recordings on which a metric is worst, with what was made of them if the test has kept it; None for a
-    metric that a single recording doesn't have."""
+    """Show the recordings with the worst metric, with the model's outputs if the test kept them; None for a metric
+    that single recordings don't have."""
     if len(set(estimate.values)) < 2:  # none is worse than another
         return None
     shown = [_player(each, clips) for each in run.players if each.among_worst] or [
@@ -335,7 +336,7 @@ def worst_recordings(run: RunData, estimate: MetricEstimate, clips: AudioEmbedde
 
 
 def recording(one: Utterance, clips: AudioEmbedder, remark: str) -> Markup:
-    """Make a card of a recording: a remark, a player, and what is known of it."""
+    """Make a card of a recording: a remark, a player, and its metadata."""
     facts = [f"{one.duration:.1f} s", *([f"speaker {short(one.speaker)}"] if one.speaker else [])]
     return tag("article", tag("p", remark), clips.player(one),
                tag("p", " · ".join(facts), " ", tag("span", one.id, class_="id"), class_="facts"), class_="utterance")
@@ -350,10 +351,10 @@ KEY = tag(
 def labels(results: ScoredRun, clips: AudioEmbedder, suspects: Sequence[SuspectLabel], count: int) -> Markup:
     """Show transcripts that may be wrong."""
     if not suspects:
-        return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if can_judge(results) else NOT_TOLD)
+        return section("labels", "Suspected label errors", lead=NONE_SUSPECTED if can_judge(results) else NOT_CHECKED)
     shown = [card(results, clips, suspect.index, _why(suspect)) for suspect in suspects[:count]]
     more = None if len(suspects) <= count else tag("p", f"{len(suspects) - count} more are not shown.", class_="note")
-    return section("labels", "Suspected label errors", KEY, tag("div", shown, class_="cards"), more, lead=HONESTLY)
+    return section("labels", "Suspected label errors", KEY, tag("div", shown, class_="cards"), more, lead=SUSPECTS_NOTE)
 
 
 def _why(suspect: SuspectLabel) -> str:

@@ -11,7 +11,7 @@ from sbkit.data.suspects import DECISIONS, Suspect
 from sbkit.score.edits import align
 from sbkit.score.markup import tag, text
 from sbkit.score.report.cards import AudioEmbedder, diff
-from sbkit.score.report.page import filled
+from sbkit.score.report.page import fill_template
 from sbkit.system.console import atomic_write
 
 _TEMPLATE = Path(__file__).with_name("suspects.html")
@@ -29,12 +29,12 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     shown = suspects[:_SHOWN]
     sides = [[row.label.split() for row in shown], [row.hypothesis.split() for row in shown]]
     cards = []
-    for row, *words, way in zip(shown, *sides, align(*sides), strict=True):
+    for row, *words, alignment in zip(shown, *sides, align(*sides), strict=True):
         facts = f"{row.reason} · score {row.score:.1f} · correct labels expected up to here: {row.expected_right:.0%}"
         choices = [tag("button", decision, type="button", data_decision=decision) for decision in DECISIONS]
         fix = tag("input", value=row.hypothesis, hidden=True, aria_label="the right text")
         cards.append(tag(
-            "article", diff(words[0], words[1], way), clips.player(train.row(place[row.ID])),
+            "article", diff(words[0], words[1], alignment), clips.player(train.row(place[row.ID])),
             tag("p", facts, class_="facts"), tag("p", choices, fix, class_="choices"), tag("span", row.ID, class_="id"),
             class_="utterance", tabindex=-1))
     more = f" The page shows the first {_SHOWN:,}; the list has all." if len(suspects) > _SHOWN else ""
@@ -47,5 +47,5 @@ def write(path: Path, suspects: Sequence[Suspect], train: Manifest, megabytes: f
     rows = json.dumps([row._asdict() for row in suspects], ensure_ascii=False)
     body = text(head, tag("main", cards, data_rows=rows, data_fields=json.dumps(Suspect._fields), class_="cards"))
     with atomic_write(path) as file:
-        file.write(filled("Suspected labels", body, _TEMPLATE))
+        file.write(fill_template("Suspected labels", body, _TEMPLATE))
 

@@ -20,7 +20,7 @@ from sbkit.errors import SbkitError
 from sbkit.nn.chunks import Seen
 from sbkit.nn.ctc import ctc_frames_needed
 from sbkit.score import chunk_size
-from sbkit.score.latency import COLUMNS, LiveRates, Shown, rates, shown
+from sbkit.score.latency import COLUMNS, LiveRates, LiveTranscript, live_transcript, rates
 from sbkit.tasks.asr import ASR, Choice, TranscribedUtterance, choices
 from sbkit.tasks.recognise.keys import EncoderKeys
 from sbkit.tasks.recognise.recognizer import Recognizer
@@ -74,7 +74,7 @@ class LiveTest:
     """Hears each utterance of a test in chunks of each size that was asked for.
 
     The encoder hears the utterances of a batch at once, as if each came chunk by chunk, which gives a stream's scores.
-    What was shown after a chunk is what a stream's search shows of the scores up to there.
+    What was live_transcript after a chunk is what a stream's search shows of the scores up to there.
 
     task : whose model hears
     chunk : sizes in milliseconds; None is the whole utterance. The first one's transcripts are the test's
@@ -148,7 +148,7 @@ class LiveTest:
 
     def rows(self, scores: Sequence[Scored], frames: Tensor, batch: Batch,
              search: TokenSearch | None) -> Iterator[TranscribedUtterance]:
-        """Yield the row of each utterance, with what was shown of it with chunks of each size.
+        """Yield the row of each utterance, with what was live_transcript of it with chunks of each size.
 
         scores : as returned by :meth:`scores`
         frames : [B], frames of each utterance
@@ -158,7 +158,7 @@ class LiveTest:
         ends = [None] * len(batch.ids) if ctc is None else \
             self._word_ends(ctc.float().log_softmax(-1), frames, batch)
         seconds = (batch.signal_lengths / self.keys.sample_rate).tolist()
-        seen: list[list[Shown]] = [[] for _ in batch.ids]
+        seen: list[list[LiveTranscript]] = [[] for _ in batch.ids]
         finals: list[Text] = []
         for chunk, each in zip(self.chunk, scores, strict=False):
             cuts = [self._cuts(chunk, count) for count in frames.tolist()]
@@ -166,7 +166,7 @@ class LiveTest:
             grown = self.texts(each, frames, cuts, search, self._sizes[chunk] is not None)
             for i, texts in enumerate(grown):
                 times = [min((cut + ahead) * self.frame_seconds, seconds[i]) for cut in cuts[i][:-1]] + [seconds[i]]
-                seen[i].append(shown([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
+                seen[i].append(live_transcript([one.text for one in texts], times, batch.texts[i].split(), ends[i]))
             finals = finals or [texts[-1] for texts in grown]
         for name, said, final, live in zip(batch.ids, batch.texts, finals, seen, strict=True):
             yield TranscribedUtterance(name, said, final.text, final.confidence, final.nbest, tuple(live))
@@ -225,7 +225,7 @@ class LiveTranscripts(Transcripts):
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "chunks": [each.facts() for each in self.live]}
 
-    def lines_of_table(self) -> list[list[tuple[str, Any]]]:
+    def table_rows(self) -> list[list[tuple[str, Any]]]:
         return [list(zip(COLUMNS, each.row(), strict=True)) for each in self.live]
 
     def figures(self, name: str) -> Mapping[str, float]:

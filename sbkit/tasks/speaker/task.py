@@ -76,9 +76,9 @@ class ScoredTrials(NamedTuple):
 def scored(rows: Sequence[SpeakerRow], path: str | None = None) -> ScoredTrials:
     """Score the trials of a list, or all pairs of recordings."""
     if path is None:
-        trials = verification.made([row.speaker for row in rows])
+        trials = verification.all_pairs([row.speaker for row in rows])
     else:
-        trials, _ = verification.listed(verification.read_list(path), [row.id for row in rows])
+        trials, _ = verification.from_list(verification.read_list(path), [row.id for row in rows])
     embeddings = np.stack([row.embedding for row in rows]) if rows else np.zeros((0, 1), np.float32)
     scores = np.concatenate([np.zeros(0, np.float32), *(
         np.einsum("nd,nd->n", embeddings[first], embeddings[second])
@@ -105,8 +105,8 @@ class Verified(Results):
         same = self.scored.trials.same
         return f"{super().headline()}, {len(same):,} trials, {int(same.sum()):,} of them with the same speaker"
 
-    def _said(self, name: str) -> str:
-        return super()._said(name) + " %" * (name == "EER")
+    def _formatted(self, name: str) -> str:
+        return super()._formatted(name) + " %" * (name == "EER")
 
     def lines(self) -> list[str]:
         return [self.tables[0].remark]
@@ -236,7 +236,7 @@ class Verification(Task):
         """Warn about trials whose recordings the test set lacks; raise if it has none of the list's."""
         if split != "test" or keys.trials is None:
             return
-        trials, missing = verification.listed(verification.read_list(keys.trials), manifest.ids)
+        trials, missing = verification.from_list(verification.read_list(keys.trials), manifest.ids)
         if not len(trials.same):
             raise SbkitError(f"trials: {keys.trials} names no recording of the test set, whose ids are like "
                              f"{manifest.ids[0]}", hint="name another list, or null: all pairs of its recordings")

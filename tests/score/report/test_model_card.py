@@ -66,7 +66,7 @@ def test_what_it_started_from_is_named_with_its_licence(run, tmp_path, monkeypat
 def test_each_part_of_a_mixture_has_its_own_figures_and_what_was_forgotten_is_said(run):
     heard = [dataclasses.replace(one, hypothesis=one.hypothesis if i % 2 else "no",
                                  meta={"corpus": ("old", "new")[i % 2], "language": ("en", "de")[i % 2]})
-             for i, one in enumerate(read(run).results.heard)]
+             for i, one in enumerate(read(run).results.utterances)]
     utterances.write(run / "test_utterances.jsonl", heard)
     assert "| WER | " in model_card.of_run(read(run)), "the column of another corpus names no parts"
     prepared = run / "manifests" / "prepare_report.json"

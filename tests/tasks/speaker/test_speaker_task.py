@@ -18,7 +18,7 @@ from sbkit.data.manifest import Manifest
 from sbkit.errors import SbkitError
 from sbkit.recipe import load
 from sbkit.recipe.check import check
-from sbkit.score.verification import made, rates
+from sbkit.score.verification import all_pairs, rates
 from sbkit.tasks.speaker import Verification
 from sbkit.tasks.speaker.task import SpeakerRow, Verified, scored
 
@@ -205,6 +205,6 @@ def test_it_learns_voices_and_knows_strangers_and_its_bundle_gives_its_vectors(t
     clips = list(Manifest.read(run / "manifests" / "test.csv"))
     model = sbkit.infer.load(bundle)
     vectors = np.stack([model.run(clip.wav).outputs["embedding"] for clip in clips])
-    trials = made(list(Manifest.read(run / "manifests" / "test.csv").speakers))
+    trials = all_pairs(list(Manifest.read(run / "manifests" / "test.csv").speakers))
     again = rates((vectors @ vectors.T)[trials.first, trials.second], trials.same)
     assert again.eer == pytest.approx(found["stats"]["EER"], abs=0.01)

@@ -116,7 +116,7 @@ def main() -> None:
         found = torch.stack([brain.vectors(torch.from_numpy(signal)[None], torch.ones(1))[0, 0] for signal in (
             read_utterance(row.wav, row.start, row.duration, sample_rate=RATE) for row in test)])
     vectors = torch.nn.functional.normalize(found, dim=1).numpy()
-    trials = verification.made(list(test.speakers))
+    trials = verification.all_pairs(list(test.speakers))
     rates = verification.rates((vectors @ vectors.T)[trials.first, trials.second], trials.same)
     args.answer.write_text(json.dumps({
         "EER": rates.eer, "minDCF": rates.min_dcf, "seconds": seconds, "steps": steps, "trials": len(trials.same),
