@@ -85,7 +85,7 @@ def test_a_model_that_forgot_is_not_exported_unless_that_is_accepted(folder):
     code, said = exported(run, "--mean", 0)
     assert code == 0, said
     assert json.loads((run / "bundle" / "config.json").read_text())["trained"]["mean_with_start"] == 0
-    assert "of the weights that the run began with" in (run / "bundle" / "README.md").read_text()
+    assert "of the initial weights" in (run / "bundle" / "README.md").read_text()
     assert exported(run, "--accept-worse", "--force")[0] == 0
     assert "The model forgot: WER" in (run / "bundle" / "README.md").read_text()
     assert "beyond the interval" in (run / "README.md").read_text() and "| WER new |" in (run / "README.md").read_text()

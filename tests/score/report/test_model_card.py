@@ -174,8 +174,8 @@ def test_a_bundle_of_another_checkpoint_than_was_tested_says_so(run):
                                      "--checkpoint last` measures them, and the next export shows them."),
                        (("best", 2), "the mean of 2 checkpoints (`best`), whose figures are not recorded: `sbkit "
                                      "evaluate RUN --average 2` measures them, and the next export shows them."),
-                       (("best", 3, 0.25), "0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the weights that "
-                                           "the run began with, whose figures are not recorded.")):
+                       (("best", 3, 0.25), "0.25 of the mean of 3 checkpoints (`best`) and 0.75 of the initial "
+                                           "weights, whose figures are not recorded.")):
         card = model_card.of_bundle("# words\n", run, None, *given)
         assert f"{tested}{has}" in card and "| WER | " not in card, "the figures of other weights"
 
