@@ -27,7 +27,7 @@ _WHOLE = frozenset(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64))
 _SHARD = Record({
     "file": String(13, 255, r"[\w-]+\.safetensors"), "utterances": Integer(maximum=MAX_ROWS),
     "frames": Integer(maximum=MAX_FRAMES), "bytes": Integer(maximum=2**63), "sha256": SHA256}, needed=True)
-_AGAIN = "copy or create the folder again"
+_REPAIR = "copy or create the folder again"
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Shard:
         if not isinstance(row, dict) or not {"id"} <= row.keys() <= {"id", "text", "speaker"} or not all(
                 isinstance(value, str) for value in row.values()):
             raise self._damaged(f"row {index} must have an id, and may have a text and a speaker")
-        if not encodes(row.values()):
+        if not is_valid_unicode(row.values()):
             raise self._damaged(f"row {index} is not valid Unicode")
         return row
 
@@ -66,7 +66,7 @@ class Shard:
         try:
             size = self.path.stat().st_size
         except OSError:
-            raise SbkitError(f"{self.path} is missing", hint=_AGAIN) from None
+            raise SbkitError(f"{self.path} is missing", hint=_REPAIR) from None
         if size != self.bytes or disk.sha256(self.path) != self.sha256:
             raise self._damaged(f"it is not the file that {MANIFEST} describes")
         try:
@@ -94,14 +94,14 @@ class Shard:
         return found
 
     def _damaged(self, what: str) -> SbkitError:
-        return SbkitError(f"{self.path} is damaged: {what}", hint=_AGAIN)
+        return SbkitError(f"{self.path} is damaged: {what}", hint=_REPAIR)
 
-    def described(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return what the manifest says of it."""
         return {"file": self.path.name} | {name: getattr(self, name) for name in _COUNTS} | {"sha256": self.sha256}
 
 
-def encodes(texts: Iterable[str]) -> bool:
+def is_valid_unicode(texts: Iterable[str]) -> bool:
     """Whether texts can be written to a file: JSON may escape half of a character, which no UTF-8 has."""
     try:
         "".join(texts).encode()
@@ -129,8 +129,8 @@ def read_manifest(folder: Path) -> tuple[Books, list[Shard], str | None]:
     shards = values.get("shards")
     if not isinstance(shards, list) or not shards or not all(each in _SHARD for each in shards):
         raise SbkitError(f"{path}: shards must be a list that gives each file's name, utterances, frames, size and "
-                         "sha256", hint=_AGAIN)
+                         "sha256", hint=_REPAIR)
     made_from = values.get("made_from")
     if not isinstance(made_from, str | None):
-        raise SbkitError(f"{path}: made_from must be a text", hint=_AGAIN)
+        raise SbkitError(f"{path}: made_from must be a text", hint=_REPAIR)
     return books, [Shard(folder / each.pop("file"), **each) for each in shards], made_from

@@ -30,7 +30,7 @@ from sbkit.codes.reading import (
     MAX_ROWS,
     VERSION,
     Shard,
-    encodes,
+    is_valid_unicode,
     read_manifest,
 )
 from sbkit.data import publish
@@ -38,7 +38,7 @@ from sbkit.errors import SbkitError
 from sbkit.system import disk
 
 
-class NotKept(SbkitError):
+class UnstorableUtterance(SbkitError):
     """Raised for an utterance that no shard can hold: ``.cause`` says why, such as too many frames or too much text."""
 
     def __init__(self, id: str, cause: str):
@@ -112,7 +112,7 @@ class CodesWriter:
     def __init__(self, folder: Path, books: Books, shard_frames: int, made_from: str | None):
         self.folder = folder
         """What is written here becomes part of the folder."""
-        self._books, self._most, self._made_from = books, shard_frames, made_from
+        self._books, self._max_frames, self._made_from = books, shard_frames, made_from
         self._ids: set[str] = set()
         self._codes: list[np.ndarray] = []
         self._rows: list[bytes] = []
@@ -122,8 +122,8 @@ class CodesWriter:
     def add(self, id: str, codes: ArrayLike, text: str | None = None, speaker: str | None = None) -> None:
         """Append an utterance's codes [T, Q].
 
-        Raises ``InvalidCode`` if an id isn't in its codebook, and ``NotKept`` if no shard can hold the utterance; what
-        was added before stays, and others can be added.
+        Raises ``InvalidCode`` if an id isn't in its codebook, and ``UnstorableUtterance`` if the utterance is too large
+        or not valid Unicode. Earlier utterances are kept, and others can be added.
         """
         if not id or id in self._ids:
             raise SbkitError(f"two utterances have the id {id!r}" if id else "an utterance has no id")
@@ -132,16 +132,16 @@ class CodesWriter:
             raise SbkitError(f"{id}: the codes of an utterance must be [frames, levels] with at least one frame, not "
                              f"{list(found.shape)}")
         if len(found) > MAX_FRAMES:
-            raise NotKept(id, f"it has {len(found):,} frames, but at most {MAX_FRAMES:,} are allowed")
+            raise UnstorableUtterance(id, f"it has {len(found):,} frames, but at most {MAX_FRAMES:,} are allowed")
         values = {"id": id, "text": text, "speaker": speaker}
         given = {name: value for name, value in values.items() if value is not None}
-        if not encodes(given.values()):
-            raise NotKept(id, "its id, text or speaker is not valid Unicode")
+        if not is_valid_unicode(given.values()):
+            raise UnstorableUtterance(id, "its id, text or speaker is not valid Unicode")
         row = json.dumps(given).encode()
         if len(row) > MAX_ROW_BYTES:
-            raise NotKept(id, f"its id, text and speaker have {disk.size(len(row))}, but at most "
+            raise UnstorableUtterance(id, f"its id, text and speaker have {disk.size(len(row))}, but at most "
                               f"{disk.size(MAX_ROW_BYTES)} are allowed")
-        if self._codes and (self._frames + len(found) > self._most or len(self._rows) == MAX_ROWS):
+        if self._codes and (self._frames + len(found) > self._max_frames or len(self._rows) == MAX_ROWS):
             self._write()
         self._ids.add(id)
         self._codes.append(found.astype(self._books.dtype))
@@ -167,7 +167,7 @@ class CodesWriter:
         save_file(tensors, path)
         path.chmod(0o644)  # as other files, which safetensors does not leave it
         shard = Shard(path, len(self._rows), len(tensors["codes"]), path.stat().st_size, disk.sha256(path))
-        self._shards.append(shard.described())
+        self._shards.append(shard.to_dict())
         self._codes, self._rows, self._frames = [], [], 0
 
 
@@ -185,9 +185,9 @@ def writing(folder: str | Path, books: Books, force: bool = False, shard_frames:
     made_from : what to compare with :attr:`Codes.made_from`, to tell whether they need be made again
     """
     to = Path(folder).resolve()
-    publish.tidy(to)
+    publish.clean_up(to)
     check_place(folder, force)
-    with publish.room_beside(to) as aside:
+    with publish.temporary_folder(to) as aside:
         out = CodesWriter(aside, books, min(shard_frames, MAX_FRAMES), made_from)
         yield out
         out.close()

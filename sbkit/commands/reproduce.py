@@ -74,7 +74,7 @@ def _reproduce(args: argparse.Namespace, recorded: dict[str, Any], wanted: dict[
     keys = load.open_recipe(load.load(recipe, request.overrides), recipe).keys
     try:
         initial.open_source(keys, {})
-        keys.corpus.check_there()
+        keys.corpus.check_exists()
     except SbkitError as error:
         raise SbkitError(error.message, exit_code=error.exit_code, hint=f"{error.hint or 'check that it is there'}; "
                          "--source PLACE and --set KEY=PLACE give its path on this machine") from error

@@ -24,7 +24,7 @@ import soundfile
 import soxr
 
 from sbkit.data import mp3, true_length
-from sbkit.data.remote import NOWHERE, Remote
+from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 
@@ -64,7 +64,7 @@ class AudioError(SbkitError):
 
 def read_audio(
     wav: str | os.PathLike[str] | bytes | BinaryIO, *, start: float = 0.0, duration: float | None = None,
-    sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0, remote: Remote = NOWHERE,
+    sample_rate: int | None = 16_000, speed: float = 1.0, slack: float = 0.0, remote: Remote = NO_REMOTE,
 ) -> np.ndarray:
     """Read a recording, or a stretch of it: decode, mix to mono and resample in one pass.
 
@@ -95,7 +95,7 @@ def read_audio(
 
 
 def read_utterance(wav: str, start: float, duration: float, *, sample_rate: int = 16_000,
-                   speed: float = 1.0, remote: Remote = NOWHERE) -> np.ndarray:
+                   speed: float = 1.0, remote: Remote = NO_REMOTE) -> np.ndarray:
     """Read the recording of a manifest's row, float32 mono ``[S]``; ``AudioError`` if much of it is missing."""
     slack = 0.0 if start else longer(duration)
     signal = read_audio(wav, start=start, duration=duration, sample_rate=sample_rate, speed=speed, slack=slack,
@@ -128,7 +128,7 @@ def resample(signal: np.ndarray, rate: float, to_rate: float) -> np.ndarray:
     return soxr.resample(signal, rate, to_rate, "MQ")
 
 
-def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = NOWHERE, *,
+def audio_info(wav: str | os.PathLike[str] | bytes | BinaryIO, remote: Remote = NO_REMOTE, *,
                whole: bool = False) -> tuple[float, int, int]:
     """Seconds, sample rate and channels of a recording, from its header; no audio is decoded.
 
@@ -161,7 +161,7 @@ def describe(wav: str | os.PathLike[str] | bytes | BinaryIO) -> str:
     return f"<{getattr(wav, 'name', 'audio file')}>"
 
 
-def read_bytes(wav: str | os.PathLike[str], remote: Remote = NOWHERE) -> bytes:
+def read_bytes(wav: str | os.PathLike[str], remote: Remote = NO_REMOTE) -> bytes:
     """The encoded bytes of a file, a member of a shard, or a URL that ``remote`` allows."""
     path, offset, size = split_member(os.fspath(wav))
     try:
@@ -251,7 +251,7 @@ class OpenRecording(NamedTuple):
 
 @contextlib.contextmanager
 def open_recording(wav: str | os.PathLike[str] | bytes | BinaryIO, name: str,
-                   remote: Remote = NOWHERE) -> Iterator[OpenRecording]:
+                   remote: Remote = NO_REMOTE) -> Iterator[OpenRecording]:
     """Open a recording.
 
     Whatever goes wrong with the recording while it is open is an ``AudioError`` that begins with ``name``.

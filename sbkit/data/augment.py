@@ -1,6 +1,6 @@
 """Waveform augmentation in the data workers, reproducible after a resume: speed, noise, telephones and so on.
 
-Every utterance has its own random generator, seeded by (seed, visit, utterance), so that its augmentation depends
+Every utterance has its own random generator, seeded by (seed, pass_number, utterance), so that its augmentation depends
 neither on the number of workers nor on where a run was stopped.
 
     augment: !new:sbkit.data.augment.Augment
@@ -97,10 +97,10 @@ class Augment:
                 stage.files.check()
 
     @staticmethod
-    def rng(seed: int, visit: int, name: str) -> np.random.Generator:
-        """The random generator of one utterance, the ``visit``-th time that it is heard."""
+    def rng(seed: int, pass_number: int, name: str) -> np.random.Generator:
+        """The random generator of one utterance, the ``pass_number``-th time that it is heard."""
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        return np.random.Generator(np.random.PCG64([seed % 2**64, visit, int.from_bytes(digest, "little")]))
+        return np.random.Generator(np.random.PCG64([seed % 2**64, pass_number, int.from_bytes(digest, "little")]))
 
     def speed(self, rng: np.random.Generator) -> float:
         """Draw the speed to read an utterance at."""

@@ -53,7 +53,7 @@ class SignalColumn:
 Declared = Mapping[str, LabelColumn | SignalColumn]
 
 
-def needed_of(declared: Declared, named: Mapping[str, str]) -> Declared:
+def required_columns(declared: Declared, named: Mapping[str, str]) -> Declared:
     """The columns that a corpus has to have, which names some of them."""
     return {name: column for name, column in declared.items()
             if name in named or not getattr(column, "or_recording", False)}

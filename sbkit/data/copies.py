@@ -12,8 +12,8 @@ import numpy as np
 
 from sbkit.data.audio import AudioError, read_bytes, read_utterance, split_member
 from sbkit.data.manifest import Column
-from sbkit.data.measure import ask
-from sbkit.data.remote import NOWHERE, Remote
+from sbkit.data.measure import run_job
+from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.system import untrusted
 from sbkit.system.cores import usable_cores
 
@@ -149,7 +149,7 @@ class Copies:
     journal : a file that stores what was found, so that a preparation continues where it was stopped
     """
 
-    def __init__(self, by_sound: bool, *, workers: int | None = None, remote: Remote = NOWHERE,
+    def __init__(self, by_sound: bool, *, workers: int | None = None, remote: Remote = NO_REMOTE,
                  journal: Path | None = None, show_progress: bool = True):
         self.by_sound, self.workers, self.remote, self.journal = by_sound, workers, remote, journal
         self.show_progress = show_progress
@@ -178,7 +178,7 @@ class Copies:
             number = self._index.find(sound[:, :: STRIDE // stride])
             return ["" if number is None else self._names[number], sound if keep else 0]
 
-        for j, answer in ask("sbkit.data.copies:sound_of", [[wavs[i], float(starts[i]), float(durations[i])]
+        for j, answer in run_job("sbkit.data.copies:fingerprint_of", [[wavs[i], float(starts[i]), float(durations[i])]
                                                             for i in rows],
                              (stride,), workers=self.workers or usable_cores(), remote=self.remote, chunk=CHUNK,
                              worth_processes=WORTH_PROCESSES, journal=None if keep else self.journal, then=compare,
@@ -199,7 +199,7 @@ class Copies:
     def _same_bytes(self, split: str, ids: Column, wavs: Column, starts: np.ndarray, keep: bool) -> dict[int, str]:
         files = list(dict.fromkeys(wavs))
         blocks: dict[str, str] = {}
-        for j, answer in ask("sbkit.data.copies:block_of", files, workers=self.workers, remote=self.remote,
+        for j, answer in run_job("sbkit.data.copies:block_hash", files, workers=self.workers, remote=self.remote,
                              what=f"{split}: bytes", show_progress=self.show_progress and len(files) >= _WORTH_A_BAR):
             if not isinstance(answer, str):  # why it can't be read is found when it is measured or decoded
                 blocks.update((files[j], block) for block in answer)
@@ -224,7 +224,7 @@ class Copies:
             return False
 
 
-def block_of(wav: str, remote: Remote) -> list[str] | str:
+def block_hash(wav: str, remote: Remote) -> list[str] | str:
     """The size of a recording's file and a hash of a block in its middle; none of a URL; or why it can't be read."""
     path, offset, size = split_member(wav)
     if "://" in path:
@@ -238,7 +238,7 @@ def block_of(wav: str, remote: Remote) -> list[str] | str:
     return [f"{size} {hashlib.blake2b(data, digest_size=16).hexdigest()}"]
 
 
-def sound_of(row: tuple[str, float, float], remote: Remote, stride: int) -> list[list[int]] | str:
+def fingerprint_of(row: tuple[str, float, float], remote: Remote, stride: int) -> list[list[int]] | str:
     """The fingerprint of a recording's stretch from a start on, for a duration; or why it can't be decoded."""
     wav, start, duration = row
     try:

@@ -18,15 +18,15 @@ import pyarrow as pa
 
 import sbkit
 from sbkit.data import exclusions, leaks
-from sbkit.data.columns import Declared, SignalColumn, needed_of
+from sbkit.data.columns import Declared, SignalColumn, required_columns
 from sbkit.data.copies import Copies
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, mapped_file
 from sbkit.data.options import check_number, texts
 from sbkit.data.prepare import RowLimits, SplitReport, prepare_split, recording_keys, summarize
 from sbkit.data.presence import check_opened, refused
-from sbkit.data.remote import NOWHERE, SCHEMES, Remote, check_schemes, scheme_of
-from sbkit.data.sources import Named, Rows, Source, check_there, join_rows, on_hub, open_source
+from sbkit.data.remote import NO_REMOTE, SCHEMES, Remote, check_schemes, scheme_of
+from sbkit.data.sources import Named, Rows, Source, check_exists, is_hub_address, join_rows, open_source
 from sbkit.data.sources.base import check_columns, no_column, pick
 from sbkit.data.splits import SPLITS, check_needed, check_splits, choose_splits
 from sbkit.data.suspects import Exclusions
@@ -82,8 +82,8 @@ class Corpus:
                  skip_short_texts: Sequence[str] = (), short_text: int = 3, check_audio: str = "sample",
                  exclude: str | Path | None = None,
                  columns: Mapping[str, str] | None = None, data_root: str | Path | None = None,
-                 schemes: Sequence[str] | None = None, url_megabytes: float = NOWHERE.megabytes,
-                 url_seconds: float = NOWHERE.seconds,
+                 schemes: Sequence[str] | None = None, url_megabytes: float = NO_REMOTE.megabytes,
+                 url_seconds: float = NO_REMOTE.seconds,
                  cache_folder: str | Path | None = None, workers: int | None = None,
                  demo_hours: float = 1.0, demo_seed: int = 1234, demo_voices: Sequence[str] = ()):
         _check_shapes(source, splits=splits, columns=columns, text=text)
@@ -140,7 +140,7 @@ class Corpus:
         """Which URLs may be opened: the ``schemes`` that the recipe allows, by default that of the corpus's address."""
         schemes = self.schemes
         if schemes is None:
-            hub = isinstance(self.source, (str, Path)) and on_hub(self.source)
+            hub = isinstance(self.source, (str, Path)) and is_hub_address(self.source)
             own = "hf" if hub else scheme_of(str(self.data_root))
             schemes = (own,) if own in SCHEMES else ()
         return Remote(schemes, self.url_megabytes, self.url_seconds)
@@ -261,7 +261,7 @@ class Corpus:
         count = entry["rows"] - entry["kept"]
         return f"{count:,} of {entry['rows']:,} {split} rows were left out in preparation: {reasons}" if count else None
 
-    def check_there(self) -> None:
+    def check_exists(self) -> None:
         """Refuse a local source or list that doesn't exist, and a demo corpus that nobody can speak."""
         self._excluded()
         if self.source is None:
@@ -270,7 +270,7 @@ class Corpus:
             if not self._demo_folder().exists():
                 espeak_name(self.language or "en")
         elif not isinstance(self.source, Source):
-            check_there(self.source)
+            check_exists(self.source)
 
     def _open(self, show_progress: bool) -> Source:
         source = self.source
@@ -290,7 +290,7 @@ class Corpus:
     def _declare(self, needs_text: bool, columns: Declared) -> Declared:
         """Note what the task needs; returns those of its columns that the source has to have."""
         check_columns(self.columns, columns)
-        self._needs_text, self._declared = needs_text, needed_of(columns, self.columns)
+        self._needs_text, self._declared = needs_text, required_columns(columns, self.columns)
         self._recordings = set(columns) - set(self._declared)
         return self._declared
 
@@ -301,7 +301,7 @@ class Corpus:
         """
         columns = self._declare(needs_text, columns)
         given = self.source
-        elsewhere = isinstance(given, (str, Path)) and (on_hub(given) or Path(given).is_file())
+        elsewhere = isinstance(given, (str, Path)) and (is_hub_address(given) or Path(given).is_file())
         if not (columns or self.columns) or given is None or elsewhere:
             return
         source = self._open(show_progress=False)
@@ -333,7 +333,7 @@ class Corpus:
             **({"declared": {name: repr(column) for name, column in self._declared.items()}} if self._declared else {}),
             **({} if self.schemes is None else {"schemes": self.schemes}),
             **{name: getattr(self, name) for name in ("url_megabytes", "url_seconds")
-               if getattr(self, name) != getattr(NOWHERE, name.removeprefix("url_"))},
+               if getattr(self, name) != getattr(NO_REMOTE, name.removeprefix("url_"))},
         }
 
     def _excluded(self) -> Exclusions | None:

@@ -26,7 +26,7 @@ from sbkit.data.columns import BatchColumns
 from sbkit.data.manifest import Manifest
 from sbkit.data.options import check_number
 from sbkit.data.plan import EpochPlan, Plan
-from sbkit.data.reader import Failure, Reader, ReadRequest, SupportsEncode, quiet_worker, starting_workers
+from sbkit.data.reader import Failure, Reader, ReadRequest, SupportsEncode, init_worker, starting_workers
 from sbkit.errors import SbkitError, first_line
 from sbkit.system.processes import ended_by
 
@@ -93,7 +93,7 @@ class _Loader:
             signals = 1 + len(reader.columns.signals)
             batch_bytes = int(max_batch_seconds * reader.sample_rate * torch.float32.itemsize * signals)
             parallel = {"prefetch_factor": _prefetch_that_fits(prefetch, workers, batch_bytes),
-                        "persistent_workers": True, "timeout": timeout, "worker_init_fn": quiet_worker}
+                        "persistent_workers": True, "timeout": timeout, "worker_init_fn": init_worker}
         self._loader = Workers(
             reader, sampler=self._requests, batch_size=None, collate_fn=_unchanged, num_workers=workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
@@ -107,12 +107,12 @@ class _Loader:
         turn = self._turn
         self._requests.source = source
         starts = self.workers and self._loader._iterator is None
-        with plain_errors(), starting_workers() if starts else contextlib.nullcontext():
+        with plain_worker_errors(), starting_workers() if starts else contextlib.nullcontext():
             batches = iter(self._loader)
         while True:
             if turn != self._turn:
                 raise RuntimeError("this iteration ended when a newer one of the same loader began")
-            with plain_errors():
+            with plain_worker_errors():
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -172,7 +172,7 @@ class TrainLoader(_Loader):
     plan: see ``sbkit.data.plan``.
     rank, world: which part of each step to read.
     min_micros: least number of micro-batches per step (gradient accumulation).
-    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, visit, utterance).
+    augment: ``sbkit.data.augment.Augment`` or ``None``; seeded by (plan's seed, pass_number, utterance).
     columns: what else a batch holds.
     reading: ``workers`` (processes; 0: this one), ``pin_memory`` (read into page-locked memory, from which copies to a
         GPU overlap with computation), ``prefetch`` (micro-batches that each worker reads ahead), ``timeout`` (seconds
@@ -227,7 +227,7 @@ class TrainLoader(_Loader):
             share = plan.places(step, self.rank, self.world, self.min_micros)
             most = plan.largest_micro_batch(step, self.world, self.min_micros)
             for micro, places in enumerate(share):
-                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], most, plan.visits(places))
+                yield ReadRequest(epoch, step, micro, len(share), plan.members[places], most, plan.pass_numbers(places))
 
 
 class EvalLoader(_Loader):
@@ -308,7 +308,7 @@ def _close_all() -> None:
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
+def plain_worker_errors() -> Iterator[None]:
     """Replace torch's errors about workers that died or hang by errors that say what to do."""
     try:
         yield

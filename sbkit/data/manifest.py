@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sbkit.data.delimited import read_delimited
-from sbkit.data.remote import NOWHERE, Remote
+from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.errors import SbkitError, shown, shown_names
 from sbkit.system.console import atomic_write
 
@@ -124,7 +124,7 @@ class Manifest:
     def __init__(self, *, ids: Sequence[str], durations: Sequence[float] | np.ndarray, wavs: Sequence[str],
                  texts: Sequence[str], speakers: Sequence[str] | None = None,
                  starts: Sequence[float] | np.ndarray | None = None,
-                 meta: Mapping[str, Sequence[str]] | None = None, remote: Remote = NOWHERE, mapped: bool = False,
+                 meta: Mapping[str, Sequence[str]] | None = None, remote: Remote = NO_REMOTE, mapped: bool = False,
                  has_urls: bool | None = None, shares: Mapping[str, float] | None = None, once: str | None = None):
         self.remote, self.mapped, self._has_urls = remote, mapped, has_urls
         self.shares, self.once = dict(shares or {}), once
@@ -215,7 +215,7 @@ class Manifest:
     # ------------------------------------------------------------------ files
 
     @classmethod
-    def read(cls, path: str | Path, data_root: str | Path | None = None, remote: Remote = NOWHERE) -> Manifest:
+    def read(cls, path: str | Path, data_root: str | Path | None = None, remote: Remote = NO_REMOTE) -> Manifest:
         """Read a CSV.
 
         ``$data_root`` at the start of ``wav`` becomes ``data_root``, by default the CSV's folder.
@@ -262,7 +262,7 @@ class Manifest:
         return columns | {name: column.arrow for name, column in self.meta.items()}
 
     @classmethod
-    def open_prepared(cls, path: str | Path, remote: Remote = NOWHERE) -> Manifest:
+    def open_prepared(cls, path: str | Path, remote: Remote = NO_REMOTE) -> Manifest:
         """Map what :meth:`write_prepared` wrote for a CSV, or read the CSV where that is none or has changed since."""
         path = Path(path)
         try:

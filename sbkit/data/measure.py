@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from sbkit.data.audio import AudioError, audio_info
-from sbkit.data.remote import NOWHERE, Remote
+from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.system import helper_process
 from sbkit.system.console import progress
 from sbkit.system.cores import usable_cores
@@ -37,10 +37,10 @@ def default_workers() -> int:
     return min(32, 2 * usable_cores())
 
 
-def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NOWHERE,
+def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | None = None, remote: Remote = NO_REMOTE,
             whole: bool = True, what: str = "measuring",
             show_progress: bool = True) -> tuple[np.ndarray, dict[int, str]]:
-    """Read the duration of each recording from its header; the arguments are those of :func:`ask`.
+    """Read the duration of each recording from its header; the arguments are those of :func:`run_job`.
 
     whole : whether a recording that holds less or more audio than its header says can't be read
 
@@ -48,7 +48,7 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
     """
     seconds = np.full(len(wavs), np.nan)
     causes: dict[int, str] = {}
-    for i, result in ask("sbkit.data.measure:measure_one", wavs, (whole,), workers=workers, journal=journal,
+    for i, result in run_job("sbkit.data.measure:measure_one", wavs, (whole,), workers=workers, journal=journal,
                          remote=remote, what=what, show_progress=show_progress):
         if isinstance(result, str):
             causes[i] = result
@@ -57,8 +57,8 @@ def measure(wavs: Sequence[str], *, workers: int | None = None, journal: Path | 
     return seconds, causes
 
 
-def ask(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers: int | None = None,
-        journal: Path | None = None, remote: Remote = NOWHERE, what: str = "", chunk: int | None = None,
+def run_job(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers: int | None = None,
+        journal: Path | None = None, remote: Remote = NO_REMOTE, what: str = "", chunk: int | None = None,
         worth_processes: int | None = None, then: Callable[[Any], Any] = lambda answer: answer,
         show_progress: bool = True) -> Iterator[tuple[int, Any]]:
     """Have helper processes answer for each recording; gives its index and the answer, in any order.
@@ -91,7 +91,7 @@ def ask(job: str, wavs: Sequence[Any], further: tuple[Any, ...] = (), *, workers
             bar.update(len(asked))
 
 
-def measure_one(wav: str, remote: Remote = NOWHERE, whole: bool = True) -> float | str:
+def measure_one(wav: str, remote: Remote = NO_REMOTE, whole: bool = True) -> float | str:
     """The duration of a recording in seconds, or why it can't be read."""
     try:
         return audio_info(wav, remote, whole=whole)[0]
@@ -111,14 +111,14 @@ def _answers(job: str, chunks: list[list[int]], wavs: Sequence[Any], how: tuple[
             yield chunk, [_function(job)(wavs[i], *how) for i in chunk]
         return
     with _Processes(min(workers, len(chunks)), job, *how) as processes, ThreadPoolExecutor(workers) as threads:
-        yield from as_they_end(threads, lambda chunk: processes.ask([wavs[i] for i in chunk]), chunks, 2 * workers)
+        yield from map_unordered(threads, lambda chunk: processes.ask([wavs[i] for i in chunk]), chunks, 2 * workers)
 
 
 J = TypeVar("J")
 R = TypeVar("R")
 
 
-def as_they_end(pool: Executor, function: Callable[[J], R], jobs: Iterable[J], ahead: int) -> Iterator[tuple[J, R]]:
+def map_unordered(pool: Executor, function: Callable[[J], R], jobs: Iterable[J], ahead: int) -> Iterator[tuple[J, R]]:
     """Yield each job with its result, in any order; at most ``ahead`` are submitted at once, since they may be large.
     """
     waiting: dict[Future[R], J] = {}
@@ -143,7 +143,7 @@ class _Processes:
     recording that crashes libsndfile ends only a helper process.
     """
 
-    def __init__(self, count: int, job: str, remote: Remote = NOWHERE, *further: Any):  # what JSON can hold
+    def __init__(self, count: int, job: str, remote: Remote = NO_REMOTE, *further: Any):  # what JSON can hold
         self._how = job, astuple(remote), *further
         self._free: list[subprocess.Popen[str]] = []
         self._all: list[subprocess.Popen[str]] = []

@@ -261,10 +261,10 @@ class Mixture(Corpus):
         raise SbkitError(f"a mixture has no split {name}", hint="name a corpus that has it (--on), or one of "
                                                                 f"{', '.join(SPLITS)}")
 
-    def check_there(self) -> None:
+    def check_exists(self) -> None:
         """Refuse a part whose source doesn't exist."""
         for part in self.parts.values():
-            part.check_there()
+            part.check_exists()
 
     def check_declared(self, needs_text: bool, columns: Declared) -> None:
         for part in self.parts.values():

@@ -101,11 +101,11 @@ class PartDraws:
         """The rows of a pass, counted from 1, bucket by bucket, and how often each was heard by then."""
         first, last = (self.drawn(passes) for passes in (number - 1, number))
         ends = np.cumsum((last - first).sum(1))
-        rows, visits = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
+        rows, pass_numbers = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
         for bucket, (begin, end) in enumerate(zip(first, last, strict=True)):  # one fits into a processor's cache
             at = slice(ends[bucket] - (end - begin).sum(), ends[bucket])
-            rows[at], visits[at] = self._draw(bucket, begin, end)
-        return rows, visits
+            rows[at], pass_numbers[at] = self._draw(bucket, begin, end)
+        return rows, pass_numbers
 
     def _draw(self, bucket: int, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows of one bucket from the ``first`` draw of each part to before the ``last``, as :meth:`draw`."""

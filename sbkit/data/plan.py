@@ -162,10 +162,10 @@ class Plan:
             self.durations = np.maximum(self.durations, np.minimum(rounded, most))
         # Of durations that aren't rounded: how many labels a step has doesn't depend on the device.
         seconds, least = batching.update_seconds, batching.min_batch_utterances
-        self.drawing: LabelGroups | Buckets = Buckets(
+        self.sampler: LabelGroups | Buckets = Buckets(
             self.durations, seconds, batching.buckets, least, parts, batching.seed) if labels is None else LabelGroups(
                 labels, np.asarray(durations, np.float32), batching.clips_per or {}, seconds, least)
-        self.edges, lengths = self.drawing.edges, self.drawing.lengths
+        self.edges, lengths = self.sampler.edges, self.sampler.lengths
         self._bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.passes = max(1, -(-batching.least_steps // (len(lengths) * epochs))) if epochs else 1
         """How often an epoch goes through the corpus."""
@@ -192,30 +192,30 @@ class Plan:
         steps, size = len(self._bounds) - 1, int(self._bounds[-1])
         numbers = range(self.passes * (epoch - 1) + 1, self.passes * epoch + 1)
         bounds = [self._bounds[:1], *(self._bounds[1:] + i * size for i in range(self.passes))]
-        members, visits, order = zip(*map(self._pass, numbers), strict=True)
+        members, pass_numbers, order = zip(*map(self._pass, numbers), strict=True)
         return EpochPlan(
             self.durations, self.batching, np.concatenate(members), np.concatenate(bounds),
-            np.concatenate([each + i * steps for i, each in enumerate(order)]), visits)
+            np.concatenate([each + i * steps for i, each in enumerate(order)]), pass_numbers)
 
     def _pass(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The utterances of one pass over the corpus, bucket by bucket, how often each was heard by then, and the
         order of the steps."""
         rng = np.random.Generator(np.random.PCG64([self.batching.seed % 2**64, number]))
-        members, visits = self.drawing.draw(rng, number)
+        members, pass_numbers = self.sampler.draw(rng, number)
         order = rng.permutation(len(self._bounds) - 1)
         if number <= 1 and self.batching.sort in ("ascending", "descending"):
             # Steps are numbered bucket by bucket, the shortest first.
             order = np.arange(len(order))[:: 1 if self.batching.sort == "ascending" else -1]
-        return members, visits, order
+        return members, pass_numbers, order
 
 
 class EpochPlan:
     """One epoch: an ordered list of optimizer steps, each a set of utterances of similar duration."""
 
     def __init__(self, durations: np.ndarray, batching: Batching, members: np.ndarray, bounds: np.ndarray,
-                 order: np.ndarray, visits: Sequence[np.ndarray]):
+                 order: np.ndarray, pass_numbers: Sequence[np.ndarray]):
         self.durations, self.batching, self.members = durations, batching, members
-        self._bounds, self._order, self._visits = bounds, order, visits
+        self._bounds, self._order, self._pass_numbers = bounds, order, pass_numbers
 
     def __len__(self) -> int:
         return len(self._order)
@@ -225,10 +225,10 @@ class EpochPlan:
         place = self._order[i]
         return self.members[self._bounds[place] : self._bounds[place + 1]]
 
-    def visits(self, places: np.ndarray) -> np.ndarray:
+    def pass_numbers(self, places: np.ndarray) -> np.ndarray:
         """How often the run has heard the utterances at these places of ``members`` by then, this time included."""
-        size = len(self._visits[0])
-        return np.array([self._visits[place // size][place % size] for place in places], np.int64)
+        size = len(self._pass_numbers[0])
+        return np.array([self._pass_numbers[place // size][place % size] for place in places], np.int64)
 
     def share(self, i: int, rank: int = 0, world: int = 1, min_micros: int = 1) -> list[np.ndarray]:
         """The micro-batches that ``rank`` of ``world`` computes in step ``i``, each as indices of utterances."""

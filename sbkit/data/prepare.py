@@ -23,7 +23,7 @@ from sbkit.data.exclusions import MISSING, UNDECODABLE
 from sbkit.data.manifest import SECONDS, Column, Manifest, join
 from sbkit.data.measure import measure
 from sbkit.data.presence import existing, refused
-from sbkit.data.remote import NOWHERE, Remote
+from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.data.sources.base import Rows, unique_ids
 from sbkit.data.suspects import Exclusions
 from sbkit.data.text import TextRules, count_words
@@ -90,7 +90,7 @@ class SplitReport:
 def prepare_split(split: str, rows: Rows, rules: TextRules, limits: RowLimits, *, taken: Sequence[pa.Array] = (),
                   listings: dict[str, pa.Array | None] | None = None, check_audio: str = "sample",
                   copies: Copies | None = None, journal: Path | None = None, workers: int | None = None,
-                  remote: Remote = NOWHERE, columns: Declared = MappingProxyType({}),
+                  remote: Remote = NO_REMOTE, columns: Declared = MappingProxyType({}),
                   exclude: Exclusions | None = None, show_progress: bool = True) -> tuple[Manifest, SplitReport]:
     """Make the manifest of a split: normalise texts, measure recordings, leave out unusable and unwanted rows.
 

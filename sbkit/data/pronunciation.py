@@ -61,14 +61,14 @@ def pronunciation(voice: str) -> Pronunciation:
     return found
 
 
-def apart(word: str) -> tuple[str, str, str]:
+def split_punctuation(word: str) -> tuple[str, str, str]:
     """Split a word into the marks before it, what is pronounced, and the marks behind it."""
     spoken = [at for at, character in enumerate(word) if unicodedata.category(character)[0] in "LMN"]
     begin, end = (spoken[0], spoken[-1] + 1) if spoken else (len(word), len(word))
     return word[:begin], word[begin:end], word[end:]
 
 
-def weights(symbols: str) -> list[float]:
+def symbol_weights(symbols: str) -> list[float]:
     """Tell which symbols take time: not marks of stress and length, unless there are only such."""
     found = [0.0 if unicodedata.category(each) in ("Lm", "Mn", "Sk") else 1.0 for each in symbols]
     return found if any(found) else [1.0] * len(found)

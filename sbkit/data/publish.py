@@ -27,7 +27,7 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 @contextlib.contextmanager
-def room_beside(to: Path) -> Iterator[Path]:
+def temporary_folder(to: Path) -> Iterator[Path]:
     """Make a temporary folder on the disk of ``to``; at the end whatever is at its path is removed."""
     with disk.writing_into(to.parent, "--to"):
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def _sync(folder: Path) -> None:
         disk.sync_files(folder)
 
 
-def tidy(to: Path) -> None:
+def clean_up(to: Path) -> None:
     """Restore or remove what a process that was killed here has left behind, with a warning."""
     before = replaced(to)
     with contextlib.suppress(OSError):  # another process did it first, or we lack the permission
@@ -111,7 +111,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _replace(aside: Path, to: Path) -> None:
-    """Replace a folder in two steps; if killed between them, ``tidy`` restores the old one."""
+    """Replace a folder in two steps; if killed between them, ``clean_up`` restores the old one."""
     old = replaced(to)
     os.rename(to, old)
     try:

@@ -45,7 +45,7 @@ class ReadRequest(NamedTuple):
     micros: int
     rows: np.ndarray
     largest_micro_batch: float = 0.0
-    visits: np.ndarray | int = 0
+    pass_numbers: np.ndarray | int = 0
     """How often the run has heard each row by then, this time included; each time it is augmented differently."""
 
 
@@ -96,10 +96,10 @@ class Reader(Dataset[Any]):
         rows = request.rows.tolist()
         if self._sharded:
             will_need(self.manifest.wavs[row] for row in rows)
-        for row, visit in zip(rows, np.broadcast_to(request.visits, len(rows)).tolist(), strict=True):
+        for row, pass_number in zip(rows, np.broadcast_to(request.pass_numbers, len(rows)).tolist(), strict=True):
             name = self.manifest.ids[row]
             try:
-                read.append(self.signals(row, name, visit))
+                read.append(self.signals(row, name, pass_number))
             except AudioError as error:
                 damaged.append((name, str(error)))
                 continue
@@ -142,13 +142,13 @@ class Reader(Dataset[Any]):
         rounded = -(-longest // unit) * unit
         return rounded if rounded * len(lengths) <= self.max_samples else longest
 
-    def signals(self, row: int, name: str, visit: int) -> list[np.ndarray]:
-        """The waveforms of one utterance, ``[S]`` float32 each, augmented for this visit: its recording, and those of
-        the columns of signals."""
+    def signals(self, row: int, name: str, pass_number: int) -> list[np.ndarray]:
+        """Read the waveforms of one utterance, ``[S]`` float32 each, augmented for this pass: its recording, and those
+        of the columns of signals."""
         manifest, worker = self.manifest, torch.utils.data.get_worker_info()
         self.reading[worker.id if worker else 0] = row
         start, duration = float(manifest.starts[row]), float(manifest.durations[row])
-        rng = None if self.augment is None else self.augment.rng(self.seed, visit, name)
+        rng = None if self.augment is None else self.augment.rng(self.seed, pass_number, name)
         speed = 1.0 if self.augment is None or rng is None else self.augment.speed(rng)
 
         def read(wav: str, start: float, duration: float, speed: float = 1.0) -> np.ndarray:
@@ -207,7 +207,7 @@ GROUP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 @contextlib.contextmanager
 def starting_workers() -> Iterator[None]:
-    """Block signals in worker processes that are started within it, until :func:`quiet_worker` handles them.
+    """Block signals in worker processes that are started within it, until :func:`init_worker` handles them.
 
     Otherwise a worker that is still starting would die of a Ctrl-C, and its run would wait for it.
     """
@@ -223,7 +223,7 @@ def _end_with(run: BaseProcess) -> None:
     os._exit(0)
 
 
-def quiet_worker(worker: int) -> None:
+def init_worker(worker: int) -> None:
     """Prepare a worker process: it ignores Ctrl-C, outlives SIGTERM for a while, and ends when its run has ended.
 
     Ctrl-C and SIGTERM reach whole process groups, and the run decides when its workers end. Torch's own watchdog

@@ -91,7 +91,7 @@ class Remote:
         return f"larger than {self.megabytes:g} MB (corpus.url_megabytes)"
 
 
-NOWHERE = Remote()
+NO_REMOTE = Remote()
 
 
 def from_store(url: str, first: int, max_bytes: int, seconds: float) -> bytes:

@@ -35,7 +35,7 @@ from sbkit.data.audio import AudioError, audio_info, check_whole, longer, read_b
 from sbkit.data.batch import SAMPLE_RATE
 from sbkit.data.lock import locked
 from sbkit.data.manifest import Manifest, Utterance
-from sbkit.data.measure import as_they_end
+from sbkit.data.measure import map_unordered
 from sbkit.data.options import check_number
 from sbkit.data.presence import file_version
 from sbkit.data.remote import Remote
@@ -153,7 +153,7 @@ def _run(jobs: Iterable[_Job], workers: int) -> Iterator[dict[str, Any]]:
     try:
         # Forked processes have the rows already, and don't run the user's script again.
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-            yield from (index for _, index in as_they_end(pool, _write, jobs, 2 * workers))
+            yield from (index for _, index in map_unordered(pool, _write, jobs, 2 * workers))
     except BrokenProcessPool as error:
         raise SbkitError("a process that wrote shards died", hint="out of memory? Try fewer workers; "
                          "finished shards are kept") from error

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sbkit.data.pronunciation import Pronunciation, apart, pronunciation, weights
+from sbkit.data.pronunciation import Pronunciation, pronunciation, split_punctuation, symbol_weights
 from sbkit.errors import SbkitError
 from sbkit.system import untrusted
 from sbkit.system.console import atomic_write
@@ -153,11 +153,11 @@ def phones(text: str, said: Pronunciation) -> Iterator[tuple[str, float]]:
     for number, word in enumerate(text.split(" ")):
         if number:
             yield " ", begin
-        before, core, behind = apart(word)
+        before, core, behind = split_punctuation(word)
         yield from zip(before, range(begin + 1, begin + len(word) + 1), strict=False)
         begin += len(before)
         symbols, past = said(core), 0.0
-        shares = weights(symbols)
+        shares = symbol_weights(symbols)
         for symbol, share in zip(symbols, shares, strict=True):
             past += share
             yield symbol, begin + len(core) * past / sum(shares)
@@ -167,7 +167,7 @@ def phones(text: str, said: Pronunciation) -> Iterator[tuple[str, float]]:
 
 
 def _cores(text: str) -> list[str]:
-    return [apart(word)[1] for word in text.split(" ")]
+    return [split_punctuation(word)[1] for word in text.split(" ")]
 
 
 class Speakers(NameTable):

@@ -67,11 +67,11 @@ def export(request: ExportRequest, bundles: Bundles | None = None, opened: Calla
     opened : gives a model that is not a run's
     """
     to = request.to.resolve()  # a link to a bundle stays a link
-    publish.tidy(to)
+    publish.clean_up(to)
     _check(request)
     trained = opened() if opened else source.open_run(request.run, request.checkpoint, request.average, bundles,
                                                       request.mean, request.accept_worse)
-    with publish.room_beside(to) as aside:
+    with publish.temporary_folder(to) as aside:
         comparison, config = _fill(aside, trained, request)
         publish.publish(aside, to, request.force)
     print(f"compared on {comparison.clips.origin}:\n{comparison.table()}")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from sbkit.data.sources import check_there
+from sbkit.data.sources import check_exists
 from sbkit.data.tokens import Tokenizer
 from sbkit.errors import SbkitError
 from sbkit.export import bundle, layout, source
@@ -52,7 +52,7 @@ class ImportRequest:
 def import_model(request: ImportRequest) -> int:
     """Import a model, print how its bundle compares with it, and return the exit code."""
     if request.corpus is not None:
-        check_there(request.corpus)
+        check_exists(request.corpus)
     with tempfile.TemporaryDirectory() as room:
         run = Path(room)
         same = {name: getattr(request, name) for name in ("to", "formats", "force", "tolerance", "clips")}

@@ -12,7 +12,7 @@ import soxr
 
 from sbkit.data import audio
 from sbkit.data.audio import AudioError
-from sbkit.data.remote import NOWHERE, Remote
+from sbkit.data.remote import NO_REMOTE, Remote
 
 BLOCK_SECONDS = 10.0
 _LOST_SECONDS = 1.0  # tolerated difference between a recording's length and its header
@@ -33,7 +33,7 @@ class Recording:
     reference: str | None = None
     called: str = ""
     """Its name in messages, if not its path."""
-    remote: Remote = NOWHERE
+    remote: Remote = NO_REMOTE
     """Which URLs may be opened, if ``audio`` is one."""
     warning: str | None = None
     """What is missing of it, known once its blocks were read."""

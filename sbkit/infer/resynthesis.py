@@ -52,7 +52,7 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     """Turn codes back and return the exit code. All of them are checked before anything is written."""
     books = books_of(layout.CodecConfig.read(request.bundle))
     to = request.to.resolve()
-    publish.tidy(to)
+    publish.clean_up(to)
     _check_place(request)
     codes = {name: Codes(folder, books) for name, folder in _folders(request.folder).items()}
     for each in codes.values():
@@ -60,7 +60,7 @@ def resynthesize(request: ResynthesizeRequest) -> int:
     with codec(request.bundle, request.model, request.device, request.threads) as loaded:
         print(loaded.running, file=sys.stderr)
         began, seconds = time.perf_counter(), 0.0
-        with publish.room_beside(to) as aside:
+        with publish.temporary_folder(to) as aside:
             for name, each in codes.items():
                 seconds += _write(loaded, each, aside / name, f"resynthesizing {name}".rstrip(), request.format)
             publish.publish(aside, to, request.force)

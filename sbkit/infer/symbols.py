@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from sbkit.data.pronunciation import apart, pronunciation
+from sbkit.data.pronunciation import pronunciation, split_punctuation
 from sbkit.data.symbols import phones
 from sbkit.errors import SbkitError
 from sbkit.export.layout import VoiceConfig
@@ -110,7 +110,7 @@ class VoiceSymbols:
                 ids.append(number)
             elif first is not None and symbol != SPACE:
                 unknown.add(f"[{symbol}] in {known}", first)
-        if not ids and first is not None and apart(known)[1]:
+        if not ids and first is not None and split_punctuation(known)[1]:
             unknown.add(known, first)  # espeak-ng has no sound for it
         return written, ids
 
@@ -118,7 +118,7 @@ class VoiceSymbols:
         """Have a text's words spelled, as many as there are at once; returns the text."""
         if self._said is not None:
             known = (part for word in text.split() for part in self._kept(self._written(word)).split(SPACE))
-            self._said.learn(apart(part)[1] for part in known)
+            self._said.learn(split_punctuation(part)[1] for part in known)
         return text
 
     def _written(self, word: str) -> str:

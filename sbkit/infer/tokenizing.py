@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from sbkit.codes import Codes, check_place, writing
 from sbkit.codes.reading import MANIFEST
-from sbkit.codes.shards import CodesWriter, NotKept
+from sbkit.codes.shards import CodesWriter, UnstorableUtterance
 from sbkit.data import exclusions
 from sbkit.data.audio import AudioError, read_utterance
 from sbkit.data.corpus import Corpus
@@ -190,7 +190,7 @@ class _Done:
                 continue
             try:
                 self._out.add(manifest.ids[row], codes, manifest.texts[row] or None, manifest.speakers[row] or None)
-            except NotKept as error:
+            except UnstorableUtterance as error:
                 self._lost[UNCODABLE].append((row, error.cause))
                 continue
             self.utterances, self.frames = self.utterances + 1, self.frames + len(codes)

@@ -294,9 +294,9 @@ def _check_corpus(built: Built, task: TaskClass, findings: Findings, starting: b
 
 
 def _corpora(built: Built) -> Iterator[tuple[Any, Node]]:
-    """The corpus of a recipe, or each part of its mixture, of any class with check_there, and where it is written."""
+    """The corpus of a recipe, or each part of its mixture, of any class with check_exists, and where it is written."""
     corpus, node = built.hparams.get("corpus"), built.nodes.get("corpus")
-    if node is None or not hasattr(corpus, "check_there") or not isinstance(node.value, dict):
+    if node is None or not hasattr(corpus, "check_exists") or not isinstance(node.value, dict):
         return
     if isinstance(corpus, Mixture):
         parts = node.value["parts"].value
@@ -305,7 +305,7 @@ def _corpora(built: Built) -> Iterator[tuple[Any, Node]]:
         yield corpus, node
 
 
-def _check_source(corpus: Any,  # of any class with check_there
+def _check_source(corpus: Any,  # of any class with check_exists
                   node: Node, findings: Findings, starting: bool) -> None:
     """Check that the source, and a list of rows to leave out, exist."""
     # Of the demo corpus, only the language can be none that there is.
@@ -316,7 +316,7 @@ def _check_source(corpus: Any,  # of any class with check_there
         return
     given = node.value[argument].source or node.value[argument]
     try:
-        corpus.check_there()
+        corpus.check_exists()
     except SbkitError as error:
         if starting or not given.place.line:
             name = given.key if given.place.line else f"--{given.key}"
@@ -331,7 +331,7 @@ def _check_source(corpus: Any,  # of any class with check_there
                          "sbkit prepare, with the same arguments, prepares this one")
 
 
-def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with check_there
+def _check_longest(built: Built, corpus: Any, node: Node,  # of any class with check_exists
                    findings: Findings) -> None:
     """Warn of a limit for the duration of utterances that is larger than a batch."""
     longest = getattr(corpus, "max_duration", None)

@@ -14,7 +14,7 @@ import soundfile
 from sbkit.data.augment import planned_seconds
 from sbkit.data.columns import BatchColumns
 from sbkit.data.corpus import Corpus
-from sbkit.data.sources import Rows, Source, on_hub, open_source
+from sbkit.data.sources import Rows, Source, is_hub_address, open_source
 from sbkit.data.splits import SPLITS
 from sbkit.errors import SbkitError, first_line
 from sbkit.recipe.cost import LONGEST
@@ -39,7 +39,7 @@ class _FirstRows(Source):
         return self.source.names()
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        self.source.ask_as(self)
+        self.source.inherit_needs(self)
         return self.source.read(name, show_progress).first(STEPS * ROWS)
 
     def fingerprint(self) -> list[Any]:
@@ -80,7 +80,7 @@ def _exists(corpus: Corpus) -> bool:
     source = corpus.source
     if isinstance(source, Source):
         return True
-    if source is None or (isinstance(source, (str, Path)) and on_hub(source)):
+    if source is None or (isinstance(source, (str, Path)) and is_hub_address(source)):
         return False
     return isinstance(source, Mapping) or Path(source).exists()
 

@@ -81,7 +81,7 @@ def replayed(keys: TaskKeys) -> Replay:
                                                                         "out replay")
     try:
         joint = Replay(keys.corpus, keys.replay, _source(keys))
-        joint.parts[OLD].check_there()
+        joint.parts[OLD].check_exists()
     except SbkitError:
         prepared = keys.corpus.folder / OLD
         if not (prepared / _REPORT).is_file():

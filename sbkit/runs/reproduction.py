@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from sbkit.data.audio import AudioError, read_bytes
-from sbkit.data.copies import block_of
+from sbkit.data.copies import block_hash
 from sbkit.data.manifest import SECONDS, Manifest
-from sbkit.data.remote import NOWHERE
+from sbkit.data.remote import NO_REMOTE
 from sbkit.errors import SbkitError, shown
 from sbkit.recipe.arguments import CommandLine
 from sbkit.recipe.finished_runs import cpu_model
@@ -130,7 +130,7 @@ def _of_recording(wav: str) -> bytes:
 
 
 def _of_block(wav: str) -> bytes:
-    return _hash("".join(block_of(wav, NOWHERE)).encode())
+    return _hash("".join(block_hash(wav, NO_REMOTE)).encode())
 
 
 def _hash(data: bytes) -> bytes:

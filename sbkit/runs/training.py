@@ -56,9 +56,9 @@ def fit_and_test(recipe: Recipe, request: CommandLine, device: torch.device, man
     begun = ranks.run_on_main(steps_begun, brain.checkpointer, keys.epoch_counter)
     plan = Plan.of(train, batching, keys.augment, begun.epochs, batching.rounding(device.type, brain.compile),
                    columns)
-    if plan.drawing.left_out and reports:
+    if plan.sampler.left_out and reports:
         logger.warning("%d of %d utterances are in no step: fewer than %d have their label (clips_per)",
-                       plan.drawing.left_out, len(train), batching.clips)
+                       plan.sampler.left_out, len(train), batching.clips)
     brain.train_state.epochs = begun.epochs
     steps = begun.steps(len(plan), epochs)
     if plan.passes > 1 and reports:

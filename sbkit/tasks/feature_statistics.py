@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from sbkit.data.audio import AudioError
-from sbkit.data.loader import Workers, plain_errors
+from sbkit.data.loader import Workers, plain_worker_errors
 from sbkit.data.manifest import Manifest
-from sbkit.data.reader import Reader, quiet_worker, starting_workers
+from sbkit.data.reader import Reader, init_worker, starting_workers
 from sbkit.errors import SbkitError
 from sbkit.nn.global_norm import GlobalNorm
 from sbkit.nn.lengths import feature_frames, takes_lengths
@@ -98,11 +98,11 @@ def compute(front: Front, manifest: Manifest, workers: int | None = None, show: 
     if workers is None:
         cores = min(_MAX_WORKERS, usable_cores())
         workers = cores if cores > 1 and len(manifest) >= WORTH_PROCESSES else 0
-    parallel: dict[str, Any] = {"worker_init_fn": quiet_worker, "prefetch_factor": _AHEAD} if workers else {}
+    parallel: dict[str, Any] = {"worker_init_fn": init_worker, "prefetch_factor": _AHEAD} if workers else {}
     loader = Workers(_Sums(front, manifest), batch_size=None, collate_fn=_unchanged, num_workers=workers,
                      generator=torch.Generator(), **parallel)
     sums, frames, unread = np.zeros(1), 0, 0
-    with _one_thread(), plain_errors():
+    with _one_thread(), plain_worker_errors():
         with starting_workers() if workers else contextlib.nullcontext():
             found = iter(loader)
         for each in progress(found, what="statistics of features", total=len(manifest), unit="utterance", show=show):
@@ -141,7 +141,7 @@ class _Sums(Dataset[Any]):
     def __getitem__(self, row: int) -> tuple[int, np.ndarray] | str:
         name = self.reader.manifest.ids[row]
         try:
-            signal = self.reader.signals(row, name, visit=0)[0]
+            signal = self.reader.signals(row, name, pass_number=0)[0]
         except AudioError as error:
             return f"{name}: {error}"
         count = feature_frames(self.features, len(signal), self.hop)

@@ -16,7 +16,7 @@ from speechbrain.core import Stage
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from speechbrain.utils.run_opts import RunOptions
 
-from sbkit.data.loader import plain_errors
+from sbkit.data.loader import plain_worker_errors
 from sbkit.errors import SbkitError
 from sbkit.nn import attention_kernel
 from sbkit.nn.accelerate import accelerate, compile_kernels
@@ -310,7 +310,7 @@ class Brain(sb.core.Brain):
             logger.info("Test only mode, skipping training and validation stages.")
             return
         outlast_terminal()
-        with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.fitting():
+        with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.fitting():
             state = self.train_state
             state.plan_driven = loaders.is_plan_driven(train_set)
             train_set = loaders.resolve_loader(self, train_set, Stage.TRAIN, train_loader_kwargs or {})
@@ -367,7 +367,7 @@ class Brain(sb.core.Brain):
     ) -> float:
         """Load the best checkpoint, evaluate ``test_set`` and return the average loss."""
         outlast_terminal()
-        with ranks.failing_together(), oom_as_user_error(self.device), plain_errors(), self.trainer.evaluating():
+        with ranks.failing_together(), oom_as_user_error(self.device), plain_worker_errors(), self.trainer.evaluating():
             test_set = loaders.resolve_loader(self, test_set, Stage.TEST,
                                               {**(test_loader_kwargs or {}), "ckpt_prefix": None})
             self.on_evaluate_start(max_key=max_key, min_key=min_key)

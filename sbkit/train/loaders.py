@@ -23,7 +23,7 @@ from speechbrain.dataio.sampler import DistributedSamplerWrapper
 from speechbrain.utils.checkpoints import mark_as_loader, mark_as_saver, register_checkpoint_hooks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
-from sbkit.data.reader import quiet_worker, starting_workers
+from sbkit.data.reader import init_worker, starting_workers
 from sbkit.errors import SbkitError
 from sbkit.train import rng
 from sbkit.train.batches import DataSource
@@ -152,7 +152,7 @@ def _with_workers(loader: object) -> DataLoader[Any] | None:
 
 def _start_worker(given: Callable[[int], None] | None, worker: int) -> None:
     """Let a worker survive signals to the process group, as the run does; then call the recipe's ``worker_init_fn``."""
-    quiet_worker(worker)
+    init_worker(worker)
     if given is not None:
         given(worker)
 

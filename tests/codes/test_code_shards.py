@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from sbkit.codes import Books, CodedUtterance, Codes, InvalidCode, writing
 from sbkit.codes.reading import MANIFEST
-from sbkit.codes.shards import NotKept
+from sbkit.codes.shards import UnstorableUtterance
 from sbkit.errors import SbkitError
 from sbkit.system import disk
 
@@ -234,7 +234,7 @@ def test_what_no_shard_can_hold_leaves_the_others_as_they_are(tmp_path):
         out.add("u0", [[1, 2]])
         for wrong, told in (({"text": "a" * (1 << 20)}, r"id, text and speaker have 1\.0 MB"),
                             ({"speaker": "\udc00"}, "not valid Unicode")):
-            with pytest.raises(NotKept, match=told):
+            with pytest.raises(UnstorableUtterance, match=told):
                 out.add("v", [[3, 4]], **wrong)
         out.add("v", [[5, 6]])
     assert [each.codes.tolist() for each in Codes(tmp_path / "t")] == [[[1, 2]], [[5, 6]]]

@@ -80,7 +80,7 @@ def left_out(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def test_without_asking_nothing_is_compared(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "block_of", lambda *_: pytest.fail("a file was read"))
+    monkeypatch.setattr(module, "block_hash", lambda *_: pytest.fail("a file was read"))
     _, manifests = prepare(source, tmp_path / "m")
     assert len(manifests["train"]) == 11
 
@@ -120,8 +120,8 @@ def test_a_search_that_was_stopped_goes_on(source, tmp_path, monkeypatch):
     files = {split: [Path(source[split]).parent / "sounds" / split / name for name, _ in rows]
              for split, rows in planted().items()}
     read = []
-    real = module.sound_of
-    monkeypatch.setattr(module, "sound_of", lambda row, *how: read.append(Path(row[0]).name) or real(row, *how))
+    real = module.fingerprint_of
+    monkeypatch.setattr(module, "fingerprint_of", lambda row, *how: read.append(Path(row[0]).name) or real(row, *how))
 
     def search(names: int):
         found = Copies(True, workers=1, journal=tmp_path / "journal", show_progress=False)

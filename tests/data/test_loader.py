@@ -429,7 +429,7 @@ def test_ctrl_c_reaches_the_run_and_leaves_no_workers(manifest, tmp_path):
 def _starts_slowly(say):
     say.send("begun")
     time.sleep(1)
-    reader.quiet_worker(0)
+    reader.init_worker(0)
     say.send("ready")
 
 

@@ -55,7 +55,7 @@ def test_where_helpers_do_not_run_it_is_measured_without(wavs, monkeypatch, capl
     monkeypatch.setattr(module, "WORTH_PROCESSES", 1)
     monkeypatch.setattr(module, "COMMAND", [sys.executable, "-c", "import no_such_module"])
     seconds, causes = measure(wavs, workers=2, show_progress=False)
-    assert np.isfinite(seconds).all() and causes == {} and "does not run" in caplog.text
+    assert np.isfinite(seconds).all() and causes == {} and "do not start" in caplog.text
 
 
 def test_helpers_import_nothing_from_the_folder_they_are_started_in(wavs, tmp_path, monkeypatch, caplog):

@@ -241,7 +241,7 @@ def test_a_part_that_can_not_be_prepared_is_named(two, tmp_path):
     with pytest.raises(SbkitError, match=r"part gone of the mixture: .*no such file or folder"):
         Mixture(gone, tmp_path / "m").prepare(False)
     with pytest.raises(SbkitError, match="no such file or folder"):
-        Mixture(gone, tmp_path / "m").check_there()
+        Mixture(gone, tmp_path / "m").check_exists()
     short = {**two, "short": Corpus(str(tmp_path / "en"), min_duration=5)}
     with pytest.raises(SbkitError, match=re.escape("part short of the mixture: ") + ".*all 6 rows of the train split"):
         Mixture(short, tmp_path / "m").prepare(False)

@@ -84,7 +84,7 @@ def test_each_step_has_its_parts_in_proportion_on_any_number_of_ranks():
     plan = Plan(seconds, Batching(60, 120), parts=parts, round_seconds=0.32)
     buckets = np.searchsorted(plan.edges, plan.durations)
     of_bucket = np.array([np.bincount(parts.numbers[buckets == bucket], minlength=3)
-                          for bucket in range(len(plan.edges))]) * plan.drawing.parts.times
+                          for bucket in range(len(plan.edges))]) * plan.sampler.parts.times
     for epoch in (1, 2, 9):
         made, audio = plan.epoch(epoch), np.zeros(3)
         assert len(made) == len(plan)
@@ -100,7 +100,7 @@ def test_each_step_has_its_parts_in_proportion_on_any_number_of_ranks():
                     np.concatenate(made.places(step, 0, 1)).tolist())
         assert audio / audio.sum() == pytest.approx(1 / 3, abs=0.01)
         assert audio.sum() == pytest.approx(seconds.sum(), rel=0.01)
-    assert plan.drawing.parts.times == pytest.approx(
+    assert plan.sampler.parts.times == pytest.approx(
         plan.durations.sum() / 3 / np.bincount(parts.numbers, weights=plan.durations), rel=1e-6)
 
 
@@ -113,10 +113,10 @@ def test_a_later_epoch_is_found_without_those_before_it_and_goes_on_where_they_e
         made = plan.epoch(epoch)
         for step in range(len(made)):
             for places in made.places(step):
-                for row, visit in zip(made.members[places].tolist(), made.visits(places).tolist(), strict=True):
+                for row, visit in zip(made.members[places].tolist(), made.pass_numbers(places).tolist(), strict=True):
                     seen[row] += 1
                     assert abs(visit - seen[row]) <= plan.passes * 10  # within an epoch steps are shuffled
-    visits = np.concatenate([plan.epoch(7).visits(np.arange(len(plan.epoch(7).members)))])
+    visits = np.concatenate([plan.epoch(7).pass_numbers(np.arange(len(plan.epoch(7).members)))])
     assert visits.max() == seen.max()
 
 

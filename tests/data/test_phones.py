@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sbkit.data import demo_voice
-from sbkit.data.pronunciation import Pronunciation, apart, pronunciation, weights
+from sbkit.data.pronunciation import Pronunciation, pronunciation, split_punctuation, symbol_weights
 from sbkit.data.symbols import Symbols, phones
 from sbkit.decode.durations import symbol_durations
 from sbkit.errors import SbkitError
@@ -49,15 +49,15 @@ def test_a_long_word_is_asked_about_in_parts(monkeypatch):
 
 
 def test_marks_around_a_word_are_not_pronounced():
-    assert apart("«don't!»") == ("«", "don't", "!»")
-    assert apart("...") == ("...", "", "") and apart("e\u0301") == ("", "e\u0301", "")
+    assert split_punctuation("«don't!»") == ("«", "don't", "!»")
+    assert split_punctuation("...") == ("...", "", "") and split_punctuation("e\u0301") == ("", "e\u0301", "")
 
 
 def test_a_words_phones_share_its_characters_and_stress_takes_no_time(asked):
     found = list(phones("the cat, a", pronunciation("xx")))
     assert "".join(symbol for symbol, _ in found) == "ðə kˈæt, ˈeɪ"
     assert [end for _, end in found] == [1.5, 3, 4, 5, 5, 6, 7, 8, 9, 9, 9.5, 10]
-    assert weights("ˈː") == [1.0, 1.0], "something of it has to last"
+    assert symbol_weights("ˈː") == [1.0, 1.0], "something of it has to last"
 
 
 def test_symbols_are_the_phones_of_a_corpus_and_its_characters_are_kept(asked, tmp_path):

@@ -112,7 +112,7 @@ def test_a_short_run_goes_through_the_corpus_several_times_in_an_epoch():
             heard = np.concatenate([made.step(i) for i in steps])
             assert sorted(heard.tolist()) == list(range(60))  # each time everything once, as an epoch of its own would
             visit = again.passes * (epoch - 1) + number + 1
-            assert {visit for i in steps for places in made.places(i) for visit in made.visits(places)} == {visit}
+            assert {visit for i in steps for places in made.places(i) for visit in made.pass_numbers(places)} == {visit}
             assert [made.step(i).tolist() for i in steps] == steps_of(once, visit)
 
 
@@ -307,7 +307,7 @@ def test_a_column_of_labels_that_is_not_there_is_named():
     train = Manifest(ids=["a"], durations=[1.0], wavs=["a"], texts=[""], speakers=["x"])
     with pytest.raises(SbkitError, match=r"no column 'mood' .*speaker.*its name in clips_per"):
         Plan.of(train, Batching(10, clips_per={"mood": 2}), None, 1)
-    assert Plan(np.ones(7), Batching(10, 4, clips_per={"speaker": 2}), labels=LABELS).drawing.left_out == 1
+    assert Plan(np.ones(7), Batching(10, 4, clips_per={"speaker": 2}), labels=LABELS).sampler.left_out == 1
 
 
 @pytest.mark.parametrize("unit", [0.32, 0.16])

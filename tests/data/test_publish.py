@@ -23,8 +23,8 @@ def fill(folder, number):
 
 def export(to, number, force=True):
     """What an export does around its work."""
-    publish.tidy(to)
-    with publish.room_beside(to) as aside:
+    publish.clean_up(to)
+    with publish.temporary_folder(to) as aside:
         fill(aside, number)
         publish.publish(aside, to, force)
 
@@ -88,7 +88,7 @@ def each_point(to, disturb, exchange):
         if ended == UNDISTURBED:
             return found
         assert bundle(to) is not None or not exchange
-        publish.tidy(to)
+        publish.clean_up(to)
         found.append(bundle(to))
         assert hidden(to) == []
         at += 1
@@ -108,7 +108,7 @@ def test_what_a_killed_export_left_is_said_at_the_next(tmp_path, caplog):
     export(to, 1)
 
     def killed():
-        with publish.room_beside(to):
+        with publish.temporary_folder(to):
             os.kill(os.getpid(), signal.SIGKILL)
 
     in_a_fork(killed)
@@ -124,22 +124,22 @@ def test_a_bundle_that_a_killed_export_was_replacing_is_named_and_put_back(tmp_p
     os.rename(to, publish.replaced(to))
     with pytest.raises(SbkitError, match=r"b does not exist; an export that was killed left .* at .*/\.b\.replaced"):
         Config.read(to)
-    publish.tidy(to)
+    publish.clean_up(to)
     assert bundle(to) == 1 and "what was there before is back" in caplog.text
 
 
 def test_the_room_of_an_export_under_way_stays(tmp_path):
     to = tmp_path / "b"
-    with publish.room_beside(to) as aside:
+    with publish.temporary_folder(to) as aside:
         fill(aside, 1)
-        publish.tidy(to)
+        publish.clean_up(to)
         publish.publish(aside, to, False)
     assert bundle(to) == 1 and hidden(to) == []
 
 
 def test_a_place_taken_meanwhile_is_not_replaced_unasked(tmp_path):
     to = tmp_path / "b"
-    with pytest.raises(SbkitError, match="cannot be put in place"), publish.room_beside(to) as aside:
+    with pytest.raises(SbkitError, match="cannot be put in place"), publish.temporary_folder(to) as aside:
         fill(aside, 2)
         to.mkdir()
         fill(to, 1)
@@ -151,7 +151,7 @@ def test_a_place_taken_meanwhile_is_not_replaced_unasked(tmp_path):
 def test_many_files_and_those_below_are_synced_at_once(tmp_path, monkeypatch, names):
     synced = []
     monkeypatch.setattr(publish.disk, "sync_file_system", synced.append)
-    with publish.room_beside(tmp_path / "b") as aside:
+    with publish.temporary_folder(tmp_path / "b") as aside:
         (aside / "below").mkdir()
         for name in names:
             (aside / name).write_text(name)

@@ -89,4 +89,4 @@ def test_a_list_that_has_changed_is_read_again(corpus, tmp_path):
 
 def test_a_list_that_is_missing_is_an_error_before_anything_is_read(corpus, tmp_path):
     with pytest.raises(SbkitError, match="there is no file"):
-        corpus(exclude=tmp_path / "none.csv").check_there()
+        corpus(exclude=tmp_path / "none.csv").check_exists()

@@ -123,7 +123,7 @@ def language_model(to, number, given):
 
 
 def bundle(to, number, given):
-    with publish.room_beside(to / "bundle") as aside:
+    with publish.temporary_folder(to / "bundle") as aside:
         save_file({"weights": torch.full((10_000,), float(number))}, aside / "model.safetensors")
         publish.publish(aside, to / "bundle", force=True)
 

@@ -9,6 +9,6 @@ too; one whose name a manifest uses for something else gets a prefix, such as ``
 """
 
 from sbkit.data.sources.base import Rows, Source, join_rows
-from sbkit.data.sources.detect import Named, check_there, on_hub, open_source
+from sbkit.data.sources.detect import Named, check_exists, is_hub_address, open_source
 
-__all__ = ["Named", "Rows", "Source", "check_there", "join_rows", "on_hub", "open_source"]
+__all__ = ["Named", "Rows", "Source", "check_exists", "is_hub_address", "join_rows", "open_source"]

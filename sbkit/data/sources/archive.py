@@ -64,7 +64,7 @@ class CommonVoiceArchive(Source):
         return self.release.names()
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
-        self.release.ask_as(self)
+        self.release.inherit_needs(self)
         return self.release.read(name, show_progress)
 
 

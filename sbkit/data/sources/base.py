@@ -94,7 +94,7 @@ class Source(ABC):
         """The names of a split's columns, if they are found without reading it; None if not."""
         return None
 
-    def ask_as(self, other: Source) -> None:
+    def inherit_needs(self, other: Source) -> None:
         """Need the same roles as another source, which reads this one."""
         self.needs_text, self.wanted = other.needs_text, other.wanted
 

@@ -44,7 +44,7 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     data_root : replaces ``$data_root`` in paths, and relative paths start from it; by default their file's folder
     """
     columns = columns or {}
-    check_there(source)
+    check_exists(source)
     if isinstance(source, Mapping):
         return Mixed({split: [_open_file(path, cache, columns, data_root) for path in _paths(split, named)]
                       for split, named in source.items()})
@@ -60,18 +60,18 @@ def open_source(source: Named, *, cache: Path, language: str | None = None,
     return Hub(str(source), cache, columns)  # owner/name
 
 
-def check_there(source: Named) -> None:
+def check_exists(source: Named) -> None:
     """Refuse a source whose files or folders don't exist; nothing is opened."""
     if isinstance(source, Mapping):
         for path in (path for split, named in source.items() for path in _paths(split, named)):
             if not path.exists():
                 raise SbkitError(f"{path}: no such file")
         return
-    if not on_hub(source) and not Path(source).exists():
+    if not is_hub_address(source) and not Path(source).exists():
         raise SbkitError(f"{source}: no such file or folder", hint=_EXPECTED)
 
 
-def on_hub(source: str | Path) -> bool:
+def is_hub_address(source: str | Path) -> bool:
     """Whether a source's name means a dataset on the hub."""
     path = Path(source)
     return str(source).startswith(("hf://", _HUB_PAGE)) or (

@@ -117,5 +117,5 @@ class Mixed(Source):
 
     def read(self, name: str, show_progress: bool = True) -> Rows:
         for part in self.parts[name]:
-            part.ask_as(self)
+            part.inherit_needs(self)
         return join_rows([part.read(part.names()[0], show_progress) for part in self.parts[name]])

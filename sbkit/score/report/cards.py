@@ -10,7 +10,7 @@ import soundfile
 
 from sbkit.data.audio import AudioError, read_audio
 from sbkit.data.manifest import Utterance
-from sbkit.data.remote import NOWHERE, Remote
+from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.score.edits import DELETION, EQUAL, INSERTION, SUBSTITUTION, Tokens
 from sbkit.score.markup import Markup, tag, text
 from sbkit.score.rates import aligned
@@ -32,7 +32,7 @@ class AudioEmbedder:
     remote : which URLs may be opened
     """
 
-    def __init__(self, megabytes: float, owned: Callable[[str], bool], remote: Remote = NOWHERE):
+    def __init__(self, megabytes: float, owned: Callable[[str], bool], remote: Remote = NO_REMOTE):
         self.owned, self.remote = owned, remote
         self.left = int(megabytes * 1e6)
         self.megabytes = megabytes

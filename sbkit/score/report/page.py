@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import sbkit
-from sbkit.data.remote import NOWHERE, Remote
+from sbkit.data.remote import NO_REMOTE, Remote
 from sbkit.errors import SbkitError
 from sbkit.score import chunk_size, estimate
 from sbkit.score.latency import LATE
@@ -38,7 +38,7 @@ _TITLES = {"first": "Next", "against": "Compared", "curves": "Training", "result
 
 def write_report(run: str | Path, *, against: str | Path | None = None, out: str | Path | None = None,
                  title: str | None = None, utterances: int = 24, audio_megabytes: float = 8.0,
-                 remote: Remote = NOWHERE, log: Callable[[str], object] = lambda verdict: None) -> Path:
+                 remote: Remote = NO_REMOTE, log: Callable[[str], object] = lambda verdict: None) -> Path:
     """Write the page of a run from the files in its folder, and its README.md beside its own; returns its path.
 
     run : the output folder of a run, finished or not, or of an evaluation
