@@ -193,7 +193,7 @@ def test_a_rank_to_which_others_leave_no_core_does_not_hang(tmp_path, monkeypatc
     assert well and errors_of(lines)[0].code == "not-reached"
 
 
-def test_what_the_null_card_has_not_is_no_error_and_is_told_beside_what_needs_a_card():
+def test_a_function_that_the_null_card_lacks_is_a_warning_and_a_note():
     lines = [{"stage": "steps"}, {"skip": "the null card has no cudnnRNN"}, {"lacks": "cudnnRNN"}]
     lines = [{"launch": "train", "rank": 0, "at": 1.0} | line for line in lines]
     report = assemble("recipe.yaml", lines, 2, CARDS["H100"], 0.0)
@@ -244,7 +244,7 @@ def test_what_a_model_knew_is_not_rehearsed(tmp_path):
     assert not isinstance(recipe.keys.corpus, Mixture)
 
 
-def test_an_estimate_that_is_too_high_is_told_beside_what_needs_a_card():
+def test_an_inexact_estimate_is_a_note():
     checked = {"errors": [], "warnings": [], "sections": {"cost": {"values": {"inexact": ["an LSTM needs less"]}}}}
     report = assemble("recipe.yaml", [{"launch": "prepare", "rank": 0, "report": checked}], 1, CARDS["H100"], 0.0)
     assert report.notes[0] == "an LSTM needs less"

@@ -100,7 +100,7 @@ def test_cards_can_be_hidden_as_real_ones_are(run, listed, count):
     assert run("print([torch.cuda.device_count()])", "L4", 4, CUDA_VISIBLE_DEVICES=listed) == [[count]]
 
 
-def test_copies_are_made_and_kernels_are_counted_and_leave_everything_as_it_is(run):
+def test_copies_are_made_and_kernels_are_counted_but_change_nothing(run):
     [found] = run("""
 values = torch.arange(5.).pin_memory().to("cuda", non_blocking=True)
 before = counters()

@@ -21,7 +21,7 @@ def test_this_process_is_not_on_it():
 @pytest.mark.parametrize("system, files, why", [
     ("Darwin", [CUDA, HEADERS], "Linux, not Darwin"), ("Linux", [], "a CUDA build of torch is needed"),
     ("Linux", [CUDA], "CUDA's headers"), ("Linux", [CUDA, HEADERS], r"no C compiler .*; apt install g\+\+")])
-def test_a_machine_that_cannot_have_it_is_told_why(monkeypatch, tmp_path, system, files, why):
+def test_the_error_says_why_a_machine_cannot_have_a_null_card(monkeypatch, tmp_path, system, files, why):
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()

@@ -39,7 +39,7 @@ assert [os.readlink(f"/proc/self/fd/{fd}") for fd in map(int, sys.argv[2])] == [
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system doesn't list a process's files")
 @pytest.mark.parametrize("streams, gone", [
     ("2>&1 | head -1", "12"), (">&- 2>&-", "12"), ("2>&-", "2"), ("<&- >&-", "01"), ("> /dev/full 2>&1", "12")])
-def test_lines_that_nobody_can_read_are_in_the_log_once(streams, gone, tmp_path):
+def test_lines_without_a_reader_are_in_the_log_once(streams, gone, tmp_path):
     log = tmp_path / "log.txt"
     done = subprocess.run(["bash", "-c", f'set -o pipefail; "$0" -c "$1" "$2" {gone} {streams}', sys.executable, SCRIPT,
                            log], capture_output=True, text=True)

@@ -23,7 +23,7 @@ def test_the_oserror_of_a_full_disk_is_found_behind_other_errors():
     assert disk.refusal(ValueError("x")) is None
 
 
-def test_a_refusal_is_told_with_the_path_and_what_is_free(tmp_path):
+def test_a_disk_error_names_the_path_and_the_free_space(tmp_path):
     with pytest.raises(SbkitError) as error, disk.disk_errors_as_user_error(tmp_path / "a.json"):
         raise OSError(errno.ENOSPC, "as write() says it, without a name")
     assert str(error.value).startswith(f"{tmp_path / 'a.json'} could not be written: No space left on device (free: ")

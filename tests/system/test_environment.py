@@ -13,7 +13,7 @@ def test_the_installed_pair_and_other_builds_of_one_release_are_accepted():
     check_torch_pair("2.11.0+cu130", "2.11.1+cpu")
 
 
-def test_two_releases_are_told_in_one_line_with_what_to_install():
+def test_two_releases_are_an_error_with_what_to_install():
     with pytest.raises(SbkitError) as caught:
         check_torch_pair("2.13.0+cpu", "2.11.0")
     message = str(caught.value)
@@ -28,7 +28,7 @@ def test_versions_and_hardware(monkeypatch, cores, told):
     assert facts["torch"].startswith("2.") and facts["cpu"].endswith(told)
 
 
-def test_an_exporter_that_is_too_old_is_told():
+def test_an_exporter_that_is_too_old_is_an_error():
     check_torch_exports("2.9.1+cu128")
     with pytest.raises(SbkitError, match=r"exporter of torch 2\.8\.0 fails"):
         check_torch_exports("2.8.0")

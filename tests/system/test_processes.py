@@ -11,7 +11,7 @@ ASSIGNED = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @pytest.mark.skipif(not ASSIGNED.exists(), reason="the system doesn't say which ports it assigns")
-def test_a_free_port_is_assigned_to_nobody_else():
+def test_a_free_port_is_not_assigned_to_another_process():
     first, last = map(int, ASSIGNED.read_text().split())
     for _ in range(20):
         port = free_port()

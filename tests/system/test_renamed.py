@@ -18,14 +18,14 @@ def nothing_said_yet():
 @pytest.mark.parametrize("module, former, present", [
     (sbkit.infer, "Codec", "CodecModel"), (sbkit.infer, "Heard", "StreamResult"),
     (sbkit.codes, "Utterance", "CodedUtterance")])
-def test_a_former_name_is_understood_and_the_new_one_said(module, former, present):
+def test_a_former_name_is_accepted_with_a_warning_that_names_the_new_one(module, former, present):
     with pytest.warns(FutureWarning, match=rf"{module.__name__}\.{former} is now called {present}"):
         assert getattr(module, former) is getattr(module, present)
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         module.Nothing  # noqa: B018
 
 
-def test_an_argument_by_its_former_name_counts_and_the_new_name_is_said_once(caplog):
+def test_an_argument_is_accepted_by_its_former_name_with_one_warning(caplog):
     for _ in range(2):
         schedule = Schedule(0.003, max_rise_per_step=1.0, rise=None, unheard=0.001)
         assert (schedule.max_rise_per_step, schedule.max_lr_at_chance) == (None, 0.001)

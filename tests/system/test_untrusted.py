@@ -26,7 +26,7 @@ def test_a_file_is_read_up_to_its_bound(tmp_path):
         untrusted.read_bytes(tmp_path / "a", 9)
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for name in ("pipe", "link"):
@@ -87,13 +87,13 @@ def test_packed_text_is_unpacked_and_a_bomb_is_not(tmp_path):
     lambda: list(lm.read_texts(["-"])),
     lambda: speaking.write_text(SimpleNamespace(text="-", file=None), io.BytesIO()),
 ], ids=["transcribe", "lm", "speak"])
-def test_a_closed_one_is_told_and_so_is_a_command_that_works(monkeypatch, read):
+def test_closed_standard_input_is_an_error_with_a_command_that_works(monkeypatch, read):
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it then
     with pytest.raises(SbkitError, match=r"^- reads \w.* from standard input, but standard input is closed; \w+ .* -"):
         read()
 
 
-def test_a_terminal_is_told_and_a_pipe_is_read(monkeypatch):
+def test_a_terminal_is_an_error_and_a_pipe_is_read(monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(SbkitError, match=r"^- reads audio from standard input, but that is a terminal; cat a$"):
         standard_input("audio", "cat a")

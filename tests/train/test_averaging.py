@@ -159,7 +159,7 @@ def test_averages_can_be_averaged_and_loaded_into_the_model(tmp_path):
     net.load_state_dict(average(ckpt, "ema", 2)[0], strict=True)
 
 
-def test_an_average_of_another_model_is_said(tmp_path):
+def test_an_average_of_another_model_is_an_error(tmp_path):
     ema = EMA(model())
     ema.update()
     Checkpointer(tmp_path, {"ema": ema}).save_checkpoint()

@@ -240,7 +240,7 @@ def test_keys_choose_and_a_wrong_one_is_named():
         compiling.compile_blocks(modules, ["tow"], "cpu")
 
 
-def test_an_unknown_mode_is_told_with_those_there_are():
+def test_an_unknown_mode_is_an_error_that_lists_the_known_ones():
     with pytest.raises(SbkitError, match=r"no mode 'fast'; .*reduce-overhead"):
         compiling._compiled(nn.Linear, "fast", False)
 

@@ -21,7 +21,7 @@ def test_any_form_of_a_name_is_understood(form, kind):
 
 
 @pytest.mark.parametrize("form", ["gpu", "cuda:x", "cuda:-3", True, 1.5, object()])
-def test_what_is_no_device_is_refused(form):
+def test_an_invalid_device_is_an_error(form):
     with pytest.raises(SbkitError, match="not a device"):
         devices.parse(form)
 

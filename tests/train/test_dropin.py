@@ -250,7 +250,7 @@ def test_a_resumed_epoch_closes_its_steps_where_the_loader_ends(tmp_path, loader
     assert ("can't resume in the middle" in caplog.text) is (left is None)
 
 
-def test_a_fit_batch_that_leaves_an_accumulation_over_is_told_so_once(caplog):
+def test_a_fit_batch_that_leaves_gradients_unused_is_reported_once(caplog):
     """Only the recipe knows by what its losses were divided, so what it left can't be stepped for it."""
 
     class Own(recipe(sbkit.Brain, [])):
@@ -311,7 +311,7 @@ def test_it_is_a_speechbrain_brain():
     assert brain.raw_modules is brain.modules and brain.device == "cpu" and brain.device_type == "cpu"
 
 
-def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch():
+def test_a_sampler_inside_a_batch_sampler_gets_the_epoch():
     """SpeechBrain never does, so its DynamicBatchSampler repeats one order on a single device."""
 
     class Sampler(torch.utils.data.Sampler):

@@ -114,7 +114,7 @@ def test_a_value_that_says_nothing_is_refused(value):
         toy(value)
 
 
-def test_a_loss_that_rests_on_nothing_that_trains_is_told():
+def test_a_loss_without_trainable_parameters_is_an_error():
     with pytest.raises(SbkitError, match="the loss depends on no trainable parameter"):
         toy({"*": True, "model.3": False}).fit([1], ToyTrainLoader(1))
 
@@ -250,7 +250,7 @@ def test_divided_parameters_neither_thaw_nor_are_saved_as_adapters(tmp_path):
     results(divided, tmp_path)
 
 
-def test_the_size_of_what_fits_is_found_anew_when_more_trains():
+def test_the_size_that_fits_is_found_again_when_more_parameters_train():
     made = toy({"first": 2})
     seen = []
     made.on_fit_batch_start = lambda batch, should_step: seen.append(made.trainer.memory.largest_step_that_fit)
@@ -328,6 +328,6 @@ def test_where_all_learns_alike_it_says_nothing(caplog):
 
 @pytest.mark.parametrize(("freeze", "told"), [({"first": 2}, [": model.3"]),
                                               ({"model.3.bias": 2}, [": model.3", ": model.3"])])
-def test_after_a_thaw_it_is_said_of_what_thawed_alone_that_the_loss_does_not_reach_it(caplog, freeze, told):
+def test_after_unfreezing_only_unfrozen_parameters_are_named_that_the_loss_does_not_reach(caplog, freeze, told):
     found = [each for each in said(caplog, freeze) if "does not reach" in each]
     assert [each[each.rindex(":"):] for each in found] == told

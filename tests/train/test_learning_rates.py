@@ -124,7 +124,7 @@ class Flat(Deep):
 @pytest.mark.parametrize("cls, said", [
     (ToyBrain, "needs the order of the layers, and ToyBrain has no stand-in batch"),
     (Flat, "layer_decay: no layers repeat")])
-def test_depth_is_refused_where_nobody_knows_of_it_or_no_layers_repeat(cls, said):
+def test_layer_decay_is_refused_if_the_order_is_unknown_or_no_layers_repeat(cls, said):
     with pytest.raises(SbkitError, match=said):
         made(cls, layer_decay=0.5)
 

@@ -80,7 +80,7 @@ class BadLabel(ToyBrain):
 
 
 @pytest.mark.parametrize("stage, batch, ends", [("TRAIN", 3, []), ("VALID", 2, ["TRAIN"]), ("TEST", 2, [])])
-def test_a_bad_label_in_the_last_batch_is_told_before_anything_is_made_of_it(stage, batch, ends):
+def test_a_bad_label_in_the_last_batch_is_an_error_before_it_is_used(stage, batch, ends):
     toy = brain(BadLabel, hparams={"stage": stage, "batch": batch})
     with pytest.raises(SbkitError, match=r"clip.*index 99 is outside the table of 28"):
         toy.evaluate(ToyEvalLoader(4)) if stage == "TEST" else toy.fit([1], ToyTrainLoader(3), ToyEvalLoader(4))

@@ -136,7 +136,7 @@ def test_of_the_flagship_it_takes_the_matrices_alone(tmp_path):
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
-def test_directions_are_made_anew_in_turn(every):
+def test_matrices_are_orthogonalised_in_turn(every):
     weights = parameters(*[(6, 6)] * 7)
     optimizer = Muon(weights, modules=[holder(*weights)], orthogonalize_every=every)
     descend(optimizer, weights, 1)
@@ -330,6 +330,6 @@ def test_divided_parameters_are_refused(monkeypatch):
     ({"modules": ["CNN"]}, "not a list of modules"), ({"modules": nn.Linear(2, 2)}, "not a list of modules"),
     ({"modules": []}, "no weight matrix"),
     ({"modules": [nn.LayerNorm(2)]}, "no weight matrix")])
-def test_what_can_not_be_is_told(wrong, message):
+def test_invalid_arguments_are_errors(wrong, message):
     with pytest.raises(SbkitError, match=message):
         Muon(parameters((2, 2)), **{"modules": [nn.Linear(2, 2)], **wrong})

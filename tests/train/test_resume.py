@@ -215,7 +215,7 @@ def test_positions_are_saved_between_steps_only(tmp_path):
 
 
 @pytest.mark.parametrize("steps, in_all", [(7, 7 + 7 + 7), (2, 4 + 2 + 2)])
-def test_an_epoch_that_is_planned_anew_in_its_middle_goes_on_and_says_so(tmp_path, caplog, steps, in_all):
+def test_an_epoch_that_is_planned_again_in_its_middle_continues_with_a_warning(tmp_path, caplog, steps, in_all):
     with pytest.raises(Stop):
         run(tmp_path, die_at=4)  # after 4 of 5 steps
     assert "Epoch 1 started with" not in caplog.text

@@ -59,7 +59,7 @@ def test_under_nohup_the_end_of_the_terminal_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_that_nobody_acted_on_is_not_lost():
+def test_an_unhandled_signal_is_not_lost():
     """It came when the last epoch was over: what follows must not run on as if there had been none."""
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(Stopped, match="stopped by SIGUSR1 after the end of training; run the same") as stopped:
@@ -103,7 +103,7 @@ def test_a_signal_to_a_forked_process_is_none_to_its_parent(capfd):
         assert stop.signum is None and capfd.readouterr().err == ""
 
 
-def test_in_a_thread_it_is_said_that_signals_are_not_caught(caplog):
+def test_in_a_thread_a_warning_says_that_signals_are_not_caught(caplog):
     def run():
         with StopSignals() as stop:
             assert stop.signum is None
@@ -379,7 +379,7 @@ def test_nothing_outside_of_training_takes_a_signal_for_a_mistake_and_goes_on():
     assert not went_on and stopped.value.exit_code == 143
 
 
-def test_a_signal_that_a_destructor_swallowed_ends_it_all_the_same(monkeypatch):
+def test_a_signal_that_a_destructor_swallowed_still_ends_the_process(monkeypatch):
     class Swallows:
         def __del__(self):
             os.kill(os.getpid(), signal.SIGTERM)

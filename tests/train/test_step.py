@@ -85,7 +85,7 @@ def test_all_parameter_groups_are_clipped_together():
     partial(torch.optim.Adagrad, lr=0.1), partial(torch.optim.RMSprop, lr=0.1), muon,
 ])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_changes_neither_parameters_nor_states(opt_class, bad):
+def test_a_step_that_is_not_finite_changes_neither_parameters_nor_states(opt_class, bad):
     net = model()
     optimizer = fused(opt_class)(net.parameters())
     rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -124,7 +124,7 @@ def test_a_stand_in_counts_for_nothing_even_if_its_loss_is_nan():
     assert loss.extras == {"ctc": (0.0, 0.0)}
 
 
-def test_a_step_of_stand_ins_only_leaves_everything_as_it_is():
+def test_a_step_of_placeholders_only_changes_nothing():
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     step, before = StepAccumulator(CPU), net[0].weight.detach().clone()

@@ -263,7 +263,7 @@ def test_no_checkpoint_is_no_error(tmp_path):
 # ------------------------------------------------------------------ a checkpoint of something else
 
 
-def test_another_model_is_said_with_keys_and_shapes(tmp_path):
+def test_the_error_for_another_model_lists_keys_and_shapes(tmp_path):
     Run(tmp_path).epoch()
     other = Run(tmp_path, width=6)
     with pytest.raises(SbkitError) as error:
@@ -284,7 +284,7 @@ def test_missing_and_unexpected_keys_are_counted_and_some_named(tmp_path):
     assert "8 only in the checkpoint (0.weight, 0.bias, " in text
 
 
-def test_another_optimizer_is_said(tmp_path):
+def test_another_optimizer_is_an_error(tmp_path):
     Run(tmp_path).epoch()
     other = Run(tmp_path)
     other.checkpointer.recoverables["optimizer"] = torch.optim.AdamW(other.model[0].parameters())
@@ -295,7 +295,7 @@ def test_another_optimizer_is_said(tmp_path):
 @pytest.mark.parametrize("before, now, lacks", [
     (Muon, torch.optim.AdamW, "step'"), (torch.optim.AdamW, torch.optim.SGD, ""),
     (torch.optim.AdamW, torch.optim.Adagrad, ""), (torch.optim.AdamW, torch.optim.Adafactor, "")])
-def test_an_optimizer_that_needs_what_another_did_not_save_is_said(tmp_path, before, now, lacks):
+def test_an_optimizer_that_needs_what_another_did_not_save_is_an_error(tmp_path, before, now, lacks):
     layer = torch.nn.Linear(4, 4)
     optimizer = before(layer.parameters(), **{"modules": [layer]} if before is Muon else {})
     layer(torch.ones(2, 4)).sum().backward()
@@ -325,7 +325,7 @@ def test_an_optimizer_goes_on_with_the_options_of_now_at_the_rate_that_it_came_t
         assert {name: group[name] for name in now} == now and group["lr"] == 0.05
 
 
-def test_what_the_checkpoint_lacks_is_said_unless_optional(tmp_path, caplog):
+def test_a_missing_state_is_an_error_unless_it_is_optional(tmp_path, caplog):
     Run(tmp_path).epoch()
     other = Run(tmp_path)
     other.checkpointer.add_recoverable("ema", torch.nn.Linear(1, 1))
@@ -363,7 +363,7 @@ def test_a_wrong_metric_for_keeping_is_an_error_after_saving_and_before_deleting
     assert sorted(ckpt.meta["WER"] for ckpt in run.checkpointer.list_checkpoints()) == [1.0, 2.0]
 
 
-def test_state_outside_the_state_dict_is_said_once(tmp_path, caplog):
+def test_state_outside_the_state_dict_is_reported_once(tmp_path, caplog):
     normalize = InputNormalization()
     model = torch.nn.ModuleDict({"normalize": normalize, "linear": torch.nn.Linear(2, 2)})
     ckpt = Checkpointer(tmp_path, {"model": model})

@@ -113,7 +113,7 @@ def test_one_write_at_a_time(tmp_path, model, monkeypatch):
     assert len(ckpt.list_checkpoints()) == 2
 
 
-def test_old_ones_go_only_after_the_new_one_stands(tmp_path, model, monkeypatch):
+def test_old_checkpoints_are_deleted_only_after_the_new_one_is_written(tmp_path, model, monkeypatch):
     ckpt = checkpointer(tmp_path, model)
     first = ckpt.save_checkpoint()
     ckpt.wait()
@@ -179,7 +179,7 @@ def test_the_write_is_finished_at_exit(tmp_path, end):
 
 
 @pytest.mark.slow
-def test_an_error_that_nobody_asked_for_is_said_at_exit(tmp_path):
+def test_a_pending_error_is_printed_at_exit(tmp_path):
     done = run_script(tmp_path, how="raise OSError(28, 'No space left on device')")
     assert "error: the checkpoint" in done.stderr and "No space left" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -280,7 +280,7 @@ def test_a_run_that_could_not_save_ends_at_the_next_step_and_not_at_the_next_sav
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
-def test_quotas_and_read_only_disks_are_said_in_words(tmp_path, model, monkeypatch, number):
+def test_errors_name_quotas_and_read_only_disks(tmp_path, model, monkeypatch, number):
     Full(monkeypatch, number=number)
     with pytest.raises(SbkitError, match=os.strerror(number)):
         checkpointer(tmp_path, model, asynchronous=False).save_checkpoint()
@@ -304,7 +304,7 @@ def test_what_it_needs_is_the_size_of_all_states(tmp_path, monkeypatch):
         checkpointer(tmp_path, torch.nn.Linear(1000, 1000, bias=False), asynchronous=False).save_checkpoint()
 
 
-def test_another_error_of_a_hook_is_raised_as_it_is_and_leaves_nothing(tmp_path, model):
+def test_another_error_of_a_hook_is_raised_unchanged_and_leaves_no_files(tmp_path, model):
     ckpt = checkpointer(tmp_path, model)
     ckpt.add_recoverable("other", object(), custom_save_hook=lambda obj, path: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -161,7 +161,7 @@ def wrong_key(folder, to_keep):
     ckpt.recover_if_possible(min_key="PER")
 
 
-def test_a_wrong_metric_is_said_once(tmp_path):
+def test_a_wrong_metric_is_reported_once(tmp_path):
     """For keeping it is found after saving."""
     for to_keep, says in ((True, "has 'PER'"), (False, "existing keys: WER")):
         first, second = outcomes(wrong_key, tmp_path, to_keep)

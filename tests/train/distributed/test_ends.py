@@ -81,7 +81,7 @@ def mistake(on):
         return type(error).__name__, said
 
 
-def test_a_mistake_is_said_once_whichever_ranks_meet_it():
+def test_a_mistake_is_reported_once_on_whichever_ranks_it_occurs():
     said = "Rank 1 failed: clip 7 is damaged"
     assert results(mistake, [1]) == [("PeerFailed", []), ("SbkitError", [said])]
     assert results(mistake, [0, 1]) == [("SbkitError", []), ("SbkitError", [])]  # the command says rank 0's

@@ -355,6 +355,6 @@ class AllReached(ToyBrain):
         return super().compute_forward(batch, stage)
 
 
-def test_nobody_is_advised_to_switch_off_what_keeps_dropped_layers_from_hanging():
+def test_ddp_does_not_advise_to_stop_searching_for_unused_parameters():
     for text in results(stderr_of_training):
         assert "find_unused_parameters" not in text and "from the recipe" in text

@@ -320,7 +320,7 @@ def saved_and_resumed(folder, caplog, **changed):
 
 @pytest.mark.parametrize("changed, held", [
     ({}, 4.0), ({"precision": "bf16"}, 0.0), ({"hparams": {"activation_checkpointing": ["Linear"]}}, 0.0)], ids=str)
-def test_what_was_got_through_holds_where_a_step_takes_no_more_memory(tmp_path, caplog, changed, held):
+def test_the_size_that_fit_is_kept_if_a_step_takes_no_more_memory(tmp_path, caplog, changed, held):
     assert saved_and_resumed(tmp_path, caplog, **changed) == held and ("tried again" in caplog.text) == (not held)
 
 

@@ -126,7 +126,7 @@ def test_a_tool_that_is_not_installed_is_one_clear_error(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("failure", [ConnectionError("no route to host"), ValueError("401: who are you?"),
                                      SystemExit(1), OSError(28, "No space left on device")])
-def test_a_tool_that_fails_ends_no_run_and_is_told_once(tmp_path, monkeypatch, caplog, failure):
+def test_a_tool_that_fails_does_not_end_the_run_and_is_reported_once(tmp_path, monkeypatch, caplog, failure):
     monkeypatch.setitem(sys.modules, "trackio", mock.Mock(init=mock.Mock(side_effect=failure)))
     log = written(tmp_path, ["trackio"])
     with caplog.at_level(logging.WARNING):

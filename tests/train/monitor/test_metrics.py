@@ -139,7 +139,7 @@ def test_a_line_that_a_crash_broke_off_is_dropped(tmp_path, broken):
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
-def test_a_log_that_was_deleted_is_begun_anew(tmp_path):
+def test_a_deleted_log_is_created_again(tmp_path):
     log = MetricsLog(tmp_path)
     log.write("step", step=1)
     save(log, tmp_path / "checkpoint")

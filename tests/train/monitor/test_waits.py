@@ -92,7 +92,7 @@ def test_the_waits_of_the_steps_after_the_first_few_are_counted_and_not_shown(ca
     assert (counter.per_step(), counter.describe(), card.mode) == (0, "host waits 0 a step", 0)
 
 
-def test_what_was_warned_of_once_is_not_told_again_in_later_epochs(card):
+def test_a_warning_is_not_repeated_in_later_epochs(card):
     counter = HostWaits(CUDA)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
@@ -187,7 +187,7 @@ def test_a_run_that_breaks_leaves_no_mode_behind(card):
     assert card.mode == 0 and warnings.showwarning is before and toy.trainer.budget.waits.per_step() == 0
 
 
-def test_nothing_is_said_where_there_is_nothing_to_wait_for(card, caplog, tmp_path):
+def test_waits_are_not_reported_without_a_gpu(card, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     toy = brain(hparams={"output_folder": str(tmp_path)})
     toy.fit([1], ToyTrainLoader(waits.SKIPPED + 4))
@@ -278,7 +278,7 @@ def test_the_slowest_thread_counts_from_the_epochs_start(clock):
     assert counted.share() == 0.0
 
 
-def test_it_is_told_once_and_soon(clock, caplog):
+def test_waiting_for_a_core_is_reported_once_and_soon(clock, caplog):
     counted = Contention(CPU)
     clock.pass_(19, t1=12.0)
     counted.step()
@@ -295,7 +295,7 @@ def test_it_is_told_once_and_soon(clock, caplog):
     assert "OMP_NUM_THREADS=2" in record.message
 
 
-def test_an_epoch_that_is_over_before_is_told_at_its_end(clock, caplog):
+def test_a_shorter_epoch_is_reported_at_its_end(clock, caplog):
     counted = Contention(CPU)
     clock.pass_(1, t1=3.0)
     assert counted.close() == 1.0 and not caplog.records  # a second says nothing
