@@ -160,12 +160,12 @@ def _memory_size(count: float) -> str:
 
 
 def short(file: str, line: int) -> str:
-    """A file and line, with the last three parts of the path."""
+    """Return a file and line, with the last three parts of the path."""
     return f"{'/'.join(Path(file).parts[-3:])}:{line}"
 
 
 def page(report: Report) -> str:
-    """The report for a terminal."""
+    """Return the report for a terminal."""
     tables = [section.text() for section in report.sections.values()]
     untested = "not tested without a GPU: " + "; ".join(report.notes)
     return "\n\n".join(filter(None, [tables[0], report.problems(), *tables[1:], f"{report.verdict()}\n{untested}"]))

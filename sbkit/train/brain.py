@@ -188,7 +188,7 @@ class Brain(sb.core.Brain):
         return rates.factors(self, parts, self.keys.learning_rates, self.keys.layer_decay)
 
     def stacked_layers(self) -> Sequence[torch.nn.Module] | None:
-        """The layers whose depth ``layer_decay`` counts; None: the list of equal layers with the most parameters."""
+        """Return the layers that ``layer_decay`` counts; None: the list of equal layers with the most parameters."""
         return None
 
     def _compile(self) -> None:

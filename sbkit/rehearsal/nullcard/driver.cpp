@@ -1,4 +1,4 @@
-// CUDA's driver, as Triton, Inductor and torch's graphs of memory call it; what is not here is refused.
+// The functions of CUDA's driver that Triton, Inductor and torch's memory snapshots call; all others are refused.
 #include "card.h"
 #include <cstring>
 #include <cuda.h>
@@ -54,7 +54,7 @@ API cuGetErrorName(CUresult error, const char** text) {
 }
 API cuStreamSynchronize(CUstream stream) { return code(cudaStreamSynchronize(stream)); }
 
-// A function is a copy of its name; a module is nothing, since its code is never run.
+// A function is a copy of its name; a module is empty, since its code is never run.
 API cuModuleLoadData(CUmodule* made, const void*) { *made = reinterpret_cast<CUmodule>(1); return CUDA_SUCCESS; }
 API cuModuleLoadDataEx(CUmodule* made, const void* image, unsigned, CUjit_option*, void**) {
   return cuModuleLoadData(made, image);

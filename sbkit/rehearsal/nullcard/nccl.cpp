@@ -1,6 +1,6 @@
-// NCCL between processes of one machine. Each call is over once every rank has called it; each rank counts its calls in a
-// file that all map, and that has no name any more once all do. Small broadcasts and gathers really exchange what they
-// carry, since sizes and objects are sent with them; reductions leave each rank its own values.
+// NCCL between processes of one machine. A call finishes once every rank has called it. Ranks count their calls in a
+// file that all map, and that is unlinked once all have. Small broadcasts and gathers really exchange data, because
+// sizes and objects are sent with them; after a reduction each rank keeps its own values.
 #include "card.h"
 #include <algorithm>
 #include <atomic>
@@ -17,7 +17,7 @@
 namespace {
 
 constexpr size_t kSmall = 1 << 16;  // bytes of each rank
-struct Rank { std::atomic<uint64_t> joined, calls, given, taken; char latest[64], data[kSmall]; };
+struct Rank { std::atomic<uint64_t> joined, calls, published, released; char latest[64], data[kSmall]; };
 const char* const kTypes[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64",
                               "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"};
 const size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
@@ -44,7 +44,7 @@ bool all(Communicator* c, const std::function<bool(Rank&)>& holds) {
   return true;
 }
 
-// Waits for other ranks; if they don't come, says who waits for whom.
+// Waits for other ranks; if they don't join in time, records which ranks wait for which.
 bool wait_for(Communicator* c, const std::function<bool(Rank&)>& holds) {
   auto end = std::chrono::steady_clock::now() + std::chrono::seconds(card::settings().patience);
   while (!c->aborted && !all(c, holds)) {
@@ -75,32 +75,32 @@ Communicator* join(const std::string& name, int size, int rank) {
   void* mapped = mmap(nullptr, size * sizeof(Rank), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (mapped == MAP_FAILED) return nullptr;
-  auto made = new Communicator{name, rank, size, static_cast<Rank*>(mapped)};
-  made->ranks[rank].joined = 1;
-  if (all(made, [](Rank& r) -> bool { return r.joined; })) unlink(path.c_str());
-  return made;
+  auto created = new Communicator{name, rank, size, static_cast<Rank*>(mapped)};
+  created->ranks[rank].joined = 1;
+  if (all(created, [](Rank& r) -> bool { return r.joined; })) unlink(path.c_str());
+  return created;
 }
 
-// Gives data to the others, or nullptr for nothing; afterwards each rank's data can be read until done().
-bool give(Communicator* c, const void* data, size_t bytes) {
+// Publishes this rank's data (nullptr: none). Each rank's data can then be fetched until release().
+bool publish(Communicator* c, const void* data, size_t bytes) {
   uint64_t turn = ++c->exchanges;
   Rank& own = c->ranks[c->rank];
   if (!data) return true;
-  if (!wait_for(c, [=](Rank& r) { return r.taken >= turn - 1; })) return false;
+  if (!wait_for(c, [=](Rank& r) { return r.released >= turn - 1; })) return false;
   memcpy(own.data, data, bytes);
-  own.given = turn;
+  own.published = turn;
   return true;
 }
-bool take(Communicator* c, int from, void* data, size_t bytes) {
-  Rank* giver = &c->ranks[from];
+bool fetch(Communicator* c, int from, void* data, size_t bytes) {
+  Rank* sender = &c->ranks[from];
   uint64_t turn = c->exchanges;
-  if (!wait_for(c, [=](Rank& r) { return &r != giver || r.given >= turn; })) return false;
-  memcpy(data, giver->data, bytes);
+  if (!wait_for(c, [=](Rank& r) { return &r != sender || r.published >= turn; })) return false;
+  memcpy(data, sender->data, bytes);
   return true;
 }
-void done(Communicator* c) { c->ranks[c->rank].taken = c->exchanges; }
+void release(Communicator* c) { c->ranks[c->rank].released = c->exchanges; }
 
-int called(const char* kind, size_t count, int type, Communicator* c, cudaStream_t stream, bool by_all = true) {
+int record_call(const char* kind, size_t count, int type, Communicator* c, cudaStream_t stream, bool by_all = true) {
   card::launch_library();
   snprintf(c->ranks[c->rank].latest, sizeof Rank::latest, "%s of %zu %s", kind, count, kTypes[type]);
   if (!by_all) return 0;
@@ -113,7 +113,7 @@ int called(const char* kind, size_t count, int type, Communicator* c, cudaStream
 
 namespace card {
 
-bool over(Waits& waits) {
+bool all_finished(Waits& waits) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   auto left = std::remove_if(waits.begin(), waits.end(), [](Wait& w) {
     return w.communicator->aborted || all(w.communicator, [&](Rank& r) { return r.calls >= w.order; });
@@ -121,44 +121,44 @@ bool over(Waits& waits) {
   waits.erase(left, waits.end());
   return waits.empty();
 }
-cudaError_t settle(Waits& waits) {
+cudaError_t wait_for_all(Waits& waits) {
   Waits all;
-  { std::lock_guard<std::recursive_mutex> guard(lock); over(waits); all = waits; }
+  { std::lock_guard<std::recursive_mutex> guard(lock); all_finished(waits); all = waits; }
   for (Wait& wait : all)
     if (!wait_for(wait.communicator, [&](Rank& r) { return r.calls >= wait.order; })) return cudaErrorLaunchTimeout;
-  over(waits);
+  all_finished(waits);
   return cudaSuccess;
 }
 
 }  // namespace card
 
 API ncclGetUniqueId(Id* id) { return getrandom(id->bytes, sizeof id->bytes, 0) < 0; }
-API ncclCommInitRank(Communicator** made, int size, Id id, int rank) {
+API ncclCommInitRank(Communicator** created, int size, Id id, int rank) {
   char name[17];
   for (int i = 0; i < 8; i++) snprintf(name + 2 * i, 3, "%02x", static_cast<unsigned char>(id.bytes[i]));
-  *made = join(name, size, rank);
-  return *made ? 0 : 2;
+  *created = join(name, size, rank);
+  return *created ? 0 : 2;
 }
-API ncclCommInitRankConfig(Communicator** made, int size, Id id, int rank, void*) {
-  return ncclCommInitRank(made, size, id, rank);
+API ncclCommInitRankConfig(Communicator** created, int size, Id id, int rank, void*) {
+  return ncclCommInitRank(created, size, id, rank);
 }
-API ncclCommInitRankScalable(Communicator** made, int size, int rank, int, Id* ids, void*) {
-  return ncclCommInitRank(made, size, ids[0], rank);
+API ncclCommInitRankScalable(Communicator** created, int size, int rank, int, Id* ids, void*) {
+  return ncclCommInitRank(created, size, ids[0], rank);
 }
-API ncclCommSplit(Communicator* c, int color, int key, Communicator** made, void*) {
+API ncclCommSplit(Communicator* c, int color, int key, Communicator** created, void*) {
   struct Choice { int color, key; } own{color, key}, other;
   int rank = 0, size = 0;
-  if (!give(c, &own, sizeof own)) return 2;
+  if (!publish(c, &own, sizeof own)) return 2;
   for (int i = 0; i < c->size; i++) {
-    if (!take(c, i, &other, sizeof other)) return 2;
+    if (!fetch(c, i, &other, sizeof other)) return 2;
     if (other.color != color) continue;
     size++;
     rank += other.key < key || (other.key == key && i < c->rank);
   }
-  done(c);
+  release(c);
   std::string name = c->name + "-" + std::to_string(++c->splits) + "." + std::to_string(color);
-  *made = color < 0 ? nullptr : join(name, size, rank);
-  return color < 0 || *made ? 0 : 2;
+  *created = color < 0 ? nullptr : join(name, size, rank);
+  return color < 0 || *created ? 0 : 2;
 }
 API ncclCommCount(Communicator* c, int* count) { *count = c->size; return 0; }
 API ncclCommUserRank(Communicator* c, int* rank) { *rank = c->rank; return 0; }
@@ -171,41 +171,41 @@ API ncclRedOpCreatePreMulSum(int* operation, void*, int, int, Communicator*) { *
 
 API ncclAllReduce(const void* from, void* to, size_t count, int type, int, Communicator* c,
     cudaStream_t stream) {
-  called("all_reduce", count, type, c, stream);
+  record_call("all_reduce", count, type, c, stream);
   return from == to ? 0 : cudaMemcpyAsync(to, from, count * kBytes[type], cudaMemcpyDeviceToDevice, stream);
 }
 API ncclReduce(const void*, void*, size_t count, int type, int, int, Communicator* c, cudaStream_t stream) {
-  return called("reduce", count, type, c, stream);
+  return record_call("reduce", count, type, c, stream);
 }
 API ncclReduceScatter(const void*, void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) {
-  return called("reduce_scatter", count, type, c, stream);
+  return record_call("reduce_scatter", count, type, c, stream);
 }
 API ncclAlltoAll(const void*, void*, size_t count, int type, Communicator* c, cudaStream_t stream) {
-  return called("all_to_all", count, type, c, stream);
+  return record_call("all_to_all", count, type, c, stream);
 }
 API ncclSend(const void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) {
-  return called("send", count, type, c, stream, false);
+  return record_call("send", count, type, c, stream, false);
 }
 API ncclRecv(void*, size_t count, int type, int, Communicator* c, cudaStream_t stream) {
-  return called("recv", count, type, c, stream, false);
+  return record_call("recv", count, type, c, stream, false);
 }
 API ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* c, cudaStream_t stream) {
   size_t bytes = count * kBytes[type];
-  called("all_gather", count, type, c, stream);
+  record_call("all_gather", count, type, c, stream);
   if (bytes > kSmall) return 0;
-  if (!give(c, from, bytes)) return 2;
+  if (!publish(c, from, bytes)) return 2;
   for (int i = 0; i < c->size; i++)
-    if (!take(c, i, static_cast<char*>(to) + i * bytes, bytes)) return 2;
-  done(c);
+    if (!fetch(c, i, static_cast<char*>(to) + i * bytes, bytes)) return 2;
+  release(c);
   return 0;
 }
 API ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* c, cudaStream_t stream) {
   size_t bytes = count * kBytes[type];
-  called("broadcast", count, type, c, stream);
+  record_call("broadcast", count, type, c, stream);
   if (bytes > kSmall) return 0;
-  if (!give(c, c->rank == root ? from : nullptr, bytes)) return 2;
-  if (c->rank == root ? from != to && !memmove(to, from, bytes) : !take(c, root, to, bytes)) return 2;
-  done(c);
+  if (!publish(c, c->rank == root ? from : nullptr, bytes)) return 2;
+  if (c->rank == root ? from != to && !memmove(to, from, bytes) : !fetch(c, root, to, bytes)) return 2;
+  release(c);
   return 0;
 }
 API ncclBcast(void* data, size_t count, int type, int root, Communicator* c, cudaStream_t stream) {

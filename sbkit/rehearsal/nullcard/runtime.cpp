@@ -23,10 +23,10 @@ using Guard = std::lock_guard<std::recursive_mutex>;
 
 namespace {
 
-constexpr size_t kBlock = 2 << 20;       // what the driver maps at least
-constexpr size_t kContext = 550ul << 20; // what a process with torch's kernels takes beside its tensors
-constexpr size_t kCopied = 1 << 20;      // larger copies between places of a card stay undone: they would fill the host
-constexpr int kMost = 64;
+constexpr size_t kBlock = 2 << 20;       // the smallest mapping of the driver
+constexpr size_t kContext = 550ul << 20; // memory of a process besides its tensors
+constexpr size_t kCopied = 1 << 20;      // larger copies on a card are skipped: they would fill the host
+constexpr int kMaxCards = 64;
 
 const char* variable(const char* name, const char* otherwise) {
   const char* value = getenv(name);
@@ -47,7 +47,7 @@ int visible(int count) {
 
 struct Region { size_t size; int device; bool host; };
 std::map<uintptr_t, Region> regions;
-size_t used[kMost];
+size_t used[kMaxCards];
 
 struct Graph { std::vector<std::function<void()>> copies; uint64_t kernels = 0; };
 struct Capture {
@@ -59,8 +59,8 @@ struct Capture {
 };
 struct Stream { int device = 0, priority = 0; std::shared_ptr<Capture> capture; card::Waits waits; };
 struct Event { std::chrono::steady_clock::time_point at; std::shared_ptr<Capture> capture; card::Waits waits; };
-Stream defaults[kMost];
-card::Waits everything;  // that a synchronisation of the device waits for
+Stream defaults[kMaxCards];
+card::Waits device_waits;  // of all streams
 std::vector<std::shared_ptr<Capture>> open_captures;
 
 thread_local int current = 0;
@@ -68,20 +68,20 @@ thread_local cudaError_t last = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 std::atomic<uint64_t> launches, copies, allocations, synchronisations, captures;
-std::vector<std::string> errors, lacking;
+std::vector<std::string> errors, missing;
 std::unordered_map<const void*, const char*> names;
 std::unordered_map<const void*, size_t> shared_allowed;
 
 bool started = false, forked = false;
 __attribute__((constructor)) void loaded() {
   pthread_atfork(nullptr, nullptr, [] { forked = started; });
-  if (size_t most = number("SBKIT_CARD_ADDRESS_SPACE", 0)) {  // sizes made of values that no kernel computed end here
-    rlimit limit{most, most};
+  if (size_t bytes = number("SBKIT_CARD_ADDRESS_SPACE", 0)) {  // stops allocations whose size no kernel has computed
+    rlimit limit{bytes, bytes};
     setrlimit(RLIMIT_AS, &limit);
   }
 }
 
-cudaError_t said(cudaError_t code) {
+cudaError_t record_error(cudaError_t code) {
   if (code != cudaSuccess && code != cudaErrorNotReady) last = code;
   return code;
 }
@@ -93,7 +93,7 @@ Stream* of(cudaStream_t stream) {
 Event* of(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
 bool capturing(const Stream* stream) { return stream->capture && stream->capture->open; }
 
-// Whether a running capture forbids this thread to call what isn't captured: it ends that capture, as on a card.
+// Whether a running capture forbids this call, which can't be captured; as on a real card, the capture then fails.
 bool forbidden(const char* what) {
   Guard guard(card::lock);
   for (auto& capture : open_captures) {
@@ -121,13 +121,14 @@ bool on_card(const void* address) {
 
 cudaError_t allocate(void** address, size_t bytes, bool host) {
   Guard guard(card::lock);
-  if (forked) return said(cudaErrorInitializationError);
+  if (forked) return record_error(cudaErrorInitializationError);
   started = true;
   allocations++;
   size_t unit = host ? 4096 : kBlock, size = std::max<size_t>((bytes + unit - 1) / unit, 1) * unit;
-  if (!host && kContext + used[current] + size > card::settings().memory) return said(cudaErrorMemoryAllocation);
+  bool fits = host || kContext + used[current] + size <= card::settings().memory;
+  if (!fits) return record_error(cudaErrorMemoryAllocation);
   void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) return said(cudaErrorMemoryAllocation);
+  if (mapped == MAP_FAILED) return record_error(cudaErrorMemoryAllocation);
   regions[reinterpret_cast<uintptr_t>(mapped)] = {size, current, host};
   if (!host) used[current] += size;
   *address = mapped;
@@ -137,7 +138,7 @@ cudaError_t release(void* address) {
   Guard guard(card::lock);
   auto found = regions.find(reinterpret_cast<uintptr_t>(address));
   if (!address) return cudaSuccess;
-  if (found == regions.end()) return said(cudaErrorInvalidValue);
+  if (found == regions.end()) return record_error(cudaErrorInvalidValue);
   if (!found->second.host) used[found->second.device] -= found->second.size;
   munmap(address, found->second.size);
   regions.erase(found);
@@ -152,10 +153,10 @@ void fill(void* to, int value, size_t bytes) {
   auto begin = (reinterpret_cast<uintptr_t>(to) + 4095) & ~4095ul;
   auto end = (reinterpret_cast<uintptr_t>(to) + bytes) & ~4095ul;
   if (bytes <= kCopied) memset(to, value, bytes);
-  else if (!value) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);  // zeros that take no memory
+  else if (!value) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);  // zeros without memory
 }
 
-// Does it now, or each time that the graph which the stream captures is launched.
+// Runs the work now or, if the stream is captured, each time its graph is launched.
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
   if (capturing(of(stream))) of(stream)->capture->graph->copies.push_back(std::move(work));
   else work();
@@ -168,15 +169,15 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) 
     if (region_of(to) == regions.end() || region_of(from) == regions.end()) {
       of(stream)->capture->broken = true;
       card::error("a copy from or to pageable memory while a CUDA graph is captured");
-      return said(cudaErrorStreamCaptureUnsupported);
+      return record_error(cudaErrorStreamCaptureUnsupported);
     }
   }
   return enqueue(stream, [=] { move(to, from, bytes); });
 }
 cudaError_t synchronise(card::Waits& waits, const char* what) {
   synchronisations++;
-  if (forbidden(what)) return said(cudaErrorStreamCaptureUnsupported);
-  return said(card::settle(waits));
+  if (forbidden(what)) return record_error(cudaErrorStreamCaptureUnsupported);
+  return record_error(card::wait_for_all(waits));
 }
 
 const char* name_of(const void* kernel) {
@@ -192,7 +193,7 @@ std::string readable(const char* name) {
 
 }  // namespace
 
-// ---- what the other files and Python ask
+// ---- functions for the other files and Python
 
 namespace card {
 
@@ -204,7 +205,7 @@ const Settings& settings() {
     card.name = variable("SBKIT_CARD_NAME", "null card");
     card.memory = number("SBKIT_CARD_MEMORY", 16ul << 30);
     card.shared_memory = number("SBKIT_CARD_SHARED_MEMORY", 64 << 10);
-    card.count = visible(std::min<size_t>(number("SBKIT_CARD_COUNT", 1), kMost));
+    card.count = visible(std::min<size_t>(number("SBKIT_CARD_COUNT", 1), kMaxCards));
     card.multiprocessors = number("SBKIT_CARD_MULTIPROCESSORS", 80);
     card.major = number("SBKIT_CARD_MAJOR", 8);
     card.minor = number("SBKIT_CARD_MINOR", 0);
@@ -256,7 +257,7 @@ void error(const char* format, ...) {
   errors.push_back(text);
 }
 
-void lacks(const char* name) { Guard guard(lock); lacking.push_back(name); }
+void lacks(const char* name) { Guard guard(lock); missing.push_back(name); }
 
 void name_kernel(const void* kernel, const char* name) { Guard guard(lock); names[kernel] = name; }
 
@@ -270,16 +271,16 @@ void launch_library() {
 cudaError_t launch(const void* kernel, dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
   Guard guard(lock);
   auto allowed = shared_allowed.find(kernel);
-  size_t most_shared = allowed == shared_allowed.end() ? 48 << 10 : std::max<size_t>(allowed->second, 48 << 10);
+  size_t max_shared = allowed == shared_allowed.end() ? 48 << 10 : std::max<size_t>(allowed->second, 48 << 10);
   bool empty = !grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z;
   bool large = grid.x > 2147483647u || grid.y > 65535 || grid.z > 65535;
   bool wide = block.x > 1024 || block.y > 1024 || block.z > 64 || size_t(block.x) * block.y * block.z > 1024;
-  if (empty || large || wide || shared > most_shared) {
+  if (empty || large || wide || shared > max_shared) {
     error("invalid launch of %s: a grid of %u x %u x %u blocks of %u x %u x %u threads with %zu bytes of shared memory "
           "each; %s", readable(name_of(kernel)).c_str(), grid.x, grid.y, grid.z, block.x, block.y, block.z, shared,
           empty ? "nothing to launch" : large ? "at most 2147483647 x 65535 x 65535 blocks" :
           wide ? "at most 1024 threads, 64 in the last dimension" : "more shared memory than the kernel may use");
-    return said(empty || large || wide ? cudaErrorInvalidConfiguration : cudaErrorInvalidValue);
+    return record_error(empty || large || wide ? cudaErrorInvalidConfiguration : cudaErrorInvalidValue);
   }
   if (capturing(of(stream))) of(stream)->capture->graph->kernels++;
   else launches++;
@@ -291,7 +292,7 @@ cudaError_t allow_shared(const void* kernel, size_t bytes) {
   if (bytes > settings().shared_memory) {
     error("%s wants %zu bytes of shared memory for each block; %s has %zu", readable(name_of(kernel)).c_str(), bytes,
           settings().name.c_str(), settings().shared_memory);
-    return said(cudaErrorInvalidValue);
+    return record_error(cudaErrorInvalidValue);
   }
   shared_allowed[kernel] = bytes;
   return cudaSuccess;
@@ -306,8 +307,8 @@ int blocks_per_multiprocessor(int threads, size_t shared) {
 void wait_on(cudaStream_t stream, Wait wait) {
   Guard guard(lock);
   of(stream)->waits.push_back(wait);
-  over(everything);
-  everything.push_back(wait);
+  all_finished(device_waits);
+  device_waits.push_back(wait);
 }
 
 }  // namespace card
@@ -325,26 +326,26 @@ EXPORT void sbkit_card_errors(void (*visit)(const char*)) {
 }
 EXPORT void sbkit_card_lacks(void (*visit)(const char*)) {
   Guard guard(card::lock);
-  for (auto& name : lacking) visit(name.c_str());
+  for (auto& name : missing) visit(name.c_str());
 }
 
 // ---- devices
 
 API cudaGetDeviceCount(int* count) {
-  if (forked) return said(cudaErrorInitializationError);
+  if (forked) return record_error(cudaErrorInitializationError);
   started = true;
   *count = card::settings().count;
-  return *count ? cudaSuccess : said(cudaErrorNoDevice);
+  return *count ? cudaSuccess : record_error(cudaErrorNoDevice);
 }
 API cudaSetDevice(int device) {
-  if (forked) return said(cudaErrorInitializationError);
-  if (device < 0 || device >= card::settings().count) return said(cudaErrorInvalidDevice);
+  if (forked) return record_error(cudaErrorInitializationError);
+  if (device < 0 || device >= card::settings().count) return record_error(cudaErrorInvalidDevice);
   started = true;
   current = device;
   return cudaSuccess;
 }
 API cudaGetDevice(int* device) { *device = current; return cudaSuccess; }
-API cudaDeviceSynchronize() { return synchronise(everything, "cudaDeviceSynchronize"); }
+API cudaDeviceSynchronize() { return synchronise(device_waits, "cudaDeviceSynchronize"); }
 API cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 API cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 API cudaGetLastError() { return std::exchange(last, cudaSuccess); }
@@ -358,7 +359,7 @@ API cudaDeviceGetAttribute(int* value, cudaDeviceAttr number, int device) {
 API cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   const card::Settings& card = card::settings();
   auto get = [&](cudaDeviceAttr number) { return card::attribute(number, device); };
-  if (device < 0 || device >= card.count) return said(cudaErrorInvalidDevice);
+  if (device < 0 || device >= card.count) return record_error(cudaErrorInvalidDevice);
   memset(p, 0, sizeof *p);
   snprintf(p->name, sizeof p->name, "%s", card.name.c_str());
   memset(&p->uuid, device + 1, sizeof p->uuid);
@@ -396,7 +397,7 @@ API cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; 
 // ---- memory
 
 API cudaMalloc(void** address, size_t bytes) {
-  return forbidden("cudaMalloc") ? said(cudaErrorStreamCaptureUnsupported) : allocate(address, bytes, false);
+  return forbidden("cudaMalloc") ? record_error(cudaErrorStreamCaptureUnsupported) : allocate(address, bytes, false);
 }
 API cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return allocate(address, bytes, false); }
 API cudaHostAlloc(void** address, size_t bytes, unsigned) { return allocate(address, bytes, true); }
@@ -480,8 +481,8 @@ API cudaStreamDestroy(cudaStream_t stream) { delete of(stream); return cudaSucce
 API cudaStreamGetPriority(cudaStream_t stream, int* priority) { *priority = of(stream)->priority; return cudaSuccess; }
 API cudaStreamSynchronize(cudaStream_t stream) { return synchronise(of(stream)->waits, "cudaStreamSynchronize"); }
 API cudaStreamQuery(cudaStream_t stream) {
-  if (forbidden("cudaStreamQuery")) return said(cudaErrorStreamCaptureUnsupported);
-  return card::over(of(stream)->waits) ? cudaSuccess : cudaErrorNotReady;
+  if (forbidden("cudaStreamQuery")) return record_error(cudaErrorStreamCaptureUnsupported);
+  return card::all_finished(of(stream)->waits) ? cudaSuccess : cudaErrorNotReady;
 }
 API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   Guard guard(card::lock);
@@ -506,7 +507,7 @@ API cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event,
 API cudaEventDestroy(cudaEvent_t event) { delete of(event); return cudaSuccess; }
 API cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Guard guard(card::lock);
-  card::over(of(stream)->waits);
+  card::all_finished(of(stream)->waits);
   *of(event) = {std::chrono::steady_clock::now(), of(stream)->capture, of(stream)->waits};
   return cudaSuccess;
 }
@@ -516,9 +517,9 @@ API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
 API cudaEventQuery(cudaEvent_t event) {
   if (of(event)->capture && of(event)->capture->open) {
     card::error("cudaEventQuery of an event that a CUDA graph captures");
-    return said(cudaErrorCapturedEvent);
+    return record_error(cudaErrorCapturedEvent);
   }
-  return card::over(of(event)->waits) ? cudaSuccess : cudaErrorNotReady;
+  return card::all_finished(of(event)->waits) ? cudaSuccess : cudaErrorNotReady;
 }
 API cudaEventSynchronize(cudaEvent_t event) { return synchronise(of(event)->waits, "cudaEventSynchronize"); }
 API cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
@@ -526,7 +527,7 @@ API cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) 
   return cudaSuccess;
 }
 
-// ---- CUDA graphs: what is captured is kept, its copies are made at each launch
+// ---- CUDA graphs: the copies of a captured graph run at each launch
 
 API cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   Guard guard(card::lock);
@@ -537,11 +538,11 @@ API cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
 API cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   Guard guard(card::lock);
   auto capture = std::exchange(of(stream)->capture, nullptr);
-  if (!capture || !capture->open) return said(cudaErrorIllegalState);
+  if (!capture || !capture->open) return record_error(cudaErrorIllegalState);
   capture->open = false;
   open_captures.erase(std::find(open_captures.begin(), open_captures.end(), capture));
   *graph = capture->broken ? nullptr : reinterpret_cast<cudaGraph_t>(capture->graph);
-  return capture->broken ? said(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
+  return capture->broken ? record_error(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
 }
 static cudaStreamCaptureStatus status_of(cudaStream_t stream) {
   if (!capturing(of(stream))) return cudaStreamCaptureStatusNone;
@@ -629,7 +630,7 @@ API cudaLaunchKernelExC(const cudaLaunchConfig_t* how, const void* kernel, void*
   return card::launch(kernel, how->gridDim, how->blockDim, how->dynamicSmemBytes, how->stream);
 }
 
-// What the compiler puts into each object file with kernels.
+// Functions that the compiler calls from each object file with kernels.
 EXPORT void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
 EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 EXPORT void __cudaUnregisterFatBinary(void**) {}
