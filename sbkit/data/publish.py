@@ -50,7 +50,7 @@ def publish(aside: Path, to: Path, force: bool) -> None:
         elif not exchange(aside, to):
             _replace(aside, to)
     except OSError as error:
-        if disk.refusal(error):
+        if disk.disk_error(error):
             raise
         raise SbkitError(f"{to} cannot be put in place: {error.strerror}",
                          hint="choose another place with --to") from error

@@ -53,16 +53,16 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
     nullcard.build()
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # so that the processes started here are ended, too
         signal.signal(signal.SIGTERM, lambda *given: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix="sbkit-rehearsal-") as made:
-        folder = Path(made)
-        job = {"folder": made, "world": min(count, RANKS), "args": [*args, "--device", "cuda"]}
+    with tempfile.TemporaryDirectory(prefix="sbkit-rehearsal-") as temporary:
+        folder = Path(temporary)
+        job = {"folder": temporary, "world": min(count, RANKS), "args": [*args, "--device", "cuda"]}
         (folder / "job.json").write_text(json.dumps(job))
         path = os.pathsep.join(filter(None, [str(Path(sbkit.__file__).parent.parent), os.environ.get("PYTHONPATH")]))
         environment = nullcard.environment(
             card, count, base={**os.environ, "PYTHONPATH": path}, patience=PATIENCE) | {
-            "TORCH_FR_BUFFER_SIZE": "20000", "TMPDIR": made, "OMP_NUM_THREADS": "1"}
+            "TORCH_FR_BUFFER_SIZE": "20000", "TMPDIR": temporary, "OMP_NUM_THREADS": "1"}
         with open(folder / "server.log", "w") as log:
-            process = subprocess.Popen([sys.executable, "-m", "sbkit.rehearsal.run", made], env=environment,
+            process = subprocess.Popen([sys.executable, "-m", "sbkit.rehearsal.run", temporary], env=environment,
                                        stdout=log, stderr=log)
             try:
                 process.wait()
@@ -72,7 +72,7 @@ def rehearse(args: Sequence[str], count: int, card: Card) -> list[Line]:
                     _kill_group(int(file.read_text()))
         if not (folder / "found.json").exists():
             raise SbkitError(f"the rehearsal ended early:\n{(folder / 'server.log').read_text()[-3000:]}", exit_code=1)
-        return json.loads((folder / "found.json").read_text().replace(made, "the rehearsal's folder"))
+        return json.loads((folder / "found.json").read_text().replace(temporary, "the rehearsal's folder"))
 
 
 def main(folder: str) -> None:

@@ -243,13 +243,13 @@ class LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Handle a failed ``emit``."""
         error = sys.exc_info()[1]
-        refused = (disk.refusal(error) or error) if error else None
-        if not isinstance(refused, OSError):
+        failure = (disk.disk_error(error) or error) if error else None
+        if not isinstance(failure, OSError):
             super().handleError(record)
         elif not self._warned:
             self._warned = True
             # Not to sys.stderr, whose writer may be waiting for this record.
-            write_now(f"warning: {disk.explain(refused, self.baseFilename)}; some of its lines are lost\n")
+            write_now(f"warning: {disk.explain(failure, self.baseFilename)}; some of its lines are lost\n")
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def disk_errors_as_user_error(path: str | os.PathLike[str], called: str = "") ->
     except SbkitError:
         raise
     except Exception as error:
-        found = refusal(error)
+        found = disk_error(error)
         if found is None:
             raise
         name = found.filename if found.filename and os.path.isdir(path) else path
@@ -103,7 +103,7 @@ def writing_into(folder: str | os.PathLike[str], option: str) -> Iterator[None]:
                          hint=f"choose another place with {option}") from error
 
 
-def refusal(error: BaseException) -> OSError | None:
+def disk_error(error: BaseException) -> OSError | None:
     """Return the OSError of a full, read-only or broken disk that caused ``error``, or None.
 
     Libraries in Rust, such as safetensors, raise their own errors, which end with the kernel's error number.

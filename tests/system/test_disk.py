@@ -17,10 +17,10 @@ def test_the_oserror_of_a_full_disk_is_found_behind_other_errors():
         except OSError:
             raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904  torch's zip writer does just this
     except RuntimeError as error:
-        assert disk.refusal(error).errno == errno.ENOSPC
-    assert disk.refusal(Exception("I/O error: No space left on device (os error 28)")).errno == errno.ENOSPC
-    assert disk.refusal(OSError(errno.ENOENT, "no such file")) is None
-    assert disk.refusal(ValueError("x")) is None
+        assert disk.disk_error(error).errno == errno.ENOSPC
+    assert disk.disk_error(Exception("I/O error: No space left on device (os error 28)")).errno == errno.ENOSPC
+    assert disk.disk_error(OSError(errno.ENOENT, "no such file")) is None
+    assert disk.disk_error(ValueError("x")) is None
 
 
 def test_a_disk_error_names_the_path_and_the_free_space(tmp_path):

@@ -281,7 +281,7 @@ class Checkpointer(stock.Checkpointer):
                     with MainProcessContext():  # without the wrapper's broadcast, in which others would hang
                         hook.__wrapped__(obj, path)
             except Exception as error:
-                found = disk.refusal(error)
+                found = disk.disk_error(error)
                 if found is None:
                     if pending is not None:
                         pending.discard()
@@ -310,12 +310,12 @@ class Checkpointer(stock.Checkpointer):
         self._saved = None
         needed = pending.size()
         pending.discard()
-        refused = disk.refusal(error)
-        if refused is None:
+        disk_error = disk.disk_error(error)
+        if disk_error is None:
             raise error
         good = next(iter(self._rank()), None)
         kept = f"the last good one, {good.path}, is kept" if good else "there is no earlier one"
-        failure = CheckpointError(f"the checkpoint {disk.explain(refused, pending.final, needed)}; {kept}",
+        failure = CheckpointError(f"the checkpoint {disk.explain(disk_error, pending.final, needed)}; {kept}",
                                   hint="free space or raise the quota there, then run the same command to resume")
         self._failures += 1
         if pending.end_of_epoch or self._failures >= PATIENCE:

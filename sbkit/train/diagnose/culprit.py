@@ -137,11 +137,11 @@ def _save(
         shutil.rmtree(final, ignore_errors=True)  # from an earlier attempt at the same step
         temporary.rename(final)
     except Exception as error:
-        refused = error if isinstance(error, OSError) else disk.refusal(error)  # torch and safetensors have their own
-        if refused is None and not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
-            raise  # those are of a batch with something in it that can't be saved
+        failure = error if isinstance(error, OSError) else disk.disk_error(error)  # torch and Rust have others
+        if failure is None and not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
+            raise  # those errors mean that the batch can't be saved
         logger.warning("The culprit of step %s is not saved: %s", context["step"],
-                       first_line(error) if refused is None else disk.explain(refused, final))
+                       first_line(error) if failure is None else disk.explain(failure, final))
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
 
